@@ -1,0 +1,431 @@
+"""The one configuration of a run: what a recipe may say, its defaults and its rules.
+
+A recipe is a TOML file. `load` reads it, checks it and names file, line and the nearest
+known key when something is wrong. Every service is started with the same recipe and reads
+the tables it needs, so that nothing can disagree. Units are in the names: `_seconds`,
+`_tokens`, `_bytes`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fourfold.errors import ConfigError
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+
+
+class Table(BaseModel):
+    """A table of the recipe: unknown keys are errors, values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(Table):
+    """The policy that is trained; the reference is a frozen copy of it."""
+
+    source: str
+    """A Hugging Face model folder, relative to the working directory, or `builtin:NAME` (see `fourfold.models`)."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the weights in the forward passes; the optimizer's masters are float32."""
+    max_context_tokens: int = Field(default=1024, ge=8)
+    """Longest prompt plus completion."""
+
+
+class DataSourceConfig(Table):
+    """Where prompts come from: a file or folder (`path`), or a generator (`reasoning_gym`)."""
+
+    path: str = ""
+    """JSONL or Parquet file, or a Hugging Face dataset folder (`save_to_disk`)."""
+    reasoning_gym: str = ""
+    """Name of a reasoning-gym task."""
+    options: dict[str, Any] = {}
+    """Options of the reasoning-gym task."""
+    size: int = Field(default=0, ge=0)
+    """Rows to take; 0: all of a file. A generator needs a size."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the generator."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if bool(self.path) == bool(self.reasoning_gym):
+            raise ValueError("needs exactly one of `path` and `reasoning_gym`")
+        if self.reasoning_gym and not self.size:
+            raise ValueError("a reasoning-gym generator needs `size`, the number of rows to make")
+        if self.options and not self.reasoning_gym:
+            raise ValueError("`options` belong to a reasoning-gym generator")
+        return self
+
+
+class HoldoutConfig(Table):
+    """Keeps whole task groups out of training, for evaluation: rows of one group have the same key."""
+
+    field: str = "expression"
+    """Metadata field that holds the key."""
+    unordered_numbers: bool = False
+    """Key by the numbers in the field, whatever their order: `3 * 4` and `4 * 3` are one group."""
+    groups: int = Field(ge=1)
+    """Number of groups to hold out, drawn with the run's seed."""
+
+
+class DataConfig(Table):
+    """Prompts for training and evaluation."""
+
+    train: DataSourceConfig
+    eval: DataSourceConfig | None = None
+    """Separate evaluation data; exclusive with `holdout`."""
+    holdout: HoldoutConfig | None = None
+    """Splits evaluation groups off the training data."""
+    prompt_field: str = "question"
+    """Column of the prompt: a text, or a list of chat messages."""
+    answer_field: str = "answer"
+    """Column of the reference answer; may be absent in the data."""
+    chat: bool = True
+    """Apply the tokenizer's chat template; false: the text is the prompt as it is."""
+    system_prompt: str = ""
+    """System message put before a text prompt; empty: none."""
+
+    @model_validator(mode="after")
+    def _one_eval(self) -> Self:
+        if self.eval and self.holdout:
+            raise ValueError("`eval` and `holdout` both make evaluation data; keep one")
+        return self
+
+
+class BatchConfig(Table):
+    """The three batch knobs; everything else is derived and printed by `fourfold plan`."""
+
+    prompts_per_step: int = Field(ge=1)
+    """Prompts, each sampled `group_size` times, that make one step."""
+    group_size: int = Field(ge=2, le=256)
+    """Samples of one prompt; advantages compare them."""
+    tokens_per_micro_batch: int = Field(default=4096, ge=16)
+    """Most padded tokens in one forward and backward pass of one rank."""
+
+    @property
+    def samples_per_step(self) -> int:
+        """prompts_per_step * group_size."""
+        return self.prompts_per_step * self.group_size
+
+
+class AlgorithmConfig(Table):
+    """What the trainer minimises. Formulas: `services/trainer/fourfold_trainer/algorithm.py`."""
+
+    preset: Literal["grpo"] = "grpo"
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: float = Field(default=0.2, gt=0)
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL loss to the reference policy; 0: no reference is started."""
+    advantage_epsilon: float = Field(default=1e-6, ge=0)
+    """Added to a group's standard deviation."""
+
+
+class SamplingConfig(Table):
+    """How completions are sampled. There is no top_p or top_k: the engine would renormalise
+    its log-probabilities over the nucleus and every importance ratio would be biased."""
+
+    temperature: float = Field(default=1.0, gt=0, le=2)
+    max_new_tokens: int = Field(ge=1)
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a completion, besides the model's own."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_nucleus(cls, value: Any) -> Any:
+        for key in ("top_p", "top_k"):
+            if isinstance(value, dict) and key in value:
+                raise ValueError(
+                    f"`{key}` is refused for training rollouts: the engine renormalises over the nucleus and the "
+                    f"trainer does not, so every importance ratio would be wrong; remove it, or use `temperature`"
+                )
+        return value
+
+
+class RolloutConfig(Table):
+    """The rollout services."""
+
+    replicas: int = Field(default=1, ge=0)
+    """Services that the launcher starts; 0: they are started by hand."""
+    gpus_per_replica: int = Field(default=0, ge=0)
+    """GPUs of each (its tensor parallelism); 0: CPU."""
+    gpu_memory_utilization: float = Field(default=0.85, gt=0, lt=1)
+    """Share of the GPU's memory that the engine may take."""
+    kv_cache_gib: int = Field(default=1, ge=1)
+    """KV cache of a CPU engine, in GiB."""
+    max_concurrent_samples: int = Field(default=256, ge=1)
+    """Samples in flight in one service; more are refused with RESOURCE_EXHAUSTED."""
+    max_batched_tokens: int = Field(default=8192, ge=64)
+    """Tokens that one engine step may process."""
+    enforce_eager: bool | None = None
+    """Skip compilation and CUDA graphs. Unset: true on CPU, false on GPUs."""
+    public_listen: str = ""
+    """host:port of the public port for agents (TLS and a token); empty: none."""
+
+
+class TrainerConfig(Table):
+    """The trainer service."""
+
+    replicas: Literal[0, 1] = 1
+    """1: the launcher starts it; 0: it is started by hand."""
+    ranks: int = Field(default=1, ge=1)
+    """Processes; on GPUs one GPU each."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    zero_stage: Literal[0, 1, 2, 3] = 3
+    learning_rate: float = Field(default=1e-6, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up; linear and cosine fall to 0 at the last step."""
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    adam_betas: tuple[float, float] = (0.9, 0.999)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    gradient_checkpointing: bool = False
+    step_timeout_seconds: Seconds = 3600.0
+    """Longest time one step, checkpoint or export may take."""
+
+
+class RewardConfig(Table):
+    """The reward services."""
+
+    replicas: int = Field(default=1, ge=0)
+    """Services that the launcher starts; 0: they are started by hand."""
+    verifier: str = "exact_match"
+    """A built-in name (`fourfold serve reward --list`), `package.module:function`, or `file.py:function`."""
+    timeout_seconds: Seconds = 10.0
+    """Longest time one sample may take to score; then its outcome is an error."""
+    processes: int = Field(default=1, ge=1)
+    """Worker processes of one service."""
+
+
+class ReferenceConfig(Table):
+    """The reference services; started only when `algorithm.kl_coef` is above 0."""
+
+    replicas: int = Field(default=1, ge=0)
+    device: Literal["cpu", "cuda"] = "cpu"
+    tokens_per_batch: int = Field(default=8192, ge=16)
+    """Most padded tokens in one forward pass."""
+
+
+class WeightsConfig(Table):
+    """How new weights reach the engines."""
+
+    backend: Literal["auto", "shm", "gloo"] = "auto"
+    """auto: shm where trainer and engine share a host, else gloo."""
+    pause: Literal["wait", "abort"] = "wait"
+    """What running requests do when an update comes."""
+    timeout_seconds: Seconds = 120.0
+    """Longest time one update may take, from pause to resume."""
+    probe_tolerance: float = Field(default=0.25, gt=0)
+    """Largest mean difference, in nats per token, between the trainer's and an engine's log-probabilities of
+    the probe prompt after an update."""
+
+
+class EvaluationConfig(Table):
+    """Held-out evaluation; needs `data.eval` or `data.holdout`."""
+
+    every_steps: int = Field(default=10, ge=1)
+    """Also before the first step and after the last."""
+    samples_per_prompt: int = Field(default=1, ge=1, le=256)
+    max_prompts: int = Field(default=0, ge=0)
+    """0: all held-out prompts."""
+
+
+class CheckpointConfig(Table):
+    """Checkpoints of the whole run."""
+
+    every_steps: int = Field(default=10, ge=1)
+    """Also after the last step."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints that stay."""
+
+
+class RetryConfig(Table):
+    """What the run survives before it gives a sample up, or itself."""
+
+    infrastructure: int = Field(default=5, ge=0)
+    """Tries that a group may lose to dead, draining or overloaded services."""
+    data: int = Field(default=1, ge=0)
+    """Tries that a group may lose to its own content, such as a reward that raises."""
+    service_wait_seconds: Seconds = 120.0
+    """Longest wait for a service of a needed role before the run stops and says which."""
+    restarts: int = Field(default=3, ge=0)
+    """Times the launcher starts a dead rollout, reward or reference service again."""
+
+
+class SecurityConfig(Table):
+    """TLS between services and tokens for agents. Without it everything stays on loopback."""
+
+    directory: str = ""
+    """Folder made by `fourfold certs`: ca.pem and NAME.pem, NAME-key.pem of each service. Empty: no TLS."""
+    tokens_file: str = ""
+    """File of SHA-256 token digests that may use the public rollout port; made by `fourfold certs`."""
+
+
+class Config(Table):
+    """A run."""
+
+    name: Name
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    steps: int = Field(ge=1)
+    """Steps to train."""
+    model: ModelConfig
+    data: DataConfig
+    batch: BatchConfig
+    sampling: SamplingConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    reward: RewardConfig = RewardConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    weights: WeightsConfig = WeightsConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    retry: RetryConfig = RetryConfig()
+    security: SecurityConfig = SecurityConfig()
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the algorithm compares with the reference policy."""
+        return self.algorithm.kl_coef > 0
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.sampling.max_new_tokens >= self.model.max_context_tokens:
+            raise ValueError(
+                f"sampling.max_new_tokens = {self.sampling.max_new_tokens} leaves no room for a prompt; it must be "
+                f"below model.max_context_tokens = {self.model.max_context_tokens}"
+            )
+        if self.batch.tokens_per_micro_batch < self.model.max_context_tokens:
+            raise ValueError(
+                f"batch.tokens_per_micro_batch = {self.batch.tokens_per_micro_batch} cannot hold one sample of "
+                f"model.max_context_tokens = {self.model.max_context_tokens}; raise the first or lower the second"
+            )
+        if self.batch.samples_per_step < self.trainer.ranks:
+            raise ValueError(
+                f"{self.batch.prompts_per_step} prompts x {self.batch.group_size} per group = "
+                f"{self.batch.samples_per_step} samples cannot feed {self.trainer.ranks} trainer ranks; "
+                f"raise batch.prompts_per_step to at least {-(-self.trainer.ranks // self.batch.group_size)}"
+            )
+        return self
+
+
+def load(path: str | Path) -> Config:
+    """Read and check a recipe.
+
+    Raises:
+        ConfigError: file, line, value, rule, and the nearest known key for a typo.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the recipe ({error.strerror}); give the path of a TOML file") from None
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    try:
+        return Config.model_validate(data)
+    except pydantic.ValidationError as error:
+        lines = _line_numbers(text)
+        raise ConfigError("\n".join(_explain(e, path, lines) for e in error.errors())) from None
+
+
+def dump(config: Config) -> str:
+    """Return the resolved recipe as TOML, every default written out; `load` reads it back to an equal Config."""
+    return "\n".join(_dump_table(config.model_dump(mode="json", exclude_none=True), ())) + "\n"
+
+
+def _dump_table(table: dict[str, Any], path: tuple[str, ...]) -> list[str]:
+    scalars = {k: v for k, v in table.items() if not isinstance(v, dict)}
+    lines = [f"{key} = {_dump_value(value)}" for key, value in scalars.items()]
+    if path and (lines or not table):
+        lines = [f"[{'.'.join(_dump_key(p) for p in path)}]", *lines]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            lines += ["", *_dump_table(value, (*path, key))]
+    return lines
+
+
+def _dump_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _dump_value(key)
+
+
+def _dump_value(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str():
+            escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+            return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
+        case list() | tuple():
+            return "[" + ", ".join(_dump_value(v) for v in value) + "]"
+        case dict():
+            return "{" + ", ".join(f"{_dump_key(k)} = {_dump_value(v)}" for k, v in value.items()) + "}"
+    raise ConfigError(f"{value!r} cannot be written as TOML")
+
+
+def _explain(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
+    """Return one line of the form `file:line  key = value`, then the rule and the fix."""
+    loc = tuple(str(part) for part in error["loc"])
+    line = next((lines[loc[:i]] for i in range(len(loc), 0, -1) if loc[:i] in lines), 1)
+    where, key = f"{path}:{line}", ".".join(loc) or "the recipe"
+    if error["type"] == "extra_forbidden":
+        return f"{where}  {key}: no such key.{_suggest(loc)}"
+    if error["type"] == "missing":
+        return f"{where}  {key}: missing; it has no default. Add it."
+    rule = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{where}  {key}: {rule}"
+    return f"{where}  {key} = {error['input']!r}: {rule[:1].lower()}{rule[1:]}"
+
+
+def _suggest(loc: tuple[str, ...]) -> str:
+    known = _known_keys(loc[:-1])
+    close = difflib.get_close_matches(loc[-1], known, n=1, cutoff=0.6)
+    if close:
+        return f" Did you mean `{close[0]}`?"
+    elsewhere = [f"{table}.{loc[-1]}" for table in Config.model_fields if loc[-1] in _known_keys((table,))]
+    if elsewhere:
+        return f" Did you mean `{elsewhere[0]}`?"
+    return f" Known here: {', '.join(sorted(known))}." if known else ""
+
+
+def _known_keys(table: tuple[str, ...]) -> list[str]:
+    model: Any = Config
+    for part in table:
+        field = model.model_fields.get(part)
+        if field is None:
+            return []
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, Table)), None)
+        if model is None:
+            return []
+    return list(model.model_fields)
+
+
+_HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]")
+_KEY = re.compile(r"^\s*([A-Za-z0-9_\-.\"' ]+?)\s*=")
+
+
+def _line_numbers(text: str) -> dict[tuple[str, ...], int]:
+    """Map each key path of a TOML text to its line. Enough for error messages: multi-line strings may add strays."""
+    table: tuple[str, ...] = ()
+    lines: dict[tuple[str, ...], int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            table = tuple(part.strip().strip("\"'") for part in header.group(1).split("."))
+            lines.setdefault(table, number)
+        elif key := _KEY.match(line):
+            lines.setdefault((*table, *(part.strip().strip("\"'") for part in key.group(1).split("."))), number)
+    return lines

@@ -1,0 +1,92 @@
+"""Errors as gRPC statuses, and back. The one table that both sides use."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from fourfold.errors import (
+    AlreadyExists,
+    DeadlinePassed,
+    FourfoldError,
+    Internal,
+    InvalidInput,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    StaleEpoch,
+    Unauthenticated,
+    Unavailable,
+    WrongState,
+)
+
+DOMAIN: Final = "fourfold"
+# Details travel in trailers; past 8 KiB gRPC replaces the whole status by its own error.
+_MAX_MESSAGE_BYTES: Final = 2048
+
+_BY_CODE: dict[str, type[FourfoldError]] = {
+    cls.code: cls
+    for cls in (
+        InvalidInput,
+        Unauthenticated,
+        PermissionDenied,
+        NotFound,
+        StaleEpoch,
+        AlreadyExists,
+        WrongState,
+        Overloaded,
+        Unavailable,
+        DeadlinePassed,
+        Internal,
+    )
+}
+
+
+def to_status(error: FourfoldError) -> Status:
+    """Return the status that carries `error`: its code, its text, one ErrorInfo, a RetryInfo if it has a delay."""
+    number: int = grpc.StatusCode[error.code].value[0]
+    text = error.message.encode()[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
+    status = Status(code=number, message=text)
+    status.details.add().Pack(ErrorInfo(reason=error.reason, domain=DOMAIN))
+    if error.retry_after is not None:
+        delay = Duration()
+        delay.FromNanoseconds(int(error.retry_after * 1e9))
+        status.details.add().Pack(RetryInfo(retry_delay=delay))
+    return status
+
+
+def from_rpc(error: grpc.RpcError, *, peer: str) -> FourfoldError:
+    """Return the error that the server raised, as the class it raised.
+
+    Args:
+        error: what a stub raised; must carry a code (a `grpc.Call` or `AioRpcError`).
+        peer: who was called, for the message, e.g. "rollout-0 at 127.0.0.1:5000".
+    """
+    code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
+    text: str = error.details() or code.name  # type: ignore[attr-defined]
+    cls = _BY_CODE.get(code.name, Internal)
+    if code is grpc.StatusCode.CANCELLED:
+        cls = Unavailable
+    info, retry_after = _read_details(error)
+    return cls(f"{peer}: {text}", reason=info or code.name, retry_after=retry_after)
+
+
+def _read_details(error: grpc.RpcError) -> tuple[str, float | None]:
+    reason, retry_after = "", None
+    for key, value in error.trailing_metadata() or ():  # type: ignore[attr-defined]
+        if key != "grpc-status-details-bin":
+            continue
+        for detail in Status.FromString(value).details:
+            if detail.Is(ErrorInfo.DESCRIPTOR):
+                info = ErrorInfo()
+                detail.Unpack(info)
+                reason = info.reason
+            elif detail.Is(RetryInfo.DESCRIPTOR):
+                retry = RetryInfo()
+                detail.Unpack(retry)
+                retry_after = retry.retry_delay.ToNanoseconds() / 1e9
+    return reason, retry_after

@@ -1,0 +1,1 @@
+"""Tests; `tests.tiny_models` and `tests.fakes` are shared by them."""

@@ -1,0 +1,1 @@
+"""Scores trajectories with functions and verifiers, and serves reference log-probabilities."""

@@ -1,0 +1,1 @@
+"""Samples from the policy: vLLM behind gRPC, token ids in, tokens and log-probabilities out."""

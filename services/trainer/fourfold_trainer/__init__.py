@@ -1,0 +1,1 @@
+"""Trains the policy: DeepSpeed ZeRO behind one gRPC endpoint, on any number of ranks."""

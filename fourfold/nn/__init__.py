@@ -1,0 +1,1 @@
+"""Shared tensor code (extra `torch`)."""

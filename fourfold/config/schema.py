@@ -1,23 +1,14 @@
-"""The one configuration of a run: what a recipe may say, its defaults and its rules.
+"""What a recipe may say: every table and key, its default and its rules.
 
-A recipe is a TOML file. `load` reads it, checks it and names file, line and the nearest
-known key when something is wrong. Every service is started with the same recipe and reads
-the tables it needs, so that nothing can disagree. Units are in the names: `_seconds`,
-`_tokens`, `_bytes`.
+Every service is started with the same recipe and reads the tables it needs, so that nothing
+can disagree. Units are in the names: `_seconds`, `_tokens`, `_bytes`.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
-import tomllib
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import pydantic
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-
-from fourfold.errors import ConfigError
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
@@ -315,117 +306,3 @@ class Config(Table):
                 f"raise batch.prompts_per_step to at least {-(-self.trainer.ranks // self.batch.group_size)}"
             )
         return self
-
-
-def load(path: str | Path) -> Config:
-    """Read and check a recipe.
-
-    Raises:
-        ConfigError: file, line, value, rule, and the nearest known key for a typo.
-    """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the recipe ({error.strerror}); give the path of a TOML file") from None
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
-    try:
-        return Config.model_validate(data)
-    except pydantic.ValidationError as error:
-        lines = _line_numbers(text)
-        raise ConfigError("\n".join(_explain(e, path, lines) for e in error.errors())) from None
-
-
-def dump(config: Config) -> str:
-    """Return the resolved recipe as TOML, every default written out; `load` reads it back to an equal Config."""
-    return "\n".join(_dump_table(config.model_dump(mode="json", exclude_none=True), ())) + "\n"
-
-
-def _dump_table(table: dict[str, Any], path: tuple[str, ...]) -> list[str]:
-    scalars = {k: v for k, v in table.items() if not isinstance(v, dict)}
-    lines = [f"{key} = {_dump_value(value)}" for key, value in scalars.items()]
-    if path and (lines or not table):
-        lines = [f"[{'.'.join(_dump_key(p) for p in path)}]", *lines]
-    for key, value in table.items():
-        if isinstance(value, dict):
-            lines += ["", *_dump_table(value, (*path, key))]
-    return lines
-
-
-def _dump_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _dump_value(key)
-
-
-def _dump_value(value: Any) -> str:
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case int() | float():
-            return repr(value)
-        case str():
-            escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-            return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in escaped) + '"'
-        case list() | tuple():
-            return "[" + ", ".join(_dump_value(v) for v in value) + "]"
-        case dict():
-            return "{" + ", ".join(f"{_dump_key(k)} = {_dump_value(v)}" for k, v in value.items()) + "}"
-    raise ConfigError(f"{value!r} cannot be written as TOML")
-
-
-def _explain(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
-    """Return one line of the form `file:line  key = value`, then the rule and the fix."""
-    loc = tuple(str(part) for part in error["loc"])
-    line = next((lines[loc[:i]] for i in range(len(loc), 0, -1) if loc[:i] in lines), 1)
-    where, key = f"{path}:{line}", ".".join(loc) or "the recipe"
-    if error["type"] == "extra_forbidden":
-        return f"{where}  {key}: no such key.{_suggest(loc)}"
-    if error["type"] == "missing":
-        return f"{where}  {key}: missing; it has no default. Add it."
-    rule = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "value_error":
-        return f"{where}  {key}: {rule}"
-    return f"{where}  {key} = {error['input']!r}: {rule[:1].lower()}{rule[1:]}"
-
-
-def _suggest(loc: tuple[str, ...]) -> str:
-    known = _known_keys(loc[:-1])
-    close = difflib.get_close_matches(loc[-1], known, n=1, cutoff=0.6)
-    if close:
-        return f" Did you mean `{close[0]}`?"
-    elsewhere = [f"{table}.{loc[-1]}" for table in Config.model_fields if loc[-1] in _known_keys((table,))]
-    if elsewhere:
-        return f" Did you mean `{elsewhere[0]}`?"
-    return f" Known here: {', '.join(sorted(known))}." if known else ""
-
-
-def _known_keys(table: tuple[str, ...]) -> list[str]:
-    model: Any = Config
-    for part in table:
-        field = model.model_fields.get(part)
-        if field is None:
-            return []
-        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, Table)), None)
-        if model is None:
-            return []
-    return list(model.model_fields)
-
-
-_HEADER = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]")
-_KEY = re.compile(r"^\s*([A-Za-z0-9_\-.\"' ]+?)\s*=")
-
-
-def _line_numbers(text: str) -> dict[tuple[str, ...], int]:
-    """Map each key path of a TOML text to its line. Enough for error messages: multi-line strings may add strays."""
-    table: tuple[str, ...] = ()
-    lines: dict[tuple[str, ...], int] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if header := _HEADER.match(line):
-            table = tuple(part.strip().strip("\"'") for part in header.group(1).split("."))
-            lines.setdefault(table, number)
-        elif key := _KEY.match(line):
-            lines.setdefault((*table, *(part.strip().strip("\"'") for part in key.group(1).split("."))), number)
-    return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 import grpc
@@ -59,15 +60,15 @@ def to_status(error: FourfoldError) -> Status:
     return status
 
 
-def from_rpc(error: grpc.RpcError, *, peer: str) -> FourfoldError:
+def from_rpc(error: grpc.aio.AioRpcError, *, peer: str) -> FourfoldError:
     """Return the error that the server raised, as the class it raised.
 
     Args:
-        error: what a stub raised; must carry a code (a `grpc.Call` or `AioRpcError`).
+        error: what a stub raised.
         peer: who was called, for the message, e.g. "rollout-0 at 127.0.0.1:5000".
     """
-    code: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
-    text: str = error.details() or code.name  # type: ignore[attr-defined]
+    code = error.code()
+    text = error.details() or code.name
     cls = _BY_CODE.get(code.name, Internal)
     if code is grpc.StatusCode.CANCELLED:
         cls = Unavailable
@@ -75,10 +76,11 @@ def from_rpc(error: grpc.RpcError, *, peer: str) -> FourfoldError:
     return cls(f"{peer}: {text}", reason=info or code.name, retry_after=retry_after)
 
 
-def _read_details(error: grpc.RpcError) -> tuple[str, float | None]:
+def _read_details(error: grpc.aio.AioRpcError) -> tuple[str, float | None]:
     reason, retry_after = "", None
-    for key, value in error.trailing_metadata() or ():  # type: ignore[attr-defined]
-        if key != "grpc-status-details-bin":
+    metadata: Iterable[tuple[str, str | bytes]] = error.trailing_metadata() or ()
+    for key, value in metadata:
+        if key != "grpc-status-details-bin" or not isinstance(value, bytes):
             continue
         for detail in Status.FromString(value).details:
             if detail.Is(ErrorInfo.DESCRIPTOR):

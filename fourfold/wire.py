@@ -105,7 +105,7 @@ def decode(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> 
     loss_mask = _mask(message.loss_mask, n, who, "loss_mask") if message.loss_mask else action_mask
     behavior = floats(message.behavior_logprobs, n, who, "behavior_logprobs")
     if action_mask[0]:
-        raise InvalidInput(f"sample {who}: action_mask[0] is 1; the first token is never sampled: send a prompt token first")
+        raise InvalidInput(f"sample {who}: action_mask[0] is 1; the first token must be a prompt token")
     if bool((loss_mask & ~action_mask).any()):
         raise InvalidInput(f"sample {who}: loss_mask selects tokens outside action_mask; it must be a subset")
     _check_behavior(behavior, action_mask, who)
@@ -123,7 +123,7 @@ def decode(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> 
     if message.reference_logprobs:
         reference = floats(message.reference_logprobs, n, who, "reference_logprobs")
         if not np.isfinite(reference[1:]).all():
-            raise InvalidInput(f"sample {who}: reference_logprobs holds values that are not finite after the first token")
+            raise InvalidInput(f"sample {who}: reference_logprobs must be finite after the first token")
     return Sample(
         sample_id=who,
         group_id=message.group_id,

@@ -1,0 +1,343 @@
+"""Child processes of one owner: started in their own session, watched, explained, and ended without a rest.
+
+    Supervisor --start--> child in a session of its own, stdout and stderr to logs/<name>.log
+         |                  (one thread per child notes when it died, so that the first death is known)
+         |<--READY line-- the log
+         '--stop--> SIGTERM to all at once, 2 s later SIGKILL to every process group and to
+                    whatever else carries this supervisor's tag in its environment
+
+Children learn their parent's pid from FOURFOLD_PARENT_PID and ask the kernel to end them when it dies
+(`die_with_parent`). The kernel ties that to the *thread* that started them: call `start` from the main thread, or
+from one that lives as long as the supervisor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import secrets
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from fourfold.errors import DeadlinePassed, Unavailable
+
+PARENT_PID_VARIABLE: Final = "FOURFOLD_PARENT_PID"
+TAGS_VARIABLE: Final = "FOURFOLD_SUPERVISORS"
+STOP_GRACE_SECONDS: Final = 2.0
+_TAIL_LINES: Final = 30
+_TAIL_BYTES: Final = 16 << 10
+_POLL_SECONDS: Final = 0.05
+_PR_SET_PDEATHSIG: Final = 1
+_READY: Final = re.compile(rb"^READY (\S+)\s*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What to start."""
+
+    name: str
+    """Member id; also the name of the log."""
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to this process's environment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """How a child ended, and what it said last."""
+
+    name: str
+    time: float
+    """Seconds since the epoch."""
+    exit_code: int
+    """0 when it was a signal."""
+    signal: int
+    """0 when it exited by itself."""
+    oom_kills: int
+    """Times the kernel's out-of-memory killer struck here while the child ran."""
+    was_ready: bool
+    log: str
+    last_lines: tuple[str, ...]
+
+    @property
+    def cause(self) -> str:
+        """Half a sentence: "killed by SIGKILL ..." or "ended with exit code 1"."""
+        if not self.signal:
+            return f"ended with exit code {self.exit_code}"
+        text = f"killed by {signal_name(self.signal)}"
+        if self.signal == signal.SIGKILL and self.oom_kills:
+            text += (
+                ": the kernel's out-of-memory killer struck while it ran; `fourfold plan RECIPE` shows what each role "
+                "needs, and batch.tokens_per_micro_batch, rollout.kv_cache_gib and a smaller model lower it"
+            )
+        elif self.signal == signal.SIGKILL:
+            text += " (somebody's kill -9, or a memory limit outside of this machine's view)"
+        return text
+
+    def explain(self) -> str:
+        """Several lines for people: name, cause, the end of the log, where the log is."""
+        stage = "" if self.was_ready else " before it was ready"
+        lines = [f"{self.name} died{stage}: {self.cause}."]
+        if self.last_lines:
+            lines += [f"Its last lines ({self.log}):", *(f"  | {line}" for line in self.last_lines)]
+        else:
+            lines += [f"It wrote nothing to its log ({self.log})."]
+        return "\n".join(lines)
+
+
+class Child:
+    """One started process. Made by `Supervisor.start`."""
+
+    def __init__(self, command: Command, *, log: Path, tag: str, changed: threading.Event) -> None:
+        self.command = command
+        self.log = log
+        self.started = time.monotonic()
+        self.target = ""
+        """What the READY line says; empty before it came."""
+        self.death: Death | None = None
+        self._changed = changed
+        self._reading = threading.Lock()
+        self._oom_kills = oom_kill_count()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = self._log_read = log.stat().st_size if log.exists() else 0
+        inherited = os.environ.get(TAGS_VARIABLE, "")
+        env = {
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",  # the last words of a dying process must reach its log
+            "PYTHONFAULTHANDLER": "1",  # and so must the stack of one that crashes
+            **command.env,
+            PARENT_PID_VARIABLE: str(os.getpid()),
+            TAGS_VARIABLE: f"{inherited},{tag}" if inherited else tag,
+        }
+        with log.open("ab") as output:
+            self._popen = subprocess.Popen(
+                command.argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, env=env
+            )
+        self.pid = self._popen.pid
+        self._waiter = threading.Thread(target=self._wait, name=f"wait-{command.name}", daemon=True)
+        self._waiter.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.death is None
+
+    def poll_ready(self) -> bool:
+        """Return whether the READY line has come."""
+        with self._reading:
+            if not self.target:
+                with self.log.open("rb") as file:
+                    file.seek(self._log_read)
+                    complete = file.read().rpartition(b"\n")[0]
+                if complete:
+                    self._log_read += len(complete) + 1
+                    if match := _READY.search(complete):
+                        self.target = match.group(1).decode()
+            return bool(self.target)
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the process; nothing happens when it is dead. Not reaped before `reap`, so the pid is ours."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def kill_group(self) -> None:
+        """SIGKILL the whole process group; it may outlive its leader."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self, timeout_seconds: float) -> None:
+        """Collect a process that was killed."""
+        self._waiter.join(timeout_seconds)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout_seconds)
+
+    def _wait(self) -> None:
+        # WNOWAIT leaves a zombie: its pid and group id cannot be reused before `reap`.
+        info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        exited = info is not None and info.si_code == os.CLD_EXITED
+        status = info.si_status if info is not None else 0
+        was_ready = self.poll_ready()
+        self.death = Death(
+            name=self.command.name,
+            time=time.time(),
+            exit_code=status if exited else 0,
+            signal=0 if exited else status,
+            oom_kills=oom_kill_count() - self._oom_kills,
+            was_ready=was_ready,
+            log=str(self.log),
+            last_lines=tail(self.log, self._log_start),
+        )
+        self._changed.set()
+
+
+class Supervisor:
+    """Starts children and outlives them. All methods may be called from any thread, but see `die_with_parent`."""
+
+    def __init__(self, log_directory: Path) -> None:
+        self.children: dict[str, Child] = {}
+        """The latest child of each name."""
+        self._log_directory = log_directory
+        self._tag = secrets.token_hex(8)
+        self._changed = threading.Event()
+        self._hurry = threading.Event()
+        self._stopping = False
+        self._all: list[Child] = []
+        self._reported: set[int] = set()
+
+    def start(self, command: Command) -> Child:
+        """Start a child; a dead one of the same name is replaced and its log goes on.
+
+        Raises:
+            Unavailable: the program cannot be started, or `stop` was called.
+        """
+        if self._stopping:
+            raise Unavailable(f"{command.name} is not started: everything is being stopped")
+        if (old := self.children.get(command.name)) is not None:
+            old.kill_group()
+            old.reap(1.0)
+        log = self._log_directory / f"{command.name}.log"
+        try:
+            child = Child(command, log=log, tag=self._tag, changed=self._changed)
+        except OSError as error:
+            raise Unavailable(f"{command.name}: cannot start {command.argv[0]}: {error}") from None
+        self.children[command.name] = child
+        self._all.append(child)
+        return child
+
+    def deaths(self) -> list[Death]:
+        """Return the deaths since the last call, the first one first."""
+        new = [child for child in self._all if child.death is not None and child.pid not in self._reported]
+        self._reported.update(child.pid for child in new)
+        return sorted((child.death for child in new if child.death is not None), key=lambda death: death.time)
+
+    def wait_ready(self, names: Iterable[str], *, timeout_seconds: float) -> dict[str, str]:
+        """Wait until each named child has printed its READY line; return their targets.
+
+        Raises:
+            Unavailable: one died instead, with its explanation.
+            DeadlinePassed: with the names that are missing and where their logs are.
+        """
+        names = list(names)
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            if dead := self.deaths():
+                raise Unavailable(dead[0].explain())
+            missing = [name for name in names if not self.children[name].poll_ready()]
+            if not missing:
+                return {name: self.children[name].target for name in names}
+            if time.monotonic() > deadline:
+                logs = ", ".join(str(self.children[name].log) for name in missing)
+                raise DeadlinePassed(
+                    f"{', '.join(missing)} not ready after {timeout_seconds:.0f} s; what it is doing is in {logs}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def stop(self, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
+        """End every child and all their descendants: SIGTERM at once, SIGKILL after the grace. Idempotent."""
+        self._stopping = True
+        for child in self._all:
+            if child.alive:
+                child.send(signal.SIGTERM)
+        deadline = time.monotonic() + grace_seconds
+        while any(child.alive for child in self._all) and time.monotonic() < deadline and not self._hurry.is_set():
+            self._changed.wait(_POLL_SECONDS)
+            self._changed.clear()
+        self._kill_all()
+        for child in self._all:
+            child.reap(1.0)
+
+    def kill(self) -> None:
+        """End everything now: a running `stop` waits no longer, or does so here."""
+        self._hurry.set()
+        self._stopping = True
+        self._kill_all()
+
+    def _kill_all(self) -> None:
+        for child in self._all:
+            child.kill_group()
+        deadline = time.monotonic() + 1.0
+        # Again and again: a process may start another one while we read /proc.
+        while kill_tagged(self._tag) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when its supervisor dies, or end it now if that has happened already."""
+    parent = os.environ.get(PARENT_PID_VARIABLE)
+    if parent is None:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_tagged(tag: str) -> int:
+    """SIGKILL every process that inherited a supervisor's tag, however it detached itself; return how many."""
+    wanted = re.compile(rb"(?:^|\0)" + TAGS_VARIABLE.encode() + rb"=[^\0]*" + tag.encode())
+    count = 0
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # gone, or another user's
+            # The descriptor pins the process: its pid cannot become another's between the look and the kill.
+            descriptor = os.pidfd_open(int(entry.name))
+            try:
+                if wanted.search((entry / "environ").read_bytes()):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                    count += 1
+            finally:
+                os.close(descriptor)
+    return count
+
+
+def signal_name(number: int) -> str:
+    """Return e.g. "SIGSEGV"; "signal 42" for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def tail(log: Path, start: int = 0) -> tuple[str, ...]:
+    """Return the last 30 lines of a log from byte `start` on; empty when it cannot be read."""
+    try:
+        with log.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(start, end - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ()
+    return tuple(line.rstrip() for line in text.splitlines()[-_TAIL_LINES:])
+
+
+def oom_kill_count() -> int:
+    """Return how often the out-of-memory killer has struck in this cgroup; on this machine where that is not told."""
+    for path in (*_cgroup_memory_files(), Path("/proc/vmstat")):
+        with contextlib.suppress(OSError):
+            if match := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
+                return int(match.group(1))
+    return 0
+
+
+def _cgroup_memory_files() -> list[Path]:
+    """Return the files with an `oom_kill` line, of cgroup version 2 and 1, at our group and at the mounted root."""
+    files = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers:
+                root, name = Path("/sys/fs/cgroup"), "memory.events"
+            elif "memory" in controllers.split(","):
+                root, name = Path("/sys/fs/cgroup/memory"), "memory.oom_control"
+            else:
+                continue
+            files += [root / group.lstrip("/") / name, root / name]
+    return files

@@ -1,0 +1,192 @@
+"""Clients of a rollout service: sampling, for anybody, and weight updates, for the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import grpc
+import numpy as np
+from google.protobuf.duration_pb2 import Duration
+
+from fourfold.channel import call, stream
+from fourfold.errors import InvalidInput
+from fourfold.rollout.v1 import rollout_control_service_pb2 as control
+from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
+from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
+from fourfold.wire import Float32Array, Int32Array, VersionSpan, floats, pack_ints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completion:
+    """One finished sample of a Generate call, without its prompt."""
+
+    sample_index: int
+    token_ids: Int32Array  # [n]; n may be 0 when the engine gave the request up
+    logprobs: Float32Array  # [n], natural log, at most 0
+    version_spans: tuple[VersionSpan, ...]  # tile the n tokens
+    finish_reason: pb.FinishReason.ValueType
+
+
+class RolloutClient:
+    """Calls `RolloutService`. All methods raise FourfoldError; timeouts are seconds."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, peer: str) -> None:
+        self._stub = pb_grpc.RolloutServiceStub(channel)
+        self.peer = peer
+
+    async def get_info(self, *, timeout: float) -> pb.GetInfoResponse:
+        """Model, limits and policy version."""
+        return await call(self._stub.GetInfo, pb.GetInfoRequest(), timeout=timeout, peer=self.peer, name="GetInfo")
+
+    def generate(self, request: pb.GenerateRequest, *, timeout: float) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Sample and stream. Use it inside `contextlib.aclosing`: leaving early then aborts the samples at once."""
+        return stream(self._stub.Generate, request, timeout=timeout, peer=self.peer, name="Generate")
+
+    async def complete(self, request: pb.GenerateRequest, *, timeout: float) -> list[Completion]:
+        """Sample and return the whole completions, in order of their sample index.
+
+        Cancelling aborts the samples in the engine.
+
+        Raises:
+            InvalidInput: the service's answer does not add up.
+            FourfoldError: what the service raised.
+        """
+        count = request.sample_count if request.HasField("sample_count") else 1
+        parts = [_Parts(index=index, who=f"{self.peer}, {request.request_id}") for index in range(count)]
+        async with aclosing(self.generate(request, timeout=timeout)) as responses:
+            async for response in responses:
+                if not 0 <= response.sample_index < count:
+                    raise InvalidInput(
+                        f"{self.peer}, {request.request_id}: sample_index is {response.sample_index}; "
+                        f"{count} samples were asked for"
+                    )
+                parts[response.sample_index].add(response)
+        return [part.join() for part in parts]
+
+    def watch_load(
+        self, *, period: float = 1.0, timeout: float | None = None
+    ) -> AsyncGenerator[pb.WatchLoadResponse, None]:
+        """Load reports, the present one at once, then one every `period` seconds."""
+        duration = Duration()
+        duration.FromNanoseconds(int(period * 1e9))
+        request = pb.WatchLoadRequest(period=duration)
+        return stream(self._stub.WatchLoad, request, timeout=timeout, peer=self.peer, name="WatchLoad")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Parts:
+    """Responses of one sample as they come."""
+
+    index: int
+    who: str
+    token_ids: list[bytes] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)  # (policy version, tokens)
+    finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
+
+    def add(self, response: pb.GenerateResponse) -> None:
+        if self.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+            raise InvalidInput(f"{self.who}: sample {self.index} goes on after its finish_reason")
+        size = len(response.token_ids)
+        if size % 4 or len(response.logprobs) != size:
+            raise InvalidInput(
+                f"{self.who}: sample {self.index} has {size} bytes of token_ids and {len(response.logprobs)} of "
+                f"logprobs; both must be 4 bytes a token"
+            )
+        self.finish_reason = response.finish_reason
+        if not size:
+            return
+        if response.policy_version < 0:
+            raise InvalidInput(f"{self.who}: sample {self.index} has policy_version {response.policy_version}")
+        self.token_ids.append(response.token_ids)
+        self.logprobs.append(response.logprobs)
+        if self.spans and self.spans[-1][0] == response.policy_version:
+            self.spans[-1] = (response.policy_version, self.spans[-1][1] + size // 4)
+        else:
+            self.spans.append((response.policy_version, size // 4))
+
+    def join(self) -> Completion:
+        if self.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
+            raise InvalidInput(f"{self.who}: the stream ended before sample {self.index} was finished")
+        ids, logprobs = b"".join(self.token_ids), b"".join(self.logprobs)
+        return Completion(
+            sample_index=self.index,
+            token_ids=np.frombuffer(ids, "<i4").astype(np.int32, copy=False),
+            logprobs=np.frombuffer(logprobs, "<f4").astype(np.float32, copy=False),
+            version_spans=tuple(VersionSpan(policy_version=v, token_count=n) for v, n in self.spans),
+            finish_reason=self.finish_reason,
+        )
+
+
+class RolloutControlClient:
+    """Calls `RolloutControlService`. All methods raise FourfoldError; timeouts are seconds."""
+
+    def __init__(self, channel: grpc.aio.Channel, *, peer: str) -> None:
+        self._stub = control_grpc.RolloutControlServiceStub(channel)
+        self.peer = peer
+
+    async def describe(self, *, timeout: float) -> control.DescribeEngineResponse:
+        """Model, host, devices, backends and state of the engine."""
+        request = control.DescribeEngineRequest()
+        return await call(
+            self._stub.DescribeEngine, request, timeout=timeout, peer=self.peer, name="DescribeEngine"
+        )
+
+    async def open(
+        self,
+        *,
+        epoch: int,
+        backend: str,
+        manifest: bytes,
+        offers: Sequence[bytes],
+        receiver_count: int,
+        first_receiver_index: int,
+        timeout: float,
+    ) -> control.OpenWeightsResponse:
+        """Join one epoch; nothing is paused."""
+        request = control.OpenWeightsRequest(
+            epoch=epoch,
+            backend=backend,
+            manifest=manifest,
+            offers=offers,
+            receiver_count=receiver_count,
+            first_receiver_index=first_receiver_index,
+        )
+        return await call(self._stub.OpenWeights, request, timeout=timeout, peer=self.peer, name="OpenWeights")
+
+    async def begin(
+        self, *, epoch: int, policy_version: int, pause_mode: control.PauseMode.ValueType, timeout: float
+    ) -> None:
+        """Pause the engine for an update."""
+        request = control.BeginWeightsRequest(epoch=epoch, policy_version=policy_version, pause_mode=pause_mode)
+        await call(self._stub.BeginWeights, request, timeout=timeout, peer=self.peer, name="BeginWeights")
+
+    async def receive(self, *, epoch: int, policy_version: int, timeout: float) -> bytes:
+        """Receive and apply the weights; returns their digest (32 bytes)."""
+        request = control.ReceiveWeightsRequest(epoch=epoch, policy_version=policy_version)
+        response = await call(
+            self._stub.ReceiveWeights, request, timeout=timeout, peer=self.peer, name="ReceiveWeights"
+        )
+        return response.weights_digest
+
+    async def commit(self, *, epoch: int, policy_version: int, timeout: float) -> None:
+        """Serve the version and resume."""
+        request = control.CommitWeightsRequest(epoch=epoch, policy_version=policy_version)
+        await call(self._stub.CommitWeights, request, timeout=timeout, peer=self.peer, name="CommitWeights")
+
+    async def abort(self, *, epoch: int, timeout: float) -> control.WeightState.ValueType:
+        """Give the update up; returns what the engine holds, CLEAN or DIRTY."""
+        request = control.AbortWeightsRequest(epoch=epoch)
+        response = await call(self._stub.AbortWeights, request, timeout=timeout, peer=self.peer, name="AbortWeights")
+        return response.weight_state
+
+    async def probe(self, token_ids: Sequence[int] | Int32Array, *, timeout: float) -> Float32Array:
+        """Log-probabilities of the n given tokens under the loaded weights: float32 [n], the first NaN."""
+        request = control.ProbeLogprobsRequest(token_ids=pack_ints(token_ids))
+        response = await call(
+            self._stub.ProbeLogprobs, request, timeout=timeout, peer=self.peer, name="ProbeLogprobs"
+        )
+        return floats(response.logprobs, len(token_ids), f"probe of {self.peer}", "logprobs")

@@ -1,0 +1,36 @@
+# Everything a person types. `make quickstart` needs Python 3.11 or 3.12 and g++, nothing else.
+.PHONY: quickstart setup test test-slow check proto fmt constraints clean
+bin := .venv/bin
+
+quickstart:  ## set up, then train the recipe of the README
+	@scripts/setup quickstart
+	@$(bin)/fourfold run recipes/quickstart.toml
+
+setup:  ## the environment for development
+	@scripts/setup dev
+
+test: setup  ## everything that is not slow; under ten minutes on two cores
+	$(bin)/python -m pytest -m "not slow" tests
+
+test-slow: setup
+	$(bin)/python -m pytest -m slow tests
+
+check: setup  ## format, lint, types, import rules, protos
+	@scripts/check
+
+proto: setup  ## lint the contract and regenerate the stubs
+	$(bin)/buf lint proto
+	scripts/proto
+
+fmt: setup
+	$(bin)/ruff format .
+	$(bin)/ruff check --fix .
+	$(bin)/buf format -w proto
+
+constraints: setup  ## resolve the pinned versions anew
+	scripts/constraints
+
+clean:  ## everything that was made, but no run
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf *.egg-info services/*/build services/*/*.egg-info
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import re
 import secrets
@@ -307,7 +308,7 @@ def signal_name(number: int) -> str:
 
 
 def tail(log: Path, start: int = 0) -> tuple[str, ...]:
-    """Return the last 30 lines of a log from byte `start` on; empty when it cannot be read."""
+    """Return the last 30 lines of a log from byte `start` on, for people; empty when it cannot be read."""
     try:
         with log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -315,7 +316,18 @@ def tail(log: Path, start: int = 0) -> tuple[str, ...]:
             text = file.read().decode(errors="replace")
     except OSError:
         return ()
-    return tuple(line.rstrip() for line in text.splitlines()[-_TAIL_LINES:])
+    lines = [part for line in text.splitlines()[-_TAIL_LINES:] for part in _readable(line.rstrip())]
+    return tuple(lines[-_TAIL_LINES:])
+
+
+def _readable(line: str) -> list[str]:
+    """Return a JSON log record (`fourfold.log`) as clock, level, message and traceback; any other line as it is."""
+    try:
+        record = json.loads(line)
+        text = f"{str(record['time'])[11:19]} {record['level']}: {record['message']}"
+        return [*text.splitlines(), *str(record.get("traceback", "")).splitlines()]
+    except (ValueError, KeyError, TypeError):
+        return [line]
 
 
 def oom_kill_count() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -113,6 +114,14 @@ def test_wait_ready_has_a_deadline(supervisor: Supervisor) -> None:
     supervisor.start(shell("rollout-0", "sleep 60"))
     with pytest.raises(DeadlinePassed, match=r"rollout-0 not ready after 0 s; .*rollout-0\.log"):
         supervisor.wait_ready(["rollout-0"], timeout_seconds=0.1)
+
+
+def test_json_records_of_a_log_are_told_as_people_read_them(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    record = {"time": "2026-01-02T03:04:05.678Z", "level": "error", "message": "cannot load", "traceback": "a\nb"}
+    log.write_text(f'plain {{\n{json.dumps(record)}\n{{"other": 1}}\n')
+    assert process.tail(log) == ("plain {", "03:04:05 error: cannot load", "a", "b", '{"other": 1}')
+    assert process.tail(tmp_path / "none.log") == ()
 
 
 def test_program_that_is_not_there_is_one_clear_error(supervisor: Supervisor) -> None:

@@ -1,0 +1,201 @@
+"""The command `fourfold`. Nothing heavy is imported before a command needs it.
+
+Each command is a module (or a class here) with `add_arguments(parser)` and `main(args) -> int`.
+`run`, `watch` and `chat` come with the coordinator's distribution, the services with theirs;
+they register through the entry point groups `fourfold.commands` and `fourfold.services`.
+
+Exit codes: 0 done; 1 an error, explained on stderr; 2 wrong usage; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from fourfold.errors import ConfigError, FourfoldError
+
+_HERE: Final = {"plan": "fourfold.plan", "doctor": "fourfold.doctor"}
+_COORDINATOR: Final = "fourfold-coordinator"
+_DISTRIBUTIONS: Final = {
+    "rollout": "fourfold-rollout[cpu]  (on GPUs: fourfold-rollout[gpu])",
+    "trainer": "fourfold-trainer",
+    "reward": "fourfold-reward",
+    "reference": "fourfold-reward[reference]",
+    "coordinator": _COORDINATOR,
+}
+_HELP: Final = {
+    "run": "train: start every service of a recipe and watch it learn",
+    "plan": "what a recipe means: batches and memory, as sentences and a table",
+    "doctor": "what this machine can run, and the next command where it cannot",
+    "serve": "one service by hand, in its own terminal or on its own machine",
+    "watch": "the live display of a run that is going on",
+    "chat": "talk to a model folder through a rollout service",
+    "certs": "a private CA, certificates and a token for [security]",
+}
+
+
+class Command(Protocol):
+    """What a command module offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare its arguments."""
+
+    def main(self, args: argparse.Namespace) -> int:
+        """Run it and return the exit code."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; `argv` is what follows the program's name."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except FourfoldError as error:
+        print(f"fourfold: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("fourfold: interrupted", file=sys.stderr)
+        return 130
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if words else 2
+    if words[0] == "--version":
+        import importlib.metadata
+
+        print(f"fourfold {importlib.metadata.version('fourfold')}")
+        return 0
+    name, rest = words[0], words[1:]
+    if name not in _HELP:
+        close = difflib.get_close_matches(name, _HELP, n=1)
+        hint = f"did you mean `{close[0]}`?" if close else f"commands: {', '.join(_HELP)}"
+        print(f"fourfold: no command {name!r}; {hint}", file=sys.stderr)
+        return 2
+    command = _command(name)
+    parser = argparse.ArgumentParser(prog=f"fourfold {name}", description=_HELP[name].capitalize() + ".")
+    command.add_arguments(parser)
+    return command.main(parser.parse_args(rest))
+
+
+def _overview() -> str:
+    lines = [f"  {name:8}  {text}" for name, text in _HELP.items()]
+    return "\n".join(
+        [
+            "usage: fourfold COMMAND ...   (fourfold COMMAND --help says more)",
+            "",
+            "Post-trains language models with reinforcement learning, as four services.",
+            "",
+            *lines,
+            "",
+            "First steps: fourfold doctor; fourfold plan RECIPE.toml; fourfold run RECIPE.toml",
+        ]
+    )
+
+
+def _command(name: str) -> Command:
+    if name == "serve":
+        return _Serve()
+    if name == "certs":
+        return _Certs()
+    if name in _HERE:
+        module: Any = importlib.import_module(_HERE[name])
+        return module  # type: ignore[no-any-return]
+    command: Command = _load("fourfold.commands", name, _COORDINATOR)
+    return command
+
+
+def _load(group: str, name: str, distribution: str) -> Any:
+    """Return what an installed distribution registered under a name."""
+    import importlib.metadata
+
+    for entry in importlib.metadata.entry_points(group=group, name=name):
+        try:
+            return entry.load()
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"`{name}` needs the module {error.name!r}, which is not installed; pip install {distribution}"
+            ) from None
+    raise ConfigError(f"`{name}` is not installed here; pip install {distribution}")
+
+
+class _Serve:
+    """`fourfold serve ROLE RECIPE`."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("role", choices=list(_DISTRIBUTIONS))
+        parser.add_argument("recipe", type=Path, nargs="?", help="the run's TOML file: the same for all its services")
+        parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="port 0: any free one")
+        parser.add_argument("--coordinator", default="", metavar="HOST:PORT", help="whom to register with")
+        parser.add_argument("--member-id", default="", help="name of this process in the run, default ROLE-0")
+        parser.add_argument("--run-dir", type=Path, help="folder of the run, default runs/<name of the recipe>")
+        parser.add_argument("--advertise", default="", metavar="HOST", help="address that others dial")
+        parser.add_argument("--list", action="store_true", help="reward only: print the built-in verifiers")
+
+    def main(self, args: argparse.Namespace) -> int:
+        from fourfold.process import die_with_parent
+
+        die_with_parent()
+        if args.list:
+            return self._list(args.role)
+        if args.recipe is None:
+            print("fourfold serve: give the recipe, a TOML file", file=sys.stderr)
+            return 2
+        from fourfold import config
+
+        settings = config.load(args.recipe)
+        service = _load("fourfold.services", args.role, _DISTRIBUTIONS[args.role])
+        from fourfold.serve import ServeOptions
+
+        run_dir = args.run_dir
+        if run_dir is None and args.role in ("coordinator", "trainer"):
+            run_dir = Path("runs") / settings.name
+        options = ServeOptions(
+            role=args.role,
+            recipe=args.recipe,
+            config=settings,
+            member_id=args.member_id or f"{args.role}-0",
+            listen=args.listen,
+            coordinator=args.coordinator,
+            run_dir=run_dir,
+            advertise=args.advertise,
+        )
+        code: int = service(options)
+        return code
+
+    def _list(self, role: str) -> int:
+        if role != "reward":
+            print(f"fourfold serve {role}: --list is for `fourfold serve reward`", file=sys.stderr)
+            return 2
+        service = _load("fourfold.services", role, _DISTRIBUTIONS[role])
+        verifiers = importlib.import_module(service.__module__.rpartition(".")[0] + ".verifiers")
+        for line in verifiers.describe():
+            print(line)
+        return 0
+
+
+class _Certs:
+    """`fourfold certs DIR`."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("directory", type=Path, help="where the files go; must not hold a CA yet")
+        parser.add_argument(
+            "--host",
+            action="append",
+            default=[],
+            metavar="HOST",
+            help="name or address that services are dialled at; repeat it; localhost and 127.0.0.1 are always in",
+        )
+
+    def main(self, args: argparse.Namespace) -> int:
+        try:
+            from fourfold import certs
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"needs the module {error.name!r}; pip install 'fourfold[certs]'") from None
+        certs.make(args.directory, args.host)
+        return 0

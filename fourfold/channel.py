@@ -179,9 +179,13 @@ def errors(*, peer: str, name: str, timeout: float | None) -> Iterator[None]:
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout is not None:
-            raise DeadlinePassed(f"{peer}: {name} took longer than {timeout:g} s") from None
-        raise from_rpc(error, peer=f"{peer}, {name}") from None
+        known = from_rpc(error, peer=f"{peer}, {name}")
+        if known.reason == "DEADLINE_EXCEEDED" and timeout is not None:  # ours, not one that the server raised
+            known = DeadlinePassed(f"{peer}: {name} took longer than {timeout:g} s")
+        elif known.reason == "INTERNAL" and error.details() == "Internal error from Core":
+            # A write that failed hides the status that ended the call (grpc#36066).
+            known = Unavailable(f"{peer}, {name}: the connection broke while the request was sent")
+        raise known from None
     except asyncio.CancelledError:
         # A call that was cancelled under us (its channel was closed) looks like a cancellation of
         # this task. It is not one unless somebody asked for it, and must not end the task silently.

@@ -8,11 +8,12 @@ traceback goes to the log and the caller sees "internal error".
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
-from typing import Any, Final
+from contextlib import aclosing, suppress
+from typing import Any, Final, TypeAlias
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -25,9 +26,10 @@ log = logging.getLogger("fourfold.server")
 
 _HEALTH: Final = "grpc.health.v1.Health"
 _REFLECTION: Final = "grpc.reflection.v1alpha.ServerReflection"
+_DRAIN_SECONDS: Final = 10.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Handler = grpc.RpcMethodHandler[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Authorize = Callable[[str, Context], None]
 """Takes the full name of a service and a call's context; raises FourfoldError to refuse."""
 
@@ -107,7 +109,7 @@ def _wrap(method: str, handler: Handler, check: Callable[[Context], None]) -> Ha
     if handler.response_streaming:
         wrapped: Any = _streaming(method, behavior, check)
     else:
-        wrapped = _unary(method, behavior, check)
+        wrapped = _unary(method, behavior, check, drain=handler.request_streaming)
     kinds: dict[tuple[bool, bool], Any] = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
@@ -126,14 +128,18 @@ def _decoding(behavior: Any, deserialize: Any) -> Any:
     return decoding
 
 
-def _unary(method: str, behavior: Any, check: Callable[[Context], None]) -> Any:
+def _unary(method: str, behavior: Any, check: Callable[[Context], None], *, drain: bool) -> Any:
     async def unary(request: Any, context: Context) -> Any:
+        checked = False
         try:
             check(context)
+            checked = True
             return await behavior(request, context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # the boundary of a call; CancelledError is no Exception and passes
+            if drain and checked:
+                await _read_to_the_end(context)
             await _abort(method, context, error)
 
     return unary
@@ -159,6 +165,16 @@ def _streaming(method: str, behavior: Any, check: Callable[[Context], None]) -> 
             await _abort(method, context, error)
 
     return streaming
+
+
+async def _read_to_the_end(context: Context) -> None:
+    """Take what the client still sends: a Python client whose write fails never sees the status (grpc#36066)."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            while True:
+                with suppress(DecodeError):
+                    if await context.read() is grpc.aio.EOF:
+                        return
 
 
 async def _abort(method: str, context: Context, error: Exception) -> None:

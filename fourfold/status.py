@@ -26,7 +26,8 @@ from fourfold.errors import (
 )
 
 DOMAIN: Final = "fourfold"
-# Details travel in trailers; past 8 KiB gRPC replaces the whole status by its own error.
+# The text travels in the trailers twice, in the status and percent-encoded; past 8 KiB in all
+# gRPC replaces the whole status by its own error.
 _MAX_MESSAGE_BYTES: Final = 2048
 
 _BY_CODE: dict[str, type[FourfoldError]] = {
@@ -50,7 +51,7 @@ _BY_CODE: dict[str, type[FourfoldError]] = {
 def to_status(error: FourfoldError) -> Status:
     """Return the status that carries `error`: its code, its text, one ErrorInfo, a RetryInfo if it has a delay."""
     number: int = grpc.StatusCode[error.code].value[0]
-    text = error.message.encode()[:_MAX_MESSAGE_BYTES].decode(errors="ignore")
+    text = _shortened(error.message)
     status = Status(code=number, message=text)
     status.details.add().Pack(ErrorInfo(reason=error.reason, domain=DOMAIN))
     if error.retry_after is not None:
@@ -58,6 +59,17 @@ def to_status(error: FourfoldError) -> Status:
         delay.FromNanoseconds(int(error.retry_after * 1e9))
         status.details.add().Pack(RetryInfo(retry_delay=delay))
     return status
+
+
+def _shortened(text: str) -> str:
+    """Return the longest beginning of `text` that is small enough when it is percent-encoded."""
+    text = text.encode(errors="replace").decode()  # a path may hold surrogates
+    size = 0
+    for end, letter in enumerate(text):
+        size += 1 if " " <= letter <= "~" and letter != "%" else 3 * len(letter.encode())
+        if size > _MAX_MESSAGE_BYTES:
+            return text[:end]
+    return text
 
 
 def from_rpc(error: grpc.aio.AioRpcError, *, peer: str) -> FourfoldError:

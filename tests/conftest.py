@@ -1,0 +1,59 @@
+"""What all tests share: real servers on loopback, a clock that only moves when told, quiet hypothesis."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import ServiceDescriptor
+from hypothesis import settings
+
+from fourfold.channel import open_channel
+from fourfold.server import Server
+from tests.fakes.clock import FakeClock
+
+# Two shared cores: a slow example is no failure. The same examples every time, so that red is red again.
+settings.register_profile("fourfold", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("fourfold")
+
+Servicer = tuple[ServiceDescriptor, Callable[[Any, grpc.aio.Server], None], object]
+Serve = Callable[..., Awaitable[grpc.aio.Channel]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """Start a plain internal server with the given (descriptor, register, servicer) and return a channel to it."""
+    servers: list[Server] = []
+    channels: list[grpc.aio.Channel] = []
+
+    async def start(*servicers: Servicer, max_concurrent_rpcs: int = 1024) -> grpc.aio.Channel:
+        server = Server(listen="127.0.0.1:0", security=None, max_concurrent_rpcs=max_concurrent_rpcs)
+        for servicer in servicers:
+            server.add(*servicer)
+        servers.append(server)
+        channels.append(open_channel(await server.start(), None))
+        server.set_ready(True)
+        return channels[-1]
+
+    yield start
+    for channel in channels:
+        await channel.close()
+    for server in servers:
+        await server.stop(0)
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    """Time that stands still until a test moves it."""
+    return FakeClock()
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port of 127.0.0.1 on which nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,1 @@
+"""Stand-ins for what a test does not want to be real."""

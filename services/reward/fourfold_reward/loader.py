@@ -77,7 +77,7 @@ def find(name: str, *, directory: Path) -> Verifier:
         return Verifier(name=name, version=__version__)
     place, colon, function = name.rpartition(":")
     if not colon or not place or not function.isidentifier():
-        raise VerifierError(f"{name!r} is no verifier{_suggest(name)}. {_known()}")
+        raise VerifierError(f"{name!r} is no verifier{_suggest(name)} {_known()}")
     if place.endswith(".py") or "/" in place:
         path = (directory / place).resolve()
         try:
@@ -163,7 +163,7 @@ def _names() -> list[str]:
 
 def _suggest(name: str) -> str:
     close = difflib.get_close_matches(name, _names(), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f"; did you mean {close[0]!r}?" if close else "."
 
 
 def _known() -> str:

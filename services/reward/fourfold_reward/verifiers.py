@@ -167,7 +167,7 @@ def _score_gym(score: GymScorer, task: str, sample: ScoreInput) -> Score:
             return Score(score(given, entry))
         except _UNREADABLE:
             # Some tasks raise on what is no answer at all. An entry that can score its own answer is not to blame.
-            score(entry["answer"], entry)
+            score(sample.answer or None, entry)
             return Score(0.0, {"unreadable": 1.0})
 
 

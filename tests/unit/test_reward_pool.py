@@ -1,0 +1,372 @@
+"""The worker pool with real processes: nothing that a reward function does harms another sample."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fourfold.errors import ConfigError, Overloaded
+from fourfold_reward import loader
+from fourfold_reward.outcome import Outcome
+from fourfold_reward.pool import Job, WorkerPool
+
+# What a function does is the sample's completion.
+FUNCTIONS = """
+import asyncio, ctypes, math, os, signal, subprocess, sys, threading, time
+from fourfold_reward import Abstain, Score, ScoreInput
+
+calls = 0
+
+def reward(sample: ScoreInput):
+    global calls
+    calls += 1
+    print("this must not reach the pipe", flush=True)
+    match sample.completion:
+        case "raise": raise KeyError("no such thing")
+        case "exit": sys.exit(3)
+        case "bad text": raise ValueError("\\ud800" + "x" * 5000)
+        case "hang": time.sleep(1000)
+        case "hang in c":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
+            ctypes.PyDLL(None).sleep(1000)  # holds the interpreter's lock
+        case "die": os._exit(7)
+        case "oom": os.kill(os.getpid(), signal.SIGKILL)
+        case "child":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", sample.metadata["mark"]])
+            time.sleep(1000)
+        case "print":
+            for _ in range(100): sys.stdout.write("x" * 1000 + "\\n")
+            os.write(1, b"raw\\n"); subprocess.run(["echo", "from a child"], check=True); return 1.0
+        case "input": return float(len(input()))
+        case "nan": return math.nan
+        case "inf": return -math.inf
+        case "huge": return 1e39
+        case "text": return "1.0"
+        case "list": return [1.0] * 100_000
+        case "none": return None
+        case "abstain": return Abstain("NOT_MY_TASK")
+        case "dict": return {"score": 0.5, "components": {"format": 1, "length": 0.25}}
+        case "dict none": return {"score": None}
+        case "dict typo": return {"reward": 1.0}
+        case "parts": return Score(0.5, {"a": math.nan})
+        case "many parts": return Score(0.5, {str(i): 1.0 for i in range(100_000)})
+        case "bool": return True
+        case "pid": return float(os.getpid())
+        case "thread": return float(threading.current_thread() is threading.main_thread())
+        case "all": return float((sample.sample_id, sample.prompt, sample.answer, sample.metadata) ==
+                                 ("s0", "prompt \\u00e9\\n", "answer", {"a": [1, None]}))
+        case _: return float(sample.completion)
+
+async def later(sample: ScoreInput) -> float:
+    await asyncio.sleep(0.01)
+    return 0.25
+
+def two(sample, other): return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rewards") / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def make_pool(name: str, *, processes: int = 1, timeout: float = 0.6, waiting: int = 1000) -> WorkerPool:
+    return WorkerPool(
+        verifier=loader.find(name, directory=Path.cwd()),
+        options={},
+        processes=processes,
+        timeout_seconds=timeout,
+        on_failure=lambda message: pytest.fail(message),
+        max_waiting_samples=waiting,
+    )
+
+
+@pytest.fixture
+async def pool(file: Path) -> AsyncIterator[WorkerPool]:
+    pool = make_pool(f"{file}:reward", processes=2)
+    await pool.start()
+    yield pool
+    await pool.close()
+    assert pool.worker_pids() == []
+
+
+async def score(pool: WorkerPool, *completions: str, metadata: str = "", timeout: float = 20) -> list[Outcome]:
+    jobs = [
+        Job(
+            sample_id=f"s{i}",
+            prompt="prompt \u00e9\n",
+            completion=completion,
+            answer="answer",
+            metadata_json=metadata,
+            verifier=pool.verifier,
+            size_bytes=10,
+        )
+        for i, completion in enumerate(completions)
+    ]
+    return await pool.score(jobs, timeout=timeout)
+
+
+def alive(mark: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if mark in (process.info["cmdline"] or []):
+            found.append(process.pid)
+    return found
+
+
+async def test_scores_come_back_in_order(pool: WorkerPool) -> None:
+    outcomes = await score(pool, *(str(i / 2) for i in range(50)))
+    assert outcomes == [Outcome(score=i / 2) for i in range(50)]
+
+
+async def test_function_that_raises_is_an_error_with_type_text_and_place(pool: WorkerPool) -> None:
+    first, second, third, fourth = await score(pool, "raise", "exit", "bad text", "1")
+    assert (first.error_reason, first.error_code) == ("RAISED", "UNKNOWN")
+    assert first.message.startswith("KeyError: 'no such thing' (functions.py:")
+    assert second.message.startswith("SystemExit: 3")
+    assert third.error_reason == "RAISED"
+    assert len(third.message) <= 1000
+    assert fourth == Outcome(score=1.0)
+
+
+async def test_function_that_hangs_is_killed_and_loses_only_its_sample(pool: WorkerPool) -> None:
+    before = set(pool.worker_pids())
+    started = time.monotonic()
+    outcomes = await score(pool, "1", "hang", "hang in c", "2", "3")
+    assert time.monotonic() - started < 5
+    assert [o.score for o in outcomes] == [1.0, None, None, 2.0, 3.0]
+    for outcome in outcomes[1:3]:
+        assert (outcome.error_reason, outcome.error_code) == ("TIMEOUT", "DEADLINE_EXCEEDED")
+        assert "0.6 s" in outcome.message
+    assert not before & set(pool.worker_pids())
+    assert not any(psutil.pid_exists(pid) for pid in before)
+    assert len(await score(pool, "4")) == 1
+
+
+async def test_worker_that_dies_is_an_error_and_is_replaced(pool: WorkerPool) -> None:
+    outcomes = await score(pool, "die", "oom", "1", "2")
+    assert [o.error_reason for o in outcomes] == ["WORKER_DIED", "WORKER_DIED", "", ""]
+    assert "exit code 7" in outcomes[0].message
+    assert "SIGKILL (out of memory?)" in outcomes[1].message
+    assert outcomes[0].error_code == "UNAVAILABLE"
+    assert len(pool.worker_pids()) == 2
+
+
+async def test_what_a_function_started_dies_with_its_worker(pool: WorkerPool) -> None:
+    mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
+    task = asyncio.create_task(score(pool, "child", metadata=f'{{"mark": "{mark}"}}'))
+    end = time.monotonic() + 5
+    while not alive(mark) and time.monotonic() < end:
+        await asyncio.sleep(0.02)
+    assert alive(mark)
+    assert (await task)[0].error_reason == "TIMEOUT"
+    while alive(mark) and time.monotonic() < end:
+        await asyncio.sleep(0.02)
+    assert not alive(mark)
+
+
+async def test_printing_and_reading_do_not_disturb_the_pipe(
+    pool: WorkerPool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = await score(pool, "print", "input", "print", "5")
+    assert [o.score for o in outcomes] == [1.0, None, 1.0, 5.0]
+    assert outcomes[1].message.startswith("EOFError")
+
+
+@pytest.mark.parametrize(
+    ("completion", "reason", "text"),
+    [
+        ("nan", "NOT_FINITE", "score is nan"),
+        ("inf", "NOT_FINITE", "score is -inf"),
+        ("huge", "NOT_FINITE", "finite in 32 bits"),
+        ("parts", "NOT_FINITE", "component 'a' is nan"),
+        ("text", "NOT_A_NUMBER", "'1.0' (str)"),
+        ("list", "NOT_A_NUMBER", "(list)"),
+        ("dict typo", "RAISED", "'reward'"),
+        ("many parts", "RAISED", "at most 64"),
+    ],
+)
+def test_result_that_is_no_score_is_an_error(completion: str, reason: str, text: str, file: Path) -> None:
+    # The worker's own code, without a process: the pool only carries the outcome.
+    from fourfold_reward.worker import Worker
+
+    worker = Worker()
+    verifier = loader.find(f"{file}:reward", directory=Path.cwd())
+    assert worker.answer({"load": verifier.to_json(), "options": {}}) == {"version": verifier.version}
+    sample = {"sample_id": "s", "prompt": "", "completion": completion, "answer": ""}
+    outcome = Outcome.from_json(worker.answer({"score": sample, "metadata_json": "", "verifier": verifier.name}))
+    assert (outcome.score, outcome.error_reason) == (None, reason)
+    assert text in outcome.message
+    assert len(outcome.message) <= 1000
+
+
+async def test_other_results(pool: WorkerPool) -> None:
+    outcomes = await score(pool, "none", "abstain", "dict", "dict none", "bool", "thread")
+    assert outcomes == [
+        Outcome(abstain_reason="NO_SCORE"),
+        Outcome(abstain_reason="NOT_MY_TASK"),
+        Outcome(score=0.5, components={"format": 1.0, "length": 0.25}),
+        Outcome(abstain_reason="NO_SCORE"),
+        Outcome(score=1.0),
+        Outcome(score=1.0),
+    ]
+
+
+async def test_function_sees_the_whole_sample(pool: WorkerPool) -> None:
+    assert await score(pool, "all", metadata='{"a": [1, null]}') == [Outcome(score=1.0)]
+
+
+@pytest.mark.parametrize("metadata", ["{", "[1]", "null", "[" * 60_000])
+async def test_bad_metadata_is_an_error(pool: WorkerPool, metadata: str) -> None:
+    (outcome,) = await score(pool, "1", metadata=metadata)
+    assert outcome.error_reason == "BAD_METADATA"
+
+
+async def test_verifier_that_a_worker_cannot_load_is_an_error_of_its_sample(pool: WorkerPool) -> None:
+    gone = loader.Verifier(name="gone", module="no_such_module", function="reward")
+    job = Job(sample_id="a", prompt="", completion="", answer="", metadata_json="", verifier=gone, size_bytes=1)
+    (outcome,) = await pool.score([job], timeout=10)
+    assert (outcome.error_reason, outcome.error_code) == ("NOT_FOUND", "NOT_FOUND")
+    assert "no_such_module" in outcome.message
+    assert await score(pool, "5") == [Outcome(score=5.0)]
+
+
+async def test_deadline_keeps_the_scores_that_are_there(pool: WorkerPool) -> None:
+    outcomes = await score(pool, "1", "2", "hang", "hang", "3", "4", timeout=0.3)
+    assert [o.score for o in outcomes] == [1.0, 2.0, None, None, None, None]
+    assert {(o.error_reason, o.error_code) for o in outcomes[2:]} == {("TIMEOUT", "UNAVAILABLE")}
+    assert await score(pool, "5") == [Outcome(score=5.0)]  # what was withdrawn is not scored first
+
+
+async def test_cancelled_call_leaves_the_queue(pool: WorkerPool) -> None:
+    task = asyncio.create_task(score(pool, "hang", "hang", *["hang"] * 50))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    assert await asyncio.wait_for(score(pool, "5"), 5) == [Outcome(score=5.0)]
+
+
+async def test_full_queue_refuses_with_a_delay(file: Path) -> None:
+    pool = make_pool(f"{file}:reward", waiting=3)
+    await pool.start()
+    first = asyncio.create_task(score(pool, "hang", "1", "2"))
+    await asyncio.sleep(0.1)
+    with pytest.raises(Overloaded, match="2 samples wait") as refused:
+        await score(pool, "1", "2")
+    assert refused.value.retry_after and 0.1 <= refused.value.retry_after <= 30
+    assert [o.score for o in await first] == [None, 1.0, 2.0]
+    assert [o.score for o in await score(pool, "1", "2", "3")] == [1.0, 2.0, 3.0]
+    await pool.close()
+
+
+async def test_async_function_and_version(file: Path) -> None:
+    pool = make_pool(f"{file}:later")
+    await pool.start()
+    assert await score(pool, "x", "y") == [Outcome(score=0.25)] * 2
+    assert len(pool.verifier.version) == 12
+    await pool.close()
+
+
+async def test_edited_file_does_not_change_a_running_service(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("import os\ndef reward(s):\n    return os._exit(1) if s.completion == 'die' else 1.0\n")
+    pool = make_pool(f"{path}:reward")
+    await pool.start()
+    path.write_text("def reward(s): return 2.0\n")
+    assert [o.score for o in await score(pool, "die", "x")] == [None, 1.0]
+    await pool.close()
+
+
+async def test_edited_module_is_refused_by_a_new_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "my_rewards.py"
+    path.write_text("import os\ndef reward(s):\n    return os._exit(1) if s.completion == 'die' else 1.0\n")
+    pool = make_pool("my_rewards:reward")
+    await pool.start()
+    path.write_text("def reward(s): return 2.0\n")
+    outcomes = await score(pool, "die", "x")
+    assert outcomes[1].error_reason == "WORKER_DIED"
+    assert "changed from" in outcomes[1].message
+    await pool.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("def rewards(s): return 1\n", "reward", "did you mean 'rewards'"),
+        ("import no_such_package\n", "reward", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("def reward(s) return 1\n", "reward", "SyntaxError"),
+        ("def reward(s, t): return 1\n", "reward", "called with one, the sample"),
+        ("reward = 3\n", "reward", "must be a function"),
+        ("import os; os._exit(9)\n", "reward", "exit code 9"),
+        ("import sys; sys.exit(9)\n", "reward", "SystemExit"),
+    ],
+)
+async def test_function_that_cannot_be_loaded_is_one_clear_error(
+    tmp_path: Path, text: str, name: str, message: str
+) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    pool = make_pool(f"{tmp_path}/mine.py:{name}")
+    with pytest.raises(ConfigError, match=message) as error:
+        await pool.start()
+    assert str(error.value).startswith("reward.verifier: ")
+    assert pool.worker_pids() == []
+    await pool.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("last_numbr", "did you mean 'last_number'.*Known: exact_match"),
+        ("rewards/none.py:reward", "cannot read .*No such file"),
+        ("a b:reward", "neither a module nor a .py file"),
+        ("module:", "is no verifier"),
+        ("", "is no verifier"),
+    ],
+)
+def test_name_that_leads_nowhere_is_refused_before_any_process(name: str, message: str) -> None:
+    with pytest.raises(loader.VerifierError, match=message):
+        loader.find(name, directory=Path.cwd())
+
+
+def test_workers_die_with_their_service(file: Path) -> None:
+    code = f"""
+import asyncio, os, sys
+sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from fourfold_reward import loader
+from fourfold_reward.pool import Job, WorkerPool
+
+async def main():
+    verifier = loader.find({str(file)!r} + ":reward", directory=Path("/"))
+    pool = WorkerPool(verifier=verifier, options={{}}, processes=2, timeout_seconds=100, on_failure=print)
+    await pool.start()
+    job = dict(prompt="", completion="hang in c", answer="", metadata_json="", verifier=pool.verifier, size_bytes=1)
+    asyncio.create_task(pool.score([Job(sample_id="a", **job)], timeout=100))
+    await asyncio.sleep(0.3)
+    print(*pool.worker_pids(), flush=True)
+    await asyncio.sleep(100)
+
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        assert len(pids) == 2
+        assert all(psutil.pid_exists(pid) for pid in pids)
+        process.send_signal(signal.SIGKILL)
+    end = time.monotonic() + 5
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not any(psutil.pid_exists(pid) for pid in pids)

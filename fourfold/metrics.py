@@ -1,0 +1,175 @@
+"""The name, unit and meaning of every metric of a step, and the writer of metrics.jsonl.
+
+One line of `runs/NAME/metrics.jsonl` is one step: a JSON object with these names. The trainer
+sends its part in `TrainStepResponse.metrics` under the same names. A name that is not in
+`METRICS` is a bug.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import numbers
+import queue
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+log = logging.getLogger("fourfold.metrics")
+
+REWARD_MEAN: Final = "reward/mean"
+REWARD_STD: Final = "reward/std"
+ABSTAIN_COUNT: Final = "score/abstain_count"
+USEFUL_GROUPS: Final = "groups/useful"
+GROUPS_ALL_MAX: Final = "groups/all_max"
+GROUPS_ALL_MIN: Final = "groups/all_min"
+RESPONSE_LENGTH: Final = "length/response_mean"
+TRUNCATION_RATE: Final = "length/truncation_rate"
+POLICY_LOSS: Final = "policy/loss"
+APPROX_KL: Final = "policy/approx_kl"
+CLIP_FRACTION_LOW: Final = "policy/clip_fraction_low"
+CLIP_FRACTION_HIGH: Final = "policy/clip_fraction_high"
+REFERENCE_KL: Final = "kl/reference"
+MISMATCH_MEAN: Final = "mismatch/logprob_diff_mean"
+MISMATCH_MAX: Final = "mismatch/logprob_diff_max"
+MISMATCH_P99: Final = "mismatch/logprob_diff_p99"
+MISMATCH_KL: Final = "mismatch/kl_k3"
+GRAD_NORM: Final = "train/grad_norm"
+LEARNING_RATE: Final = "train/lr"
+SKIPPED_STEPS: Final = "train/skipped_steps"
+TRAINED_TOKENS: Final = "train/tokens"
+TRAINED_SAMPLES: Final = "train/trained_samples"
+PADDING_FRACTION: Final = "train/padding_fraction"
+POLICY_LAG_MEAN: Final = "train/policy_lag_mean"
+POLICY_LAG_MAX: Final = "train/policy_lag_max"
+PROBE_DIFF_MEAN: Final = "weights/probe_diff_mean"
+PROBE_DIFF_MAX: Final = "weights/probe_diff_max"
+PUBLISH_SECONDS: Final = "weights/publish_seconds"
+PAUSE_SECONDS: Final = "weights/pause_seconds"
+ROLLOUT_SPEED: Final = "rollout/tokens_per_second"
+TIME_GENERATE: Final = "time/generate"
+TIME_REWARD: Final = "time/reward"
+TIME_REFERENCE: Final = "time/reference"
+TIME_TRAIN: Final = "time/train"
+TIME_PUBLISH: Final = "time/publish"
+TIME_EVALUATE: Final = "time/evaluate"
+TIME_CHECKPOINT: Final = "time/checkpoint"
+TIME_STEP: Final = "time/step"
+DROPPED_SAMPLES: Final = "samples/dropped"
+EVAL_SCORE: Final = "eval/score"
+EVAL_HALF_WIDTH: Final = "eval/half_width"
+
+METRICS: Final[dict[str, str]] = {
+    REWARD_MEAN: "score units: mean score of the step's samples",
+    REWARD_STD: "score units: standard deviation of the step's scores",
+    ABSTAIN_COUNT: "samples: on which the scorer had nothing to say",
+    USEFUL_GROUPS: "share in [0, 1]: groups whose scores differ, so that there is something to learn",
+    GROUPS_ALL_MAX: "share in [0, 1]: groups in which every sample has the step's highest score",
+    GROUPS_ALL_MIN: "share in [0, 1]: groups in which every sample has the step's lowest score",
+    RESPONSE_LENGTH: "tokens: mean length of a completion",
+    TRUNCATION_RATE: "share in [0, 1]: completions that a budget ended",
+    POLICY_LOSS: "nats: value of the minimised policy loss, token mean",
+    APPROX_KL: "nats per token: k3 estimate of KL(old || current) during the update",
+    CLIP_FRACTION_LOW: "share in [0, 1]: trained tokens whose ratio is below 1 - clip_low and is clipped",
+    CLIP_FRACTION_HIGH: "share in [0, 1]: trained tokens whose ratio is above 1 + clip_high and is clipped",
+    REFERENCE_KL: "nats per token: k3 estimate of KL(current || reference)",
+    MISMATCH_MEAN: "nats: mean |trainer logprob - engine logprob| over sampled tokens, same weights",
+    MISMATCH_MAX: "nats: largest |trainer logprob - engine logprob|",
+    MISMATCH_P99: "nats: 99th percentile of |trainer logprob - engine logprob|",
+    MISMATCH_KL: "nats per token: k3 estimate of KL(engine || trainer)",
+    GRAD_NORM: "L2 norm of the gradient before clipping",
+    LEARNING_RATE: "learning rate of the update",
+    SKIPPED_STEPS: "steps: that had nothing to learn, since the start of the run",
+    TRAINED_TOKENS: "tokens: with a non-zero loss mask in the update",
+    TRAINED_SAMPLES: "samples: in the update",
+    PADDING_FRACTION: "share in [0, 1]: padding in the trainer's micro-batches",
+    POLICY_LAG_MEAN: "policy versions: mean of the trainer's version minus the oldest that sampled the trajectory",
+    POLICY_LAG_MAX: "policy versions: largest of them",
+    PROBE_DIFF_MEAN: "nats: mean |trainer - engine| on the probe prompt after the update, worst engine",
+    PROBE_DIFF_MAX: "nats: largest |trainer - engine| on the probe prompt after the update",
+    PUBLISH_SECONDS: "seconds: from the first call of the weight update to the last commit",
+    PAUSE_SECONDS: "seconds: longest time an engine was paused for the update",
+    ROLLOUT_SPEED: "tokens per second: sampled, over all engines, while generating",
+    TIME_GENERATE: "seconds: sampling",
+    TIME_REWARD: "seconds: scoring that was not hidden behind sampling",
+    TIME_REFERENCE: "seconds: reference log-probabilities",
+    TIME_TRAIN: "seconds: in the trainer",
+    TIME_PUBLISH: "seconds: weight update and probe",
+    TIME_EVALUATE: "seconds: held-out evaluation after the step",
+    TIME_CHECKPOINT: "seconds: checkpoint after the step",
+    TIME_STEP: "seconds: the whole step, evaluation and checkpoint included",
+    DROPPED_SAMPLES: "samples: dropped in the step; the ledger has their reasons",
+    EVAL_SCORE: "score units: mean held-out score",
+    EVAL_HALF_WIDTH: "score units: half width of its 95 % interval, clustered by task group",
+}
+
+_QUEUE_RECORDS: Final = 1024
+_STOP: Final = None
+
+
+class MetricsWriter:
+    """Appends records to a JSONL file from a thread of its own; `write` never waits and never raises.
+
+    writer: queue -> file -> flush. When the disk stands still the queue fills up and further
+    records are dropped and counted; when it fails the reason is logged once.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._queue: queue.Queue[str | None] = queue.Queue(_QUEUE_RECORDS)
+        self._failed = False
+        self.dropped_count = 0
+        """Records that never reached the file."""
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def write(self, record: Mapping[str, object]) -> None:
+        """Append one record; NaN and infinities become null, because JSON has none."""
+        try:
+            self._queue.put_nowait(json.dumps(_finite(record), default=str))
+        except queue.Full:
+            self.dropped_count += 1
+        except (TypeError, ValueError) as error:
+            self.dropped_count += 1
+            log.warning("a metrics record cannot be written: %s", error)
+
+    def close(self, *, timeout: float = 5.0) -> None:
+        """Write what is left, for at most `timeout` seconds. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self._queue.put(_STOP, timeout=timeout)
+        except queue.Full:
+            return
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while (line := self._queue.get()) is not _STOP:
+            try:
+                # Opened each time: the file may be rotated or, in a resumed run, cut back by another writer.
+                with self._path.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+                self._failed = False
+            except OSError as error:
+                self.dropped_count += 1
+                if not self._failed:
+                    self._failed = True
+                    log.warning("%s: metrics are lost until it can be written again (%s)", self._path, error.strerror)
+
+
+def _finite(value: object) -> object:
+    match value:
+        case bool() | int() | str() | None:
+            return value
+        case numbers.Integral():  # numpy's
+            return int(value)
+        case numbers.Real():
+            return float(value) if math.isfinite(value) else None
+        case Mapping():
+            return {str(key): _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case _:
+            return value

@@ -1,0 +1,235 @@
+"""Chat templates and token ids, without torch: `tokenizers` reads tokenizer.json, Jinja renders the template.
+
+Every service computes `tokenizer_sha256` of its own model folder, and the coordinator refuses
+a service whose hash differs: token ids mean nothing under another tokenizer. The hash needs
+neither library. Everything else is in the extra `fourfold[tokenizer]`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from fourfold.errors import ConfigError, InvalidInput
+
+if TYPE_CHECKING:
+    import jinja2
+    import tokenizers
+
+Message = Mapping[str, Any]
+"""One chat message: at least "role" and "content"."""
+
+_SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def tokenizer_sha256(folder: Path) -> bytes:
+    """Return the 32-byte hash of a model folder's tokenizer: of tokenizer.json and of the chat template's text.
+
+    Raises:
+        ConfigError: the folder has no tokenizer.json.
+    """
+    parts = (_bytes(folder / "tokenizer.json"), (chat_template(folder) or "").encode())
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()
+
+
+def chat_template(folder: Path) -> str | None:
+    """Return the chat template of a model folder: chat_template.jinja, else the one in tokenizer_config.json."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = _json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tokenizer:
+    """The tokenizer and chat template of one model folder."""
+
+    sha256: bytes
+    """As `tokenizer_sha256`."""
+    stop_token_ids: tuple[int, ...]
+    """End-of-sequence ids of generation_config.json, config.json and tokenizer_config.json, ascending."""
+    vocabulary_size: int
+    """Ids are in [0, vocabulary_size): that of the model where config.json says it, else of the tokenizer."""
+    _folder: Path
+    _tokenizer: tokenizers.Tokenizer
+    _template: jinja2.Template | None
+    _special: Mapping[str, str]
+
+    @staticmethod
+    def load(folder: Path) -> Tokenizer:
+        """Read a model folder.
+
+        Raises:
+            ConfigError: tokenizer.json is missing or damaged, or the chat template is no template.
+        """
+        import tokenizers
+
+        data = _bytes(folder / "tokenizer.json")
+        try:
+            tokenizer = tokenizers.Tokenizer.from_str(data.decode())
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"{folder / 'tokenizer.json'}: `tokenizers` cannot read it: {error}") from None
+        # Either would change ids behind our back; a tokenizer.json may ask for both.
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        source = chat_template(folder)
+        special = _special_tokens(_json(folder / "tokenizer_config.json"))
+        return Tokenizer(
+            sha256=tokenizer_sha256(folder),
+            stop_token_ids=_stop_token_ids(folder, tokenizer, special),
+            vocabulary_size=_vocabulary_size(folder, tokenizer),
+            _folder=folder,
+            _tokenizer=tokenizer,
+            _template=_compile(source, folder) if source is not None else None,
+            _special=special,
+        )
+
+    def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
+        """Return the messages as the model's text, ending where the assistant's answer begins.
+
+        Raises:
+            ConfigError: the model has no chat template.
+            InvalidInput: the template refuses the messages.
+        """
+        if self._template is None:
+            raise ConfigError(
+                f"{self._folder}: this model has no chat template; set data.chat = false to send prompts as they are, "
+                f"or use an instruction-tuned model"
+            )
+        import jinja2
+
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
+            roles = [m.get("role") for m in messages]
+            raise InvalidInput(f"the chat template refuses messages with the roles {roles}: {error}") from None
+
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]:
+        """Return token ids.
+
+        Args:
+            text: rendered chat, or plain text. Special tokens that are written out in it become their ids.
+            add_special: add what the tokenizer puts around plain text (such as a begin token); a chat
+                template has written that already.
+        """
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of `token_ids` without special tokens; ids that are no token are left out."""
+        return str(self._tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=True))
+
+
+def _compile(source: str, folder: Path) -> jinja2.Template:
+    """Compile a template in a sandbox: a model folder is data, and must not run code."""
+    import jinja2
+    import jinja2.sandbox
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ConfigError(f"{folder}: the chat template is no Jinja template: {error}") from None
+
+
+def _generation_tag() -> type[jinja2.ext.Extension]:
+    """Templates may mark the assistant's part with {% generation %}; for rendering it means nothing."""
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.parser
+
+    class Generation(jinja2.ext.Extension):
+        tags = {"generation"}  # noqa: RUF012 - the base class asks for an attribute
+
+        def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Generation
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    # Jinja's own filter escapes for HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for name in _SPECIAL:
+        value = config.get(name)
+        if isinstance(value, dict):  # an AddedToken, written out
+            value = value.get("content")
+        if isinstance(value, str):
+            tokens[name] = value
+    return tokens
+
+
+def _stop_token_ids(folder: Path, tokenizer: tokenizers.Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = _json(folder / name).get("eos_token_id")
+        found.update(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
+    if "eos_token" in special:
+        token_id = tokenizer.token_to_id(special["eos_token"])
+        found.update([] if token_id is None else [token_id])
+    return tuple(sorted(found))
+
+
+def _vocabulary_size(folder: Path, tokenizer: tokenizers.Tokenizer) -> int:
+    config = _json(folder / "config.json")
+    text_config = config.get("text_config")  # a multimodal model's language part
+    for table in (config, text_config if isinstance(text_config, dict) else {}):
+        if isinstance(table.get("vocab_size"), int):
+            return int(table["vocab_size"])
+    return int(tokenizer.get_vocab_size(with_added_tokens=True))
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """Return a JSON object, or {} when there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON ({error}); is the model folder complete?") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot read it ({error.strerror}); Fourfold needs a model with a fast tokenizer, "
+            f"which `save_pretrained` writes as tokenizer.json"
+        ) from None

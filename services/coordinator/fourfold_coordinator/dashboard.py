@@ -1,0 +1,294 @@
+"""The display of a run: a live panel on a terminal, one plain line per event everywhere else.
+
+It is fed with `RunStatus` snapshots, by `fourfold run` and `fourfold watch` alike, and only looks:
+when drawing fails, the display is switched off and the run goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from fourfold import metrics
+from fourfold.coordinator.v1 import run_service_pb2 as pb
+
+_log = logging.getLogger("fourfold.dashboard")
+
+_BLOCKS: Final = "".join(chr(0x2581 + i) for i in range(8))
+_ASCII_BLOCKS: Final = "_.-=+*%#"
+_NOTES: Final = 5
+_PHASES: Final = {
+    pb.RUN_PHASE_WAITING_FOR_SERVICES: "waiting for services",
+    pb.RUN_PHASE_RECOVERING: "restoring a checkpoint",
+    pb.RUN_PHASE_GENERATING: "generating",
+    pb.RUN_PHASE_TRAINING: "training",
+    pb.RUN_PHASE_PUBLISHING: "updating the engines",
+    pb.RUN_PHASE_EVALUATING: "evaluating",
+    pb.RUN_PHASE_SAVING: "saving",
+    pb.RUN_PHASE_DONE: "done",
+    pb.RUN_PHASE_FAILED: "failed",
+}
+# Metric, word on the display: the parts of a step, in the order in which they happen.
+_PARTS: Final = (
+    (metrics.TIME_GENERATE, "generate"),
+    (metrics.TIME_REWARD, "reward"),
+    (metrics.TIME_REFERENCE, "reference"),
+    (metrics.TIME_TRAIN, "train"),
+    (metrics.TIME_PUBLISH, "publish"),
+    (metrics.TIME_EVALUATE, "evaluate"),
+    (metrics.TIME_CHECKPOINT, "checkpoint"),
+)
+
+
+class Dashboard:
+    """Shows one run. A context manager; `refresh` draws."""
+
+    def __init__(self, *, name: str, run_dir: Path, console: Console | None = None, live: bool | None = None) -> None:
+        """Prepare.
+
+        Args:
+            name: of the run.
+            run_dir: named on the display.
+            console: where to draw, default stdout.
+            live: redraw a panel; default: whether the console is a terminal.
+        """
+        self._console = console or Console(highlight=False, soft_wrap=False)
+        self._blocks = _BLOCKS if "utf" in (self._console.encoding or "").lower() else _ASCII_BLOCKS
+        self._is_live = self._console.is_terminal if live is None else live
+        self._live: Live | None = None
+        self._broken = False
+        self._name = name
+        self._run_dir = run_dir
+        self._began = time.monotonic()
+        self._status = pb.RunStatus()
+        self._services: list[tuple[str, str]] = []
+        self._notes: list[str] = []
+        self._told: set[str] = set()
+        self._pace = Pace()
+
+    def __enter__(self) -> Self:
+        """Begin to draw."""
+        if self._is_live:
+            self._guarded(self._start_live)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Draw the last state and leave it on the screen."""
+        self.refresh()
+        if self._live is not None:
+            self._guarded(self._live.stop)
+
+    def abandon(self) -> None:
+        """Give the terminal back at once, from a signal handler: the process is about to exit."""
+        if self._live is not None:
+            self._guarded(lambda: self._console.show_cursor(True))
+
+    def update(self, status: pb.RunStatus) -> None:
+        """Take a snapshot of the run."""
+        self._status = status
+        self._pace.saw(status.step, time.monotonic())
+
+    def set_services(self, states: Sequence[tuple[str, str]]) -> None:
+        """Take the states of the processes, (name, state)."""
+        self._services = list(states)
+
+    def note(self, line: str) -> None:
+        """Take something that happened, such as a restart."""
+        self._notes.append(line)
+
+    def refresh(self) -> None:
+        """Draw the panel anew, or print the lines that are new."""
+        self._guarded(self._draw)
+
+    def _guarded(self, action: object) -> None:
+        # The one boundary of this process: whatever a terminal does to us, training goes on.
+        if self._broken or not callable(action):
+            return
+        try:
+            action()
+        except Exception:
+            self._broken = True
+            _log.warning("the display failed and is off; the run goes on (fourfold watch shows it)", exc_info=True)
+
+    def _start_live(self) -> None:
+        self._live = Live(self._panel(), console=self._console, auto_refresh=False)
+        self._live.start()
+
+    def _draw(self) -> None:
+        if self._live is not None:
+            self._live.update(self._panel(), refresh=True)
+            return
+        for line in self._new_lines():
+            self._console.print(line, markup=False, soft_wrap=True)
+        self._console.file.flush()
+
+    def _panel(self) -> RenderableType:
+        seconds = time.monotonic() - self._began
+        title = (
+            f"{self._name}: step {self._status.step} of {self._status.step_count}" if self._status.name else self._name
+        )
+        left = self._pace.seconds_left(self._status)
+        footer = f"{clock(seconds)} gone" + (f", about {clock(left)} left" if left is not None else "")
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(style="dim", no_wrap=True)
+        rows.add_column()
+        for label, value in facts(self._status, self._blocks):
+            rows.add_row(label, value)
+        rows.add_row("services", services_line(self._services, self._status))
+        rows.add_row("logs", str(self._run_dir / "logs"))
+        parts: list[RenderableType] = [rows]
+        if self._status.step_count:
+            parts.insert(0, ProgressBar(total=self._status.step_count, completed=self._status.step))
+        parts += [Text(note, style="yellow") for note in self._notes[-_NOTES:]]
+        return Panel(Group(*parts), title=title, subtitle=footer, title_align="left", subtitle_align="left")
+
+    def _new_lines(self) -> list[str]:
+        """Return one line for each service that got ready, evaluation, step and note that was not told yet."""
+        status, lines = self._status, {}
+        seconds = clock(time.monotonic() - self._began)
+        for name, state in self._services:
+            if state == "ready":
+                lines[f"ready {name}"] = f"{name} is ready ({seconds})"
+        for note in self._notes:
+            lines[f"note {note}"] = note
+        done = [(record.step, 0, eval_line(record)) for record in status.evals]
+        done += [(record.step, -1, step_line(record, status.step_count)) for record in status.steps]
+        for step, kind, line in sorted(done):
+            lines[f"{kind} {step}"] = line
+        new = [line for key, line in lines.items() if key not in self._told]
+        self._told.update(lines)
+        return new
+
+
+class Pace:
+    """Estimates the time left from the steps that were seen to end."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+        self._last: tuple[int, float] | None = None
+
+    def saw(self, step: int, now: float) -> None:
+        """Note that `step` steps are done at time `now`, in seconds."""
+        if self._last is not None and step < self._last[0]:
+            self._first = self._last = None  # the run went back to a checkpoint
+        if self._last is None or step > self._last[0]:
+            self._last = (step, now)
+            self._first = self._first or self._last
+
+    def seconds_left(self, status: pb.RunStatus) -> float | None:
+        """Return seconds until the last step ends; None while nothing is known."""
+        remaining = status.step_count - status.step
+        if self._first is None or self._last is None or remaining <= 0:
+            return None
+        if self._last[0] > self._first[0]:
+            return remaining * (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
+        times = [
+            record.metrics[metrics.TIME_STEP] for record in status.steps[-8:] if metrics.TIME_STEP in record.metrics
+        ]
+        return remaining * sum(times) / len(times) if times else None
+
+
+def facts(status: pb.RunStatus, blocks: str = _BLOCKS) -> list[tuple[str, str]]:
+    """Return the labelled lines of the panel; those without data yet are left out."""
+    phase = _PHASES.get(status.phase, "starting")
+    if 0 < status.phase_progress < 1:
+        phase += f" {status.phase_progress:.0%}"
+    rows = [("now", f"{phase}: {status.waiting_for}" if status.waiting_for else phase)]
+    if status.evals:
+        shown = [status.evals[0], *status.evals[1:][-3:]]
+        rows.append(("held-out accuracy", " -> ".join(f"{e.mean_score:.2f} (step {e.step})" for e in shown)))
+    if status.steps:
+        rows += step_facts(status, blocks)
+    if status.failure:
+        rows.append(("failure", status.failure))
+    return rows
+
+
+def step_facts(status: pb.RunStatus, blocks: str) -> list[tuple[str, str]]:
+    """Return what the last step says, with the history of its main numbers."""
+    last = status.steps[-1].metrics
+    rows = []
+    for label, metric, form in (
+        ("reward", metrics.REWARD_MEAN, "{:.2f}"),
+        ("useful groups", metrics.USEFUL_GROUPS, "{:.0%}"),
+        ("logprob drift", metrics.MISMATCH_MEAN, "{:.4f}"),
+    ):
+        history = [record.metrics[metric] for record in status.steps if metric in record.metrics]
+        if metric in last:
+            rows.append((label, f"{form.format(last[metric])}  {sparkline(history, blocks)}"))
+    lag = last.get(metrics.POLICY_LAG_MAX)
+    if lag is not None:
+        rows.append(("lag", f"{lag:.0f} steps at most, weights version {status.policy_version}"))
+    if metrics.TIME_STEP in last:
+        rows.append(("last step", f"{last[metrics.TIME_STEP]:.1f} s: {phase_times(status.steps[-1])}"))
+    return rows
+
+
+def step_line(record: pb.StepRecord, step_count: int) -> str:
+    """Return the plain line of a step."""
+    words = [f"step {record.step}/{step_count}"]
+    for metric, form in (
+        (metrics.REWARD_MEAN, "reward {:.2f}"),
+        (metrics.USEFUL_GROUPS, "useful groups {:.0%}"),
+        (metrics.MISMATCH_MEAN, "drift {:.4f}"),
+        (metrics.POLICY_LAG_MAX, "lag {:.0f}"),
+        (metrics.TIME_STEP, "{:.1f} s"),
+    ):
+        if metric in record.metrics:
+            words.append(form.format(record.metrics[metric]))
+    parts = phase_times(record)
+    return "  ".join(words) + (f" ({parts})" if parts else "")
+
+
+def eval_line(record: pb.EvalRecord) -> str:
+    """Return the plain line of an evaluation."""
+    interval = f"{record.mean_score:.2f} +- {record.half_width:.2f}"
+    return f"step {record.step}: held-out accuracy {interval} ({record.answer_count} answers)"
+
+
+def phase_times(record: pb.StepRecord) -> str:
+    """Return the seconds of each part of a step; parts that took no time are left out."""
+    named = [(word, record.metrics.get(metric, 0.0)) for metric, word in _PARTS]
+    return ", ".join(f"{word} {seconds:.1f}" for word, seconds in named if seconds >= 0.05)
+
+
+def services_line(states: Sequence[tuple[str, str]], status: pb.RunStatus) -> str:
+    """Return the processes with what is not normal about them, and members that were started by hand."""
+    names = {name for name, _ in states}
+    words = [name if state == "ready" else f"{name} ({state})" for name, state in states]
+    words += [member.member_id for member in status.members if member.member_id not in names]
+    return ", ".join(words) or "none yet"
+
+
+def sparkline(values: Sequence[float], blocks: str = _BLOCKS, width: int = 32) -> str:
+    """Draw the last `width` values, from the lowest seen to the highest."""
+    shown = list(values)[-width:]
+    if not shown:
+        return ""
+    low, high = min(values), max(values)
+    if high <= low:
+        return blocks[0] * len(shown)
+    return "".join(blocks[min(int((v - low) / (high - low) * len(blocks)), len(blocks) - 1)] for v in shown)
+
+
+def clock(seconds: float) -> str:
+    """Return e.g. "42 s", "3:07 min" or "1:02 h"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"

@@ -1,0 +1,152 @@
+"""The display of a run, drawn from snapshots."""
+
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fourfold.coordinator.v1 import run_service_pb2 as pb
+from fourfold_coordinator.dashboard import Dashboard, Pace, clock, facts, sparkline
+
+
+def snapshot(steps: int) -> pb.RunStatus:
+    status = pb.RunStatus(
+        name="demo", phase=pb.RUN_PHASE_TRAINING, step=steps, step_count=24, policy_version=steps, phase_progress=0.5
+    )
+    for step in range(1, steps + 1):
+        metrics = {
+            "reward/mean": step / 10,
+            "groups/useful": 0.75,
+            "mismatch/logprob_diff_mean": 0.0042,
+            "train/policy_lag_max": 0.0,
+            "time/step": 9.8,
+            "time/generate": 3.1,
+            "time/reward": 0.01,
+            "time/train": 5.4,
+        }
+        status.steps.append(pb.StepRecord(step=step, metrics=metrics))
+    status.evals.append(pb.EvalRecord(step=0, mean_score=0.11, half_width=0.14, answer_count=160))
+    if steps >= 8:
+        status.evals.append(pb.EvalRecord(step=8, mean_score=0.45, half_width=0.13, answer_count=160))
+    status.members.append(pb.Member(member_id="reward-7", role="reward", target="127.0.0.1:1"))
+    return status
+
+
+def dashboard(output: io.StringIO, *, live: bool) -> Dashboard:
+    console = Console(file=output, width=100, force_terminal=live, color_system=None, highlight=False)
+    return Dashboard(name="demo", run_dir=Path("runs/demo"), console=console, live=live)
+
+
+def test_without_a_terminal_each_event_is_one_plain_line_told_once() -> None:
+    output = io.StringIO()
+    with dashboard(output, live=False) as display:
+        display.refresh()
+        display.set_services([("coordinator-0", "ready"), ("rollout-0", "starting")])
+        display.refresh()
+        display.update(snapshot(1))
+        display.refresh()
+        display.note("12:00:00 rollout-0 died (killed by SIGKILL); starting it again")
+        display.update(snapshot(2))
+        display.refresh()
+        display.refresh()
+    assert output.getvalue().splitlines() == [
+        "coordinator-0 is ready (0 s)",
+        "step 0: held-out accuracy 0.11 +- 0.14 (160 answers)",
+        "step 1/24  reward 0.10  useful groups 75%  drift 0.0042  lag 0  9.8 s (generate 3.1, train 5.4)",
+        "12:00:00 rollout-0 died (killed by SIGKILL); starting it again",
+        "step 2/24  reward 0.20  useful groups 75%  drift 0.0042  lag 0  9.8 s (generate 3.1, train 5.4)",
+    ]
+
+
+def test_evaluation_after_a_step_comes_after_it() -> None:
+    output = io.StringIO()
+    with dashboard(output, live=False) as display:
+        display.update(snapshot(9))
+    lines = output.getvalue().splitlines()
+    assert lines.index("step 8: held-out accuracy 0.45 +- 0.13 (160 answers)") == 1 + next(
+        i for i, line in enumerate(lines) if line.startswith("step 8/24")
+    )
+
+
+def test_live_panel_shows_what_matters() -> None:
+    output = io.StringIO()
+    with dashboard(output, live=True) as display:
+        display.set_services([("coordinator-0", "ready"), ("rollout-0", "starting")])
+        display.update(snapshot(8))
+        display.note("something happened")
+        display.refresh()
+    text = output.getvalue()
+    for words in (
+        "demo: step 8 of 24",
+        "training 50%",
+        "0.11 (step 0) -> 0.45 (step 8)",
+        "0.80  \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588",
+        "75%",
+        "0.0042",
+        "0 steps at most, weights version 8",
+        "9.8 s: generate 3.1, train 5.4",
+        "coordinator-0, rollout-0 (starting), reward-7",
+        "something happened",
+        "runs/demo/logs",
+    ):
+        assert words in text, words
+
+
+def test_live_panel_before_anything_is_known_says_starting() -> None:
+    output = io.StringIO()
+    with dashboard(output, live=True):
+        pass
+    assert "starting" in output.getvalue()
+
+
+def test_what_the_run_waits_for_and_why_it_failed_are_shown() -> None:
+    waiting = pb.RunStatus(phase=pb.RUN_PHASE_WAITING_FOR_SERVICES, waiting_for="1 rollout service")
+    assert facts(waiting) == [("now", "waiting for services: 1 rollout service")]
+    failed = pb.RunStatus(phase=pb.RUN_PHASE_FAILED, failure="no reward service for 120 s")
+    assert facts(failed) == [("now", "failed"), ("failure", "no reward service for 120 s")]
+
+
+def test_display_that_breaks_is_switched_off_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError("the terminal is gone")
+
+    with caplog.at_level(logging.WARNING), dashboard(Broken(), live=False) as display:
+        display.note("hello")
+        display.refresh()
+        display.note("again")
+        display.refresh()
+    assert [record.message for record in caplog.records] == [
+        "the display failed and is off; the run goes on (fourfold watch shows it)"
+    ]
+
+
+def test_time_left_follows_the_steps_that_were_seen() -> None:
+    pace = Pace()
+    assert pace.seconds_left(pb.RunStatus(step_count=24)) is None
+    pace.saw(2, 100.0)
+    assert pace.seconds_left(snapshot(2)) == pytest.approx(22 * 9.8)  # from the metrics: one observation
+    pace.saw(3, 110.0)
+    pace.saw(4, 130.0)
+    assert pace.seconds_left(snapshot(4)) == pytest.approx(20 * 15)
+    pace.saw(2, 140.0)  # back to a checkpoint
+    assert pace.seconds_left(snapshot(2)) == pytest.approx(22 * 9.8)
+    assert pace.seconds_left(snapshot(24)) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "drawn"),
+    [([], ""), ([1.0, 1.0], "\u2581\u2581"), ([0.0, 0.5, 1.0], "\u2581\u2585\u2588"), ([0.0] * 40 + [1.0], None)],
+)
+def test_sparkline_spans_what_was_seen(values: list[float], drawn: Any) -> None:
+    line = sparkline(values)
+    assert line == drawn if drawn is not None else (len(line) == 32 and line[-1] == "\u2588")
+
+
+def test_clock_reads_like_a_clock() -> None:
+    assert [clock(s) for s in (0.4, 59.4, 61, 3599, 3720)] == ["0 s", "59 s", "1:01 min", "59:59 min", "1:02 h"]

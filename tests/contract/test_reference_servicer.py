@@ -1,0 +1,258 @@
+"""ReferenceService on a loopback server with a tiny real model, compared with a plain float32 computation."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the reference service needs its extra: fourfold-reward[reference]")
+transformers = pytest.importorskip("transformers", reason="the reference service needs fourfold-reward[reference]")
+
+from fourfold.errors import ConfigError, DeadlinePassed, Overloaded, Unavailable  # noqa: E402
+from fourfold.nn import logprobs  # noqa: E402
+from fourfold.reference.client import ReferenceClient  # noqa: E402
+from fourfold.reference.v1 import reference_service_pb2 as pb  # noqa: E402
+from fourfold.reference.v1.reference_service_pb2_grpc import add_ReferenceServiceServicer_to_server  # noqa: E402
+from fourfold.tokenizer import tokenizer_sha256  # noqa: E402
+from fourfold.types.v1.experience_pb2 import Experience  # noqa: E402
+from fourfold.wire import Float32Array, pack_ints  # noqa: E402
+from fourfold_reward.reference import servicer as module  # noqa: E402
+from fourfold_reward.reference.model import ReferenceModel, Stopped  # noqa: E402
+from fourfold_reward.reference.servicer import Loaded, ReferenceServicer  # noqa: E402
+from tests.conftest import Serve  # noqa: E402
+from tests.tiny_models import VOCABULARY_SIZE, write_tiny_model  # noqa: E402
+
+pytestmark = pytest.mark.integration  # torch and transformers take seconds to import
+
+CONTEXT = 64
+Connect = Callable[..., Awaitable[ReferenceClient]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "llama", "llama", dtype="float32")
+
+
+def load(folder: Path, *, dtype: str = "float32", tokens_per_batch: int = 128) -> ReferenceModel:
+    return ReferenceModel.load(
+        folder, dtype=dtype, device="cpu", tokens_per_batch=tokens_per_batch, max_context_tokens=CONTEXT
+    )
+
+
+@pytest.fixture
+async def connect(serve: Serve, folder: Path) -> AsyncIterator[Connect]:
+    servicers: list[ReferenceServicer] = []
+
+    async def start(*, ready: bool = True, model: Any = None) -> ReferenceClient:
+        servicer = ReferenceServicer(name="tiny", max_context_tokens=CONTEXT)
+        servicers.append(servicer)
+        if ready:
+            loaded = Loaded(model=model or load(folder), tokenizer_sha256=tokenizer_sha256(folder))
+            servicer.set_ready(loaded)
+        channel = await serve(
+            (pb.DESCRIPTOR.services_by_name["ReferenceService"], add_ReferenceServiceServicer_to_server, servicer)
+        )
+        return ReferenceClient(channel, peer="reference-0")
+
+    yield start
+    for servicer in servicers:
+        await servicer.close()
+
+
+def experience(sample_id: str, ids: list[int], temperature: float = 1.0) -> Experience:
+    return Experience(sample_id=sample_id, token_ids=pack_ints(ids), temperature=temperature)
+
+
+async def ask(client: ReferenceClient, *experiences: Experience, timeout: float = 30) -> list[Float32Array]:
+    answer = await client._stub.ComputeLogprobs(pb.ComputeLogprobsRequest(experiences=experiences), timeout=timeout)
+    return [np.frombuffer(row, "<f4") for row in answer.logprobs]
+
+
+def naive(folder: Path, ids: list[int], temperature: float) -> Float32Array:
+    """The definition: one unpadded sample, all logits in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0].float() / temperature
+    rows = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    result: Float32Array = np.concatenate([[np.nan], rows.numpy()]).astype(np.float32)
+    return result
+
+
+def random_ids(seed: int, count: int) -> list[int]:
+    return [int(i) for i in np.random.default_rng(seed).integers(0, VOCABULARY_SIZE, count)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma"])
+def test_model_equals_the_definition(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_model(tmp_path, family, dtype="float32")
+    monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", 7 * VOCABULARY_SIZE)  # chunks of 7 rows
+    samples = [random_ids(i, n) for i, n in enumerate([5, 64, 2, 33, 33, 17, 50])]
+    temperatures = [1.0, 0.7, 2.0, 1.0, 0.1, 1.5, 1.0]
+    found = load(folder).logprobs([np.array(s, np.int32) for s in samples], temperatures)
+    for ids, temperature, row in zip(samples, temperatures, found, strict=True):
+        assert row.dtype == np.float32
+        np.testing.assert_allclose(row, naive(folder, ids, temperature), atol=2e-4, rtol=1e-4)
+
+
+def test_model_is_frozen_and_deterministic(folder: Path) -> None:
+    model = load(folder, dtype="bfloat16")
+    assert not any(p.requires_grad for p in model._model.parameters())
+    ids = [np.array(random_ids(1, 20), np.int32)]
+    first, second = (model.logprobs(ids, [1.0])[0] for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+async def test_info(connect: Connect, folder: Path) -> None:
+    info = await (await connect()).get_info(timeout=5)
+    assert (info.model, info.max_context_tokens, info.vocabulary_size) == ("tiny", CONTEXT, VOCABULARY_SIZE)
+    assert info.tokenizer_sha256 == tokenizer_sha256(folder)
+
+
+async def test_rows_come_back_in_order(connect: Connect, folder: Path) -> None:
+    client = await connect()
+    samples = [(random_ids(i, 3 + 7 * i % 60), 1.0 + i / 20) for i in range(12)]
+    rows = await ask(client, *(experience(f"s{i}", ids, t) for i, (ids, t) in enumerate(samples)))
+    assert len(rows) == len(samples)
+    for (ids, temperature), row in zip(samples, rows, strict=True):
+        np.testing.assert_allclose(row, naive(folder, ids, temperature), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (experience("bad", [1, VOCABULARY_SIZE]), "sample bad: token id 512 is outside"),
+        (experience("bad", [1, -1]), "sample bad: token id -1 is outside"),
+        (experience("bad", [1]), "sample bad: 1 tokens; it must have 2 to 64"),
+        (experience("bad", [1] * 65), "sample bad: 65 tokens; it must have 2 to 64"),
+        (Experience(sample_id="bad", token_ids=b"12345", temperature=1), "sample bad: token_ids has 5 bytes"),
+        (experience("bad", [1, 2], 0.0), "sample bad: temperature is 0.0"),
+        (experience("bad", [1, 2], 2.5), "sample bad: temperature is 2.5"),
+        (experience("bad", [1, 2], float("nan")), "sample bad: temperature is nan"),
+        (experience("b d", [1, 2]), "sample_id is 'b d'"),
+    ],
+    ids=["id", "negative", "short", "long", "bytes", "no temperature", "hot", "nan", "name"],
+)
+async def test_malformed_sample_is_refused_before_anything_is_computed(
+    connect: Connect, bad: Experience, text: str
+) -> None:
+    slow = Slow()
+    client = await connect(model=slow)
+    with pytest.raises(grpc.aio.AioRpcError, match=text) as refused:
+        await ask(client, experience("good", [1, 2]), bad)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert slow.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("samples", "text"),
+    [([], "no experiences"), ([experience(f"s{i}", [1] * 64) for i in range(32_000)], "at most 8388608 fit")],
+    ids=["empty", "oversize"],
+)
+async def test_malformed_request_is_refused(connect: Connect, samples: list[Experience], text: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=text) as refused:
+        await ask(await connect(model=Slow()), *samples)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_loading_service_is_unavailable(connect: Connect) -> None:
+    client = await connect(ready=False)
+    with pytest.raises((Unavailable, DeadlinePassed)):  # the channel retries what is unavailable
+        await client.get_info(timeout=2)
+
+
+class Slow:
+    """Stands in for the model where the test is about waiting: works until it is told to stop, or is let go."""
+
+    vocabulary_size = VOCABULARY_SIZE
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.running = 0
+        self.most_running = 0
+        self.stopped = 0
+        self.go = threading.Event()
+
+    def logprobs(self, token_ids: list[Any], temperatures: list[float], *, stopped: Callable[[], bool]) -> list[Any]:
+        self.calls += 1
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            while not self.go.wait(0.01):
+                if stopped():
+                    self.stopped += 1
+                    raise Stopped
+            return [np.full(len(ids), -1, np.float32) for ids in token_ids]
+        finally:
+            self.running -= 1
+
+
+async def test_info_is_answered_while_one_call_at_a_time_computes(connect: Connect) -> None:
+    slow = Slow()
+    client = await connect(model=slow)
+    calls = [asyncio.create_task(ask(client, experience(f"s{i}", [1, 2]))) for i in range(3)]
+    await asyncio.sleep(0.2)
+    started = time.monotonic()
+    await client.get_info(timeout=2)
+    assert time.monotonic() - started < 0.5
+    slow.go.set()
+    assert len(await asyncio.gather(*calls)) == 3
+    assert (slow.calls, slow.most_running) == (3, 1)
+
+
+async def test_too_many_calls_are_refused_with_a_delay(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_CALLS", 2)
+    slow = Slow()
+    client = await connect(model=slow)
+    calls = [asyncio.create_task(ask(client, experience(f"s{i}", [1, 2]))) for i in range(2)]
+    await asyncio.sleep(0.2)
+    with pytest.raises(Overloaded) as refused:
+        await asyncio.wait_for(client_call(client), 5)
+    assert refused.value.retry_after and refused.value.retry_after > 0
+    slow.go.set()
+    await asyncio.gather(*calls)
+
+
+async def client_call(client: ReferenceClient) -> None:
+    from fourfold.status import from_rpc
+
+    try:
+        await ask(client, experience("x", [1, 2]))
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc(error, peer="reference-0") from None
+
+
+async def test_call_whose_client_went_away_stops(connect: Connect) -> None:
+    slow = Slow()
+    client = await connect(model=slow)
+    with pytest.raises(grpc.aio.AioRpcError) as late:
+        await ask(client, experience("a", [1, 2]), timeout=0.3)
+    assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    cancelled = asyncio.create_task(ask(client, experience("b", [1, 2])))
+    await asyncio.sleep(0.2)
+    cancelled.cancel()
+    slow_end = time.monotonic() + 5
+    while slow.stopped < 2 and time.monotonic() < slow_end:
+        await asyncio.sleep(0.02)
+    assert slow.stopped == 2
+    slow.go.set()
+    assert len(await ask(client, experience("c", [1, 2]))) == 1
+
+
+def test_model_that_cannot_be_served_is_one_clear_error(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"reference.tokens_per_batch = 32 cannot hold"):
+        load(folder, tokens_per_batch=32)
+    with pytest.raises(ConfigError, match="cannot be read as a causal language model"):
+        load(tmp_path)
+    with pytest.raises(ConfigError, match="more than the 512 positions"):
+        ReferenceModel.load(folder, dtype="float32", device="cpu", tokens_per_batch=4096, max_context_tokens=1024)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="torch sees no GPU"):
+            ReferenceModel.load(folder, dtype="float32", device="cuda", tokens_per_batch=64, max_context_tokens=CONTEXT)

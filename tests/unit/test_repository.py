@@ -1,0 +1,260 @@
+"""The rules of the repository: what may be committed, and that what a reader copies works."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import re
+import shlex
+import subprocess
+import tokenize
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fourfold import cli, config
+from fourfold.errors import FourfoldError
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_FILE_BYTES = 1_000_000
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_README_LINES = 150
+
+PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("services/*/pyproject.toml"))]
+RECIPES = sorted(ROOT.glob("recipes/**/*.toml"))
+READMES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/README.md"))]
+READMES += sorted(ROOT.glob("services/*/README.md"))
+
+# Names that run code out of bytes. Words in comments and texts are not names.
+UNSAFE_NAMES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "recv_pyobj", "send_pyobj"}
+UNSAFE_NAMES |= {"send_object_list", "recv_object_list"}
+# Written in parts, so that this file does not hold what it looks for.
+MACHINE_WORDS = re.compile(
+    "|".join(
+        [
+            r"(?<![\w.])/(?:" + "work|farm|root|home/[a-z]+)/",
+            "/opt/" + "wheels",
+            "python" + r"hosted\.org",
+            "pypi" + r"\.org",
+            r"registry\." + "npmjs",
+            r"download\." + "pytorch",
+        ]
+    )
+)
+
+
+@functools.cache
+def _committed() -> tuple[Path, ...]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+    return tuple(ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file())
+
+
+def _sources(*, generated: bool = False) -> Iterator[Path]:
+    for path in _committed():
+        if path.suffix == ".py" and (generated or not re.search(r"_pb2(_grpc)?$", path.stem)):
+            yield path
+
+
+def _where(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def test_no_file_is_larger_than_a_megabyte() -> None:
+    assert [str(p) for p in _committed() if p.stat().st_size > MAX_FILE_BYTES] == []
+
+
+def test_no_file_names_a_machine_or_a_registry() -> None:
+    found = []
+    for path in _committed():
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            continue
+        found += [_where(path, i) for i, text in enumerate(lines, 1) if MACHINE_WORDS.search(text)]
+    assert found == []
+
+
+def test_machine_words_are_found_where_they_are() -> None:
+    for text in ("cd /" + "work/main", "--find-links /opt/" + "wheels", "https://" + "pypi.org/simple", "/" + "root/x"):
+        assert MACHINE_WORDS.search(text)
+    for text in ("a/work/b", "framework/x", "pip install x", "/proc/1/fd", "/home of"):
+        assert not MACHINE_WORDS.search(text)
+
+
+def _unsafe(path: Path) -> Iterator[int]:
+    """Yield the lines that name a pickle, read one, or load tensors in a way that would."""
+    with tokenize.open(path) as file:
+        text = file.read()
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                modules = [alias.name for alias in names] + [getattr(node, "module", None) or ""]
+                if UNSAFE_NAMES & {part for module in modules for part in module.split(".")}:
+                    yield node.lineno
+            case ast.Name(id=name) | ast.Attribute(attr=name) if name in UNSAFE_NAMES:
+                yield node.lineno
+            case ast.keyword(arg="allow_pickle", value=ast.Constant(value=True)):
+                yield node.lineno
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="load"), keywords=keywords):
+                safe = any(k.arg == "weights_only" and getattr(k.value, "value", None) is True for k in keywords)
+                if not safe:
+                    yield node.lineno
+            case ast.Constant(value=str(value)) if value == "VLLM_ALLOW_INSECURE_" + "SERIALIZATION":
+                yield node.lineno
+
+
+def test_nothing_runs_code_out_of_bytes() -> None:
+    assert [_where(path, line) for path in _sources() for line in _unsafe(path)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle",
+        "from multiprocessing.reduction import pickle",
+        "import torch\ntorch.load(f)",
+        "import torch\ntorch.load(f, weights_only=False)",
+        "np.load(f, allow_pickle=True)",
+        "socket.recv_pyobj()",
+        "os.environ['VLLM_ALLOW_INSECURE_' 'SERIALIZATION'] = '1'",
+    ],
+)
+def test_unsafe_code_is_found(tmp_path: Path, text: str) -> None:
+    (tmp_path / "bad.py").write_text(text)
+    assert list(_unsafe(tmp_path / "bad.py"))
+
+
+def test_files_and_functions_keep_their_budgets() -> None:
+    found = []
+    for path in _sources():
+        text = path.read_text(encoding="utf-8")
+        if (count := len(text.splitlines())) > MAX_FILE_LINES:
+            found.append(f"{_where(path, 1)}: {count} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = (node.end_lineno or node.lineno) - node.lineno + 1
+                if count > MAX_FUNCTION_LINES:
+                    found.append(f"{_where(path, node.lineno)}: {node.name} has {count} lines")
+    assert found == []
+
+
+def test_sources_are_ascii_and_nothing_is_postponed() -> None:
+    postponed = re.compile("NotImplemented" + "Error|" + "TO" + "DO|FIX" + "ME")
+    found = []
+    for path in _sources():
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found += [_where(path, i) for i, text in enumerate(lines, 1) if not text.isascii() or postponed.search(text)]
+    assert found == []
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    silent = [
+        p for p in _sources() if (t := p.read_text(encoding="utf-8").strip()) and not ast.get_docstring(ast.parse(t))
+    ]
+    assert [str(p.relative_to(ROOT)) for p in silent] == []
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_recipe_parses_and_its_resolved_form_means_the_same(path: Path, tmp_path: Path) -> None:
+    recipe = config.load(path)
+    (tmp_path / "resolved.toml").write_text(config.dump(recipe))
+    assert config.load(tmp_path / "resolved.toml") == recipe
+
+
+def test_there_are_recipes() -> None:
+    assert ROOT / "recipes/quickstart.toml" in RECIPES
+
+
+def test_distributions_move_together() -> None:
+    loaded = [tomllib.loads(path.read_text())["project"] for path in PROJECTS]
+    versions = {project["version"] for project in loaded}
+    assert len(loaded) == 5 and len(versions) == 1
+    for project in loaded[1:]:
+        ours = [d for d in project["dependencies"] if re.match(r"fourfold\b", d)]
+        assert len(ours) == 1 and ours[0].endswith(f"=={next(iter(versions))}"), project["name"]
+
+
+def test_constraints_are_names_and_versions_alone() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    bad = [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[0-9][0-9a-z.]*", line)]
+    names = [line.split("==")[0] for line in lines]
+    assert bad == []
+    assert len(names) == len(set(names)) and names == sorted(names, key=lambda n: n + "=")
+
+
+def _commands(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield line number and words of every command in the fenced blocks of a Markdown file."""
+    inside = False
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            inside = not inside
+        elif inside and re.match(r"\s*(\$ )?(make|fourfold|pip install|\S+/fourfold)\b", line):
+            words = shlex.split(line.strip().removeprefix("$ "), comments=True)
+            if words[-1:] != ["..."]:
+                yield number, [w for w in words if w != "&"]
+
+
+def _check_command(words: list[str]) -> None:
+    """Raise when a command would be refused for the way it is written."""
+    match words:
+        case ["make", *targets]:
+            known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            assert set(targets) <= set(known), f"make {targets}; known: {known}"
+        case ["pip", "install", *requirements]:
+            for requirement in requirements:
+                _check_requirement(requirement)
+        case [_, ("-h" | "--help" | "--version")]:
+            pass
+        case [_, name, *rest]:
+            parser = argparse.ArgumentParser(prog=f"fourfold {name}", exit_on_error=False)
+            command = cli._command(name)
+            command.add_arguments(parser)
+            options = parser.parse_args(rest)
+            recipe = getattr(options, "recipe", None)
+            if recipe and str(recipe).startswith("recipes/"):
+                assert (ROOT / recipe).exists(), f"{recipe} is not there"
+
+
+def _check_requirement(requirement: str) -> None:
+    name, _, extras = requirement.rstrip("]").partition("[")
+    for path in PROJECTS:
+        project = tomllib.loads(path.read_text())["project"]
+        if project["name"] == name:
+            missing = set(filter(None, extras.split(","))) - set(project.get("optional-dependencies", ()))
+            assert not missing, f"{name} has no extra {missing}"
+            return
+    assert not name.startswith("fourfold"), f"no distribution is named {name}"
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_every_command_that_a_reader_may_copy_parses(path: Path) -> None:
+    for number, words in _commands(path):
+        try:
+            _check_command(words)
+        except (Exception, SystemExit) as error:
+            pytest.fail(f"{_where(path, number)}: {shlex.join(words)}: {error!r}")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("make quickstrat", AssertionError),
+        ("fourfold plan --no-such x.toml", SystemExit),
+        ("fourfold plan recipes/no-such.toml", AssertionError),
+        ("fourfold serve rolout recipes/quickstart.toml", argparse.ArgumentError),
+        ("fourfold rum", FourfoldError),
+        ("pip install fourfold-rollout[tpu]", AssertionError),
+        ("pip install fourfold-rewards", AssertionError),
+    ],
+)
+def test_a_wrong_command_is_found(text: str, error: type[BaseException]) -> None:
+    with pytest.raises(error):
+        _check_command(shlex.split(text))
+
+
+def test_readme_fits_on_one_reading() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES

@@ -14,12 +14,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import grpc
 
-from fourfold.config import SecurityConfig
 from fourfold.errors import ConfigError, PermissionDenied, Unauthenticated
+
+if TYPE_CHECKING:  # an agent that only calls needs no schema
+    from fourfold.config import SecurityConfig
 
 IDENTITIES: Final = ("rollout", "trainer", "reward", "reference", "coordinator", "agent")
 SPIFFE_PREFIX: Final = "spiffe://fourfold/svc/"

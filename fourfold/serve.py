@@ -12,7 +12,6 @@ process at once. Errors that are meant for people are one line on stderr, the la
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import inspect
 import logging
 import os
@@ -33,18 +32,17 @@ from fourfold.coordinator.client import MembershipClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.membership import Membership
+from fourfold.process import PARENT_PID_VARIABLE, die_with_parent
 from fourfold.security import Security
 from fourfold.server import Server
 
 _log = logging.getLogger("fourfold.serve")
 
-PARENT_VARIABLE: Final = "FOURFOLD_PARENT_PID"
-
-_DEREGISTER_SECONDS: Final = 1.0
-_ON_DRAIN_SECONDS: Final = 2.5
+_DEREGISTER_SECONDS: Final = 0.5
+_ON_DRAIN_SECONDS: Final = 2.0
 _GRACE_SECONDS: Final = 1.0
-# After a signal or a fatal error the process ends even when a library's thread is stuck.
-_HARD_EXIT_SECONDS: Final = 4.8
+# After a signal, and after a fatal error under a launcher, the process ends even when a library's thread is stuck.
+_HARD_EXIT_SECONDS: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +191,7 @@ class Host:
         self.server.set_ready(False)
         for server in self._extra_servers:
             server.set_ready(False)
-        if self._signal is not None or self._fatal:
+        if self._signal is not None or (self._fatal and PARENT_PID_VARIABLE in os.environ):
             _exit_later(1 if self._signal is None else 128 + self._signal)
         if member is not None:
             await member.leave(timeout=_DEREGISTER_SECONDS)
@@ -280,17 +278,6 @@ class Host:
             os._exit(128 + number)
         self._signal = number
         self._wake()
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the launcher that started it dies; nothing without a launcher."""
-    parent = os.environ.get(PARENT_VARIABLE, "")
-    if not parent.isdecimal() or not sys.platform.startswith("linux"):
-        return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))
-    if os.getppid() != int(parent):  # it died before the request
-        os._exit(128 + signal.SIGKILL)
 
 
 def _say(line: str) -> None:

@@ -56,7 +56,7 @@ class Server:
         if security is None and not is_loopback(self._host):
             raise ConfigError(
                 f"listen = {listen!r}: without TLS a service listens on loopback only; use 127.0.0.1, or make "
-                f"certificates with `fourfold certs DIR --hosts NAME` and set security.directory"
+                f"certificates with `fourfold certs DIR --host NAME` and set security.directory"
             )
         if public and security is not None and not security.tokens:
             raise ConfigError(

@@ -131,9 +131,7 @@ class RolloutControlClient:
     async def describe(self, *, timeout: float) -> control.DescribeEngineResponse:
         """Model, host, devices, backends and state of the engine."""
         request = control.DescribeEngineRequest()
-        return await call(
-            self._stub.DescribeEngine, request, timeout=timeout, peer=self.peer, name="DescribeEngine"
-        )
+        return await call(self._stub.DescribeEngine, request, timeout=timeout, peer=self.peer, name="DescribeEngine")
 
     async def open(
         self,
@@ -186,7 +184,5 @@ class RolloutControlClient:
     async def probe(self, token_ids: Sequence[int] | Int32Array, *, timeout: float) -> Float32Array:
         """Log-probabilities of the n given tokens under the loaded weights: float32 [n], the first NaN."""
         request = control.ProbeLogprobsRequest(token_ids=pack_ints(token_ids))
-        response = await call(
-            self._stub.ProbeLogprobs, request, timeout=timeout, peer=self.peer, name="ProbeLogprobs"
-        )
+        response = await call(self._stub.ProbeLogprobs, request, timeout=timeout, peer=self.peer, name="ProbeLogprobs")
         return floats(response.logprobs, len(token_ids), f"probe of {self.peer}", "logprobs")

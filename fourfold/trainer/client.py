@@ -39,9 +39,7 @@ class TrainerClient:
             async for response in responses:
                 yield response.status
 
-    async def train_step(
-        self, step: int, experiences: Iterable[Experience], *, timeout: float
-    ) -> pb.TrainStepResponse:
+    async def train_step(self, step: int, experiences: Iterable[Experience], *, timeout: float) -> pb.TrainStepResponse:
         """Train one step; the batch travels in chunks of about 1 MiB and may be a generator.
 
         Idempotent by step, so it may be repeated with the same experiences after any failure.

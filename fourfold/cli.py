@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -141,6 +142,8 @@ class _Serve:
         from fourfold.process import die_with_parent
 
         die_with_parent()
+        # What an environment brings (ninja, for DeepSpeed) is found even when nobody activated it.
+        os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         if args.list:
             return self._list(args.role)
         if args.recipe is None:
@@ -174,8 +177,8 @@ class _Serve:
             return 2
         service = _load("fourfold.services", role, _DISTRIBUTIONS[role])
         verifiers = importlib.import_module(service.__module__.rpartition(".")[0] + ".verifiers")
-        for line in verifiers.describe():
-            print(line)
+        for name, line in verifiers.describe():
+            print(f"{name:22} {line}")
         return 0
 
 

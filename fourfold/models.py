@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ BUILTIN_PREFIX: Final = "builtin:"
 # Raise it when the converter writes something else, so that old folders are not used.
 _CONVERSION: Final = 1
 _CONVERT_TIMEOUT_SECONDS: Final = 600.0
+_CONVERTER_MODULES: Final = ("gguf", "tokenizers")
 _REQUIRED_FILES: Final = ("config.json", "tokenizer.json")
 
 
@@ -193,6 +195,9 @@ def _convert(name: str, builtin: Builtin, folder: Path) -> None:
 
 def _package_file(builtin: Builtin) -> Path:
     wanted = f"{builtin.package}=={builtin.version}"
+    for module in _CONVERTER_MODULES:
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(f"converting the model needs the package {module}; pip install {module}")
     try:
         distribution = importlib.metadata.distribution(builtin.package)
     except importlib.metadata.PackageNotFoundError:

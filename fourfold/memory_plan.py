@@ -1,0 +1,157 @@
+"""How much memory each role of a recipe needs, by formula: a number to choose machines by, before anything runs.
+
+With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4):
+
+    trainer, per rank    weights     b P        divided by N at ZeRO stage 3
+                         gradients   b P        divided by N from stage 2
+                         optimizer   12 P       divided by N from stage 1: float32 master, both Adam moments
+                         activations of one micro-batch, kept for the backward pass, and its logits
+    rollout, reference   weights     b P        divided by the GPUs of a tensor-parallel engine
+                         KV cache    2 * layers * kv_heads * head_dim * b per token
+
+"programs" is what a process holds before it has loaded anything: interpreter, libraries, their threads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from fourfold.config import Config
+from fourfold.models import ModelShape
+
+GIB: Final = 1 << 30
+_MIB: Final = 1 << 20
+# fourfold/nn/logprobs.py makes the logits of 2^26 elements at once, in float32, and a few copies of them.
+_LOGITS_ELEMENTS: Final = 1 << 26
+_LOGITS_COPIES: Final = 3
+# Measured: resident memory of each process after its imports.
+_TRAINER_PROGRAM: Final = 700 * _MIB
+_ROLLOUT_PROGRAM: Final = 1700 * _MIB
+_REFERENCE_PROGRAM: Final = 600 * _MIB
+_REWARD_PROGRAM: Final = 130 * _MIB
+_COORDINATOR_PROGRAM: Final = 250 * _MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRow:
+    """Bytes of one process of a role, or of one GPU of it."""
+
+    role: str
+    count: int
+    """Processes or GPUs of this size."""
+    on_gpu: bool
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    kv_cache: int = 0
+    programs: int = 0
+    share_of_gpu: float = 0.0
+    """Above 0: the engine takes this share of its GPU, and all that is left of it becomes KV cache."""
+
+    @property
+    def total(self) -> int:
+        """Sum of the parts."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.kv_cache + self.programs
+
+
+def weight_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the bytes of all weights, as they travel to the engines."""
+    return shape.parameter_count * _bytes_of(config)
+
+
+def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
+    """Return the bytes that one token takes in the engines' KV cache."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * _bytes_of(config)
+
+
+def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the bytes of one checkpoint: weights, masters and both moments."""
+    return weight_bytes(config, shape) + 12 * shape.parameter_count
+
+
+def memory_plan(config: Config, shape: ModelShape) -> list[MemoryRow]:
+    """Return one row per role that the recipe uses, the trainer first."""
+    rows = [_trainer(config, shape), _rollout(config, shape)]
+    if config.needs_reference:
+        rows.append(_reference(config, shape))
+    workers = max(config.reward.replicas, 1) * (1 + config.reward.processes)
+    rows.append(MemoryRow(role="reward", count=workers, on_gpu=False, programs=_REWARD_PROGRAM))
+    rows.append(MemoryRow(role="coordinator", count=1, on_gpu=False, programs=_COORDINATOR_PROGRAM))
+    return rows
+
+
+def _trainer(config: Config, shape: ModelShape) -> MemoryRow:
+    stage, ranks = config.trainer.zero_stage, config.trainer.ranks
+    weights = weight_bytes(config, shape)
+    return MemoryRow(
+        role="trainer",
+        count=ranks,
+        on_gpu=config.trainer.device == "cuda",
+        weights=weights // (ranks if stage == 3 else 1),
+        gradients=weights // (ranks if stage >= 2 else 1),
+        optimizer=12 * shape.parameter_count // (ranks if stage >= 1 else 1),
+        activations=activation_bytes(config, shape) + logits_bytes(config, shape),
+        programs=_TRAINER_PROGRAM,
+    )
+
+
+def _rollout(config: Config, shape: ModelShape) -> MemoryRow:
+    replicas, gpus = max(config.rollout.replicas, 1), config.rollout.gpus_per_replica
+    if gpus:
+        share = config.rollout.gpu_memory_utilization
+        weights = weight_bytes(config, shape) // gpus
+        return MemoryRow(role="rollout", count=replicas * gpus, on_gpu=True, weights=weights, share_of_gpu=share)
+    return MemoryRow(
+        role="rollout",
+        count=replicas,
+        on_gpu=False,
+        weights=weight_bytes(config, shape),
+        activations=_layer_bytes_per_token(config, shape) * config.rollout.max_batched_tokens,
+        kv_cache=config.rollout.kv_cache_gib * GIB,
+        programs=_ROLLOUT_PROGRAM,
+    )
+
+
+def _reference(config: Config, shape: ModelShape) -> MemoryRow:
+    return MemoryRow(
+        role="reference",
+        count=max(config.reference.replicas, 1),
+        on_gpu=config.reference.device == "cuda",
+        weights=weight_bytes(config, shape),
+        activations=_layer_bytes_per_token(config, shape) * config.reference.tokens_per_batch
+        + logits_bytes(config, shape),
+        programs=_REFERENCE_PROGRAM,
+    )
+
+
+def activation_bytes(config: Config, shape: ModelShape) -> int:
+    """Return what a micro-batch keeps for its backward pass; with gradient checkpointing one layer and its inputs."""
+    tokens = config.batch.tokens_per_micro_batch
+    layer = _layer_bytes_per_token(config, shape)
+    if config.trainer.gradient_checkpointing:
+        return tokens * (layer + shape.layers * shape.hidden * _bytes_of(config))
+    return tokens * layer * shape.layers
+
+
+def logits_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the float32 logits that are made at once, with their copies."""
+    samples = config.batch.tokens_per_micro_batch // config.model.max_context_tokens
+    rows = max(samples, 1) * config.sampling.max_new_tokens
+    return min(rows * shape.vocabulary, _LOGITS_ELEMENTS) * 4 * _LOGITS_COPIES
+
+
+def _layer_bytes_per_token(config: Config, shape: ModelShape) -> int:
+    """Return the bytes that one decoder layer keeps per token: attention by fused kernels, so no score matrix.
+
+    Hidden-sized: both residual sums, both normalised inputs, attention output and its projection, and two float32
+    copies inside the norms; queries and keys before and after their rotation, values; four of the MLP's inner size.
+    """
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    elements = 5 * shape.hidden + 3 * queries + 3 * keys + 4 * shape.intermediate
+    return elements * _bytes_of(config) + 2 * 4 * shape.hidden
+
+
+def _bytes_of(config: Config) -> int:
+    return 2 if config.model.dtype == "bfloat16" else 4

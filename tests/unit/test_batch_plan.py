@@ -1,0 +1,92 @@
+"""What is derived from the batch knobs, and the memory formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fourfold.batch_plan import batch_plan
+from fourfold.config import Config
+from fourfold.memory_plan import GIB, activation_bytes, kv_bytes_per_token, memory_plan
+from fourfold.models import ModelShape
+
+SHAPE = ModelShape(
+    hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocabulary=512, tied=False,
+    parameter_count=1_000_000,
+)  # fmt: skip
+
+
+def recipe(**tables: Any) -> Config:
+    base: dict[str, Any] = {
+        "name": "t",
+        "steps": 10,
+        "model": {"source": "m", "max_context_tokens": 100},
+        "data": {"train": {"path": "x.jsonl"}},
+        "batch": {"prompts_per_step": 5, "group_size": 4, "tokens_per_micro_batch": 350},
+        "sampling": {"max_new_tokens": 10},
+    }
+    for name, table in tables.items():
+        base[name] = {**base.get(name, {}), **table} if isinstance(table, dict) else table
+    return Config.model_validate(base)
+
+
+def test_batches_are_split_over_ranks_and_micro_batches() -> None:
+    plan = batch_plan(recipe(trainer={"ranks": 3}))
+    assert (plan.samples_per_step, plan.tokens_per_step, plan.sampled_tokens_per_step) == (20, 2000, 200)
+    assert plan.samples_per_rank == 7  # 7 + 7 + 6
+    assert plan.samples_per_micro_batch == 3  # 350 // 100
+    assert plan.micro_batches_per_step == 3  # 3 + 3 + 1
+    assert plan.samples_in_run == 200
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "expected"), [(5, 10, (5, 10)), (4, 10, (4, 8, 10)), (20, 10, (10,)), (1, 3, (1, 2, 3))]
+)
+def test_checkpoints_come_every_few_steps_and_after_the_last(every: int, steps: int, expected: tuple[int, ...]) -> None:
+    assert batch_plan(recipe(steps=steps, checkpoint={"every_steps": every})).checkpoints == expected
+
+
+def test_evaluations_begin_before_the_first_step_and_need_data() -> None:
+    assert batch_plan(recipe()).evaluations == ()
+    held_out = recipe(data={"holdout": {"groups": 1}}, evaluation={"every_steps": 5})
+    assert batch_plan(held_out).evaluations == (0, 5, 10)
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"),
+    [(0, 2, 2, 12), (1, 2, 2, 12 / 4), (2, 2, 2 / 4, 12 / 4), (3, 2 / 4, 2 / 4, 12 / 4)],
+)
+def test_zero_stages_divide_what_they_say(stage: int, weights: float, gradients: float, optimizer: float) -> None:
+    config = recipe(trainer={"ranks": 4, "zero_stage": stage})
+    trainer = memory_plan(config, SHAPE)[0]
+    million = SHAPE.parameter_count
+    assert trainer.role == "trainer" and trainer.count == 4
+    assert (trainer.weights, trainer.gradients, trainer.optimizer) == (
+        weights * million, gradients * million, optimizer * million,
+    )  # fmt: skip
+
+
+def test_float32_doubles_weights_and_cache() -> None:
+    narrow, wide = recipe(), recipe(model={"dtype": "float32"})
+    assert kv_bytes_per_token(narrow, SHAPE) == 2 * 2 * 2 * 16 * 2
+    assert kv_bytes_per_token(wide, SHAPE) == 2 * kv_bytes_per_token(narrow, SHAPE)
+    assert memory_plan(wide, SHAPE)[0].weights == 2 * memory_plan(narrow, SHAPE)[0].weights
+
+
+def test_gradient_checkpointing_keeps_one_layer() -> None:
+    plain = activation_bytes(recipe(), SHAPE)
+    saved = activation_bytes(recipe(trainer={"gradient_checkpointing": True}), SHAPE)
+    assert plain / 2 < saved < plain  # of two layers, and the inputs of both
+
+
+def test_rollout_on_a_gpu_takes_its_share_and_on_a_cpu_its_cache() -> None:
+    cpu, gpu = recipe(rollout={"kv_cache_gib": 3}), recipe(rollout={"gpus_per_replica": 2, "replicas": 2})
+    assert memory_plan(cpu, SHAPE)[1].kv_cache == 3 * GIB
+    row = memory_plan(gpu, SHAPE)[1]
+    assert (row.on_gpu, row.count, row.share_of_gpu, row.weights) == (True, 4, 0.85, SHAPE.parameter_count)
+
+
+def test_reference_is_counted_only_when_it_is_needed() -> None:
+    assert "reference" not in [row.role for row in memory_plan(recipe(), SHAPE)]
+    assert "reference" in [row.role for row in memory_plan(recipe(algorithm={"kl_coef": 0.1}), SHAPE)]

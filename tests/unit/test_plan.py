@@ -1,0 +1,103 @@
+"""The text of `fourfold plan`: what a newcomer reads before the first run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold import config as configuration
+from fourfold import models, plan
+from fourfold.cli import main
+from fourfold.config import Config
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
+
+# Word for word what the command prints: the README quotes it.
+QUICKSTART_PLAN = """\
+quickstart: 24 steps of GRPO on builtin:smollm2-135m-instruct
+
+model       134.5M parameters: 30 layers of 576, 9 heads (3 for keys and values), vocabulary 49,152, tied
+            embeddings. Trained in bfloat16 with float32 masters.
+data        4,096 rows made by reasoning-gym `products` (min_terms 2, max_terms 2, min_digits 1, max_digits 1,
+            seed 0), as chat; system prompt "Reply with only the final answer."
+held out    11 groups of rows, drawn with seed 17 and never trained on; rows with the same numbers in
+            `expression`, in any order, are one group. 8 sampled answers to each of their distinct prompts
+            before step 1 and after steps 8, 16, 24.
+one step    12 prompts x 8 samples = 96 trajectories of at most 128 tokens, 16 of them sampled: at most 12,288
+            tokens, 1,536 to train on, in one optimizer step.
+the run     24 steps = 2,304 trajectories. 2 checkpoints of about 1.8 GiB; the newest 2 stay in
+            runs/quickstart/checkpoints.
+trainer     1 rank on CPU, ZeRO stage 3. The 96 trajectories go, in micro-batches of at most 2,048 padded
+            tokens: 16 of full length, so 6 passes at most. How they are split changes nothing in the result.
+rollout     1 service on CPU: 1 GiB of KV cache = 46,603 tokens = 364 samples of full length. At most 256
+            samples run at once in each.
+reward      1 service, 1 worker process: `last_number`, at most 10 s for a sample.
+reference   none, because algorithm.kl_coef is 0.
+weights     0.25 GiB reach the engine after every step, through shared memory where trainer and engine share a
+            machine, else by gloo.
+policy lag  0: each step is sampled by the weights that the step before it made.
+
+GiB each     number  weights  gradients  optimizer  activations  kv cache  programs  total
+trainer           1     0.25       0.25       1.50         1.70         -      0.68   4.39
+rollout           1     0.25          -          -         0.21      1.00      1.66   3.12
+reward            2        -          -          -            -         -      0.13   0.13
+coordinator       1        -          -          -            -         -      0.24   0.24
+Main memory, all of them together: about 8.0 GiB.
+"""
+
+
+def changed(**tables: dict[str, Any]) -> str:
+    """The quickstart's plan with some keys changed, on one line per sentence."""
+    data = configuration.load(QUICKSTART).model_dump()
+    for name, table in tables.items():
+        data[name] = {**data[name], **table}
+    return " ".join(plan.describe(Config.model_validate(data)).split())
+
+
+def test_plan_of_the_quickstart_word_for_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(QUICKSTART)]) == 0
+    assert capsys.readouterr().out == QUICKSTART_PLAN
+
+
+def test_plan_needs_no_converted_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not models.is_ready("builtin:smollm2-135m-instruct")
+    assert plan.describe(configuration.load(QUICKSTART)) == QUICKSTART_PLAN
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_model_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(QUICKSTART.read_text().replace("builtin:smollm2-135m-instruct", "no/such/folder"))
+    assert main(["plan", str(recipe)]) == 1
+    assert "model.source = 'no/such/folder': no such folder" in capsys.readouterr().err
+
+
+def test_resolved_recipe_reads_back_to_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(QUICKSTART), "--resolved"]) == 0
+    (tmp_path / "resolved.toml").write_text(capsys.readouterr().out)
+    assert configuration.load(tmp_path / "resolved.toml") == configuration.load(QUICKSTART)
+
+
+def test_plan_of_gpus_and_ranks() -> None:
+    text = changed(trainer={"ranks": 8, "device": "cuda"}, rollout={"replicas": 2, "gpus_per_replica": 1})
+    assert "8 ranks on GPU, ZeRO stage 3. The 96 trajectories go, 12 of them on each rank, in micro-batches" in text
+    assert "2 services on 1 GPU each: 85% of each GPU's memory" in text
+    assert "0.25 GiB reach each of 2 engines after every step" in text
+    assert "trainer, per GPU 8" in text and "rollout, per GPU 2" in text and "85% of GPU" in text
+
+
+def test_plan_tells_what_is_started_by_hand_and_the_reference() -> None:
+    text = changed(rollout={"replicas": 0}, algorithm={"kl_coef": 0.01})
+    assert "rollout started by hand on CPU" in text
+    assert "reference 1 service on CPU, with the weights of builtin:smollm2-135m-instruct, frozen." in text
+
+
+def test_plan_of_files() -> None:
+    data = {"train": {"path": "train.jsonl"}, "holdout": None, "eval": {"path": "test.parquet", "size": 100}}
+    text = changed(data=data, evaluation={"samples_per_prompt": 1, "max_prompts": 50})
+    assert "data all rows of train.jsonl, as chat" in text
+    assert "the first 100 rows of test.parquet. 1 sampled answer to the first 50 of their prompts before step 1" in text
+    assert "held out nothing, so that no accuracy is measured" in changed(data={"holdout": None})

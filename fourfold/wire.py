@@ -9,6 +9,7 @@ Shapes: n tokens in a sample. All arrays are token-aligned and read-only.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -80,7 +81,7 @@ def encode(sample: Sample) -> pb.Experience:
         scorer=sample.scorer,
         reference_logprobs=_little_endian(sample.reference_logprobs, "<f4"),
     )
-    if not np.array_equal(sample.loss_mask, sample.action_mask):
+    if sample.loss_mask is not sample.action_mask and not np.array_equal(sample.loss_mask, sample.action_mask):
         message.loss_mask = sample.loss_mask.tobytes()
     if sample.top_p != 1.0:
         message.top_p = sample.top_p
@@ -101,23 +102,27 @@ def decode(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> 
     check_id(message.group_id, f"sample {who}: group_id")
     token_ids = decode_token_ids(message, vocabulary_size=vocabulary_size, max_tokens=max_tokens)
     n = len(token_ids)
-    action_mask = _mask(message.action_mask, n, who, "action_mask")
-    loss_mask = _mask(message.loss_mask, n, who, "loss_mask") if message.loss_mask else action_mask
+    action_bytes = message.action_mask
+    action_mask = _mask(action_bytes, n, who, "action_mask")
+    loss_bytes = message.loss_mask
+    loss_mask = _mask(loss_bytes, n, who, "loss_mask") if loss_bytes else action_mask
     behavior = floats(message.behavior_logprobs, n, who, "behavior_logprobs")
-    if action_mask[0]:
-        raise InvalidInput(f"sample {who}: action_mask[0] is 1; the first token must be a prompt token")
-    if bool((loss_mask & ~action_mask).any()):
+    if action_bytes[0]:
+        raise InvalidInput(
+            f"sample {who}: action_mask[0] is 1; the first token is never sampled: send a prompt token first"
+        )
+    if loss_bytes and bool((loss_mask & ~action_mask).any()):
         raise InvalidInput(f"sample {who}: loss_mask selects tokens outside action_mask; it must be a subset")
-    _check_behavior(behavior, action_mask, who)
+    _check_behavior(behavior, action_mask, action_bytes, who)
     _check_sampling(message, who)
     spans = tuple(
         VersionSpan(policy_version=s.policy_version, token_count=s.token_count) for s in message.version_spans
     )
-    _check_spans(spans, action_mask, who)
+    _check_spans(spans, action_bytes, who)
     if message.end_reason not in (pb.END_REASON_TERMINATED, pb.END_REASON_TRUNCATED):
         raise InvalidInput(f"sample {who}: end_reason is {message.end_reason}; it must be TERMINATED or TRUNCATED")
     score = message.score if message.HasField("score") else None
-    if score is not None and not np.isfinite(score):
+    if score is not None and not math.isfinite(score):
         raise InvalidInput(f"sample {who}: score is {score}; it must be finite")
     reference = EMPTY_FLOATS
     if message.reference_logprobs:
@@ -148,15 +153,15 @@ def decode_token_ids(message: pb.Experience, *, vocabulary_size: int, max_tokens
     Raises:
         InvalidInput: names the sample and the rule.
     """
-    who = message.sample_id
-    if len(message.token_ids) % 4:
-        raise InvalidInput(f"sample {who}: token_ids has {len(message.token_ids)} bytes; int32 needs a multiple of 4")
-    ids = np.frombuffer(message.token_ids, "<i4").astype(np.int32, copy=False)
+    who, data = message.sample_id, message.token_ids
+    if len(data) % 4:
+        raise InvalidInput(f"sample {who}: token_ids has {len(data)} bytes; int32 needs a multiple of 4")
+    ids = np.frombuffer(data, "<i4").astype(np.int32, copy=False)
     if not 2 <= len(ids) <= max_tokens:
         raise InvalidInput(f"sample {who}: {len(ids)} tokens; it must have 2 to {max_tokens}")
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocabulary_size:
-        bad = low if low < 0 else high
+    # Read as unsigned, a negative id is a large one: one comparison finds both kinds.
+    if int(ids.view(np.uint32).max()) >= vocabulary_size:
+        bad = int(ids[(ids < 0) | (ids >= vocabulary_size)][0])
         raise InvalidInput(f"sample {who}: token id {bad} is outside the vocabulary [0, {vocabulary_size})")
     return ids
 
@@ -216,19 +221,21 @@ def _little_endian(values: NDArray[np.generic], dtype: str) -> bytes:
 def _mask(data: bytes, count: int, who: str, field: str) -> BoolArray:
     if len(data) != count:
         raise InvalidInput(f"sample {who}: {field} has {len(data)} bytes; {count} tokens need {count}")
-    values = np.frombuffer(data, np.uint8)
-    if count and int(values.max()) > 1:
-        raise InvalidInput(f"sample {who}: {field} holds {int(values.max())}; each byte must be 0 or 1")
-    return values.view(np.bool_)
+    if others := data.translate(None, b"\x00\x01"):
+        raise InvalidInput(f"sample {who}: {field} holds {others[0]}; each byte must be 0 or 1")
+    return np.frombuffer(data, np.bool_)
 
 
-def _check_behavior(behavior: Float32Array, action_mask: BoolArray, who: str) -> None:
-    sampled = behavior[action_mask]
-    if len(sampled) and not (sampled <= 0).all():  # NaN fails the comparison, too
-        bad = sampled[~(sampled <= 0)][0]
-        raise InvalidInput(f"sample {who}: behavior_logprobs holds {bad} on a sampled token; it must be at most 0")
-    if not np.isnan(behavior[~action_mask]).all():
-        raise InvalidInput(f"sample {who}: behavior_logprobs must be NaN on tokens that were not sampled")
+def _check_behavior(behavior: Float32Array, action_mask: BoolArray, action_bytes: bytes, who: str) -> None:
+    """At most 0 where sampled and NaN elsewhere. Two passes over a good sample; a bad one is looked at again."""
+    at_most_zero = behavior <= 0  # False for NaN
+    not_numbers = np.count_nonzero(behavior != behavior)
+    if at_most_zero.tobytes() == action_bytes and not_numbers == len(behavior) - np.count_nonzero(at_most_zero):
+        return
+    wrong = behavior[action_mask & ~at_most_zero]
+    if len(wrong):
+        raise InvalidInput(f"sample {who}: behavior_logprobs holds {wrong[0]} on a sampled token; it must be at most 0")
+    raise InvalidInput(f"sample {who}: behavior_logprobs must be NaN on tokens that were not sampled")
 
 
 def _check_sampling(message: pb.Experience, who: str) -> None:
@@ -240,12 +247,12 @@ def _check_sampling(message: pb.Experience, who: str) -> None:
         raise InvalidInput(f"sample {who}: top_k is {message.top_k}; it must be at least 1, or unset")
 
 
-def _check_spans(spans: tuple[VersionSpan, ...], action_mask: BoolArray, who: str) -> None:
+def _check_spans(spans: tuple[VersionSpan, ...], action_bytes: bytes, who: str) -> None:
     if any(s.token_count < 1 or s.policy_version < -1 for s in spans):
         raise InvalidInput(f"sample {who}: version_spans must have token_count >= 1 and policy_version >= -1")
     total = sum(s.token_count for s in spans)
-    if total != len(action_mask):
-        raise InvalidInput(f"sample {who}: version_spans cover {total} tokens; the sample has {len(action_mask)}")
-    versions = np.repeat([s.policy_version for s in spans], [s.token_count for s in spans])
-    if ((versions >= 0) != action_mask).any():
+    if total != len(action_bytes):
+        raise InvalidInput(f"sample {who}: version_spans cover {total} tokens; the sample has {len(action_bytes)}")
+    sampled = b"".join((b"\x01" if s.policy_version >= 0 else b"\x00") * s.token_count for s in spans)
+    if sampled != action_bytes:
         raise InvalidInput(f"sample {who}: version_spans must be -1 exactly where action_mask is 0")

@@ -1,0 +1,248 @@
+"""What the weights are and where they lie: the contract between the trainer and every engine.
+
+A tensor is named as in the Hugging Face checkpoint, so that any loader understands it. Each
+trainer rank holds one shard, a run of bytes; a `Span` says which elements of which tensor lie
+at which place of which shard. The spans tile every tensor exactly once over all ranks.
+
+    tensor t   [0 .................. count)          flat elements, row major
+    rank 0     [0 ....... a)                         span (t, 0, a)      at shard 0 + offset
+    rank 1              [a ......... count)          span (t, a, rest)   at shard 1 + offset
+
+A `Manifest` is checked when it is made: one that exists is valid. Its bytes are canonical
+JSON (one manifest, one byte string), its identity is their SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from fourfold.errors import InvalidInput
+
+FORMAT: Final = 1
+MAX_MANIFEST_BYTES: Final = 8 << 20
+# Bytes of an element. Names are those of torch.
+ITEM_BYTES: Final[dict[str, int]] = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Shards start at multiples of this, so that any element can be read in place.
+ALIGNMENT: Final = 64
+_MAX_BYTES: Final = 1 << 50
+_MAX_NAME: Final = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """A tensor of the checkpoint."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of all elements."""
+        return self.count * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Elements [start, start + count) of tensor `tensor` lie at byte `offset` of the shard of `rank`."""
+
+    tensor: int
+    start: int
+    count: int
+    rank: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Tensors, spans (sorted by tensor and start) and the bytes of every rank's shard.
+
+    Raises:
+        InvalidInput: on making one that breaks a rule; names the tensor.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    spans: tuple[Span, ...]
+    shard_bytes: tuple[int, ...]
+    _encoded: bytes = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_tensors(self.tensors)
+        _check_shards(self.shard_bytes)
+        _check_tiling(self.tensors, self.spans)
+        _check_places(self)
+        encoded = _encode(self)
+        if len(encoded) > MAX_MANIFEST_BYTES:
+            raise InvalidInput(f"the manifest has {len(encoded)} bytes; at most {MAX_MANIFEST_BYTES} can be sent")
+        object.__setattr__(self, "_encoded", encoded)
+
+    def to_bytes(self) -> bytes:
+        """Return the canonical bytes."""
+        return self._encoded
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Manifest:
+        """Return the manifest that `data` encodes.
+
+        Raises:
+            InvalidInput: not canonical bytes of a valid manifest.
+        """
+        return _decode(data)
+
+    @property
+    def sha256(self) -> bytes:
+        """SHA-256 of the canonical bytes (32 bytes)."""
+        return hashlib.sha256(self._encoded).digest()
+
+    @property
+    def rank_count(self) -> int:
+        """Number of trainer ranks; a rank that sends nothing has 0 shard bytes."""
+        return len(self.shard_bytes)
+
+    @property
+    def byte_count(self) -> int:
+        """Bytes of all tensors, without padding between them."""
+        return sum(tensor.byte_count for tensor in self.tensors)
+
+    def spans_of_rank(self, rank: int) -> list[Span]:
+        """Return the spans in the shard of `rank`, by tensor and start."""
+        return [span for span in self.spans if span.rank == rank]
+
+    def spans_by_tensor(self) -> list[list[Span]]:
+        """Return for each tensor its spans, by start."""
+        result: list[list[Span]] = [[] for _ in self.tensors]
+        for span in self.spans:
+            result[span.tensor].append(span)
+        return result
+
+
+def aligned(offset: int) -> int:
+    """Return `offset` rounded up to a multiple of ALIGNMENT."""
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _check_tensors(tensors: Iterable[TensorSpec]) -> None:
+    names: set[str] = set()
+    for tensor in tensors:
+        name = tensor.name
+        if not 0 < len(name) <= _MAX_NAME or not name.isprintable() or not name.isascii():
+            raise InvalidInput(f"manifest: tensor name {name[:80]!r}; it must be 1 to {_MAX_NAME} printable characters")
+        if name in names:
+            raise InvalidInput(f"manifest: tensor {name} occurs twice; send tied weights once")
+        names.add(name)
+        if tensor.dtype not in ITEM_BYTES:
+            raise InvalidInput(f"manifest: tensor {name} has dtype {tensor.dtype!r}; known are {sorted(ITEM_BYTES)}")
+        if not all(size >= 1 for size in tensor.shape) or tensor.byte_count > _MAX_BYTES:
+            raise InvalidInput(f"manifest: tensor {name} has shape {tensor.shape}; sizes must be positive and sane")
+    if not names:
+        raise InvalidInput("manifest: no tensors; there is nothing to send")
+
+
+def _check_shards(shard_bytes: tuple[int, ...]) -> None:
+    if not 1 <= len(shard_bytes) <= 65_536 or not all(0 <= size <= _MAX_BYTES for size in shard_bytes):
+        raise InvalidInput(f"manifest: {len(shard_bytes)} shards of {shard_bytes[:8]} bytes; sizes must be sane")
+
+
+def _check_tiling(tensors: tuple[TensorSpec, ...], spans: tuple[Span, ...]) -> None:
+    """Every element of every tensor lies in exactly one span, and the spans are in order."""
+    tensor, reached = 0, 0
+    for span in spans:
+        if not 0 <= span.tensor < len(tensors):
+            raise InvalidInput(f"manifest: a span names tensor number {span.tensor}; there are {len(tensors)}")
+        if span.tensor == tensor + 1 and reached == tensors[tensor].count:
+            tensor, reached = span.tensor, 0
+        if span.tensor != tensor or span.start != reached or span.count < 1:
+            raise InvalidInput(
+                f"manifest: the spans of tensor {tensors[tensor].name} do not tile it in order: after element "
+                f"{reached} comes tensor {tensors[span.tensor].name}, start {span.start}, count {span.count}"
+            )
+        reached += span.count
+        if reached > tensors[tensor].count:
+            raise InvalidInput(f"manifest: the spans of tensor {tensors[tensor].name} reach past its end")
+    if tensor != len(tensors) - 1 or reached != tensors[tensor].count:
+        raise InvalidInput(f"manifest: the spans end at element {reached} of tensor {tensors[tensor].name}, too early")
+
+
+def _check_places(manifest: Manifest) -> None:
+    """Every span lies inside its shard, on an element boundary, and no two overlap."""
+    ends = [0] * manifest.rank_count
+    for span in sorted(manifest.spans, key=lambda s: (s.rank, s.offset)):
+        spec = manifest.tensors[span.tensor]
+        if not 0 <= span.rank < manifest.rank_count:
+            raise InvalidInput(f"manifest: tensor {spec.name} is at rank {span.rank} of {manifest.rank_count}")
+        end = span.offset + span.count * spec.item_bytes
+        if span.offset < 0 or span.offset % spec.item_bytes or end > manifest.shard_bytes[span.rank]:
+            raise InvalidInput(
+                f"manifest: tensor {spec.name} lies at bytes {span.offset} to {end} of rank {span.rank}, whose shard "
+                f"has {manifest.shard_bytes[span.rank]} bytes; it must be inside, at a multiple of {spec.item_bytes}"
+            )
+        if span.offset < ends[span.rank]:
+            raise InvalidInput(f"manifest: tensor {spec.name} overlaps another one in the shard of rank {span.rank}")
+        ends[span.rank] = end
+
+
+def _encode(manifest: Manifest) -> bytes:
+    document = {
+        "format": FORMAT,
+        "shard_bytes": manifest.shard_bytes,
+        "spans": [(s.tensor, s.start, s.count, s.rank, s.offset) for s in manifest.spans],
+        "tensors": [(t.name, t.dtype, t.shape) for t in manifest.tensors],
+    }
+    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode("ascii")
+
+
+def _decode(data: bytes) -> Manifest:
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise InvalidInput(f"the manifest has {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read")
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError):
+        raise InvalidInput(f"the manifest ({len(data)} bytes) is not JSON; pass GetManifest's bytes on") from None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise InvalidInput(f"the manifest is not of format {FORMAT}; trainer and engine must run the same release")
+    try:
+        manifest = Manifest(
+            tensors=tuple(
+                TensorSpec(name=_text(name), dtype=_text(dtype), shape=tuple(map(_whole, shape)))
+                for name, dtype, shape in document["tensors"]
+            ),
+            spans=tuple(
+                Span(tensor=t, start=start, count=count, rank=rank, offset=offset)
+                for t, start, count, rank, offset in (map(_whole, span) for span in document["spans"])
+            ),
+            shard_bytes=tuple(map(_whole, document["shard_bytes"])),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, InvalidInput):
+            raise
+        raise InvalidInput(f"the manifest has a field of a wrong kind ({error}); send GetManifest's bytes") from None
+    if manifest.to_bytes() != data:
+        raise InvalidInput("the manifest is not in canonical form; send GetManifest's bytes unchanged")
+    return manifest
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is not a whole number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    return value

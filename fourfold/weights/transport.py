@@ -1,0 +1,285 @@
+"""How shards travel: what every transport offers, the backends, offers, deadlines.
+
+A transport is one pair of classes. Adding one (NCCL, CUDA IPC) means a file with such a pair,
+a member of `Backend` and a line in each of the two tables below.
+
+    trainer rank r                    coordinator                 engine worker i (receiver i)
+    make_sender(backend)
+    offer() ------------------------> opaque bytes -------------> make_receiver(backend)
+    open(deadline)      <---- both at once, they meet ---->       open(offers, deadline)
+    send(version)       <---- both at once, per version -->       receive(version) -> Shards
+                                                                  check(): nothing changed underneath
+    abort() from any thread           either side                 abort() from any thread
+    close()                                                       close()
+
+Every wait has a deadline, and abort ends it. After an error or abort a pair is used up: a new
+epoch makes a new one. One thread calls everything but `abort`.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib import import_module
+from typing import Final, Protocol, cast
+
+import torch
+
+from fourfold.errors import DeadlinePassed, InvalidInput, StaleEpoch, WrongState
+from fourfold.weights.manifest import Manifest, Span
+from fourfold.weights.source import WeightSource
+
+MAX_OFFER_BYTES: Final = 4096
+
+
+class Backend(StrEnum):
+    """How the bytes move."""
+
+    SHM = "shm"
+    GLOO = "gloo"
+
+
+def available_backends() -> list[str]:
+    """Return the backends that this process can use, best first."""
+    usable = {Backend.SHM: hasattr(os, "memfd_create"), Backend.GLOO: _has_gloo()}
+    return [backend.value for backend, yes in usable.items() if yes]
+
+
+def _has_gloo() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
+
+
+class Deadline:
+    """A point in time that waits must not pass."""
+
+    def __init__(self, seconds: float) -> None:
+        """Make a deadline `seconds` from now.
+
+        Raises:
+            InvalidInput: not a positive number.
+        """
+        if not 0 < seconds < 1e9:
+            raise InvalidInput(f"timeout is {seconds} s; it must be a positive number of seconds")
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def remaining(self) -> float:
+        """Seconds left, at least 0."""
+        return max(0.0, self._end - time.monotonic())
+
+    def check(self, what: str) -> float:
+        """Return the seconds left.
+
+        Raises:
+            DeadlinePassed: none is left; the message says that `what` did not happen.
+        """
+        left = self.remaining
+        if left <= 0:
+            raise DeadlinePassed(f"{what} did not happen within {self._seconds:.1f} s; abort, and try a new epoch")
+        return left
+
+
+class Shards:
+    """What arrived: the shard of every rank, as bytes in memory. The applier reads tensors out of it."""
+
+    def __init__(self, manifest: Manifest, shards: Sequence[torch.Tensor]) -> None:
+        """Wrap shards.
+
+        Args:
+            manifest: says what lies where.
+            shards: uint8 [manifest.shard_bytes[r]] of each rank r; must outlive this object's tensors.
+        """
+        self._manifest = manifest
+        self._shards = tuple(shards)
+        self._spans = manifest.spans_by_tensor()
+
+    def read(self, span: Span) -> torch.Tensor:
+        """Return the elements of one span, a 1-D view."""
+        spec = self._manifest.tensors[span.tensor]
+        data = self._shards[span.rank][span.offset : span.offset + span.count * spec.item_bytes]
+        return data.view(torch_dtype(spec.dtype))
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """Return tensor `index` in its shape: a view when it lies in one span, else a copy of its spans."""
+        parts = [self.read(span) for span in self._spans[index]]
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.view(self._manifest.tensors[index].shape)
+
+
+class Sink(Protocol):
+    """Lets an applier say where arriving elements shall go."""
+
+    def slot(self, span: Span) -> torch.Tensor | None:
+        """Return the 1-D destination of a span, or None: the transport keeps it in memory of its own."""
+
+
+class SendTransport(Protocol):
+    """One trainer rank's end."""
+
+    def offer(self) -> bytes:
+        """Return the rendezvous data for the receivers, at most MAX_OFFER_BYTES, secret."""
+
+    def open(self, deadline: Deadline) -> None:
+        """Meet all receivers, where the backend needs that."""
+
+    def send(self, source: WeightSource, policy_version: int, deadline: Deadline) -> int:
+        """Send this rank's shard; return its bytes. `source` is between begin_round and end_round."""
+
+    def abort(self) -> None:
+        """End every wait, here and at the receivers, as soon as possible. From any thread, any number of times."""
+
+    def close(self) -> None:
+        """Let go of memory, files and connections. Any number of times."""
+
+
+class ReceiveTransport(Protocol):
+    """One receiver's end, towards all trainer ranks."""
+
+    def open(self, offers: Sequence[bytes], deadline: Deadline) -> None:
+        """Take up the offers, in rank order, and meet the senders."""
+
+    def receive(self, policy_version: int, sink: Sink | None, deadline: Deadline) -> Shards:
+        """Wait for `policy_version` of all ranks. What lies in the result stays until the next call or `close`.
+
+        A transport that can write into a sink's slots does; then the result reads from there.
+        """
+
+    def check(self) -> None:
+        """Raise WrongState when what `receive` returned was changed since."""
+
+    def abort(self) -> None:
+        """End every wait here as soon as possible. From any thread, any number of times."""
+
+    def close(self) -> None:
+        """Let go of memory, files and connections. Any number of times."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Who takes part in a transfer."""
+
+    epoch: int
+    manifest: Manifest
+    receiver_count: int
+
+    def __post_init__(self) -> None:
+        if self.epoch < 0 or not 1 <= self.receiver_count <= 65_536:
+            raise InvalidInput(
+                f"epoch {self.epoch}, {self.receiver_count} receivers; the epoch must not be negative and there must "
+                f"be 1 to 65536 receivers"
+            )
+
+
+_SENDERS: Final = {
+    Backend.SHM: ("fourfold.weights.shm", "ShmSender"),
+    Backend.GLOO: ("fourfold.weights.gloo", "GlooSender"),
+}
+_RECEIVERS: Final = {
+    Backend.SHM: ("fourfold.weights.shm", "ShmReceiver"),
+    Backend.GLOO: ("fourfold.weights.gloo", "GlooReceiver"),
+}
+
+
+def make_sender(backend: str, group: Group, rank: int) -> SendTransport:
+    """Return the sending end of `backend` for trainer rank `rank`.
+
+    Raises:
+        InvalidInput: unknown backend.
+    """
+    make = _load(_SENDERS[parse_backend(backend)])
+    return cast(SendTransport, make(group, rank))
+
+
+def make_receiver(backend: str, group: Group, receiver_index: int) -> ReceiveTransport:
+    """Return the receiving end of `backend` for receiver `receiver_index` of the group.
+
+    Raises:
+        InvalidInput: unknown backend, or an index outside the group.
+    """
+    if not 0 <= receiver_index < group.receiver_count:
+        raise InvalidInput(f"receiver {receiver_index} of {group.receiver_count}; it must be inside the group")
+    make = _load(_RECEIVERS[parse_backend(backend)])
+    return cast(ReceiveTransport, make(group, receiver_index))
+
+
+def parse_backend(name: str) -> Backend:
+    """Return the backend called `name`, or raise InvalidInput."""
+    try:
+        return Backend(name)
+    except ValueError:
+        raise InvalidInput(f"weight backend {name!r}; known are {[b.value for b in Backend]}") from None
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch type of a manifest's dtype."""
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidInput(f"dtype {name!r} is no torch type")
+    return dtype
+
+
+def _load(place: tuple[str, str]) -> Callable[..., object]:
+    return cast(Callable[..., object], getattr(import_module(place[0]), place[1]))
+
+
+# Offers: one fixed head, then the backend's own body.
+# magic, backend number, rank, rank count, receiver count, epoch, manifest SHA-256
+_HEAD: Final = struct.Struct("<4sIIIIq32s")
+_MAGIC: Final = b"FFO1"
+_NUMBERS: Final = {Backend.SHM: 1, Backend.GLOO: 2}
+
+
+def pack_offer(backend: Backend, group: Group, rank: int, body: bytes) -> bytes:
+    """Return an offer of trainer rank `rank`."""
+    manifest = group.manifest
+    head = _HEAD.pack(
+        _MAGIC, _NUMBERS[backend], rank, manifest.rank_count, group.receiver_count, group.epoch, manifest.sha256
+    )
+    return head + body
+
+
+def unpack_offers(backend: Backend, group: Group, offers: Sequence[bytes]) -> list[bytes]:
+    """Return the bodies of all ranks' offers, after checking that they belong to this group.
+
+    Raises:
+        InvalidInput: wrong number, length, order, backend or manifest.
+        StaleEpoch: offers of another epoch.
+    """
+    manifest = group.manifest
+    if len(offers) != manifest.rank_count:
+        raise InvalidInput(f"{len(offers)} offers; the manifest has {manifest.rank_count} ranks, one offer each")
+    bodies = []
+    for rank, offer in enumerate(offers):
+        if not _HEAD.size <= len(offer) <= MAX_OFFER_BYTES:
+            raise InvalidInput(
+                f"offer {rank} has {len(offer)} bytes; allowed are {_HEAD.size} to {MAX_OFFER_BYTES}: pass it unchanged"
+            )
+        magic, number, its_rank, rank_count, receiver_count, epoch, sha256 = _HEAD.unpack_from(offer)
+        if magic != _MAGIC or number != _NUMBERS[backend]:
+            raise InvalidInput(f"offer {rank} is no {backend} offer of this release; pass MakeOffer's bytes unchanged")
+        if (its_rank, rank_count, receiver_count) != (rank, manifest.rank_count, group.receiver_count):
+            raise InvalidInput(
+                f"offer {rank} is rank {its_rank} of {rank_count} for {receiver_count} receivers; expected rank {rank} "
+                f"of {manifest.rank_count} for {group.receiver_count}: pass all offers in rank order"
+            )
+        if epoch != group.epoch:
+            raise StaleEpoch(f"offer {rank} is of epoch {epoch}, the session of {group.epoch}; make new offers")
+        if sha256 != manifest.sha256:
+            raise InvalidInput(f"offer {rank} is for another manifest; every rank and engine must have the same one")
+        bodies.append(offer[_HEAD.size :])
+    return bodies
+
+
+def aborted() -> StaleEpoch:
+    """Return the error of a transfer that was aborted."""
+    return StaleEpoch("the weight transfer was aborted; its epoch is closed, open a new one", reason="TRANSFER_ABORTED")
+
+
+def used_up() -> WrongState:
+    """Return the error of a call on a transport that failed or was closed."""
+    return WrongState("this weight transfer failed or was closed before; open a new epoch")

@@ -1,0 +1,260 @@
+"""The engine's side of a weight update, inside vLLM's worker processes. The only vLLM import of the package.
+
+vLLM mixes `WeightWorker` into its worker class (`worker_extension_cls=
+"fourfold.weights.vllm_worker.WeightWorker"`), and the service calls its verbs with
+`collective_rpc`. The worker does nothing else during a verb, so every wait in here has its
+own deadline. Verbs take and return plain values and never raise: see `fourfold.weights.answers`.
+
+    weights_open       the manifest fits the model? then meet the senders; serving goes on
+    weights_receive    the engine must be paused: wait, check, load; returns the digest
+    weights_commit     what was received is what is served
+    weights_abort      close the epoch; "clean": the served weights are whole, "dirty": they are not
+
+It works with vLLM 0.26 to 0.32, whose layerwise reload has the same names. On CPU vLLM packs
+the weight of a linear layer when it loads it; an output head that shares its weight with the
+embedding is not loaded itself, so its packed copy is made anew here (`_repack`).
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LAYERWISE_INFO,
+    LOADING_LAYERS,
+    _get_original_loader,
+    _place_kernel_tensors,
+)
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+
+from fourfold.errors import FourfoldError, Internal
+from fourfold.weights.answers import error_answer
+from fourfold.weights.applier import CopyRecorder, NamedTensors, ReloadApplier, Trace, not_fitting
+from fourfold.weights.host import die_with, die_with_parent, parent_of
+from fourfold.weights.receiver import WeightReceiver
+from fourfold.weights.transport import available_backends
+
+_log = logging.getLogger(__name__)
+_ENGINE_PROCESS: Final = "EngineCore"
+
+
+def _die_with_service() -> None:
+    """Let the engine's processes die with the service, which may be killed without a chance to end them.
+
+    service -> worker                  in-process engine core: the worker is vLLM's core process, or a child
+    service -> EngineCore -> worker    the core does not import this file: the worker ends it, too
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        return  # the worker runs in the service's own process
+    die_with_parent(parent.pid)
+    if parent.name.startswith(_ENGINE_PROCESS):
+        service = parent_of(parent.pid)
+        if service > 1:
+            die_with(service, parent.pid)
+
+
+_die_with_service()
+
+
+class VllmModel:
+    """A worker's model, as `ReloadApplier` needs it."""
+
+    def __init__(self, worker: Any) -> None:
+        """Wrap the model of a worker that has loaded it and is not loading again."""
+        self._config = worker.vllm_config
+        self._model: torch.nn.Module = worker.get_model()
+        self._one_stage = self._config.parallel_config.pipeline_parallel_size == 1
+        self._tied = _tied_groups(self._model)
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Return the checkpoint's architecture, the class that implements it, and a mark when it is quantised."""
+        model_config = self._config.model_config
+        names = [*(getattr(model_config.hf_config, "architectures", None) or ()), type(self._model).__name__]
+        if model_config.quantization is not None:
+            names.append(f"{names[0]} quantised by {model_config.quantization}")
+        return tuple(dict.fromkeys(names))
+
+    def trace(self, tensors: NamedTensors) -> Trace:
+        """Run the model's loader on meta tensors and note what it would copy; takes milliseconds."""
+        sources = list(tensors)
+        destinations: list[tuple[str, torch.Tensor]] = []
+        self.begin_load()
+        try:
+            for path, layer in self._model.named_modules():
+                for name, tensor in get_layer_tensors(layer).items():
+                    tensor.weight_loader = _get_original_loader(tensor)  # type: ignore[attr-defined]
+                    if name in layer._parameters:
+                        destinations.append((f"{path}.{name}", tensor))
+            recorder = CopyRecorder(sources, destinations)
+            try:
+                with recorder, set_current_vllm_config(self._config):
+                    self._model.load_weights(iter(sources))  # type: ignore[operator]
+            except (AssertionError, KeyError, ValueError, RuntimeError, IndexError) as error:
+                raise not_fitting(error) from None
+        finally:
+            self.cancel_load()
+        missing = {
+            name: (recorder.written[name], tensor.numel())
+            for name, tensor in destinations
+            if recorder.written[name] != tensor.numel()
+        }
+        for group in self._tied:
+            names = {f"{path}.{name}" for path, _, name in group}
+            if names - missing.keys():  # one of them is filled, and so all are
+                missing = {name: counts for name, counts in missing.items() if name not in names}
+        unused = tuple(name for name, _ in sources if not recorder.read[name]) if self._one_stage else ()
+        return Trace(unused=unused, missing=missing)
+
+    def begin_load(self) -> None:
+        """Put every layer on meta; each one is loaded as soon as its tensors are complete."""
+        initialize_layerwise_reload(self._model)
+
+    def load(self, tensors: NamedTensors) -> None:
+        """Hand checkpoint tensors to the model's loader."""
+        with set_current_vllm_config(self._config):
+            self._model.load_weights(iter(tensors))  # type: ignore[operator]
+
+    def finish_load(self) -> None:
+        """Put the kernels' tensors back, now with new values, and pack tied layers anew."""
+        borrowers = [layer for group in self._tied for _, layer, _ in group if _waits_in_vain(layer)]
+        for layer in borrowers:
+            _put_back(layer)  # it has its tensor from the layer that it is tied to
+        with set_current_vllm_config(self._config):
+            finalize_layerwise_reload(self._model, self._config.model_config)  # type: ignore[no-untyped-call]
+            _repack(borrowers)
+
+    def cancel_load(self) -> None:
+        """Put the kernels' tensors back as they are; vLLM has no call for that."""
+        for layer in self._model.modules():
+            _put_back(layer)
+        if hasattr(self._model, "_original_do_torchao_reload"):
+            self._model._do_torchao_reload = self._model._original_do_torchao_reload
+        LOADING_LAYERS.clear()
+
+
+class WeightWorker:
+    """The verbs that the service calls in every worker. Mixed into vLLM's worker: no state before the first call."""
+
+    _fourfold_receiver: WeightReceiver | None = None
+
+    def weights_describe(self) -> Any:
+        """Return device_type ("cpu" or "cuda"), device_uuids (16 bytes each, none on CPU), backends, architectures."""
+        return _answer(self._fourfold_describe)
+
+    def weights_open(
+        self,
+        epoch: int,
+        backend: str,
+        manifest: bytes,
+        offers: list[bytes],
+        receiver_count: int,
+        first_receiver_index: int,
+        timeout: float,
+    ) -> Any:
+        """Join an epoch; return {"direct": tensors written in place, "reload": tensors reloaded}, or an error.
+
+        Args:
+            epoch: above every earlier one.
+            backend: "shm" or "gloo".
+            manifest: canonical bytes.
+            offers: of all trainer ranks, in rank order.
+            receiver_count: receivers of all engines.
+            first_receiver_index: index of this engine's first worker among them.
+            timeout: seconds, as in all verbs.
+        """
+
+        def run() -> dict[str, int]:
+            report = self._fourfold_weights().open(
+                epoch, backend, manifest, offers, receiver_count, first_receiver_index + _rank(self), timeout
+            )
+            return {"direct": report.direct_tensor_count, "reload": report.reload_tensor_count}
+
+        return _answer(run)
+
+    def weights_receive(self, epoch: int, policy_version: int, timeout: float) -> Any:
+        """Receive and load a version; return its digest (32 bytes), or an error. The engine must be paused."""
+        return _answer(lambda: self._fourfold_weights().receive(epoch, policy_version, timeout))
+
+    def weights_sums(self, epoch: int) -> Any:
+        """Return the per-tensor sums of what was received last (see `digest.differing_tensors`), or an error."""
+        return _answer(lambda: self._fourfold_weights().sums(epoch))
+
+    def weights_commit(self, epoch: int, policy_version: int) -> Any:
+        """Note that the received version is served now; return None, or an error."""
+        return _answer(lambda: self._fourfold_weights().commit(epoch, policy_version))
+
+    def weights_abort(self, epoch: int) -> Any:
+        """Close the epoch; return "clean" (the served weights are whole) or "dirty", or an error."""
+        return _answer(lambda: self._fourfold_weights().abort(epoch))
+
+    def _fourfold_weights(self) -> WeightReceiver:
+        if self._fourfold_receiver is None:
+            self._fourfold_receiver = WeightReceiver(ReloadApplier(VllmModel(self)))
+        return self._fourfold_receiver
+
+    def _fourfold_describe(self) -> dict[str, Any]:
+        device: torch.device = self.device  # type: ignore[attr-defined]
+        uuids: list[bytes] = []
+        if device.type == "cuda":
+            uuids.append(torch.cuda.get_device_properties(device).uuid.bytes)  # type: ignore[attr-defined]
+        return {
+            "device_type": device.type,
+            "device_uuids": uuids,
+            "backends": available_backends(),
+            "architectures": list(VllmModel(self).architectures),
+        }
+
+
+def _answer(run: Callable[[], Any]) -> Any:
+    """Return what `run` returns, or its error as an answer. The one boundary of this process."""
+    try:
+        return run()
+    except FourfoldError as error:
+        return error_answer(error)
+    except Exception:
+        _log.exception("a weight update failed in the engine")
+        return error_answer(Internal("a weight update failed in the engine; its log has the traceback"))
+
+
+def _rank(worker: Any) -> int:
+    return int(worker.rank)
+
+
+def _tied_groups(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Module, str]]]:
+    """Return the parameters that several layers share: for each the (path, layer, name) of all its owners."""
+    owners: dict[int, list[tuple[str, torch.nn.Module, str]]] = {}
+    for path, layer in model.named_modules():
+        for name, parameter in layer._parameters.items():
+            if parameter is not None and parameter.numel():
+                owners.setdefault(parameter.untyped_storage()._cdata, []).append((path, layer, name))
+    return [group for group in owners.values() if len(group) > 1]
+
+
+def _waits_in_vain(layer: torch.nn.Module) -> bool:
+    """Whether a layer was set up for loading and nothing came for it."""
+    info = LAYERWISE_INFO.get(layer)
+    return info is not None and info.can_load() and info.load_numel == 0
+
+
+def _put_back(layer: torch.nn.Module) -> None:
+    """Give a layer its kernel tensors back, unless its loading is complete and it has them."""
+    info = LAYERWISE_INFO.get(layer)
+    if info is not None and info.can_load():
+        if info.kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+        info.reset()  # type: ignore[no-untyped-call]
+
+
+def _repack(layers: list[torch.nn.Module]) -> None:
+    """On CPU, make the packed copies of weights that came through a tied layer; they would stay the old ones."""
+    for layer in layers:
+        if hasattr(layer, "cpu_linear"):
+            layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr, operator]

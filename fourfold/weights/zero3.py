@@ -1,0 +1,170 @@
+"""Weights of a DeepSpeed ZeRO-3 engine, straight from each rank's shard: nothing is gathered.
+
+DeepSpeed keeps the partitions of all trained parameters of a rank in one buffer,
+`optimizer.lp_param_buffer`; each `param.ds_tensor` is a view into it, in the order of the
+optimizer's parameter groups. Partition r of a parameter of n elements over W ranks is its flat
+elements [r * p, min((r + 1) * p, n)) with p = ceil(n / W); what is beyond n is padding.
+
+    buffer of rank r   | partition of group 0's 1st | of its 2nd | ... | of group 1's 1st | ...
+    shard of rank r    = that buffer, byte for byte, then the frozen parameters
+
+The layout is the same on all ranks, so each of them computes the whole manifest without a
+word to the others. Persistent parameters (small ones that DeepSpeed keeps whole between steps)
+have their partition in the buffer like all others; reading it does not disturb them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from fourfold.errors import WrongState
+from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned
+from fourfold.weights.source import dtype_name, named_weights, synchronize
+
+_UNSUPPORTED: Final = "send from an engine without it, or use ZeRO stage 2"
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One parameter and where its partitions lie."""
+
+    name: str
+    parameter: Any  # torch.nn.Parameter with DeepSpeed's ds_* attributes
+    partition_count: int  # elements of each rank's partition, padding included
+    element: int  # first element in the buffer; -1: a frozen parameter, outside
+
+
+class Zero3Source:
+    """The shard of one rank of a ZeRO-3 engine."""
+
+    def __init__(self, engine: Any, *, dtype: torch.dtype | None = None) -> None:
+        """Describe the engine's parameters; no communication.
+
+        Args:
+            engine: what `deepspeed.initialize` returned, stage 3, with an optimizer.
+            dtype: type to send; None: the one that DeepSpeed keeps the partitions in.
+
+        Raises:
+            WrongState: not stage 3, or a feature of it whose layout is not known here.
+        """
+        self._optimizer = _stage3_optimizer(engine)
+        self._buffer_pointer = self._optimizer.lp_param_buffer.data_ptr()
+        group = self._optimizer.dp_process_group
+        self._rank = int(torch.distributed.get_rank(group))
+        rank_count = int(torch.distributed.get_world_size(group))
+        self._pieces = [self._piece(name, p, rank_count) for name, p in named_weights(engine.module)]
+        self._manifest = self._lay_out(rank_count, dtype)
+
+    @property
+    def rank(self) -> int:
+        """This rank among those that share the parameters."""
+        return self._rank
+
+    def manifest(self) -> Manifest:
+        """Return the layout."""
+        return self._manifest
+
+    def begin_round(self) -> None:
+        """Wait for the optimizer, then check that every partition still is where the manifest says.
+
+        Raises:
+            WrongState: the engine's states are offloaded, or were moved.
+        """
+        synchronize(self._optimizer.lp_param_buffer.device)
+        offloaded = [str(state) for state in self._optimizer.offloaded_states]
+        if any("lp_params" in state for state in offloaded):
+            raise WrongState(f"the engine's states {offloaded} are offloaded; call engine.reload_states() first")
+        if self._optimizer.lp_param_buffer.data_ptr() != self._buffer_pointer:
+            raise WrongState("the engine's parameters were moved, by offload_states perhaps; make a new source")
+        for piece in self._pieces:
+            element = self._element(piece.parameter)
+            available = piece.parameter.ds_tensor.status is PartitionedParamStatus.AVAILABLE
+            if element != piece.element or piece.parameter.ds_tensor.numel() != piece.partition_count or not available:
+                raise WrongState(
+                    f"the partition of {piece.name} is not where it was (element {element}, was {piece.element}); "
+                    f"make a new source"
+                )
+
+    def read(self, span: Span) -> torch.Tensor:
+        """Return the elements of a span: the beginning of this rank's partition."""
+        piece = self._pieces[span.tensor]
+        partition: torch.Tensor = piece.parameter.ds_tensor.detach().reshape(-1)
+        return partition[: span.count]
+
+    def end_round(self) -> None:
+        """Nothing was taken."""
+
+    def _piece(self, name: str, parameter: Any, rank_count: int) -> _Piece:
+        if not hasattr(parameter, "ds_tensor"):
+            raise WrongState(f"parameter {name} is not partitioned by ZeRO-3; hand the engine that trains it")
+        ranks = torch.distributed.get_world_size(parameter.ds_process_group)
+        count = int(parameter.ds_tensor.numel())
+        if ranks != rank_count or count != -(-int(parameter.ds_numel) // rank_count):
+            raise WrongState(
+                f"parameter {name} has a partition of {count} of its {parameter.ds_numel} elements over {ranks} "
+                f"ranks; {rank_count} equal parts were expected. {_UNSUPPORTED}"
+            )
+        element = self._element(parameter)
+        if element < 0 and parameter.requires_grad:
+            raise WrongState(f"the partition of {name} is not in DeepSpeed's buffer; {_UNSUPPORTED}")
+        return _Piece(name, parameter, count, element)
+
+    def _element(self, parameter: Any) -> int:
+        """Return where a partition begins in the buffer, in elements, or -1 when it is outside."""
+        buffer, partition = self._optimizer.lp_param_buffer, parameter.ds_tensor
+        distance = partition.data_ptr() - buffer.data_ptr()
+        size = buffer.numel() * buffer.element_size()
+        inside = partition.dtype == buffer.dtype and partition.device == buffer.device and 0 <= distance < size
+        return distance // buffer.element_size() if inside else -1
+
+    def _lay_out(self, rank_count: int, dtype: torch.dtype | None) -> Manifest:
+        buffer = self._optimizer.lp_param_buffer
+        as_is = dtype is None or dtype == buffer.dtype
+        # A shard in the buffer's own layout can be sent in place; a cast one is written anew.
+        end = aligned(buffer.numel() * buffer.element_size()) if as_is else 0
+        tensors: list[TensorSpec] = []
+        spans: list[Span] = []
+        for index, piece in enumerate(self._pieces):
+            parameter = piece.parameter
+            spec = TensorSpec(
+                name=piece.name,
+                dtype=dtype_name(dtype or parameter.ds_tensor.dtype, piece.name),
+                shape=tuple(parameter.ds_shape),
+            )
+            tensors.append(spec)
+            if as_is and piece.element >= 0:
+                offset = piece.element * buffer.element_size()
+            else:
+                offset, end = end, aligned(end + piece.partition_count * spec.item_bytes)
+            spans += _spans(index, spec.count, piece.partition_count, rank_count, offset)
+        return Manifest(tensors=tuple(tensors), spans=tuple(spans), shard_bytes=(end,) * rank_count)
+
+
+def _spans(tensor: int, count: int, partition_count: int, rank_count: int, offset: int) -> Sequence[Span]:
+    """Return the spans of a parameter: equal partitions, the last ones cut short by its end."""
+    starts = range(0, min(count, partition_count * rank_count), partition_count)
+    return [
+        Span(tensor=tensor, start=start, count=min(partition_count, count - start), rank=rank, offset=offset)
+        for rank, start in enumerate(starts)
+    ]
+
+
+def _stage3_optimizer(engine: Any) -> Any:
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
+        raise WrongState(
+            f"the engine's optimizer is a {type(optimizer).__name__}, not ZeRO stage 3; use DenseSource(engine.module)"
+        )
+    if not hasattr(optimizer, "lp_param_buffer"):
+        raise WrongState(f"the engine offloads its parameters (offload_param); {_UNSUPPORTED}")
+    config = engine._config.zero_config
+    for name in ("zero_hpz_partition_size", "zero_quantized_weights", "mics_shard_size"):
+        if getattr(config, name, 0) not in (0, 1, -1, False):
+            raise WrongState(f"the engine uses {name} = {getattr(config, name)}; {_UNSUPPORTED}")
+    return optimizer

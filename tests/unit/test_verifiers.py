@@ -6,11 +6,12 @@ import json
 import subprocess
 import sys
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fourfold_reward import Abstain, Score, ScoreInput, verifiers
+from fourfold_reward import Abstain, Score, ScoreInput, loader, verifiers
 from fourfold_reward.verifiers import BadMetadata, exact_match, find_last_number, last_number
 
 
@@ -152,3 +153,12 @@ def test_package_needs_no_torch_and_functions_no_grpc() -> None:
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+
+
+def test_the_example_that_users_copy_scores() -> None:
+    example = Path(__file__).resolve().parents[2] / "examples" / "rewards" / "final_answer.py"
+    function, verifier = loader.load(loader.find(f"{example}:reward", directory=Path("/")), {})
+    assert len(verifier.version) == 12
+    assert function(sample("6 * 2 = 12\nAnswer: 12", "12")) == Score(1.0, {"right": 1.0, "marked": 1.0})
+    assert function(sample("Answer: 13", "12")) == Score(0.1, {"right": 0.0, "marked": 1.0})
+    assert function(sample("12")) is None

@@ -39,6 +39,9 @@ def reward(sample: ScoreInput):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
             ctypes.PyDLL(None).sleep(1000)  # holds the interpreter's lock
+        case "fork":
+            if os.fork() == 0: return 99.0
+            os.wait(); return 1.0
         case "die": os._exit(7)
         case "oom": os.kill(os.getpid(), signal.SIGKILL)
         case "child":
@@ -175,6 +178,11 @@ async def test_what_a_function_started_dies_with_its_worker(pool: WorkerPool) ->
     while alive(mark) and time.monotonic() < end:
         await asyncio.sleep(0.02)
     assert not alive(mark)
+
+
+async def test_function_that_forks_gives_one_score(pool: WorkerPool) -> None:
+    outcomes = await score(pool, "fork", "fork", "2", "3", "4")
+    assert [o.score for o in outcomes] == [1.0, 1.0, 2.0, 3.0, 4.0]
 
 
 async def test_printing_and_reading_do_not_disturb_the_pipe(

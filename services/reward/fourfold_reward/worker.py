@@ -38,8 +38,12 @@ def main(arguments: list[str]) -> int:
     requests, replies = _take_pipes()
     sys.path.append(str(Path.cwd()))  # last, so that nothing there hides an installed package
     worker = Worker()
+    own = os.getpid()
     while (request := frames.read(requests)) is not None:
-        frames.write(replies, worker.answer(request))
+        reply = worker.answer(request)
+        if os.getpid() != own:  # the function forked, and this is the child: a second reply would shift all scores
+            os._exit(0)
+        frames.write(replies, reply)
     # What a function left behind (threads, loops, exit handlers) must not keep the process.
     os._exit(0)
 

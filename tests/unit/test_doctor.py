@@ -13,7 +13,6 @@ import pytest
 from fourfold import doctor
 from fourfold.doctor import Check
 
-
 READ_MEMORY = doctor.available_memory
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
+from fourfold.clock import SYSTEM_CLOCK, Clock
 from fourfold.config import Config
 from fourfold.process import Command, Death
 
@@ -114,6 +115,7 @@ class Fleet:
         launcher: Launcher,
         notify: Callable[[str], None],
         coordinator_listen: str = "127.0.0.1:0",
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """Prepare; nothing is started yet.
 
@@ -123,6 +125,7 @@ class Fleet:
             launcher: where processes run.
             notify: told of every restart, for people.
             coordinator_listen: host:port.
+            clock: times restarts and deadlines.
         """
         self.config = config
         self.address = ""
@@ -133,6 +136,7 @@ class Fleet:
         self._launcher = launcher
         self._notify = notify
         self._coordinator_listen = coordinator_listen
+        self._clock = clock
         self._services = {service.name: service for service in launched(config)}
         self._restarts: dict[str, int] = {}
         self._due: dict[str, float] = {}  # when to start a dead service again
@@ -142,7 +146,7 @@ class Fleet:
     def start(self) -> None:
         """Start the coordinator; `tick` starts the others when it listens."""
         (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
-        self._deadline = time.monotonic() + _COORDINATOR_START_SECONDS
+        self._deadline = self._clock.monotonic() + _COORDINATOR_START_SECONDS
         self._launch(Service(role="coordinator", name=COORDINATOR), listen=self._coordinator_listen)
 
     def tick(self) -> Ending | None:
@@ -151,12 +155,12 @@ class Fleet:
             if (ending := self._on_death(death)) is not None:
                 return ending
         for name, due in list(self._due.items()):
-            if time.monotonic() >= due:
+            if self._clock.monotonic() >= due:
                 del self._due[name]
                 self._launch(self._services[name])
         if not self.address:
             self._look_for_coordinator()
-        if self._deadline and time.monotonic() > self._deadline:
+        if self._deadline and self._clock.monotonic() > self._deadline:
             return self._overdue()
         return None
 
@@ -180,7 +184,7 @@ class Fleet:
         self.address = path.read_text(encoding="utf-8").strip()
         for service in self._services.values():
             self._launch(service)
-        self._deadline = time.monotonic() + self.config.retry.service_wait_seconds + _READY_SLACK_SECONDS
+        self._deadline = self._clock.monotonic() + self.config.retry.service_wait_seconds + _READY_SLACK_SECONDS
 
     def _overdue(self) -> Ending | None:
         if not self.address:
@@ -207,7 +211,9 @@ class Fleet:
             return Ending(done=False, text=death.explain())
         if count < self.config.retry.restarts:
             self._restarts[death.name] = count + 1
-            self._due[death.name] = time.monotonic() + (2.0**count - 1)  # at once, then after 1, 3, 7 ... seconds
+            self._due[death.name] = self._clock.monotonic() + (
+                2.0**count - 1
+            )  # at once, then after 1, 3, 7 ... seconds
             self._deadline = 0.0  # the coordinator keeps the time from here on
             self._survived(f"{clock} {death.name} died ({death.cause}); starting it again. Its log: {death.log}")
             return None

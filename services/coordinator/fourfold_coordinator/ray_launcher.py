@@ -1,0 +1,244 @@
+"""Runs the processes of a run where Ray has room for them. The one file that imports Ray.
+
+One placement group, one bundle per service. In each bundle an actor supervises the same child
+process that the local launcher starts; the coordinator is a child of this process, beside the
+run's folder. Without a cluster a local Ray is started on loopback and ends with the run. Ray's own
+ports are protected by its token authentication, which stays on.
+
+The run's folder must be visible on every node under the same path (checkpoints, logs, the model).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import ray as untyped_ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from fourfold.channel import is_loopback
+from fourfold.errors import ConfigError
+from fourfold.process import Command, Death, Supervisor
+
+from .fleet import COORDINATOR, Service
+from .placement import refuse_unless_fits, table
+
+ray: Any = untyped_ray  # half of its functions have no types
+
+_PLACEMENT_SECONDS: Final = 60.0
+_START_SECONDS: Final = 60.0
+_STOP_SECONDS: Final = 3.5
+_POLL_SECONDS: Final = 0.3
+
+
+class Slot:
+    """Lives in an actor: supervises one child process on its node. Its methods run on the actor's main thread."""
+
+    def __init__(self, run_dir: str, keep_threads: bool) -> None:
+        if not (Path(run_dir) / "config.toml").is_file():
+            raise ConfigError(f"{run_dir} is not visible on {ray.util.get_node_ip_address()}; use a shared folder")
+        if not keep_threads:
+            # Ray limits the threads of its workers; a service chooses its own, as it does without Ray.
+            os.environ.pop("OMP_NUM_THREADS", None)
+        self._supervisor = Supervisor(Path(run_dir) / "logs")
+
+    def start(self, command: Command, everywhere: bool) -> None:
+        """Start the child, or start it again; `everywhere`: it listens on this node's address, not on loopback."""
+        argv = list(command.argv)
+        if everywhere:
+            argv[argv.index("--listen") + 1] = f"{ray.util.get_node_ip_address()}:0"
+        self._supervisor.start(Command(name=command.name, argv=tuple(argv), env=command.env))
+
+    def poll(self) -> tuple[list[Death], bool]:
+        """Return deaths since the last call, and whether the child is ready."""
+        children = list(self._supervisor.children.values())
+        return self._supervisor.deaths(), any(child.alive and child.poll_ready() for child in children)
+
+    def stop(self) -> None:
+        """End the child and its descendants."""
+        self._supervisor.stop()
+
+
+class RayLauncher:
+    """A `Launcher` over Ray actors."""
+
+    def __init__(
+        self, services: Sequence[Service], *, run_dir: Path, address: str, secured: bool, coordinator_listen: str
+    ) -> None:
+        """Connect, or start a local Ray, and reserve a place for each service.
+
+        Args:
+            services: all that will be started.
+            run_dir: folder of the run.
+            address: of a cluster; empty: a local Ray.
+            secured: whether the recipe has a [security] table.
+            coordinator_listen: host:port of the coordinator.
+
+        Raises:
+            ConfigError: the cluster is too small or busy, or several nodes would talk without TLS.
+        """
+        self._run_dir = run_dir.resolve()
+        self._bundles = {service.name: index for index, service in enumerate(services)}
+        self._supervisor = Supervisor(self._run_dir / "logs")
+        self._actors: dict[str, Any] = {}
+        self._polls: dict[Any, str] = {}  # outstanding call -> name
+        self._polled: dict[str, float] = {}
+        self._ready: set[str] = set()
+        self._deaths: list[Death] = []
+        self._group: Any = None
+        _connect(services, address)
+        try:
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            refuse_unless_fits(services, nodes)
+            self._everywhere = len(nodes) > 1
+            if self._everywhere and not secured:
+                raise ConfigError(
+                    f"the cluster has {len(nodes)} nodes, and services of several machines talk over TLS only: run "
+                    f"`fourfold certs DIR --host ...` and set security.directory"
+                )
+            if self._everywhere and is_loopback(coordinator_listen.rpartition(":")[0]):
+                raise ConfigError(
+                    f"the cluster has {len(nodes)} nodes, and the coordinator listens at {coordinator_listen}; give "
+                    f"--listen {ray.util.get_node_ip_address()}:0"
+                )
+            self._group = _reserve(services, nodes)
+        except BaseException:
+            ray.shutdown()
+            raise
+
+    def start(self, service: Service, command: Command) -> None:
+        """Start a process in its bundle, or start it again; a lost actor is replaced."""
+        if service.name == COORDINATOR:
+            self._supervisor.start(command)
+            return
+        self._ready.discard(service.name)
+        if service.name not in self._actors:
+            strategy = PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=self._bundles[service.name]
+            )
+            actor = ray.remote(Slot).options(
+                num_cpus=service.cpus, num_gpus=service.gpus, scheduling_strategy=strategy, max_restarts=0
+            )
+            self._actors[service.name] = actor.remote(str(self._run_dir), "OMP_NUM_THREADS" in os.environ)
+        try:
+            ray.get(self._actors[service.name].start.remote(command, self._everywhere), timeout=_START_SECONDS)
+        except ray.exceptions.RayError as error:
+            self._lost(service.name, error)
+
+    def deaths(self) -> list[Death]:
+        """Return the deaths since the last call, the first one first."""
+        self._poll()
+        deaths = [*self._supervisor.deaths(), *self._deaths]
+        self._deaths = []
+        return sorted(deaths, key=lambda death: death.time)
+
+    def is_ready(self, name: str) -> bool:
+        """Return whether the process has printed its READY line."""
+        return name in self._ready
+
+    def stop(self) -> None:
+        """End every process, then the actors, the placement group, and a local Ray."""
+        if not ray.is_initialized():
+            return
+        stopping = [actor.stop.remote() for actor in self._actors.values()]
+        self._supervisor.stop()
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.wait(stopping, num_returns=len(stopping), timeout=_STOP_SECONDS) if stopping else None
+        self.kill()
+
+    def kill(self) -> None:
+        """End everything now: an actor that is killed takes its child with it."""
+        self._supervisor.kill()
+        if not ray.is_initialized():
+            return
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            for actor in self._actors.values():
+                ray.kill(actor)
+            if self._group is not None:
+                remove_placement_group(self._group)
+        ray.shutdown()
+
+    def _poll(self) -> None:
+        """Collect the answers that came, and ask again those that were not asked for a while."""
+        now = time.monotonic()
+        asked = set(self._polls.values())
+        for name, actor in self._actors.items():
+            if name not in asked and now - self._polled.get(name, 0.0) >= _POLL_SECONDS:
+                self._polls[actor.poll.remote()] = name
+                self._polled[name] = now
+        answered, _ = ray.wait(list(self._polls), num_returns=len(self._polls), timeout=0) if self._polls else ([], [])
+        for reference in answered:
+            name = self._polls.pop(reference)
+            try:
+                deaths, ready = ray.get(reference)
+            except ray.exceptions.RayError as error:
+                self._lost(name, error)
+                continue
+            self._deaths += deaths
+            self._ready = self._ready | {name} if ready else self._ready - {name}
+
+    def _lost(self, name: str, error: Exception) -> None:
+        """Note that an actor died: its child died with it."""
+        was_ready = name in self._ready
+        self._actors.pop(name, None)
+        self._ready.discard(name)
+        self._polls = {reference: other for reference, other in self._polls.items() if other != name}
+        self._deaths.append(
+            Death(
+                name=name,
+                time=time.time(),
+                exit_code=0,
+                signal=int(signal.SIGKILL),
+                oom_kills=0,
+                was_ready=was_ready,
+                log=str(self._run_dir / "logs" / f"{name}.log"),
+                last_lines=("its Ray actor is lost:", *str(error).strip().splitlines()[-20:]),
+            )
+        )
+
+
+def _connect(services: Sequence[Service], address: str) -> None:
+    options: dict[str, Any] = {
+        "include_dashboard": None if address else False,
+        "log_to_driver": False,
+        "logging_level": logging.WARNING,
+    }
+    if address:
+        options["address"] = address
+    else:
+        # `local` starts an own Ray even where the traces of another one lie around. CPUs are only counted: on
+        # one machine the services share its cores, as they do with the local launcher.
+        cpus = max(os.cpu_count() or 1, sum(service.cpus for service in services))
+        options |= {"address": "local", "num_cpus": cpus, "_node_ip_address": "127.0.0.1"}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        ray.init(**options)
+    except (ConnectionError, ValueError) as error:
+        raise ConfigError(f"--ray-address {address or 'local'}: cannot connect to Ray: {error}") from None
+    finally:
+        for number, handler in handlers.items():  # Ray installs its own
+            signal.signal(number, handler)
+
+
+def _reserve(services: Sequence[Service], nodes: Sequence[dict[str, float]]) -> Any:
+    bundles = [{"CPU": service.cpus} | ({"GPU": service.gpus} if service.gpus else {}) for service in services]
+    if not bundles:
+        return None
+    group = placement_group(bundles, strategy="PACK")
+    try:
+        ray.get(group.ready(), timeout=_PLACEMENT_SECONDS)
+    except ray.exceptions.GetTimeoutError:
+        free = ray.available_resources()
+        remove_placement_group(group)
+        raise ConfigError(
+            f"the cluster is busy: no room after {_PLACEMENT_SECONDS:.0f} s, {free.get('CPU', 0):.0f} CPUs and "
+            f"{free.get('GPU', 0):.0f} GPUs are free.\n{table(services, nodes)}"
+        ) from None
+    return group

@@ -1,0 +1,93 @@
+"""What `fourfold run` prints at the end: report.json for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from .dashboard import clock
+
+_SPECIAL: Final = re.compile(r"<\|[^|<>]*\|>|</?s>|<[a-z_]+_of_turn>")
+_ROLES: Final = frozenset({"", "assistant", "model", "user", "system"})
+_QUESTION: Final = 44
+_ANSWER: Final = 24
+
+
+def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
+    """Return the lines: what was learned, sample answers, where things are, and the next command."""
+    lines = ["", _headline(report)]
+    before, after = report.get("eval_before"), report.get("eval_after")
+    if before and after:
+        lines.append(f"Held-out accuracy: {_interval(before)} before, {_interval(after)} after training (95 %).")
+    if dropped := report.get("dropped"):
+        lines.append("Dropped samples: " + ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())))
+    if twin := report.get("distance"):
+        lines.append(_distance(twin))
+    lines += answer_table(report.get("answers_before") or [], report.get("answers_after") or [])
+    lines += ["", *_files(run_dir)]
+    lines += ["", f"Talk to it: fourfold chat {run_dir / 'model'}"]
+    return lines
+
+
+def _headline(report: dict[str, Any]) -> str:
+    each = f" ({report['seconds_per_step']:.1f} s each)" if report.get("seconds_per_step") else ""
+    memory = report["peak_memory_bytes"] / 1e9
+    return (
+        f"{report['name']} is done: {report['steps']} steps{each} in {clock(report['seconds'])}, seed {report['seed']}"
+        f", at most {memory:.1f} GB of memory."
+    )
+
+
+def _interval(evaluation: dict[str, Any]) -> str:
+    half = evaluation.get("half_width")
+    spread = "" if half is None else f" +- {half:.2f}"
+    return f"{evaluation['score']:.2f}{spread} ({evaluation['n']} answers)"
+
+
+def _distance(twin: dict[str, Any]) -> str:
+    same = all(twin.get(f"same_first_step_{part}") for part in ("prompts", "seeds", "samples"))
+    first = "the same first step" if same else "another first step"
+    gap = twin.get("eval_after_difference")
+    accuracy = "" if gap is None else f", accuracy {gap:+.2f}"
+    return f"Against {twin['run']}, the same recipe: {first}{accuracy}."
+
+
+def answer_table(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[str]:
+    """Return answers to the same prompts side by side; right ones end with *."""
+    later = {row["prompt"]: row for row in after}
+    pairs = [(row, later[row["prompt"]]) for row in before if row["prompt"] in later]
+    if not pairs:
+        return []
+    lines = ["", f"{'held-out prompt':{_QUESTION}}  {'right':>8}  {'before':{_ANSWER}}  after       (* scored 1)"]
+    for old, new in pairs:
+        question, right = _cut(_question(old["prompt"]), _QUESTION), _cut(old["answer"], 8)
+        lines.append(f"{question:{_QUESTION}}  {right:>8}  {_answer(old):{_ANSWER}}  {_answer(new)}")
+    return lines
+
+
+def _question(prompt: str) -> str:
+    """Return the last line that a person wrote in a rendered prompt."""
+    lines = [line.strip() for line in _SPECIAL.sub("\n", prompt).splitlines()]
+    return next((line for line in reversed(lines) if line not in _ROLES), "")
+
+
+def _answer(row: dict[str, Any]) -> str:
+    mark = " *" if row.get("score") == 1 else ""
+    return _cut(" ".join(row["completion"].split()), _ANSWER - len(mark)) + mark
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _files(run_dir: Path) -> list[str]:
+    named = (
+        ("curve.png", "reward and held-out accuracy over the steps"),
+        ("report.json", "these numbers"),
+        ("metrics.jsonl", "every metric of every step"),
+        ("samples.jsonl", "every trajectory: tokens, log-probabilities, versions, scores"),
+        ("model", "the trained model, a Hugging Face folder"),
+    )
+    return [f"{run_dir / name!s:36}  {what}" for name, what in named if (run_dir / name).exists()]

@@ -1,0 +1,224 @@
+"""Which processes a recipe asks for, and what happens when one dies. The launcher is a fake, so are the deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.clock import Clock, SystemClock
+from fourfold.config import Config
+from fourfold.errors import ConfigError
+from fourfold.process import Command, Death
+from fourfold_coordinator.fleet import COORDINATOR, Fleet, Service, launched, started_by_hand
+from fourfold_coordinator.local_launcher import assign_gpus, shared_gpus, visible_gpus
+from fourfold_coordinator.run import make_run_dir
+
+
+def recipe(**tables: Any) -> Config:
+    base: dict[str, Any] = {
+        "name": "t",
+        "steps": 1,
+        "model": {"source": "m"},
+        "data": {"train": {"path": "x.jsonl"}},
+        "batch": {"prompts_per_step": 5, "group_size": 4},
+        "sampling": {"max_new_tokens": 10},
+    }
+    return Config.model_validate(base | tables)
+
+
+class FakeLauncher:
+    """Notes what is started; the test says what dies and what is ready."""
+
+    def __init__(self) -> None:
+        self.started: list[Command] = []
+        self.dying: list[Death] = []
+        self.ready: set[str] = set()
+
+    def start(self, service: Service, command: Command) -> None:
+        assert service.name == command.name
+        self.started.append(command)
+
+    def deaths(self) -> list[Death]:
+        dying, self.dying = self.dying, []
+        return dying
+
+    def is_ready(self, name: str) -> bool:
+        return name in self.ready
+
+    def stop(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def names(self) -> list[str]:
+        return [command.name for command in self.started]
+
+
+class FakeClock(SystemClock):
+    seconds = 1000.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+def death(name: str, *, code: int = 1, number: int = 0, was_ready: bool = True) -> Death:
+    return Death(
+        name=name, time=0.0, exit_code=code, signal=number, oom_kills=0, was_ready=was_ready, log=f"logs/{name}.log",
+        last_lines=(f"{name} says why",),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def started(tmp_path: Path, config: Config, clock: Clock) -> tuple[Fleet, FakeLauncher, list[str]]:
+    """A fleet whose coordinator listens and whose services were started."""
+    launcher, notes = FakeLauncher(), list[str]()
+    fleet = Fleet(config, run_dir=tmp_path, launcher=launcher, notify=notes.append, clock=clock)
+    fleet.start()
+    assert launcher.names() == [COORDINATOR]
+    assert fleet.tick() is None and launcher.names() == [COORDINATOR]  # nobody starts before it listens
+    (tmp_path / "coordinator.address").write_text("127.0.0.1:4000\n")
+    assert fleet.tick() is None
+    return fleet, launcher, notes
+
+
+def test_services_of_a_recipe() -> None:
+    config = recipe(rollout={"replicas": 2, "gpus_per_replica": 2}, trainer={"ranks": 4, "device": "cuda"})
+    assert [(s.name, s.gpus) for s in launched(config)] == [
+        ("rollout-0", 2), ("rollout-1", 2), ("trainer-0", 4), ("reward-0", 0),
+    ]  # fmt: skip
+    assert "reference-0" in [s.name for s in launched(recipe(algorithm={"kl_coef": 0.1}))]
+    by_hand = recipe(rollout={"replicas": 0}, trainer={"replicas": 0})
+    assert [s.name for s in launched(by_hand)] == ["reward-0"]
+    assert [s.name for s in started_by_hand(by_hand)] == ["rollout-0", "trainer-0"]
+
+
+def test_coordinator_starts_first_and_its_address_is_handed_on(tmp_path: Path, clock: FakeClock) -> None:
+    (tmp_path / "coordinator.address").write_text("stale")
+    fleet, launcher, _ = started(tmp_path, recipe(), clock)
+    assert launcher.names() == [COORDINATOR, "rollout-0", "trainer-0", "reward-0"]
+    words = launcher.started[1].argv
+    assert words[1:5] == ("-m", "fourfold", "serve", "rollout")
+    assert words[words.index("--coordinator") + 1] == fleet.address == "127.0.0.1:4000"
+    assert words[words.index("--listen") + 1] == "127.0.0.1:0"
+    assert "--coordinator" not in launcher.started[0].argv
+
+
+def test_states_follow_the_processes(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = started(tmp_path, recipe(), clock)
+    launcher.ready = {"rollout-0"}
+    assert fleet.states() == [
+        (COORDINATOR, "ready"), ("rollout-0", "ready"), ("trainer-0", "starting"), ("reward-0", "starting"),
+    ]  # fmt: skip
+
+
+def test_coordinator_decides_how_the_run_ended(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = started(tmp_path, recipe(), clock)
+    launcher.dying = [death(COORDINATOR, code=0)]
+    ending = fleet.tick()
+    assert ending is not None and ending.done
+    launcher.dying = [death(COORDINATOR, code=1)]
+    ending = fleet.tick()
+    assert ending is not None and not ending.done and "coordinator-0 says why" in ending.text
+
+
+def test_service_dead_at_its_first_start_ends_the_run_with_its_words(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = started(tmp_path, recipe(), clock)
+    launcher.dying = [death("rollout-0", was_ready=False), death(COORDINATOR, code=1)]
+    ending = fleet.tick()
+    assert ending is not None and "rollout-0 died before it was ready" in ending.text
+    assert "rollout-0 says why" in ending.text and COORDINATOR not in ending.text  # the first death, not the cascade
+
+
+@pytest.mark.parametrize("name", ["rollout-0", "reward-0", "trainer-0"])
+def test_service_that_dies_is_started_again_a_few_times(tmp_path: Path, clock: FakeClock, name: str) -> None:
+    fleet, launcher, notes = started(tmp_path, recipe(retry={"restarts": 2}), clock)
+    for restart in (1, 2):
+        launcher.dying = [death(name, code=0, number=signal.SIGKILL)]
+        assert fleet.tick() is None
+        clock.seconds += 60
+        assert fleet.tick() is None
+        assert launcher.names().count(name) == 1 + restart
+        assert len(notes) == restart and f"{name} died (killed by SIGKILL" in notes[-1]
+    launcher.dying = [death(name, was_ready=False)]
+    ending = fleet.tick()
+    assert ending is not None and "started again 2 times already (retry.restarts = 2)" in ending.text
+    assert fleet.earlier == notes
+
+
+def test_second_restart_waits_a_little(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = started(tmp_path, recipe(), clock)
+    launcher.dying = [death("reward-0")]
+    fleet.tick()
+    assert launcher.names().count("reward-0") == 2  # at once
+    launcher.dying = [death("reward-0")]
+    fleet.tick()
+    assert launcher.names().count("reward-0") == 2 and ("reward-0", "restarting") in fleet.states()
+    clock.seconds += 1.01
+    fleet.tick()
+    assert launcher.names().count("reward-0") == 3
+
+
+def test_lost_replica_is_given_up_while_another_lives(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, notes = started(tmp_path, recipe(rollout={"replicas": 2}, retry={"restarts": 0}), clock)
+    launcher.dying = [death("rollout-0")]
+    assert fleet.tick() is None
+    assert ("rollout-0", "lost") in fleet.states() and "is given up" in notes[-1]
+    launcher.dying = [death("rollout-1")]
+    ending = fleet.tick()
+    assert ending is not None and not ending.done
+
+
+def test_coordinator_that_never_listens_is_told(tmp_path: Path, clock: FakeClock) -> None:
+    fleet = Fleet(recipe(), run_dir=tmp_path, launcher=FakeLauncher(), notify=print, clock=clock)
+    fleet.start()
+    clock.seconds += 1000
+    ending = fleet.tick()
+    assert ending is not None and "coordinator-0 does not listen after" in ending.text
+
+
+def test_service_that_never_gets_ready_is_told(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = started(tmp_path, recipe(retry={"service_wait_seconds": 5}), clock)
+    launcher.ready = {"rollout-0", "reward-0"}
+    clock.seconds += 1000
+    ending = fleet.tick()
+    assert ending is not None and ending.text.startswith("trainer-0 not ready in time")
+    assert "raise retry.service_wait_seconds = 5" in ending.text
+
+
+def test_gpus_are_dealt_out_in_order_and_shared_when_there_are_few() -> None:
+    services = launched(recipe(rollout={"replicas": 2, "gpus_per_replica": 1}, trainer={"ranks": 2, "device": "cuda"}))
+    assert assign_gpus(services, ["4", "5", "6", "7"]) == {
+        "rollout-0": ("4",), "rollout-1": ("5",), "trainer-0": ("6", "7"),
+    }  # fmt: skip
+    few = assign_gpus(services, ["0", "1"])
+    assert few == {"rollout-0": ("0",), "rollout-1": ("1",), "trainer-0": ("0", "1")}
+    assert shared_gpus(few) == {"0": ["rollout-0", "trainer-0"], "1": ["rollout-1", "trainer-0"]}
+    with pytest.raises(ConfigError, match="trainer-0 asks for 2 GPUs and this machine offers 1"):
+        assign_gpus(services, ["0"])
+
+
+def test_visible_gpus_respect_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert visible_gpus(2) == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
+    assert visible_gpus(8) == ["3", "5"]
+    monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "")
+    assert visible_gpus(8) == []
+
+
+def test_run_folder_takes_a_free_name_and_keeps_the_recipe(tmp_path: Path) -> None:
+    from fourfold import config as configuration
+
+    names = [make_run_dir(recipe(), "demo", tmp_path)[0].name for _ in range(3)]
+    assert names == ["demo", "demo-2", "demo-3"]
+    written = configuration.load(tmp_path / "demo-2" / "config.toml")
+    assert written == recipe().model_copy(update={"name": "demo-2"})
+    with pytest.raises(ConfigError, match=r"name = '\.\./x'"):
+        make_run_dir(recipe(), "../x", tmp_path)

@@ -1,0 +1,43 @@
+"""The report of a run, as people read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fourfold_coordinator.summary import answer_table, summary_lines
+
+PROMPT = "<|im_start|>system\nReply.<|im_end|>\n<|im_start|>user\nWhat is {}?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def answer(expression: str, completion: str, score: float | None) -> dict[str, Any]:
+    return {"prompt": PROMPT.format(expression), "completion": completion, "answer": "12", "score": score}
+
+
+def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path: Path) -> None:
+    report = {
+        "name": "demo", "seed": 17, "steps": 24, "seconds": 250.2, "seconds_per_step": 9.83,
+        "peak_memory_bytes": 8_260_000_000, "dropped": {"REWARD_ERROR": 3},
+        "eval_before": {"step": 0, "score": 0.106, "half_width": 0.071, "n": 160},
+        "eval_after": {"step": 24, "score": 0.631, "half_width": None, "n": 160},
+        "distance": {"run": "demo-1", "same_first_step_prompts": True, "same_first_step_seeds": True,
+                     "same_first_step_samples": True, "eval_after_difference": -0.02},
+        "answers_before": [answer("3 * 4", "I think\nit is 34, because of this and that", 0.0)],
+        "answers_after": [answer("3 * 4", "12", 1.0)],
+    }  # fmt: skip
+    (tmp_path / "curve.png").touch()
+    text = "\n".join(summary_lines(report, tmp_path))
+    assert "demo is done: 24 steps (9.8 s each) in 4:10 min, seed 17, at most 8.3 GB of memory." in text
+    assert "Held-out accuracy: 0.11 +- 0.07 (160 answers) before, 0.63 (160 answers) after training (95 %)." in text
+    assert "Dropped samples: 3 REWARD_ERROR" in text
+    assert "Against demo-1, the same recipe: the same first step, accuracy -0.02." in text
+    assert "What is 3 * 4?" in text and "I think it is 34, bec..." in text and "12 *" in text
+    assert f"{tmp_path}/curve.png" in text and f"{tmp_path}/metrics.jsonl" not in text
+    assert text.endswith(f"Talk to it: fourfold chat {tmp_path}/model")
+
+
+def test_answers_are_paired_by_prompt() -> None:
+    table = answer_table([answer("1 * 2", "a", 0.0), answer("2 * 2", "b", None)], [answer("2 * 2", "c", 1.0)])
+    assert len(table) == 3  # an empty line, the head, one pair
+    assert table[2].split() == ["What", "is", "2", "*", "2?", "12", "b", "c", "*"]
+    assert answer_table([], []) == []

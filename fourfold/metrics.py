@@ -131,7 +131,7 @@ class MetricsWriter:
             self._queue.put_nowait(json.dumps(_finite(record), default=str))
         except queue.Full:
             self.dropped_count += 1
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             self.dropped_count += 1
             log.warning("a metrics record cannot be written: %s", error)
 

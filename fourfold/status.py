@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Final
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
@@ -94,13 +96,14 @@ def _read_details(error: grpc.aio.AioRpcError) -> tuple[str, float | None]:
     for key, value in metadata:
         if key != "grpc-status-details-bin" or not isinstance(value, bytes):
             continue
-        for detail in Status.FromString(value).details:
-            if detail.Is(ErrorInfo.DESCRIPTOR):
-                info = ErrorInfo()
-                detail.Unpack(info)
-                reason = info.reason
-            elif detail.Is(RetryInfo.DESCRIPTOR):
-                retry = RetryInfo()
-                detail.Unpack(retry)
-                retry_after = retry.retry_delay.ToNanoseconds() / 1e9
+        with suppress(DecodeError):  # a stranger's server; the code and the text are enough
+            for detail in Status.FromString(value).details:
+                if detail.Is(ErrorInfo.DESCRIPTOR):
+                    info = ErrorInfo()
+                    detail.Unpack(info)
+                    reason = info.reason
+                elif detail.Is(RetryInfo.DESCRIPTOR):
+                    retry = RetryInfo()
+                    detail.Unpack(retry)
+                    retry_after = retry.retry_delay.ToNanoseconds() / 1e9
     return reason, retry_after

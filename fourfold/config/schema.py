@@ -17,7 +17,7 @@ Seconds = Annotated[float, Field(gt=0, le=86_400)]
 class Table(BaseModel):
     """A table of the recipe: unknown keys are errors, values never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelConfig(Table):
@@ -126,7 +126,7 @@ class SamplingConfig(Table):
 
     temperature: float = Field(default=1.0, gt=0, le=2)
     max_new_tokens: int = Field(ge=1)
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = Field(default=(), strict=False)  # TOML has lists
     """Token ids that end a completion, besides the model's own."""
 
     @model_validator(mode="before")
@@ -176,7 +176,7 @@ class TrainerConfig(Table):
     """Learning rate after the warm-up; linear and cosine fall to 0 at the last step."""
     warmup_steps: int = Field(default=0, ge=0)
     weight_decay: float = Field(default=0.0, ge=0)
-    adam_betas: tuple[float, float] = (0.9, 0.999)
+    adam_betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
     max_grad_norm: float = Field(default=1.0, gt=0)
     gradient_checkpointing: bool = False
     step_timeout_seconds: Seconds = 3600.0

@@ -29,7 +29,7 @@ from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.security import IDENTITIES, POLICY, PUBLIC_SERVICES, Security, check_token, read_tokens
 from fourfold.server import Server
-from tests.contract.test_harness import Reward, Rollout
+from tests.fakes.servicers import Reward, Rollout
 
 
 @pytest.fixture(scope="module")

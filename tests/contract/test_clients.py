@@ -1,0 +1,165 @@
+"""The clients trust no answer: lengths, order, counts and outcomes are checked before anything is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fourfold import errors
+from fourfold.reference.client import ReferenceClient
+from fourfold.reward.client import RewardClient
+from fourfold.reward.v1 import reward_service_pb2 as reward
+from fourfold.rollout.client import RolloutClient
+from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.trainer.client import TrainerClient
+from fourfold.wire import encode, pack_floats
+from tests.conftest import Serve
+from tests.fakes.servicers import Reference, Reward, Rollout, Trainer, generated, sample, score_item
+
+
+class TestRolloutClient:
+    """`complete` joins responses and trusts none of them."""
+
+    async def complete(self, serve: Serve, *responses: rollout.GenerateResponse, count: int = 1) -> Any:
+        client = RolloutClient(await serve(Rollout(*responses).servicer()), peer="rollout-0")
+        request = rollout.GenerateRequest(request_id="q", sample_count=count)
+        return await client.complete(request, timeout=5)
+
+    async def test_responses_of_all_samples_are_joined_in_order(self, serve: Serve) -> None:
+        first, second = await self.complete(
+            serve,
+            generated(1, 5, 6, version=2),
+            generated(0, 1, 2, 3, version=2, done=True),
+            generated(1, 7, version=2),
+            generated(1, 8, version=3),
+            generated(1, version=3, done=True),
+            count=2,
+        )
+        assert first.token_ids.tolist() == [1, 2, 3]
+        assert first.token_ids.dtype == np.int32
+        assert second.token_ids.tolist() == [5, 6, 7, 8]
+        assert second.logprobs.tolist() == [-0.5] * 4
+        assert second.logprobs.dtype == np.float32
+        assert [(s.policy_version, s.token_count) for s in second.version_spans] == [(2, 3), (3, 1)]
+        assert second.finish_reason == rollout.FINISH_REASON_STOP
+
+    async def test_a_sample_may_be_empty(self, serve: Serve) -> None:
+        (only,) = await self.complete(serve, generated(0, done=True))
+        assert len(only.token_ids) == len(only.logprobs) == 0
+        assert only.version_spans == ()
+
+    async def test_answers_that_do_not_add_up_are_refused(self, serve: Serve) -> None:
+        odd = generated(0, 1, done=True)
+        odd.token_ids += b"\0"
+        short = generated(0, 1, 2, done=True)
+        short.logprobs = short.logprobs[:4]
+        for message, responses in {
+            "sample_index is 1; 1 samples": [generated(1, 1, done=True)],
+            "has 5 bytes": [odd],
+            "8 bytes of token_ids and 4 of logprobs": [short],
+            "ended before sample 0": [generated(0, 1)],
+            "goes on after": [generated(0, 1, done=True), generated(0, 2)],
+            "policy_version -1": [generated(0, 1, version=-1, done=True)],
+        }.items():
+            with pytest.raises(errors.InvalidInput, match=message):
+                await self.complete(serve, *responses)
+
+
+class TestRewardClient:
+    """Third parties implement this service: what they answer is checked."""
+
+    async def test_large_requests_travel_in_parts(self, serve: Serve) -> None:
+        servicer = Reward()
+        client = RewardClient(await serve(servicer.servicer()), peer="r")
+        items = [score_item(f"s{i}", "x" * (1 << 20)) for i in range(9)]
+        assert [s.sample_id for s in await client.score(items, timeout=10)] == [f"s{i}" for i in range(9)]
+        assert [len(c.items) for c in servicer.calls] == [3, 3, 3]
+        servicer.calls.clear()
+        await client.score(items[:5], timeout=10, max_sample_count=2)
+        assert [len(c.items) for c in servicer.calls] == [2, 2, 1]
+
+    async def test_a_wrong_number_or_order_of_scores_is_refused(self, serve: Serve) -> None:
+        for ids in ([], ["b", "a"], ["a"], ["a", "b", "c"]):
+            answer = reward.ScoreResponse(scores=[reward.SampleScore(sample_id=i, score=1) for i in ids])
+            client = RewardClient(await serve(Reward(answer=answer).servicer()), peer="r")
+            with pytest.raises(errors.InvalidInput, match="in the order of the request"):
+                await client.score([score_item("a"), score_item("b")], timeout=5)
+
+    async def test_a_missing_outcome_and_a_score_that_is_not_finite_become_errors_of_the_sample(
+        self, serve: Serve
+    ) -> None:
+        answer = reward.ScoreResponse(
+            scores=[
+                reward.SampleScore(sample_id="a"),
+                reward.SampleScore(sample_id="b", score=float("nan")),
+                reward.SampleScore(sample_id="c", score=float("inf")),
+                reward.SampleScore(sample_id="d", abstain_reason="NO_ANSWER"),
+                reward.SampleScore(sample_id="e", score=0.0),
+            ]
+        )
+        client = RewardClient(await serve(Reward(answer=answer).servicer()), peer="r")
+        scores = await client.score([score_item(i) for i in "abcde"], timeout=5)
+        outcomes = [s.WhichOneof("outcome") for s in scores]
+        assert outcomes == ["error", "error", "error", "abstain_reason", "score"]
+        assert [s.error.reason for s in scores[:3]] == ["NO_OUTCOME", "NOT_FINITE", "NOT_FINITE"]
+
+
+class TestTrainerClient:
+    """A batch travels in chunks; whatever goes wrong is named."""
+
+    async def test_a_batch_travels_in_chunks_with_its_step(self, serve: Serve) -> None:
+        servicer = Trainer()
+        client = TrainerClient(await serve(servicer.servicer()), peer="t")
+        experiences = (encode(sample(f"s{i}", 20_000)) for i in range(30))  # 30 * 180 kB
+        response = await client.train_step(4, experiences, timeout=10)
+        assert response.metrics["train/trained_samples"] == 30
+        assert {m.step for m in servicer.messages} == {4}
+        assert 4 < len(servicer.messages) < 10
+        assert max(m.ByteSize() for m in servicer.messages) < 1.3 * (1 << 20)
+
+    async def test_an_empty_batch_still_reaches_the_trainer(self, serve: Serve) -> None:
+        response = await TrainerClient(await serve(Trainer().servicer()), peer="t").train_step(4, [], timeout=5)
+        assert response.step == 4
+
+    async def test_a_trainer_that_refuses_before_it_has_read_everything_is_heard(self, serve: Serve) -> None:
+        servicer = Trainer(raises=errors.WrongState("the next step is 7"))
+        client = TrainerClient(await serve(servicer.servicer()), peer="trainer-0")
+        experiences = (encode(sample(f"s{i}", 20_000)) for i in range(500))
+        with pytest.raises(errors.WrongState, match="trainer-0, TrainStep: the next step is 7"):
+            await client.train_step(4, experiences, timeout=10)
+
+    async def test_an_error_while_the_batch_is_made_is_that_error(self, serve: Serve) -> None:
+        def experiences() -> Any:
+            yield encode(sample("a"))
+            raise errors.NotFound("row is gone")
+
+        client = TrainerClient(await serve(Trainer().servicer()), peer="t")
+        with pytest.raises(errors.NotFound, match="row is gone"):
+            await client.train_step(4, experiences(), timeout=5)
+
+
+class TestReferenceClient:
+    """Rows come back in order and are checked."""
+
+    async def test_rows_come_back_in_order_over_several_calls(self, serve: Serve) -> None:
+        servicer = Reference()
+        client = ReferenceClient(await serve(servicer.servicer()), peer="ref")
+        samples = [sample(f"s{i}", 50_000 + i) for i in range(50)]  # 10 MB of ids
+        rows = await client.compute_logprobs(samples, timeout=10)
+        assert [len(r) for r in rows] == [50_000 + i for i in range(50)]
+        assert np.isnan(rows[0][0])
+        assert rows[0][1:4].tolist() == [-1, -2, -3]
+        assert servicer.calls == 3
+
+    async def test_rows_that_do_not_fit_are_refused(self, serve: Serve) -> None:
+        nan = pack_floats(np.full(4, np.nan, np.float32))
+        for message, broken in {
+            "answered 1 rows for 2": lambda rows: rows[:1],
+            "has 12 bytes": lambda rows: [rows[0][:12], rows[1]],
+            "sample b are not finite": lambda rows: [rows[0], nan],
+        }.items():
+            client = ReferenceClient(await serve(Reference(broken).servicer()), peer="ref")
+            with pytest.raises(errors.InvalidInput, match=message):
+                await client.compute_logprobs([sample("a"), sample("b")], timeout=5)

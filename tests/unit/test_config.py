@@ -1,0 +1,160 @@
+"""Recipes: every mistake is named with file, line, rule and fix, and dump is the inverse of load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold import config
+from fourfold.config import Config
+from fourfold.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+RECIPE = """\
+name = "tiny"
+steps = 3
+
+[model]
+source = "models/tiny"
+max_context_tokens = 64
+
+[data.train]
+path = "train.jsonl"
+
+[batch]
+prompts_per_step = 2
+group_size = 4
+
+[sampling]
+max_new_tokens = 16
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused(tmp_path: Path, text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config.load(write(tmp_path, text))
+    return caught.value.message.replace(str(tmp_path), "DIR")
+
+
+@pytest.mark.parametrize("recipe", sorted((REPOSITORY / "recipes").glob("**/*.toml")), ids=lambda p: p.name)
+def test_every_recipe_of_the_repository_is_valid(recipe: Path) -> None:
+    settings = config.load(recipe)
+    assert settings.batch.samples_per_step == settings.batch.prompts_per_step * settings.batch.group_size
+
+
+def test_a_minimal_recipe_gets_defaults(tmp_path: Path) -> None:
+    settings = config.load(write(tmp_path, RECIPE))
+    assert settings.sampling.temperature == 1.0
+    assert settings.trainer.zero_stage == 3
+    assert settings.security.directory == ""
+    assert not settings.needs_reference
+    assert config.load(write(tmp_path, RECIPE + "[algorithm]\nkl_coef = 0.1\n")).needs_reference
+
+
+def test_values_never_change(tmp_path: Path) -> None:
+    settings = config.load(write(tmp_path, RECIPE))
+    with pytest.raises(pydantic.ValidationError):
+        settings.batch.group_size = 3
+
+
+@pytest.mark.parametrize(
+    ("change", "to", "message"),
+    [
+        ("steps = 3", "step = 3", "DIR/recipe.toml:2  step: no such key. Did you mean `steps`?"),
+        ("steps = 3", "", "DIR/recipe.toml:1  steps: missing; it has no default. Add it."),
+        ("group_size = 4", "groupsize = 4", ":13  batch.groupsize: no such key. Did you mean `group_size`?"),
+        ("group_size = 4", "learning_rate = 1", ":13  batch.learning_rate: no such key. Did you mean `trainer.learn"),
+        ("group_size = 4", "zzz = 1", ":13  batch.zzz: no such key. Known here: group_size, prompts_per_step, tokens"),
+        ("group_size = 4", "group_size = 1", ":13  batch.group_size = 1: input should be greater than or equal to 2"),
+        ("group_size = 4", 'group_size = "4x"', ":13  batch.group_size = '4x': input should be a valid integer"),
+        ("[batch]", "[bach]", ":11  bach: no such key. Did you mean `batch`?"),
+        ('name = "tiny"', 'name = "a b"', ":1  name = 'a b': string should match pattern"),
+        ("max_new_tokens = 16", "max_new_tokens = 64", "sampling.max_new_tokens = 64 leaves no room for a prompt"),
+        ("max_new_tokens = 16", "max_new_tokens = 8\ntop_p = 0.9", ":15  sampling: `top_p` is refused for training"),
+        ("max_new_tokens = 16", "max_new_tokens = 8\ntop_k = 5", "`top_k` is refused for training rollouts"),
+        ('path = "train.jsonl"', "", ":8  data.train: needs exactly one of `path` and `reasoning_gym`"),
+        ('path = "train.jsonl"', 'reasoning_gym = "x"', "a reasoning-gym generator needs `size`"),
+        ('path = "train.jsonl"', 'path = "x"\noptions = {a = 1}', "`options` belong to a reasoning-gym generator"),
+        (
+            "group_size = 4",
+            "group_size = 4\ntokens_per_micro_batch = 32",
+            "cannot hold one sample of model.max_context",
+        ),
+        ("[batch]", "[trainer]\nranks = 9\n[batch]", "= 8 samples cannot feed 9 trainer ranks; raise batch.prompts"),
+        ("steps = 3", "steps = 3 4", "DIR/recipe.toml: not valid TOML: "),
+        ("steps = 3", "steps = true", ":2  steps = True"),
+        ("steps = 3", "steps = 2.5", ":2  steps = 2.5"),
+        ("steps = 3", 'steps = "3"', ":2  steps = '3': input should be a valid integer"),
+        ("[sampling]", "[trainer]\nadam_betas = [0.9, 0.9, 0.9]\n[sampling]", ":16  trainer.adam_betas = [0.9, 0.9, 0.9]: tuple should have"),
+        ("[sampling]", "[weights]\ntimeout_seconds = 0\n[sampling]", "weights.timeout_seconds = 0: input should be"),
+        (
+            "[sampling]",
+            "[weights]\ntimeout_seconds = nan\n[sampling]",
+            "weights.timeout_seconds = nan: input should be",
+        ),
+        ("[sampling]", "[algorithm]\nkl_coef = inf\n[sampling]", "algorithm.kl_coef = inf: input should be"),
+        ("[sampling]", "[trainer]\nlearning_rate = nan\n[sampling]", "trainer.learning_rate = nan: input should be"),
+    ],
+)
+def test_a_mistake_is_named_with_line_rule_and_fix(tmp_path: Path, change: str, to: str, message: str) -> None:
+    assert change in RECIPE
+    assert message in refused(tmp_path, RECIPE.replace(change, to))
+
+
+def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
+    text = RECIPE.replace("steps = 3", "steps = 0").replace("group_size = 4", "group_size = 1")
+    assert len(refused(tmp_path, text).splitlines()) == 2
+
+
+def test_a_file_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
+    for path, message in {
+        tmp_path / "none.toml": "cannot read the recipe (No such file or directory); give the path of a TOML file",
+        tmp_path: "cannot read the recipe (Is a directory)",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            config.load(path)
+        assert message in caught.value.message
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes(b'name = "caf\xe9"\n')
+    with pytest.raises(ConfigError, match="UTF-8"):
+        config.load(latin)
+
+
+text = st.text(st.characters(codec="utf-8"), max_size=12)
+scalar = st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False) | text
+value = st.recursive(scalar, lambda v: st.lists(v, max_size=3) | st.dictionaries(text, v, max_size=3), max_leaves=8)
+
+
+@given(options=st.dictionaries(text, value, max_size=4), prompt=text, source=text, rate=st.floats(1e-12, 10))
+def test_what_dump_writes_load_reads(
+    tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any], prompt: str, source: str, rate: float
+) -> None:
+    settings = Config.model_validate(
+        {
+            "name": "n",
+            "steps": 1,
+            "model": {"source": source},
+            "data": {
+                "train": {"reasoning_gym": "products", "size": 3, "options": options},
+                "holdout": {"groups": 2},
+                "system_prompt": prompt,
+            },
+            "batch": {"prompts_per_step": 2, "group_size": 2},
+            "sampling": {"max_new_tokens": 4, "stop_token_ids": [1, 2]},
+            "trainer": {"learning_rate": rate},
+        }
+    )
+    path = tmp_path_factory.getbasetemp() / "dumped.toml"
+    path.write_text(config.dump(settings), encoding="utf-8")
+    assert config.load(path) == settings

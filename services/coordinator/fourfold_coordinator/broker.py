@@ -1,0 +1,193 @@
+"""Which engines get the trainer's weights, and when: all after a step, one that comes late at once.
+
+An engine is routed to only while it serves the current version and the broker vouches for it:
+because the broker filled it, or because nothing was published yet and its probe agrees with the
+trainer's. One that fails is fenced: not routed to until it was filled. How an update runs is in
+`weight_update.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from fourfold.config import Config
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import FourfoldError
+from fourfold.rollout.v1 import rollout_control_service_pb2 as control
+from fourfold.wire import Int32Array
+
+from .ledger import Ledger
+from .probe import Key, Probe
+from .replica import Replica
+from .routing import LOOK_SECONDS, Router
+from .trainer_session import TrainerSession
+from .weight_update import Engine, Update, UpdateFailed, WeightUpdater, at_once
+
+log = logging.getLogger("fourfold.coordinator")
+
+_TICK_SECONDS: Final = 0.25
+# An engine that fails this often in a row is left alone, with its last error.
+_MAX_FAILURES: Final = 3
+
+
+class Broker:
+    """Brings every engine to the trainer's weights. `keep` it running in a task."""
+
+    def __init__(
+        self, config: Config, router: Router, session: TrainerSession, ledger: Ledger, *, probe_ids: Int32Array
+    ) -> None:
+        """Prepare; nothing is filled before `settle`.
+
+        Args:
+            config: of the run.
+            router: knows the engines.
+            session: of the trainer.
+            ledger: keeps the published versions.
+            probe_ids: int32 [n], n >= 1: tokens whose log-probabilities are compared after each update.
+        """
+        self.lock = asyncio.Lock()
+        """Hold it while the trainer's weights change: nobody is filled meanwhile."""
+        self.version = -1
+        """Version published last; -1 before `settle`."""
+        self._router = router
+        self._session = session
+        self._ledger = ledger
+        probe = Probe(probe_ids, tolerance=config.weights.probe_tolerance)
+        self._probe = probe
+        self._updater = WeightUpdater(config, session, probe)
+        self._step = 0
+        self._failures: dict[Key, int] = {}
+
+    async def settle(self, version: int, *, step: int) -> None:
+        """Take the trainer's `version` as the current one, and check or fill every engine that is there.
+
+        Raises:
+            TrainerRestarted: the weights are lost.
+            FourfoldError: the trainer cannot send.
+        """
+        async with self.lock:
+            await self.publish(version, step=step)
+
+    async def publish(self, version: int, *, step: int) -> Update:
+        """Bring all engines to `version`, which the trainer holds. The caller holds `lock`.
+
+        Engines that fail are fenced and left out; sampling waits when none is left.
+
+        Raises:
+            TrainerRestarted: the weights are lost.
+            FourfoldError: the trainer cannot send.
+        """
+        self._note(version, step)
+        return await self._fill(self._unsettled())
+
+    async def keep(self) -> None:
+        """Check or fill engines that come late or failed, until cancelled."""
+        while True:
+            await self._router.changed(timeout=_TICK_SECONDS)
+            if self.version < 0 or not self._unsettled():
+                continue
+            async with self.lock:
+                try:
+                    await self._fill(self._unsettled())
+                except FourfoldError as error:  # the trainer's trouble: the loop meets it with its next call
+                    log.warning("engines wait for weights: %s", error)
+                    await self._router.clock.sleep(1.0)
+
+    def _note(self, version: int, step: int) -> None:
+        if version > 0:
+            self._ledger.publishing(version, step)
+        self.version, self._step = version, step
+
+    def _unsettled(self) -> list[Replica]:
+        """Return the engines that the broker does not vouch for, and that may be tried now."""
+        now = self._router.clock.monotonic()
+        return [
+            replica
+            for replica in self._router.replicas(Role.ROLE_ROLLOUT)
+            if replica.vocabulary_size
+            and (replica.version != self.version or replica.hindrance)
+            and self._failures.get(replica.key, 0) < _MAX_FAILURES
+            and not replica.resting(now)
+        ]
+
+    async def _fill(self, replicas: Sequence[Replica]) -> Update:
+        """Bring replicas to the current version. A failure leaves its engines out and tries the others again."""
+        trainer_failed = False
+        while replicas:
+            try:
+                return await self._try(replicas)
+            except UpdateFailed as failed:
+                log.warning("weight update to version %d: %s", self.version, failed)
+                if failed.trainer is not None and not trainer_failed:
+                    trainer_failed = True  # whose fault it was shows the second time
+                    continue
+                if not failed.engines:
+                    raise failed.trainer or failed from None
+                for replica in replicas:
+                    if replica.key in failed.engines:
+                        self._fence(replica, failed.engines[replica.key])
+                replicas = [replica for replica in replicas if replica.key not in failed.engines]
+        return Update()
+
+    async def _try(self, replicas: Sequence[Replica]) -> Update:
+        engines = await self._describe(replicas)
+        await self._rise_above(engines)
+        trusted = [engine for engine in engines if self._trusted(engine)]
+        update = await self._vouch(trusted)
+        others = [engine for engine in engines if engine not in trusted]
+        if others:
+            for engine in others:
+                self._router.hinder(engine.replica, f"weights of version {self.version} on their way")
+            filled = await self._updater.run(others, self.version)
+            update = replace(filled, probe_diffs=(*update.probe_diffs, *filled.probe_diffs))
+        for engine in engines:
+            self._failures.pop(engine.key, None)
+            engine.replica.worked()
+            self._router.hinder(engine.replica, "")
+        self._router.notify()
+        return update
+
+    async def _describe(self, replicas: Sequence[Replica]) -> list[Engine]:
+        about = await at_once({r.key: r.control.describe(timeout=LOOK_SECONDS) for r in replicas})
+        return [Engine(replica=replica, about=about[replica.key]) for replica in replicas]
+
+    def _trusted(self, engine: Engine) -> bool:
+        """Whether the engine serves the current version, and these weights for sure."""
+        known = self.version == 0 or self._updater.filled.get(engine.key) == self.version
+        clean = engine.about.weight_state == control.WEIGHT_STATE_CLEAN
+        return clean and known and engine.about.policy_version == self.version
+
+    async def _rise_above(self, engines: Sequence[Engine]) -> None:
+        """Give the trainer's weights a higher number when an engine, of another run, holds others under theirs."""
+        strange = [
+            engine.about.policy_version
+            for engine in engines
+            if not self._trusted(engine)
+            and engine.about.policy_version >= self.version
+            and engine.about.weight_state != control.WEIGHT_STATE_DIRTY
+        ]
+        if strange:
+            version = max(strange) + 1
+            self._note(await self._session.raise_policy_version(version), self._step)
+            log.warning("an engine holds weights that are not this run's; ours go on as version %d", self.version)
+
+    async def _vouch(self, engines: Sequence[Engine]) -> Update:
+        """Take engines that hold the current version already, after a look at the probe."""
+        if not engines:
+            return Update()
+        probes = await self._updater.look(engines, self.version, timeout=LOOK_SECONDS * 3)
+        for engine in engines:
+            engine.replica.version = self.version
+            self._probe.accept(engine.key, self.version, probes[engine.key][2])
+        return Update(probe_diffs=tuple((mean, largest) for mean, largest, _ in probes.values()))
+
+    def _fence(self, replica: Replica, error: FourfoldError) -> None:
+        """Route nothing to an engine until it was filled."""
+        count = self._failures[replica.key] = self._failures.get(replica.key, 0) + 1
+        replica.failed(error, self._router.clock.monotonic())
+        left_alone = f", {count} times in a row, and is left alone" if count >= _MAX_FAILURES else ""
+        self._router.hinder(replica, f"its weight update failed{left_alone}: {error}")

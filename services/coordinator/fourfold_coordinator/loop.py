@@ -1,0 +1,370 @@
+"""The loop that trains. It reads from top to bottom.
+
+    begin ---> step, step, step ... ---> finish
+      ^          |
+      '----------'  the trainer was restarted: back to the last checkpoint
+
+    a step:  collect     prompts -> rollout -> reward -> reference, every group as fast as it can
+             train       one TrainStep, idempotent
+             publish     the new weights into every engine
+             evaluate    every k steps, on held-out prompts
+             checkpoint  every k steps: the trainer's, then the ledger's
+
+Synchronous: a step begins when the weights of the one before are in every engine, so every
+sample comes from the policy that is trained. An asynchronous mode changes when `collect` runs
+and which versions it accepts; the parts stay as they are. Every sample's state is in the ledger
+before and after each part, so that any process may die at any line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from fourfold import metrics as m
+from fourfold.config import Config
+from fourfold.coordinator.v1 import run_service_pb2 as run_pb
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import Internal, WrongState
+from fourfold.metrics import MetricsWriter
+from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
+
+from . import report
+from .batch_metrics import diagnose, summarize
+from .ledger import TRAINER_RESTORED, State
+from .parts import Parts
+from .peers import Outcome
+from .prompts import derive_seed
+from .recovery import restore
+from .replica import Budget, GivenUp
+from .samples import Batch, Group, SampleWriter, Trajectory
+from .tasks import all_of
+from .trainer_session import TrainerRestarted
+from .weight_update import Update
+
+log = logging.getLogger("fourfold.coordinator")
+
+MODEL_FOLDER: Final = "model"
+_SECONDS: Final = "seconds"  # of the run's earlier lives, in the ledger
+PEAK_MEMORY: Final = "peak_memory_bytes"
+_MIN_GROUP: Final = 2  # an advantage compares samples
+
+
+class Loop:
+    """One run, from its services' first sign of life to the report."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.config, self.folder, self.prompts = parts.config, parts.folder, parts.prompts
+        self.ledger, self.board, self.router = parts.ledger, parts.board, parts.router
+        self.session, self.broker = parts.session, parts.broker
+        self.peers, self.evaluator, self.memory = parts.peers, parts.evaluator, parts.memory
+        self.start_seconds = parts.start_seconds
+        self.samples_file = SampleWriter(parts.folder / "samples.jsonl")
+        self.metrics_file = MetricsWriter(parts.folder / "metrics.jsonl")
+        self.step = 0
+        """Steps done."""
+        self.position = 0
+        """Prompts drawn."""
+        self.spare = 0
+        """Lost groups that this step may still replace."""
+        self._life_began = time.monotonic()
+        self._seconds_before = float(self.ledger.get(_SECONDS) or 0.0)
+
+    async def run(self) -> None:
+        """Train to the last step and write the report. A restarted trainer costs the steps since its checkpoint.
+
+        Raises:
+            FourfoldError: why the run cannot go on.
+        """
+        restarts = 0
+        while True:
+            try:
+                await self.begin()
+                while self.step < self.config.steps:
+                    await self.one_step()
+                await self.finish()
+                self.metrics_file.close()
+                return
+            except TrainerRestarted as error:
+                restarts += 1
+                if restarts > self.config.retry.restarts:
+                    raise
+                log.warning("%s", error)
+
+    async def begin(self) -> None:
+        """Wait for the services, take up where the run was, and bring every engine to its weights."""
+        known = bool(self.ledger.counts())
+        self.board.phase(run_pb.RUN_PHASE_RECOVERING if known else run_pb.RUN_PHASE_WAITING_FOR_SERVICES)
+        await self.router.wait_for(needed_services(self.config), seconds=self.start_seconds)
+        await self.session.connect()
+        self.metrics_file.close()
+        restored = await restore(self.config, self.folder, self.ledger, self.session)
+        self.metrics_file = MetricsWriter(self.folder / "metrics.jsonl")
+        self.step, self.position = restored.step, restored.data_position
+        self.board.set_history(((row.step, row.metrics) for row in self.ledger.steps()), self.ledger.evals())
+        await self.broker.settle(self.session.policy_version, step=self.step)
+        self.board.begin()
+        self.board.at(step=self.step, policy_version=self.broker.version)
+        if self.step == 0 and not self.ledger.evals():
+            await self.evaluate(0)
+
+    async def one_step(self) -> None:
+        """Collect, train, publish; then evaluate and checkpoint when it is time."""
+        step, began = self.step + 1, time.monotonic()
+        metrics: dict[str, float] = {}
+        batch = await self.collect(step)
+        metrics |= summarize(batch.groups, policy_version=self.broker.version) | batch.times()
+        async with self.broker.lock:  # no engine is filled while the weights change
+            with timed(metrics, m.TIME_TRAIN):
+                trained = await self.train(step, batch)
+            with timed(metrics, m.TIME_PUBLISH):
+                update = await self.publish(trained)
+        seconds = time.monotonic() - began
+        self.step = step
+        self.board.at(step=step, policy_version=self.broker.version)
+        metrics |= dict(trained.metrics) | self._counted(step, batch) | _update_metrics(update)
+        last = step == self.config.steps
+        if last or step % self.config.evaluation.every_steps == 0:
+            with timed(metrics, m.TIME_EVALUATE):
+                metrics |= await self.evaluate(step)
+        metrics[m.TIME_STEP] = time.monotonic() - began
+        self._keep_metrics(step, metrics, trained, seconds)
+        if last or step % self.config.checkpoint.every_steps == 0:
+            with timed(metrics, m.TIME_CHECKPOINT):
+                await self.checkpoint(step)
+            metrics[m.TIME_STEP] = time.monotonic() - began
+            self._keep_metrics(step, metrics, trained, seconds)
+        self._show_metrics(step)
+
+    # -- collect: prompts -> rollout -> reward -> reference -------------------------------------------------------
+
+    async def collect(self, step: int) -> Batch:
+        """Return the groups of one step. Each goes its way as soon as it can; they are issued in a fixed order."""
+        self.board.phase(run_pb.RUN_PHASE_GENERATING)
+        count, batch = self.config.batch.prompts_per_step, Batch()
+        self.spare = count
+        work = [self.one_group(step, self.draw(), batch) for _ in range(count)]
+        await all_of(work, beside=self.session.watch())
+        batch.groups.sort(key=lambda group: group.position)
+        batch.done = time.monotonic()
+        if not batch.groups:
+            reasons = ", ".join(f"{n} {reason}" for reason, n in self.ledger.dropped(step).items())
+            raise WrongState(f"step {step}: no group is left to train on; dropped samples: {reasons}; see the log")
+        if len(batch.groups) < count:
+            log.warning("step %d goes on with %d of %d groups", step, len(batch.groups), count)
+        if step == 1:
+            self.ledger.put({report.FIRST_STEP: report.first_step_facts(batch.groups)})
+        await asyncio.to_thread(self.samples_file.write, step, batch.trajectories())
+        return batch
+
+    def draw(self) -> int:
+        """Return the next position in the endless order of prompts."""
+        self.position += 1
+        return self.position - 1
+
+    async def one_group(self, step: int, position: int, batch: Batch) -> None:
+        """Add one finished group to the batch; a lost one is replaced by the next prompt, unless too many were lost."""
+        while (group := await self.try_group(step, position, batch)) is None:
+            if self.spare == 0:
+                return
+            self.spare -= 1
+            position = self.draw()
+        batch.groups.append(group)
+        self.board.progress(len(batch.groups) / self.config.batch.prompts_per_step)
+
+    async def try_group(self, step: int, position: int, batch: Batch) -> Group | None:
+        """Sample one prompt and score the answers; None when fewer than two samples are left to compare."""
+        prompt, budget = self.prompts.at(position), self.peers.budget()
+        seed = derive_seed(self.config.seed, "train", position, prompt.index)
+        issued = self.ledger.issue(step=step, position=position, count=self.config.batch.group_size)
+        alive, trajectories = set(issued.sample_ids), list[Trajectory]()
+        try:
+            trajectories = await self.peers.generate(
+                prompt,
+                group_id=issued.group_id,
+                sample_ids=issued.sample_ids,
+                seed=seed,
+                version=self.broker.version,
+                budget=budget,
+                on_try=lambda: self._running(issued.sample_ids),
+            )
+            batch.rolled = time.monotonic()
+            self.ledger.move(issued.sample_ids, State.ROLLED)
+            outcomes = await self.peers.score(trajectories, budget)
+            batch.scored = time.monotonic()
+            trajectories = [self._judge(t, outcome, alive) for t, outcome in zip(trajectories, outcomes, strict=True)]
+            if len(alive) < _MIN_GROUP:
+                raise GivenUp(f"{len(alive)} of its samples have a score", reason="GROUP_TOO_SMALL")
+            if self.config.needs_reference:
+                trajectories = await self.reference(trajectories, budget)
+        except GivenUp as error:
+            log.warning("group %s is lost: %s", issued.group_id, error, extra={"reason": error.reason})
+            self.ledger.drop(sorted(alive), error.reason)
+            batch.lost += [t if t.dropped else t.without_score(error.reason) for t in trajectories]
+            return None
+        self.ledger.move(sorted(alive), State.READY)
+        return Group(position=position, seed=seed, trajectories=tuple(trajectories))
+
+    async def reference(self, trajectories: list[Trajectory], budget: Budget) -> list[Trajectory]:
+        """Return the trajectories, those that will be trained on with their reference log-probabilities."""
+        kept = iter(await self.peers.reference([t for t in trajectories if not t.dropped], budget))
+        return [trajectory if trajectory.dropped else next(kept) for trajectory in trajectories]
+
+    def _judge(self, trajectory: Trajectory, outcome: Outcome, alive: set[str]) -> Trajectory:
+        """Return a trajectory with its score, or drop it with the reason why it has none: no score is no zero."""
+        if outcome.score is not None:
+            return trajectory.scored(outcome.score, outcome.scorer)
+        alive.discard(trajectory.sample.sample_id)
+        self.ledger.drop([trajectory.sample.sample_id], outcome.reason)
+        return trajectory.without_score(outcome.reason, abstained=outcome.abstained)
+
+    @contextmanager
+    def _running(self, sample_ids: Sequence[str]) -> Iterator[None]:
+        """One try of sampling: RUNNING within; ISSUED again when it is lost."""
+        self.ledger.move(sample_ids, State.RUNNING)
+        arrived = False
+        try:
+            yield
+            arrived = True
+        finally:
+            if not arrived:
+                self.ledger.move(sample_ids, State.ISSUED)
+
+    # -- train, publish -------------------------------------------------------------------------------------------
+
+    async def train(self, step: int, batch: Batch) -> TrainStepResponse:
+        """Train one step; after a lost answer the same step is sent again with the same bytes."""
+        self.board.phase(run_pb.RUN_PHASE_TRAINING)
+        experiences = batch.experiences()
+        self.ledger.lease(step, [experience.sample_id for experience in experiences])
+        timeout = self.config.trainer.step_timeout_seconds
+        response = await self.session.call(
+            "TrainStep", lambda r: r.trainer.train_step(step, experiences, timeout=timeout)
+        )
+        if response.step != step:
+            raise Internal(f"the trainer answered step {response.step} when asked for step {step}")
+        self.session.policy_version = response.policy_version
+        self.ledger.acknowledge(
+            step,
+            policy_version=response.policy_version,
+            skipped_reason=response.skipped_reason,
+            data_position=self.position,
+        )
+        return response
+
+    async def publish(self, trained: TrainStepResponse) -> Update:
+        """Bring the new weights to every engine; a skipped step made none."""
+        if trained.policy_version == self.broker.version:
+            return Update()
+        self.board.phase(run_pb.RUN_PHASE_PUBLISHING)
+        return await self.broker.publish(trained.policy_version, step=trained.step)
+
+    # -- evaluate, checkpoint, finish -----------------------------------------------------------------------------
+
+    async def evaluate(self, step: int) -> dict[str, float]:
+        """Evaluate on the held-out prompts, if there are any."""
+        self.board.phase(run_pb.RUN_PHASE_EVALUATING)
+        row = await self.evaluator.run(step=step, version=self.broker.version, on_progress=self.board.progress)
+        if row is None:
+            return {}
+        self.ledger.add_eval(row)
+        self.board.add_eval(row)
+        half_width = math.nan if row.half_width is None else row.half_width
+        return {m.EVAL_SCORE: row.score, m.EVAL_HALF_WIDTH: half_width}
+
+    async def checkpoint(self, step: int) -> None:
+        """Have the trainer write its checkpoint; when it is durable, commit ours."""
+        self.board.phase(run_pb.RUN_PHASE_SAVING)
+        timeout = self.config.trainer.step_timeout_seconds
+        saved = await self.session.call("SaveCheckpoint", lambda r: r.trainer.save_checkpoint(timeout=timeout))
+        if saved != step:
+            raise Internal(f"the trainer wrote a checkpoint of step {saved} after step {step}")
+        self._keep_facts()
+        self.ledger.commit_checkpoint(
+            step=step, data_position=self.position, policy_version=self.session.policy_version
+        )
+
+    async def finish(self) -> None:
+        """Export the model and write the report."""
+        self.board.phase(run_pb.RUN_PHASE_SAVING)
+        timeout = self.config.trainer.step_timeout_seconds
+        model = await self.session.call("ExportModel", lambda r: r.trainer.export_model(MODEL_FOLDER, timeout=timeout))
+        self._keep_facts()
+        facts = report.build(
+            self.config,
+            self.ledger,
+            seconds=self._seconds(),
+            peak_memory_bytes=self.memory.peak_bytes,
+            model=model,
+        )
+        await asyncio.to_thread(report.write, self.folder, facts, self.ledger.steps(), self.ledger.evals())
+
+    # -- numbers --------------------------------------------------------------------------------------------------
+
+    def _counted(self, step: int, batch: Batch) -> dict[str, float]:
+        trajectories = batch.trajectories()
+        tokens = sum(int(t.sample.action_mask.sum()) for t in trajectories)
+        return {
+            m.ABSTAIN_COUNT: sum(t.abstained for t in trajectories),
+            m.DROPPED_SAMPLES: sum(self._dropped(step).values()),
+            m.SKIPPED_STEPS: self.ledger.skipped_count(),
+            m.ROLLOUT_SPEED: tokens / max(batch.rolled - batch.began, 1e-9),
+        }
+
+    def _dropped(self, step: int) -> dict[str, int]:
+        """Return the samples dropped in this step by reason; those of a step that was lost later are not its own."""
+        return {reason: count for reason, count in self.ledger.dropped(step).items() if reason != TRAINER_RESTORED}
+
+    def _keep_metrics(self, step: int, metrics: dict[str, float], trained: TrainStepResponse, seconds: float) -> None:
+        text = diagnose(metrics, skipped_reason=trained.skipped_reason, dropped=self._dropped(step))
+        finite = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
+        self.ledger.record_metrics(step, {**finite, "diagnosis": text}, seconds=seconds)
+
+    def _show_metrics(self, step: int) -> None:
+        row = self.ledger.steps()[-1]
+        self.metrics_file.write({"step": step, **row.metrics})
+        self.board.add_step(step, row.metrics)
+        if row.metrics["diagnosis"]:
+            log.warning("step %d: %s", step, row.metrics["diagnosis"])
+
+    def _seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self._life_began
+
+    def _keep_facts(self) -> None:
+        self.ledger.put({_SECONDS: repr(self._seconds()), PEAK_MEMORY: str(self.memory.peak_bytes)})
+
+
+def needed_services(config: Config) -> dict[int, int]:
+    """Return how many services of each role the recipe asks for; those started by hand count as one."""
+    counts: dict[int, int] = {
+        Role.ROLE_TRAINER: 1,
+        Role.ROLE_ROLLOUT: max(config.rollout.replicas, 1),
+        Role.ROLE_REWARD: max(config.reward.replicas, 1),
+    }
+    if config.needs_reference:
+        counts[Role.ROLE_REFERENCE] = max(config.reference.replicas, 1)
+    return counts
+
+
+@contextmanager
+def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
+    """Add the seconds that the block takes to `metrics`."""
+    began = time.monotonic()
+    yield
+    metrics[name] = time.monotonic() - began
+
+
+def _update_metrics(update: Update) -> dict[str, float]:
+    if not update.probe_diffs:
+        return {}
+    return {
+        m.PUBLISH_SECONDS: update.seconds,
+        m.PAUSE_SECONDS: update.pause_seconds,
+        m.PROBE_DIFF_MEAN: max(mean for mean, _ in update.probe_diffs),
+        m.PROBE_DIFF_MAX: max(largest for _, largest in update.probe_diffs),
+    }

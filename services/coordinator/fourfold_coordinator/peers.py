@@ -1,0 +1,167 @@
+"""What the loop asks of rollout, reward and reference services: one prompt's answers, scores, reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final, Protocol
+
+from google.rpc import code_pb2
+
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import InvalidInput, Unavailable
+from fourfold.reward.v1 import reward_service_pb2 as reward
+from fourfold.rollout.client import Completion
+from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.types.v1.experience_pb2 import Experience
+from fourfold.wire import encode
+
+from .prompts import Prompt
+from .replica import Budget, GivenUp, Replica
+from .samples import Trajectory, build_sample, check_completions, sampling_params
+
+# Time for transport and queues on top of what scoring itself may take.
+_SLACK_SECONDS: Final = 30.0
+# Of a per-sample error: the service's trouble, not the sample's.
+_MAY_HELP: Final = (code_pb2.UNAVAILABLE, code_pb2.DEADLINE_EXCEEDED)
+
+
+class Decoder(Protocol):
+    """What is asked of `fourfold.tokenizer.Tokenizer`."""
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        group_id: str,
+        sample_ids: Sequence[str],
+        seed: int,
+        version: int,
+        budget: Budget,
+        on_try: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> list[Trajectory]:
+        """Sample answers to one prompt, one for each id, in one call; each try runs in `on_try()`.
+
+        Args:
+            prompt: to answer.
+            group_id: of the samples.
+            sample_ids: of the samples, in order of their index.
+            seed: of the request, in [0, 2^52).
+            version: of the weights, at least.
+            budget: of the group.
+            on_try: context of one try.
+
+        Raises:
+            GivenUp: the budget is used up.
+            ServiceMissing: no rollout service came in time.
+        """
+        params, timeout = sampling_params(self._config, prompt, seed), self._config.trainer.step_timeout_seconds
+        tries = iter(range(1 << 30))  # every try has an id of its own: the lost one may still be live
+
+        async def work(replica: Replica) -> list[Completion]:
+            request = rollout.GenerateRequest(
+                request_id=f"{group_id}-{next(tries)}",
+                prompt_token_ids=prompt.token_ids.tolist(),
+                sampling_params=params,
+                sample_count=len(sample_ids),
+                min_policy_version=version,
+            )
+            with on_try():
+                completions = await replica.rollout.complete(request, timeout=timeout)
+                check_completions(
+                    completions,
+                    who=replica.member.peer,
+                    vocabulary_size=replica.vocabulary_size,
+                    max_tokens=params.max_tokens,
+                )
+            return completions
+
+        completions = await self._router.call(
+            Role.ROLE_ROLLOUT, work, samples=len(sample_ids), budget=budget, version=version
+        )
+        return [
+            Trajectory(
+                prompt=prompt,
+                sample=build_sample(
+                    prompt,
+                    completion,
+                    sample_id=sample_id,
+                    group_id=group_id,
+                    temperature=self._config.sampling.temperature,
+                ),
+                completion=self._decoder.decode(completion.token_ids.tolist()),
+            )
+            for sample_id, completion in zip(sample_ids, completions, strict=True)
+        ]
+
+    async def score(self, trajectories: Sequence[Trajectory], budget: Budget) -> list[Outcome]:
+        """Score trajectories, in order. Errors are tried again as far as the budget goes; a missing score is no zero.
+
+        Raises:
+            GivenUp: the services failed too often.
+            ServiceMissing: no reward service came in time.
+        """
+        outcomes: dict[str, Outcome] = {}
+        pending = list(trajectories)
+        while pending:
+            answers = await self._score_once(pending, budget)
+            outcomes |= answers
+            errors = {name: outcome.error for name, outcome in answers.items() if outcome.error is not None}
+            pending = [t for t in pending if t.sample.sample_id in errors]
+            if pending:
+                try:
+                    budget.lose(errors[pending[0].sample.sample_id])
+                except GivenUp:
+                    break
+        return [outcomes[t.sample.sample_id] for t in trajectories]
+
+    async def _score_once(self, trajectories: Sequence[Trajectory], budget: Budget) -> Mapping[str, Outcome]:
+        timeout = self._config.reward.timeout_seconds * self._config.batch.samples_per_step + _SLACK_SECONDS
+
+        async def work(replica: Replica) -> dict[str, Outcome]:
+            items = [_score_item(t, with_tokens=replica.reads_tokens) for t in trajectories]
+            scores = await replica.reward.score(items, timeout=timeout, max_sample_count=replica.max_items)
+            return {score.sample_id: _outcome(score, replica.scorer) for score in scores}
+
+        return await self._router.call(Role.ROLE_REWARD, work, samples=len(trajectories), budget=budget)
+
+    async def reference(self, trajectories: Sequence[Trajectory], budget: Budget) -> list[Trajectory]:
+        """Return the trajectories with their log-probabilities under the frozen reference.
+
+        Raises:
+            GivenUp: the budget is used up.
+            ServiceMissing: no reference service came in time.
+        """
+        samples = [t.sample for t in trajectories]
+        timeout = self._config.trainer.step_timeout_seconds
+        rows = await self._router.call(
+            Role.ROLE_REFERENCE,
+            lambda replica: replica.reference.compute_logprobs(samples, timeout=timeout),
+            samples=len(samples),
+            budget=budget,
+        )
+        return [t.referenced(row) for t, row in zip(trajectories, rows, strict=True)]
+
+
+def _score_item(trajectory: Trajectory, *, with_tokens: bool) -> reward.ScoreItem:
+    prompt, sample = trajectory.prompt, trajectory.sample
+    ids_alone = Experience(sample_id=sample.sample_id, group_id=sample.group_id)
+    return reward.ScoreItem(
+        experience=encode(sample) if with_tokens else ids_alone,
+        prompt_text=prompt.text,
+        completion_text=trajectory.completion,
+        answer=prompt.answer,
+        metadata_json=prompt.metadata_json,
+    )
+
+
+def _outcome(score: reward.SampleScore, scorer: str) -> Outcome:
+    match score.WhichOneof("outcome"):
+        case "score":
+            return Outcome(score=score.score, scorer=scorer)
+        case "abstain_reason":
+            return Outcome(reason=score.abstain_reason or "ABSTAINED", abstained=True)
+    reason = score.error.reason or "SCORE_ERROR"
+    text = f"sample {score.sample_id}: {reason}: {score.error.message}"
+    kind = Unavailable if score.error.code in _MAY_HELP else InvalidInput
+    return Outcome(reason=reason, error=kind(text, reason=reason))

@@ -1,0 +1,199 @@
+"""Who is alive: members, their leases and incarnations.
+
+A member lives as long as its lease; liveness is the lease, never the connection. A process
+that registers with a new incarnation takes its slot over: the old lease is gone at once, and
+the old incarnation is fenced for good, so that a process that was only slow cannot come back
+beside its successor.
+
+    Register --> live --KeepAlive every ttl/3--> live --silence for ttl--> EXPIRED
+                  |--Deregister--> LEFT (calls in flight may end)
+                  '--Register of a new incarnation--> REPLACED
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from fourfold.channel import split_target
+from fourfold.clock import Clock
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import ConfigError, InvalidInput, NotFound, WrongState
+from fourfold.wire import check_id
+
+TTL_SECONDS: Final = 15.0
+ROLE_NAMES: Final[dict[int, str]] = {
+    Role.ROLE_ROLLOUT: "rollout",
+    Role.ROLE_TRAINER: "trainer",
+    Role.ROLE_REWARD: "reward",
+    Role.ROLE_REFERENCE: "reference",
+}
+
+
+class Change(Enum):
+    """What happened to a member."""
+
+    JOINED = "joined"
+    LEFT = "left"
+    EXPIRED = "lease expired"
+    REPLACED = "replaced by a new process"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One process of a service."""
+
+    member_id: str
+    incarnation: str
+    role: int
+    """A value of `Role`."""
+    target: str
+    tokenizer_sha256: bytes
+
+    @property
+    def role_name(self) -> str:
+        """E.g. "rollout"."""
+        return ROLE_NAMES[self.role]
+
+    @property
+    def peer(self) -> str:
+        """Name for messages."""
+        return f"{self.member_id} at {self.target}"
+
+
+@dataclass(slots=True, kw_only=True)
+class _Lease:
+    member: Member
+    token: bytes
+    ends: float
+    drain_requested: bool = False
+
+
+Listener = Callable[[Member, Change], None]
+
+
+class Registry:
+    """Leases of all members. Used on one event loop; `expire` must be called about once a second."""
+
+    def __init__(self, *, clock: Clock, tokenizer_sha256: bytes, ttl: float = TTL_SECONDS) -> None:
+        """Start without members.
+
+        Args:
+            clock: tells when a lease ends.
+            tokenizer_sha256: of the run; who has another tokenizer is refused.
+            ttl: seconds that a lease lasts.
+        """
+        self.ttl = ttl
+        self._clock = clock
+        self._tokenizer_sha256 = tokenizer_sha256
+        self._leases: dict[str, _Lease] = {}  # by member_id
+        self._fenced: dict[str, set[str]] = {}  # incarnations by member_id
+        self._listeners: list[Listener] = []
+
+    def listen(self, listener: Listener) -> None:
+        """Have `listener` called on every change, at once."""
+        self._listeners.append(listener)
+
+    def members(self, role: int | None = None) -> list[Member]:
+        """Return the live members, of one role or of all, by name."""
+        members = [lease.member for lease in self._leases.values()]
+        return sorted((m for m in members if role is None or m.role == role), key=lambda m: m.member_id)
+
+    def register(self, member: Member) -> bytes:
+        """Grant a lease and return its token. A repeat by the same incarnation renews it.
+
+        Raises:
+            InvalidInput: a field is malformed.
+            WrongState: another tokenizer, or an incarnation that was replaced.
+        """
+        self._check(member)
+        self.expire()  # a lease that ran out is not renewed, even when nobody has noticed yet
+        held = self._leases.get(member.member_id)
+        if member.incarnation in self._fenced.get(member.member_id, ()):
+            raise WrongState(
+                f"{member.member_id} was replaced by a newer process of the same name; stop this one, or give it "
+                f"another --member-id",
+                reason="INCARNATION_FENCED",
+            )
+        ends = self._clock.monotonic() + self.ttl
+        if held is not None and held.member == member:
+            held.ends = ends
+            return held.token
+        if held is not None:
+            if held.member.incarnation != member.incarnation:
+                self._fenced.setdefault(member.member_id, set()).add(held.member.incarnation)
+            self._remove(held, Change.REPLACED)
+        lease = _Lease(member=member, token=secrets.token_bytes(16), ends=ends)
+        self._leases[member.member_id] = lease
+        self._tell(member, Change.JOINED)
+        return lease.token
+
+    def keep_alive(self, token: bytes) -> bool:
+        """Extend a lease; return whether its member should drain.
+
+        Raises:
+            NotFound: it expired, was given back or was replaced.
+        """
+        lease = self._find(token)
+        if lease is None:
+            raise NotFound("this lease is gone: it expired or was replaced; stop work and register again")
+        lease.ends = self._clock.monotonic() + self.ttl
+        return lease.drain_requested
+
+    def deregister(self, token: bytes) -> None:
+        """End a lease; nothing happens when it is gone already."""
+        lease = self._find(token)
+        if lease is not None:
+            self._remove(lease, Change.LEFT)
+
+    def request_drain(self) -> None:
+        """Ask every member to drain and deregister, with its next KeepAlive."""
+        for lease in self._leases.values():
+            lease.drain_requested = True
+
+    def expire(self) -> list[Member]:
+        """Remove and return the members whose leases have run out."""
+        now = self._clock.monotonic()
+        late = [lease for lease in self._leases.values() if lease.ends <= now]
+        for lease in late:
+            self._remove(lease, Change.EXPIRED)
+        return [lease.member for lease in late]
+
+    def _find(self, token: bytes) -> _Lease | None:
+        """Return the live lease with this token. One that ran out is gone, whether `expire` has seen it or not."""
+        for lease in self._leases.values():
+            if secrets.compare_digest(lease.token, token):
+                return lease if lease.ends > self._clock.monotonic() else None
+        return None
+
+    def _check(self, member: Member) -> None:
+        check_id(member.member_id, "member_id")
+        if len(member.incarnation) != 32 or not set(member.incarnation) <= set("0123456789abcdef"):
+            raise InvalidInput(
+                f"{member.member_id}: incarnation {member.incarnation[:40]!r} is not 32 lower-case hexadecimal digits"
+            )
+        if member.role not in ROLE_NAMES:
+            raise InvalidInput(f"{member.member_id}: role {member.role} is unknown; give one of {Role.keys()[1:]}")
+        try:
+            split_target(member.target)
+        except ConfigError as error:
+            raise InvalidInput(f"{member.member_id}: target {error}") from None
+        own = member.tokenizer_sha256
+        if own == self._tokenizer_sha256 or (not own and member.role == Role.ROLE_REWARD):
+            return
+        raise WrongState(
+            f"{member.member_id} has tokenizer {own.hex()[:12] or 'none'}, this run has "
+            f"{self._tokenizer_sha256.hex()[:12]}; start it with the run's model.source",
+            reason="WRONG_TOKENIZER",
+        )
+
+    def _remove(self, lease: _Lease, change: Change) -> None:
+        del self._leases[lease.member.member_id]
+        self._tell(lease.member, change)
+
+    def _tell(self, member: Member, change: Change) -> None:
+        for listener in self._listeners:
+            listener(member, change)

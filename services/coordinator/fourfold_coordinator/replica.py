@@ -1,0 +1,146 @@
+"""One member as the coordinator sees it, and how many tries a piece of work may lose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import grpc
+
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import FourfoldError, InvalidInput, Unavailable
+from fourfold.reference.client import ReferenceClient
+from fourfold.reward.client import RewardClient
+from fourfold.rollout.client import RolloutClient, RolloutControlClient
+from fourfold.trainer.client import TrainerClient, TrainerWeightClient
+
+from .registry import Member
+
+T = TypeVar("T")
+
+NOT_LOOKED_AT: Final = "not looked at yet"
+_FIRST_BACKOFF_SECONDS: Final = 0.25
+_MAX_BACKOFF_SECONDS: Final = 5.0
+_MAX_REST_SECONDS: Final = 30.0
+
+
+class ServiceMissing(Unavailable):
+    """No service of a needed role came in time; the run cannot go on."""
+
+
+class GivenUp(FourfoldError):
+    """A piece of work has used its retry budget up; `reason` says why, for the ledger."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Budget:
+    """Tries that one group may still lose."""
+
+    infrastructure: int
+    data: int
+
+    def lose(self, error: FourfoldError) -> None:
+        """Count one lost try.
+
+        Raises:
+            GivenUp: there was none left.
+        """
+        data = isinstance(error, InvalidInput)
+        left = self.data if data else self.infrastructure
+        if left <= 0:
+            raise GivenUp(f"given up after its last try: {error}", reason=error.reason) from error
+        if data:
+            self.data -= 1
+        else:
+            self.infrastructure -= 1
+
+
+class Replica:
+    """One member as the coordinator sees it: channel, clients, load, and why it is not used."""
+
+    def __init__(self, member: Member, channel: grpc.aio.Channel) -> None:
+        self.member = member
+        self.channel = channel
+        self.rollout = RolloutClient(channel, peer=member.peer)
+        self.control = RolloutControlClient(channel, peer=member.peer)
+        self.reward = RewardClient(channel, peer=member.peer)
+        self.reference = ReferenceClient(channel, peer=member.peer)
+        self.trainer = TrainerClient(channel, peer=member.peer)
+        self.weights = TrainerWeightClient(channel, peer=member.peer)
+        self.hindrance = NOT_LOOKED_AT
+        """Why it is not used, for people; empty when it is."""
+        self.outstanding = 0
+        """Samples it was given and has not answered."""
+        self.capacity = 0
+        """Most samples outstanding; 0: no limit."""
+        self.max_items = 0
+        """Most samples in one call of a reward service; 0: no limit."""
+        self.vocabulary_size = 0
+        """Of an engine; 0 before it was looked at."""
+        self.reads_tokens = False
+        """Whether a reward service wants the arrays of a sample."""
+        self.scorer = ""
+        """Name of a reward service, as name@version."""
+        self.version = -1
+        """Version of the weights that the broker vouches for; -1: none."""
+        self.gone = ""
+        """Why it is no member any more; empty while it is."""
+        self._failures = 0
+        self._retry_at = 0.0
+        self._calls: set[asyncio.Timeout] = set()
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Name and incarnation."""
+        return self.member.member_id, self.member.incarnation
+
+    def resting(self, now: float) -> bool:
+        """Whether it failed a moment ago."""
+        return now < self._retry_at
+
+    def failed(self, error: FourfoldError, now: float) -> None:
+        """Let it rest: for as long as it asked, else longer each time."""
+        pause = min(_FIRST_BACKOFF_SECONDS * 2.0 ** min(self._failures, 10), _MAX_BACKOFF_SECONDS)
+        self._failures += 1
+        self._retry_at = now + (min(error.retry_after, _MAX_REST_SECONDS) if error.retry_after is not None else pause)
+
+    @property
+    def present(self) -> bool:
+        """Whether it was looked at and fits the run; an engine may still wait for weights."""
+        return bool(self.vocabulary_size) if self.member.role == Role.ROLE_ROLLOUT else not self.hindrance
+
+    @property
+    def busy(self) -> bool:
+        """Whether calls are in flight."""
+        return bool(self._calls)
+
+    def worked(self) -> None:
+        """Forget earlier failures."""
+        self._failures = 0
+
+    async def call(self, work: Awaitable[T]) -> T:
+        """Await `work`, but not after the member's lease has ended.
+
+        Raises:
+            Unavailable: it ended.
+        """
+        try:
+            async with asyncio.timeout(None) as scope:
+                self._calls.add(scope)
+                try:
+                    return await work
+                finally:
+                    self._calls.discard(scope)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            raise Unavailable(f"{self.member.peer}: {self.gone}", reason="LEASE_ENDED") from None
+
+    def leave(self, why: str, *, cut: bool) -> None:
+        """Note that it is no member any more; `cut` ends the calls in flight."""
+        self.gone = self.hindrance = why
+        if cut:
+            for scope in list(self._calls):
+                scope.reschedule(0.0)

@@ -1,0 +1,287 @@
+"""Which replica does a piece of work, and what happens when it cannot.
+
+    work --use--> the replica with the fewest samples outstanding --answer--> done
+      ^                |                             |
+      |                | none: wait, then            | dead, draining, overloaded: another one (infrastructure)
+      |                v ServiceMissing              | refused for its content: once more (data)
+      +----------------------------------------------+ budget used up: GivenUp(reason)
+
+Replicas come and go with their leases. A replica is used only while nothing hinders it: it was
+looked at, its weights are the wanted ones (the broker's business), and it did not just fail.
+Work is served first come, first served, so that the same calls go out in the same order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Final, TypeVar
+
+import grpc
+
+from fourfold.clock import Clock
+from fourfold.coordinator.v1 import run_service_pb2 as run_pb
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import (
+    FourfoldError,
+    InvalidInput,
+    PermissionDenied,
+    Unauthenticated,
+)
+
+from .registry import ROLE_NAMES, Change, Member, Registry
+from .replica import NOT_LOOKED_AT, Budget, Replica, ServiceMissing
+
+log = logging.getLogger("fourfold.coordinator")
+
+T = TypeVar("T")
+
+LOOK_SECONDS: Final = 10.0
+_TICK_SECONDS: Final = 0.25
+
+
+class Router:
+    """All replicas of all roles. Used on one event loop; `run` it in a task."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        *,
+        open_channel: Callable[[str], grpc.aio.Channel],
+        tokenizer_sha256: bytes,
+        clock: Clock,
+        wait_seconds: float,
+        on_wait: Callable[[str], None] = lambda _what: None,
+    ) -> None:
+        """Follow the registry.
+
+        Args:
+            registry: tells who comes and goes.
+            open_channel: opens a channel to a target.
+            tokenizer_sha256: of the run; a service with another one is never used.
+            clock: time of back-offs.
+            wait_seconds: longest wait for a usable replica.
+            on_wait: told what is waited for; empty: nothing.
+        """
+        self.clock = clock
+        self.wait_seconds = wait_seconds
+        self.on_wait = on_wait
+        self._registry = registry
+        self._open_channel = open_channel
+        self._tokenizer_sha256 = tokenizer_sha256
+        self._replicas: dict[str, Replica] = {}  # by member_id
+        self._turns = {role: asyncio.Lock() for role in ROLE_NAMES}  # FIFO
+        self._change = asyncio.Event()
+        self._leaving: list[Replica] = []  # their channels are closed when their last call has ended
+        registry.listen(self._on_member)
+
+    def replicas(self, role: int) -> list[Replica]:
+        """Return the live replicas of a role, by name."""
+        found = [r for r in self._replicas.values() if r.member.role == role]
+        return sorted(found, key=lambda r: r.member.member_id)
+
+    async def run(self) -> None:
+        """Let leases expire and look at who is new, until cancelled."""
+        looking: dict[tuple[str, str], asyncio.Task[None]] = {}
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    self._registry.expire()
+                    for replica in list(self._replicas.values()):
+                        busy = replica.key in looking and not looking[replica.key].done()
+                        due = replica.hindrance == NOT_LOOKED_AT and not replica.resting(self.clock.monotonic())
+                        if due and not busy:
+                            looking[replica.key] = tasks.create_task(self._look(replica))
+                    looking = {key: task for key, task in looking.items() if not task.done()}
+                    await self._close_channels()
+                    await self.changed(timeout=_TICK_SECONDS)
+        finally:
+            for replica in (*self._leaving, *self._replicas.values()):
+                await replica.channel.close()
+
+    async def changed(self, *, timeout: float) -> None:
+        """Wait until anything about the replicas changes, at most `timeout` seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._change.wait()
+
+    def notify(self) -> None:
+        """Wake everybody who waits for a change."""
+        change, self._change = self._change, asyncio.Event()
+        change.set()
+
+    def hinder(self, replica: Replica, why: str) -> None:
+        """Stop using a replica, or use it again when `why` is empty."""
+        if not replica.gone and replica.hindrance != why:
+            replica.hindrance = why
+            self.notify()
+
+    async def call(
+        self,
+        role: int,
+        work: Callable[[Replica], Awaitable[T]],
+        *,
+        samples: int,
+        budget: Budget,
+        version: int | None = None,
+    ) -> T:
+        """Have a replica do `work`; after a failure another one, where there is one.
+
+        Args:
+            role: a value of `Role`.
+            work: one try; makes calls with deadlines.
+            samples: what it adds to the replica's load.
+            budget: what it may lose.
+            version: of the weights that a rollout service must hold, or a later one; None: any.
+
+        Raises:
+            GivenUp: the budget is used up.
+            ServiceMissing: no replica came in time.
+        """
+        avoid: set[tuple[str, str]] = set()
+        while True:
+            async with self._use(role, samples=samples, version=version, avoid=avoid) as replica:
+                try:
+                    result = await replica.call(work(replica))
+                except (PermissionDenied, Unauthenticated):
+                    raise  # no replica will ever answer otherwise
+                except FourfoldError as error:
+                    log.warning("%s failed, trying again: %s", replica.member.member_id, error)
+                    avoid.add(replica.key)
+                    if not isinstance(error, InvalidInput):
+                        replica.failed(error, self.clock.monotonic())
+                    budget.lose(error)
+                else:
+                    replica.worked()
+                    return result
+
+    async def wait_for(self, counts: Mapping[int, int], *, seconds: float | None = None) -> None:
+        """Wait until that many services of each role are there, or `seconds` have passed and each has at least one.
+
+        Raises:
+            ServiceMissing: a role had not even one; names it.
+        """
+        patience = self.wait_seconds if seconds is None else seconds
+        end = self.clock.monotonic() + patience
+        while True:
+            found = {role: sum(r.present for r in self.replicas(role)) for role in counts}
+            short = [role for role in counts if found[role] < counts[role]]
+            late = self.clock.monotonic() >= end
+            if not short or (late and all(found.values())):
+                self.on_wait("")
+                return
+            if late:
+                raise self._missing(next(role for role in counts if not found[role]), patience)
+            self.on_wait(", ".join(f"{ROLE_NAMES[r]} {found[r]} of {counts[r]} ({self.explain(r)})" for r in short))
+            await self.changed(timeout=_TICK_SECONDS)
+
+    def members(self) -> list[run_pb.Member]:
+        """Return the live members for people."""
+        return [
+            run_pb.Member(
+                member_id=replica.member.member_id,
+                role=replica.member.role_name,
+                target=replica.member.target,
+                policy_version=replica.version if replica.member.role == Role.ROLE_ROLLOUT else -1,
+            )
+            for _, replica in sorted(self._replicas.items())
+        ]
+
+    def explain(self, role: int) -> str:
+        """Say why the replicas of a role are not used."""
+        replicas = self.replicas(role)
+        if not replicas:
+            return "none has registered"
+        return "; ".join(f"{r.member.member_id}: {r.hindrance or 'ready'}" for r in replicas)
+
+    @asynccontextmanager
+    async def _use(
+        self, role: int, *, samples: int, version: int | None, avoid: set[tuple[str, str]]
+    ) -> AsyncIterator[Replica]:
+        async with self._turns[role]:
+            replica = await self._acquire(role, samples, version, avoid)
+            replica.outstanding += samples
+        try:
+            yield replica
+        finally:
+            replica.outstanding -= samples
+            self.notify()
+
+    async def _acquire(self, role: int, samples: int, version: int | None, avoid: set[tuple[str, str]]) -> Replica:
+        end = self.clock.monotonic() + self.wait_seconds
+        while True:
+            usable = [r for r in self.replicas(role) if self._usable(r, version)]
+            free = [r for r in usable if not r.capacity or r.outstanding + samples <= r.capacity]
+            if free:
+                self.on_wait("")
+                return min(free, key=lambda r: (r.key in avoid, r.outstanding, r.member.member_id))
+            now = self.clock.monotonic()
+            if usable:  # all busy; their own deadlines bound that
+                end = now + self.wait_seconds
+            elif now >= end:
+                raise self._missing(role, self.wait_seconds)
+            else:
+                self.on_wait(f"a {ROLE_NAMES[role]} service ({self.explain(role)})")
+            await self.changed(timeout=_TICK_SECONDS)
+
+    def _usable(self, replica: Replica, version: int | None) -> bool:
+        if replica.hindrance or replica.resting(self.clock.monotonic()):
+            return False
+        return version is None or replica.version >= version
+
+    def _missing(self, role: int, seconds: float) -> ServiceMissing:
+        name = ROLE_NAMES[role]
+        return ServiceMissing(
+            f"no usable {name} service for {seconds:g} s ({self.explain(role)}); look at its log, start one "
+            f"with `fourfold serve {name}`, or raise retry.service_wait_seconds",
+            reason=f"NO_{name.upper()}_SERVICE",
+        )
+
+    def _on_member(self, member: Member, change: Change) -> None:
+        if change is Change.JOINED:
+            self._replicas[member.member_id] = Replica(member, self._open_channel(member.target))
+            log.info("%s joined", member.member_id, extra={"target": member.target})
+        else:
+            replica = self._replicas.pop(member.member_id)
+            # Who leaves of its own will finishes what it has begun; who fell silent will not answer.
+            replica.leave(change.value, cut=change is not Change.LEFT)
+            self._leaving.append(replica)
+            log.info("%s is gone: %s", member.member_id, change.value)
+        self.notify()
+
+    async def _close_channels(self) -> None:
+        for replica in [replica for replica in self._leaving if not replica.busy]:
+            self._leaving.remove(replica)
+            await replica.channel.close()
+
+    async def _look(self, replica: Replica) -> None:
+        """Ask a new replica who it is."""
+        try:
+            await replica.call(self._describe(replica))
+        except FourfoldError as error:
+            replica.failed(error, self.clock.monotonic())
+            log.warning("%s does not say who it is: %s", replica.member.member_id, error)
+
+    async def _describe(self, replica: Replica) -> None:
+        tokenizer, hindrance = self._tokenizer_sha256, ""
+        match replica.member.role:
+            case Role.ROLE_ROLLOUT:
+                info = await replica.rollout.get_info(timeout=LOOK_SECONDS)
+                tokenizer, replica.capacity = info.tokenizer_sha256, info.max_concurrent_samples
+                replica.vocabulary_size = info.vocabulary_size if tokenizer == self._tokenizer_sha256 else 0
+                hindrance = "weights not checked yet"
+            case Role.ROLE_REWARD:
+                reward = await replica.reward.get_info(timeout=LOOK_SECONDS)
+                tokenizer = reward.tokenizer_sha256 or tokenizer
+                replica.reads_tokens = bool(reward.tokenizer_sha256)
+                replica.max_items, replica.scorer = reward.max_sample_count, reward.name
+            case Role.ROLE_REFERENCE:
+                reference = await replica.reference.get_info(timeout=LOOK_SECONDS)
+                tokenizer = reference.tokenizer_sha256
+        if tokenizer != self._tokenizer_sha256:
+            hindrance = f"it has another tokenizer ({tokenizer.hex()[:12] or 'none'}) than the run"
+        replica.worked()
+        self.hinder(replica, hindrance)
+        self.notify()

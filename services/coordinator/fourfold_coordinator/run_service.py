@@ -1,0 +1,154 @@
+"""`RunService`: how the run is going, for people and dashboards.
+
+The loop writes to a `RunBoard`; any number of watchers read from it. Level-triggered: a watcher
+gets the present state at once and the newest one after every change, never a backlog, and the
+last state for sure before the stream ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+import grpc
+
+from fourfold.clock import SYSTEM_CLOCK, Clock
+from fourfold.coordinator.v1 import run_service_pb2 as pb
+from fourfold.coordinator.v1 import run_service_pb2_grpc as pb_grpc
+
+from .ledger import EvalRow
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+# A watcher gets at most this many states a second; each holds every step so far.
+_PERIOD_SECONDS: Final = 0.1
+# Keeps a state of 50 metrics a step below the limit of a message; the oldest rows are left out.
+_MAX_STEP_ROWS: Final = 5000
+
+
+class RunBoard:
+    """The present state of the run. Used on one event loop."""
+
+    def __init__(self, *, name: str, step_count: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.status = pb.RunStatus(
+            name=name, step_count=step_count, phase=pb.RUN_PHASE_WAITING_FOR_SERVICES, waiting_for=""
+        )
+        self.closed = False
+        self._clock = clock
+        self._change = asyncio.Event()
+
+    def phase(self, phase: pb.RunPhase.ValueType, *, progress: float = 0.0) -> None:
+        """Say what the run does now."""
+        self.status.phase = phase
+        self.progress(progress)
+
+    def progress(self, share: float) -> None:
+        """Say how much of the present phase is done, in [0, 1]."""
+        self.status.phase_progress = min(max(share, 0.0), 1.0)
+        self._changed()
+
+    def wait_for(self, what: str) -> None:
+        """Say what the run waits for; empty: for nothing."""
+        if self.status.waiting_for != what:
+            self.status.waiting_for = what
+            self._changed()
+
+    def begin(self) -> None:
+        """Say that the first step begins."""
+        if not self.status.HasField("start_time"):
+            self.status.start_time.FromNanoseconds(int(self._clock.now() * 1e9))
+            self._changed()
+
+    def at(self, *, step: int, policy_version: int) -> None:
+        """Say how many steps are done and which version was published last."""
+        self.status.step, self.status.policy_version = step, policy_version
+        self._changed()
+
+    def add_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append the row of a finished step; what is not a finite number is left out."""
+        self.status.steps.append(_step_record(step, metrics))
+        if len(self.status.steps) > _MAX_STEP_ROWS:
+            del self.status.steps[0]
+        self._changed()
+
+    def set_history(self, steps: Iterable[tuple[int, Mapping[str, Any]]], evals: Iterable[EvalRow]) -> None:
+        """Replace all rows, after a restore."""
+        del self.status.steps[:], self.status.evals[:]
+        self.status.steps.extend([_step_record(step, metrics) for step, metrics in steps][-_MAX_STEP_ROWS:])
+        self.status.evals.extend(_eval_record(row) for row in evals)
+        self._changed()
+
+    def add_eval(self, row: EvalRow) -> None:
+        """Append the row of an evaluation."""
+        self.status.evals.append(_eval_record(row))
+        self._changed()
+
+    def set_members(self, members: Iterable[pb.Member]) -> None:
+        """Replace the list of live members."""
+        rows = list(members)
+        if rows != list(self.status.members):
+            del self.status.members[:]
+            self.status.members.extend(rows)
+            self._changed()
+
+    def close(self, *, failure: str = "") -> None:
+        """Say that the run is over; watchers get this state and then the end of their streams."""
+        self.status.failure = failure
+        self.status.phase = pb.RUN_PHASE_FAILED if failure else pb.RUN_PHASE_DONE
+        self.status.waiting_for = ""
+        self.status.phase_progress = 1.0
+        self.closed = True
+        self._changed()
+
+    async def changes(self) -> AsyncIterator[pb.RunStatus]:
+        """Yield the state now and after every change, until the run is over."""
+        while True:
+            change, closed = self._change, self.closed
+            yield self.status
+            if closed:
+                return
+            await change.wait()
+            # Several changes come together; the end of the run need not wait for company.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PERIOD_SECONDS):
+                    while not self.closed:
+                        await self._change.wait()
+
+    def _changed(self) -> None:
+        change, self._change = self._change, asyncio.Event()
+        change.set()
+
+
+class RunServicer(pb_grpc.RunServiceServicer):
+    """Shows the board."""
+
+    def __init__(self, board: RunBoard) -> None:
+        self._board = board
+
+    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:  # noqa: N802
+        """Report the run once."""
+        return pb.GetRunResponse(status=self._board.status)
+
+    async def WatchRun(  # noqa: N802
+        self, request: pb.WatchRunRequest, context: Context
+    ) -> AsyncIterator[pb.WatchRunResponse]:
+        """Report the run at once and on every change."""
+        async for status in self._board.changes():
+            yield pb.WatchRunResponse(status=status)
+
+
+def _step_record(step: int, metrics: Mapping[str, Any]) -> pb.StepRecord:
+    numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
+    return pb.StepRecord(step=step, metrics=numbers)
+
+
+def _eval_record(row: EvalRow) -> pb.EvalRecord:
+    return pb.EvalRecord(
+        step=row.step,
+        mean_score=row.score,
+        half_width=math.nan if row.half_width is None else row.half_width,
+        answer_count=row.answer_count,
+    )

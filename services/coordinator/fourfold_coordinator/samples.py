@@ -1,0 +1,206 @@
+"""From completions to samples, and samples.jsonl: every trajectory of the run on a line of its own.
+
+    {"step": 3, "sample_id": "p0000031-0-4", "group_id": "p0000031-0", "prompt": "...", "completion": "12",
+     "answer": "12", "prompt_tokens": 41, "token_ids": [...], "logprobs": [...], "version_spans": [[-1, 41], [2, 3]],
+     "truncated": false, "score": 1.0, "scorer": "last_number@0.1.0", "dropped": ""}
+
+`logprobs` are those of the sampled tokens alone, in nats, rounded to 6 decimals; a span is
+(policy version, tokens), -1 for the prompt. A trajectory that was dropped has no score and its
+reason in `dropped`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fourfold import metrics as m
+from fourfold.config import Config
+from fourfold.errors import Unavailable
+from fourfold.rollout.client import Completion
+from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.types.v1.experience_pb2 import Experience
+from fourfold.wire import Float32Array, Sample, VersionSpan, encode
+
+from .prompts import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """A sample with what people and scorers read of it."""
+
+    prompt: Prompt
+    sample: Sample
+    completion: str
+    """What the policy wrote, special tokens removed."""
+    dropped: str = ""
+    """Why it is not trained on; empty when it is."""
+    abstained: bool = False
+    """Whether it was dropped because the scorer had nothing to say of it."""
+
+    def scored(self, score: float, scorer: str) -> Trajectory:
+        """Return it with its score."""
+        return replace(self, sample=replace(self.sample, score=score, scorer=scorer))
+
+    def without_score(self, reason: str, *, abstained: bool = False) -> Trajectory:
+        """Return it dropped."""
+        return replace(self, dropped=reason, abstained=abstained)
+
+    def referenced(self, logprobs: Float32Array) -> Trajectory:
+        """Return it with its reference log-probabilities, [n]."""
+        return replace(self, sample=replace(self.sample, reference_logprobs=logprobs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Group:
+    """The trajectories of one prompt, in order of their index, dropped ones included."""
+
+    position: int
+    """Of the prompt in the endless order."""
+    seed: int
+    """Of the request."""
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Those to train on."""
+        return [t.sample for t in self.trajectories if not t.dropped]
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """The groups of one step, and when its parts were done, in seconds of `time.monotonic`."""
+
+    groups: list[Group] = field(default_factory=list)
+    lost: list[Trajectory] = field(default_factory=list)
+    """Of groups that were given up after they were sampled."""
+    began: float = field(default_factory=time.monotonic)
+    rolled: float = 0.0
+    scored: float = 0.0
+    done: float = 0.0
+
+    def experiences(self) -> list[Experience]:
+        """Return what goes to the trainer, in a fixed order."""
+        return [encode(sample) for group in self.groups for sample in group.samples]
+
+    def trajectories(self) -> list[Trajectory]:
+        """Return everything that was sampled, dropped ones included."""
+        return [t for group in self.groups for t in group.trajectories] + self.lost
+
+    def times(self) -> dict[str, float]:
+        """Return how long each part took that was not hidden behind the one before it."""
+        return {
+            m.TIME_GENERATE: self.rolled - self.began,
+            m.TIME_REWARD: max(self.scored - self.rolled, 0.0),
+            m.TIME_REFERENCE: max(self.done - max(self.scored, self.rolled), 0.0),
+        }
+
+
+def build_sample(
+    prompt: Prompt, completion: Completion, *, sample_id: str, group_id: str, temperature: float
+) -> Sample:
+    """Join prompt and completion, token by token."""
+    before, after = len(prompt.token_ids), len(completion.token_ids)
+    action_mask = np.arange(before + after) >= before
+    behavior = np.full(before + after, np.nan, np.float32)
+    behavior[before:] = completion.logprobs
+    return Sample(
+        sample_id=sample_id,
+        group_id=group_id,
+        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
+        behavior_logprobs=behavior,
+        action_mask=action_mask,
+        loss_mask=action_mask,
+        version_spans=(VersionSpan(policy_version=-1, token_count=before), *completion.version_spans),
+        temperature=temperature,
+        truncated=completion.finish_reason == rollout.FINISH_REASON_LENGTH,
+    )
+
+
+def check_completions(completions: Sequence[Completion], *, who: str, vocabulary_size: int, max_tokens: int) -> None:
+    """Refuse what cannot be trained on, so that another replica is asked.
+
+    Args:
+        completions: of one call.
+        who: sampled them, for messages.
+        vocabulary_size: of the model.
+        max_tokens: that were asked for.
+
+    Raises:
+        Unavailable: the engine gave a sample up, or what it sent cannot be right.
+    """
+    for completion in completions:
+        count = len(completion.token_ids)
+        if completion.finish_reason == rollout.FINISH_REASON_ABORTED:
+            raise Unavailable(f"{who}: the engine gave the request up", reason="ABORTED")
+        if completion.finish_reason not in (rollout.FINISH_REASON_STOP, rollout.FINISH_REASON_LENGTH):
+            raise Unavailable(f"{who}: unknown finish_reason {completion.finish_reason}", reason="BAD_SAMPLE")
+        if not 1 <= count <= max_tokens:
+            raise Unavailable(f"{who}: {count} tokens sampled; asked for 1 to {max_tokens}", reason="BAD_SAMPLE")
+        if int(completion.token_ids.min()) < 0 or int(completion.token_ids.max()) >= vocabulary_size:
+            raise Unavailable(f"{who}: sampled ids outside the vocabulary [0, {vocabulary_size})", reason="BAD_SAMPLE")
+        if not bool((completion.logprobs <= 0).all()):  # NaN fails the comparison, too
+            raise Unavailable(f"{who}: log-probabilities that are NaN or above 0", reason="BAD_SAMPLE")
+
+
+def sampling_params(config: Config, prompt: Prompt, seed: int) -> rollout.SamplingParams:
+    """Return how one prompt is sampled."""
+    room = config.model.max_context_tokens - len(prompt.token_ids)
+    return rollout.SamplingParams(
+        temperature=config.sampling.temperature,
+        max_tokens=min(config.sampling.max_new_tokens, room),
+        stop_token_ids=config.sampling.stop_token_ids,
+        seed=seed,
+    )
+
+
+def digest(trajectories: Iterable[Trajectory]) -> str:
+    """Return a SHA-256 (hex) of the sampled tokens, in order of the sample ids: equal runs have equal digests."""
+    result = hashlib.sha256()
+    for trajectory in sorted(trajectories, key=lambda t: t.sample.sample_id):
+        ids = trajectory.sample.token_ids.astype("<i4").tobytes()
+        result.update(len(ids).to_bytes(8, "little") + ids)
+    return result.hexdigest()
+
+
+class SampleWriter:
+    """Appends to samples.jsonl. Its methods block: call them in a thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, step: int, trajectories: Iterable[Trajectory]) -> None:
+        """Append the trajectories of one step, and sync."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(_line(step, t), ensure_ascii=False) + "\n" for t in trajectories)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _line(step: int, trajectory: Trajectory) -> dict[str, Any]:
+    sample = trajectory.sample
+    logprobs = sample.behavior_logprobs[sample.action_mask].astype(np.float64)
+    return {
+        "step": step,
+        "sample_id": sample.sample_id,
+        "group_id": sample.group_id,
+        "prompt": trajectory.prompt.text,
+        "completion": trajectory.completion,
+        "answer": trajectory.prompt.answer,
+        "prompt_tokens": len(trajectory.prompt.token_ids),
+        "token_ids": sample.token_ids.tolist(),
+        "logprobs": logprobs.round(6).tolist(),
+        "version_spans": [[s.policy_version, s.token_count] for s in sample.version_spans],
+        "truncated": sample.truncated,
+        "score": sample.score,
+        "scorer": sample.scorer,
+        "dropped": trajectory.dropped,
+    }

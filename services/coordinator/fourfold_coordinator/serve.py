@@ -1,0 +1,240 @@
+"""`fourfold serve coordinator`: puts a run together and drives it to its end.
+
+    listen -> tokenizer -> coordinator.address, so that the services can register
+           -> prompts (seconds, while the services load their models) -> the loop -> exit code
+
+Exit code 0 when the report is written, 1 when the run failed; the reason is then the last line
+on stderr, and in the last state that `WatchRun` sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from fourfold import models
+from fourfold.channel import open_channel
+from fourfold.clock import SYSTEM_CLOCK
+from fourfold.config import Config
+from fourfold.coordinator.v1 import membership_service_pb2, run_service_pb2
+from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
+from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
+from fourfold.errors import ConfigError, FourfoldError, Internal
+from fourfold.serve import Host, ServeOptions
+from fourfold.tokenizer import Tokenizer
+
+from .broker import Broker
+from .evaluate import Evaluator
+from .ledger import Ledger
+from .loop import PEAK_MEMORY, Loop
+from .membership import MembershipServicer
+from .memory import MemoryMeter
+from .parts import Parts
+from .peers import Peers
+from .prompts import Prompts, load_prompts
+from .registry import Registry
+from .routing import Router
+from .run_service import RunBoard, RunServicer
+from .trainer_session import TrainerSession
+
+log = logging.getLogger("fourfold.coordinator")
+
+ADDRESS_FILE: Final = "coordinator.address"
+_LEDGER_FILE: Final = "ledger.sqlite"
+_LOCK_FILE: Final = "coordinator.lock"
+_PROMPTS: Final = "prompts_sha256"
+# Services load models when they start, and people start them by hand: give them more than a replacement gets.
+_START_SECONDS: Final = 900.0
+_TICK_SECONDS: Final = 0.25
+
+
+def main(options: ServeOptions) -> int:
+    """Run the coordinator; return the exit code."""
+    folder = options.run_dir or Path("runs") / options.config.name
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        return asyncio.run(Coordinator(options, folder).run())
+
+
+class Coordinator:
+    """One coordinator process: its servers, its background tasks and its loop."""
+
+    def __init__(self, options: ServeOptions, folder: Path, *, start_seconds: float = _START_SECONDS) -> None:
+        """Prepare; nothing listens yet.
+
+        Args:
+            options: from the command line.
+            folder: of the run.
+            start_seconds: longest wait for the services at the start, unless retry.service_wait_seconds is longer.
+
+        Raises:
+            ConfigError: the recipe does not fit together, or the tokenizer is missing.
+        """
+        config = options.config
+        check(config)
+        self._config, self._folder = config, folder
+        self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
+        self._host = Host(options, role=None)
+        self._tokenizer = Tokenizer.load(models.resolve(config.model.source))
+        self._board = RunBoard(name=config.name, step_count=config.steps)
+        self._registry = Registry(clock=SYSTEM_CLOCK, tokenizer_sha256=self._tokenizer.sha256)
+        self._router = Router(
+            self._registry,
+            open_channel=lambda target: open_channel(target, self._host.security),
+            tokenizer_sha256=self._tokenizer.sha256,
+            clock=SYSTEM_CLOCK,
+            wait_seconds=config.retry.service_wait_seconds,
+            on_wait=self._board.wait_for,
+        )
+        self._host.server.add(
+            membership_service_pb2.DESCRIPTOR.services_by_name["MembershipService"],
+            add_MembershipServiceServicer_to_server,
+            MembershipServicer(self._registry),
+        )
+        self._host.server.add(
+            run_service_pb2.DESCRIPTOR.services_by_name["RunService"],
+            add_RunServiceServicer_to_server,
+            RunServicer(self._board),
+        )
+
+    async def run(self) -> int:
+        """Serve until the run is over; return the exit code."""
+        return await self._host.run(start=self._announce, until=self._drive())
+
+    async def _announce(self) -> None:
+        write_atomically(self._folder / ADDRESS_FILE, self._host.target)
+
+    async def _drive(self) -> int:
+        """Run the loop to its end, and tell the watchers how it went."""
+        ledger = Ledger(self._folder / _LEDGER_FILE)
+        try:
+            await self._loop(ledger)
+        except FourfoldError as error:
+            self._board.close(failure=error.message)
+            raise
+        except Exception as error:  # the boundary of this process: a bug of ours ends the run with its name
+            log.exception("the loop failed")
+            self._board.close(failure=f"internal error: {error!r}")
+            raise Internal(f"internal error: {error!r}; the log has the traceback") from error
+        finally:
+            ledger.close()
+        self._board.close()
+        return 0
+
+    async def _loop(self, ledger: Ledger) -> None:
+        memory = MemoryMeter(peak_bytes=int(ledger.get(PEAK_MEMORY) or 0))
+        background = [
+            asyncio.create_task(self._router.run()),
+            asyncio.create_task(self._show_members()),
+            asyncio.create_task(memory.run()),
+        ]
+        try:
+            parts = await self._parts(ledger, memory)
+            background.append(asyncio.create_task(parts.broker.keep()))
+            await first_of(Loop(parts).run(), background)
+        finally:
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+
+    async def _parts(self, ledger: Ledger, memory: MemoryMeter) -> Parts:
+        config = self._config
+        prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer)
+        remember(prompts, ledger)
+        session = TrainerSession(self._router, config, tokenizer_sha256=self._tokenizer.sha256)
+        peers = Peers(config, self._router, self._tokenizer)
+        return Parts(
+            config=config,
+            folder=self._folder,
+            prompts=prompts,
+            ledger=ledger,
+            board=self._board,
+            router=self._router,
+            session=session,
+            broker=Broker(config, self._router, session, ledger, probe_ids=prompts.train[0].token_ids),
+            peers=peers,
+            evaluator=Evaluator(config, peers, prompts.held_out),
+            memory=memory,
+            start_seconds=self._start_seconds,
+        )
+
+    async def _show_members(self) -> None:
+        while True:
+            self._board.set_members(self._router.members())
+            await self._router.changed(timeout=_TICK_SECONDS)
+
+
+def check(config: Config) -> None:
+    """Refuse a recipe whose groups no rollout service would take.
+
+    Raises:
+        ConfigError: names the keys.
+    """
+    limit = config.rollout.max_concurrent_samples
+    for key, count in (
+        ("batch.group_size", config.batch.group_size),
+        ("evaluation.samples_per_prompt", config.evaluation.samples_per_prompt),
+    ):
+        if count > limit:
+            raise ConfigError(
+                f"{key} = {count}, but rollout.max_concurrent_samples = {limit}: a group travels in one call; raise "
+                f"the second or lower the first"
+            )
+
+
+def remember(prompts: Prompts, ledger: Ledger) -> None:
+    """Note what the data is; a position means nothing in other data.
+
+    Raises:
+        ConfigError: the run began with other data.
+    """
+    digest, known = prompts.digest(), ledger.get(_PROMPTS)
+    if known and known != digest:
+        raise ConfigError(
+            "the data is not what the run began with: files, options, seed, tokenizer or reasoning-gym changed; bring "
+            "it back, or start a new run"
+        )
+    ledger.put({_PROMPTS: digest})
+
+
+async def first_of(main: Coroutine[Any, Any, None], background: Sequence[asyncio.Task[None]]) -> None:
+    """Await `main`; when a background task fails first, cancel `main` and raise that failure."""
+    task = asyncio.ensure_future(main)
+    try:
+        await asyncio.wait([task, *background], return_when=asyncio.FIRST_COMPLETED)
+        failed = next((b for b in background if b.done() and not b.cancelled()), None)
+        if not task.done() and failed is not None:
+            await failed
+        await task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that is never seen half-written."""
+    fresh = path.with_name(path.name + ".new")
+    fresh.write_text(text + "\n", encoding="utf-8")
+    fresh.replace(path)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep every other coordinator away from the run's folder.
+
+    Raises:
+        ConfigError: another one is there.
+    """
+    with (folder / _LOCK_FILE).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{folder}: another coordinator runs there; stop it, or give the run another name"
+            ) from None
+        yield

@@ -1,0 +1,131 @@
+"""Rows of a data set: JSONL, Parquet, a Hugging Face dataset folder, or a reasoning-gym generator.
+
+A row is a plain dictionary. What its columns mean is the business of `prompts.py`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fourfold.config import DataSourceConfig
+from fourfold.errors import ConfigError
+
+Row = dict[str, Any]
+
+
+def read_rows(source: DataSourceConfig) -> Iterator[Row]:
+    """Yield the rows of `source`, at most `source.size` of them when that is set.
+
+    Raises:
+        ConfigError: the file or generator is missing, of an unknown kind, or malformed.
+    """
+    if source.reasoning_gym:
+        yield from _reasoning_gym(source)
+        return
+    rows = _file_rows(Path(source.path))
+    yield from itertools.islice(rows, source.size) if source.size else rows
+
+
+def describe(source: DataSourceConfig) -> str:
+    """Return the source's name for messages."""
+    return source.path or f"reasoning_gym {source.reasoning_gym!r}"
+
+
+def _file_rows(path: Path) -> Iterator[Row]:
+    if path.is_dir():
+        return _dataset_folder(path)
+    if not path.exists():
+        raise ConfigError(f"data path {str(path)!r} does not exist; give a JSONL or Parquet file, or a dataset folder")
+    match path.suffix.lower():
+        case ".jsonl" | ".json" | ".ndjson":
+            return _jsonl(path)
+        case ".parquet":
+            return _parquet(path)
+    raise ConfigError(
+        f"data path {str(path)!r}: unknown kind {path.suffix!r}; give a .jsonl or .parquet file, or a dataset folder"
+    )
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{path}:{number}: not valid JSON: {error}; each line is one JSON object") from None
+            if not isinstance(row, dict):
+                raise ConfigError(f"{path}:{number}: a {type(row).__name__}; each line is one JSON object")
+            yield row
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise ConfigError(f"{path}: not a Parquet file: {error}") from None
+
+
+def _dataset_folder(path: Path) -> Iterator[Row]:
+    """Rows of a folder written by `datasets.Dataset.save_to_disk`: state.json lists its Arrow files."""
+    if (path / "dataset_dict.json").exists():
+        splits = sorted(p.name for p in path.iterdir() if p.is_dir())
+        raise ConfigError(f"data path {str(path)!r} holds several splits; give one of them: {', '.join(splits)}")
+    try:
+        state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        names = [str(entry["filename"]) for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"data path {str(path)!r} is no dataset folder: it has no readable state.json; write one with "
+            f"`dataset.save_to_disk(...)`, or give a JSONL or Parquet file"
+        ) from None
+    if state.get("_indices_data_files"):
+        raise ConfigError(
+            f"data path {str(path)!r} was saved with an indices file; call `flatten_indices()` before saving"
+        )
+    for name in names:
+        yield from _arrow(path / name)
+
+
+def _arrow(path: Path) -> Iterator[Row]:
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            try:
+                batches: Any = pyarrow.ipc.open_stream(source)
+            except pyarrow.ArrowInvalid:  # written by Arrow itself, not by `datasets`
+                file = pyarrow.ipc.open_file(source)
+                batches = (file.get_batch(i) for i in range(file.num_record_batches))
+            for batch in batches:
+                yield from batch.to_pylist()
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise ConfigError(f"{path}: not a readable Arrow file: {error}") from None
+
+
+def _reasoning_gym(source: DataSourceConfig) -> Iterator[Row]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # one of its dependencies has syntax that Python warns of
+            import reasoning_gym
+    except ImportError:
+        raise ConfigError(
+            "data.train.reasoning_gym needs a package: pip install 'fourfold-coordinator[reasoning-gym]'"
+        ) from None
+    try:
+        yield from reasoning_gym.create_dataset(
+            source.reasoning_gym, size=source.size, seed=source.seed, **source.options
+        )
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"reasoning_gym {source.reasoning_gym!r} with options {source.options}: {error}") from None

@@ -1,0 +1,136 @@
+"""The one trainer: calls that are repeated when an answer is lost, and the notice that it was restarted.
+
+A trainer that died and came back has forgotten what it learned since its last checkpoint. It
+shows as a new incarnation; every call then raises `TrainerRestarted`, and the loop recovers as
+a resumed run does. A trainer that only lost an answer is asked again: its calls are idempotent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
+
+from fourfold.config import Config
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import DeadlinePassed, Overloaded, Unavailable, WrongState
+from fourfold.trainer.v1 import trainer_service_pb2 as pb
+
+from .replica import Replica
+from .routing import LOOK_SECONDS, Router
+
+log = logging.getLogger("fourfold.coordinator")
+
+T = TypeVar("T")
+
+_MAX_BACKOFF_SECONDS: Final = 5.0
+_FIRST_BACKOFF_SECONDS: Final = 0.25
+
+
+class TrainerRestarted(Unavailable):
+    """The trainer is another process than the one the run talked to."""
+
+
+class TrainerSession:
+    """Calls to the trainer of this run."""
+
+    def __init__(self, router: Router, config: Config, *, tokenizer_sha256: bytes) -> None:
+        self._router = router
+        self._config = config
+        self._tokenizer_sha256 = tokenizer_sha256
+        self.incarnation = ""
+        """Of the process that this session is with."""
+        self.policy_version = 0
+        """Version of the trainer's present weights."""
+
+    async def connect(self) -> pb.TrainerStatus:
+        """Talk to the trainer that is there now; waits for one.
+
+        Raises:
+            ServiceMissing: none came.
+            WrongState: it does not fit the run.
+        """
+        await self._router.wait_for({Role.ROLE_TRAINER: 1})
+        replica = self._router.replicas(Role.ROLE_TRAINER)[0]
+        status = await replica.call(replica.trainer.get_status(timeout=LOOK_SECONDS))
+        if status.tokenizer_sha256 != self._tokenizer_sha256:
+            raise WrongState(
+                f"{replica.member.peer}: its tokenizer is not the run's; start it with the run's model.source"
+            )
+        if status.max_context_tokens < self._config.model.max_context_tokens:
+            raise WrongState(
+                f"{replica.member.peer}: it takes {status.max_context_tokens} tokens, the run has samples of up to "
+                f"{self._config.model.max_context_tokens}; start it with the run's recipe"
+            )
+        self.incarnation, self.policy_version = replica.member.incarnation, status.policy_version
+        return status
+
+    async def call(self, name: str, work: Callable[[Replica], Awaitable[T]]) -> T:
+        """Make an idempotent call; after a lost answer make it again.
+
+        Args:
+            name: of the call, for messages.
+            work: one try; makes calls with deadlines.
+
+        Raises:
+            TrainerRestarted: another process answers now.
+            ServiceMissing: the trainer is gone and none came.
+            FourfoldError: what the trainer raised, or a failure that lasted.
+        """
+        tries = 0
+        while True:
+            replica = await self._replica()
+            try:
+                return await replica.call(work(replica))
+            except (Unavailable, DeadlinePassed, Overloaded) as error:
+                tries += 1
+                if tries > self._config.retry.infrastructure:
+                    raise
+                log.warning("%s: no answer, asking again: %s", name, error)
+                pause = min(_FIRST_BACKOFF_SECONDS * 2.0**tries, _MAX_BACKOFF_SECONDS)
+                await self._router.clock.sleep(error.retry_after or pause)
+
+    async def once(self, work: Callable[[Replica], Awaitable[T]]) -> T:
+        """Make one try of a call that is not to be repeated.
+
+        Raises:
+            TrainerRestarted: another process answers now.
+            FourfoldError: what the trainer raised.
+        """
+        found = self._router.replicas(Role.ROLE_TRAINER)
+        if not found:
+            raise Unavailable("the trainer is gone")
+        return await found[0].call(work(self._same(found[0])))
+
+    async def watch(self) -> None:
+        """Return never; raise as soon as the trainer is another process.
+
+        Raises:
+            TrainerRestarted: it is.
+        """
+        while True:
+            for replica in self._router.replicas(Role.ROLE_TRAINER)[:1]:
+                self._same(replica)
+            await self._router.changed(timeout=1.0)
+
+    async def raise_policy_version(self, version: int) -> int:
+        """Raise the number of the trainer's present weights; return what it is now."""
+        self.policy_version = await self.call(
+            "RaisePolicyVersion", lambda r: r.trainer.raise_policy_version(version, timeout=LOOK_SECONDS)
+        )
+        return self.policy_version
+
+    async def _replica(self) -> Replica:
+        found = self._router.replicas(Role.ROLE_TRAINER)
+        if not found:
+            await self._router.wait_for({Role.ROLE_TRAINER: 1})
+            found = self._router.replicas(Role.ROLE_TRAINER)
+        return self._same(found[0])
+
+    def _same(self, replica: Replica) -> Replica:
+        """Return the replica when it is the process that the session was made with."""
+        if replica.member.incarnation != self.incarnation:
+            raise TrainerRestarted(
+                f"{replica.member.peer} is a new process; what it learned since its checkpoint is lost"
+            )
+        return replica

@@ -79,7 +79,7 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
 
 
 def test_machine_words_are_found_where_they_are() -> None:
-    for text in ("cd /" + "work/main", "--find-links /opt/" + "wheels", "https://" + "pypi.org/simple", "/" + "root/x"):
+    for text in ("cd /" + "work/main", "--find-links /opt/" + "wheels", "https://py" + "pi.org/simple", "/" + "root/x"):
         assert MACHINE_WORDS.search(text)
     for text in ("a/work/b", "framework/x", "pip install x", "/proc/1/fd", "/home of"):
         assert not MACHINE_WORDS.search(text)

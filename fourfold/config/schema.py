@@ -299,6 +299,11 @@ class Config(Table):
                 f"batch.tokens_per_micro_batch = {self.batch.tokens_per_micro_batch} cannot hold one sample of "
                 f"model.max_context_tokens = {self.model.max_context_tokens}; raise the first or lower the second"
             )
+        if self.needs_reference and self.reference.tokens_per_batch < self.model.max_context_tokens:
+            raise ValueError(
+                f"reference.tokens_per_batch = {self.reference.tokens_per_batch} cannot hold one sample of "
+                f"model.max_context_tokens = {self.model.max_context_tokens}; raise the first or lower the second"
+            )
         if self.batch.samples_per_step < self.trainer.ranks:
             raise ValueError(
                 f"{self.batch.prompts_per_step} prompts x {self.batch.group_size} per group = "

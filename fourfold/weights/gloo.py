@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed import BroadcastOptions, ProcessGroupGloo
-from torch.distributed.distributed_c10d import FileStore  # type: ignore[attr-defined]
+from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from fourfold.errors import DeadlinePassed, InvalidInput, Unavailable, WrongState
 from fourfold.weights.manifest import Manifest, Span

@@ -136,6 +136,23 @@ def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
 
+def partition_count(count: int, rank_count: int) -> int:
+    """Return the elements of one of `rank_count` equal partitions of `count` elements, padding included."""
+    return -(-count // rank_count)
+
+
+def partition_spans(tensor: int, count: int, rank_count: int, offset: int) -> list[Span]:
+    """Return the spans of a tensor of `count` elements in equal partitions, at the same offset of every shard.
+
+    The last one that holds anything is cut short by the tensor's end; what follows is padding.
+    """
+    size = partition_count(count, rank_count)
+    return [
+        Span(tensor=tensor, start=start, count=min(size, count - start), rank=rank, offset=offset)
+        for rank, start in enumerate(range(0, count, size))
+    ]
+
+
 def _check_tensors(tensors: Iterable[TensorSpec]) -> None:
     names: set[str] = set()
     for tensor in tensors:

@@ -15,7 +15,6 @@ have their partition in the buffer like all others; reading it does not disturb 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,7 +23,7 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from fourfold.errors import WrongState
-from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned
+from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partition_spans
 from fourfold.weights.source import dtype_name, named_weights, synchronize
 
 _UNSUPPORTED: Final = "send from an engine without it, or use ZeRO stage 2"
@@ -105,7 +104,7 @@ class Zero3Source:
             raise WrongState(f"parameter {name} is not partitioned by ZeRO-3; hand the engine that trains it")
         ranks = torch.distributed.get_world_size(parameter.ds_process_group)
         count = int(parameter.ds_tensor.numel())
-        if ranks != rank_count or count != -(-int(parameter.ds_numel) // rank_count):
+        if ranks != rank_count or count != partition_count(int(parameter.ds_numel), rank_count):
             raise WrongState(
                 f"parameter {name} has a partition of {count} of its {parameter.ds_numel} elements over {ranks} "
                 f"ranks; {rank_count} equal parts were expected. {_UNSUPPORTED}"
@@ -142,17 +141,8 @@ class Zero3Source:
                 offset = piece.element * buffer.element_size()
             else:
                 offset, end = end, aligned(end + piece.partition_count * spec.item_bytes)
-            spans += _spans(index, spec.count, piece.partition_count, rank_count, offset)
+            spans += partition_spans(index, spec.count, rank_count, offset)
         return Manifest(tensors=tuple(tensors), spans=tuple(spans), shard_bytes=(end,) * rank_count)
-
-
-def _spans(tensor: int, count: int, partition_count: int, rank_count: int, offset: int) -> Sequence[Span]:
-    """Return the spans of a parameter: equal partitions, the last ones cut short by its end."""
-    starts = range(0, min(count, partition_count * rank_count), partition_count)
-    return [
-        Span(tensor=tensor, start=start, count=min(partition_count, count - start), rank=rank, offset=offset)
-        for rank, start in enumerate(starts)
-    ]
 
 
 def _stage3_optimizer(engine: Any) -> Any:

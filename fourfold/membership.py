@@ -132,7 +132,7 @@ class Membership:
         was_member, self._lease = self._lease is not None, None
         self._failures += 1
         if was_member or self._failures == 1:  # the first of a series; a coordinator may be away for hours
-            hint = "; with TLS, also check that both sides use one `fourfold certs` folder"
+            hint = "; with TLS, check that both sides use one `fourfold certs` folder (GRPC_VERBOSITY=INFO says more)"
             log.warning("no lease: %s%s", error, hint if isinstance(error, Unavailable) else "")
         if was_member and isinstance(error, NotFound):
             return 0.0

@@ -96,7 +96,7 @@ async def test_an_error_carries_exactly_one_error_info(serve: Serve) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await reward_grpc.RewardServiceStub(channel).Score(reward.ScoreRequest(), timeout=5)
     metadata: Any = caught.value.trailing_metadata()
-    status = Status.FromString(dict(metadata)["grpc-status-details-bin"])
+    status = Status.FromString(next(value for key, value in metadata if key == "grpc-status-details-bin"))
     assert len(status.details) == 1
     info = ErrorInfo()
     assert status.details[0].Unpack(info)

@@ -1,0 +1,287 @@
+"""One rank's model and optimizer in DeepSpeed, ZeRO stages 0 to 3. The only user of `deepspeed` here.
+
+What DeepSpeed does on its own and we do not want: it divides the loss by its accumulation
+steps (set to 1, boundaries are given explicitly, which stages 1 and 2 need) and averages
+gradients over ranks (step.py multiplies by their number). The optimizer starts with learning
+rate 0 and gets the right one with every update, because some stages run an empty step at the
+start. DeepSpeed's checkpoints are pickles; ours are safetensors of the same buffers.
+
+`start` sets the process up and must run before this module is imported anywhere else: the
+device that DeepSpeed uses is chosen when it is imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import deepspeed
+import deepspeed.ops
+import torch
+import transformers
+from deepspeed.comm import comm as deepspeed_comm
+from torch import Tensor
+
+from fourfold.config import Config
+from fourfold.errors import ConfigError
+from fourfold.nn import forward
+from fourfold.nn.batching import TokenBatch
+from fourfold.weights.source import DenseSource, WeightSource
+from fourfold.weights.zero3 import Zero3Source
+from fourfold_trainer import checkpoint
+
+_ADAM_EPSILON: Final = 1e-8
+# Elements of one gradient reduction: its buffer is allocated once, in the weights' dtype.
+_BUCKET_ELEMENTS: Final = 20_000_000
+# Elements that the export gathers at once.
+_GATHER_ELEMENTS: Final = 1 << 28
+_ADAM_STATE: Final = ("exp_avg", "exp_avg_sq", "step")
+
+
+class DeepSpeedPolicy:
+    """The `Policy` of one rank. All methods belong to the thread that made it."""
+
+    def __init__(self, config: Config, model_folder: Path, *, rank: int, rank_count: int, rendezvous: Path) -> None:
+        """Join the process group and load the model.
+
+        Args:
+            config: of the run.
+            model_folder: a Hugging Face causal LM.
+            rank: of this process.
+            rank_count: number of ranks.
+            rendezvous: path of a file that all ranks see, in a folder of this run alone.
+
+        Raises:
+            ConfigError: the folder holds no model that can be trained.
+        """
+        self._config, self._rank, self._rank_count = config, rank, rank_count
+        self._stage = config.trainer.zero_stage
+        self._source_folder = model_folder
+        self._device = torch.device(f"cuda:{rank}" if config.trainer.device == "cuda" else "cpu")
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        _join(config, rank=rank, rank_count=rank_count, rendezvous=rendezvous)
+        torch.manual_seed(config.seed * rank_count + rank)
+        model = load_model(config, model_folder)
+        self._vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
+        self._engine: Any = deepspeed.initialize(
+            model=model, optimizer=_optimizer(config, model), config=_settings(config), dist_init_required=False
+        )[0]
+        self._model: Any = self._engine.module
+        # Some stages have made an empty step: Adam must not count it.
+        self._inner.state.clear()
+        self._engine.train()
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids."""
+        return self._vocabulary_size
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """Return float32 [k] log-probabilities."""
+        result: Tensor = self._engine(**forward.batch_arguments(batch, self._device))
+        return result
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of `loss`, averaged over ranks."""
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(loss)
+
+    def update(self, learning_rate: float) -> float:
+        """Clip and step; return the gradient's norm before clipping. Not finite: nothing was changed."""
+        for group in self._inner.param_groups:
+            group["lr"] = learning_rate
+        if self._is_plain:  # DeepSpeed checks nothing here
+            norm = float(
+                torch.nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None])
+            )
+            if not math.isfinite(norm):
+                self._engine.zero_grad()
+                return norm
+            self._engine.step()
+            return norm
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm())
+        return norm if self._engine.was_step_applied() else math.nan
+
+    def save(self, folder: Path) -> None:
+        """Write this rank's masters, Adam's moments and random state."""
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._state()}
+        tensors["rng.cpu"] = torch.get_rng_state()
+        if self._device.type == "cuda":
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(self._device)
+        checkpoint.write_tensors(folder / checkpoint.rank_file(self._rank), tensors)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote."""
+        tensors = checkpoint.read_tensors(folder / checkpoint.rank_file(self._rank))
+        masters = self._masters()
+        self._inner.state.clear()
+        for index, master in enumerate(masters):
+            master.data.copy_(tensors[f"master.{index}"])
+            moments = {key: tensors[f"{key}.{index}"] for key in _ADAM_STATE if f"{key}.{index}" in tensors}
+            if moments:
+                self._inner.state[master] = {key: value.to(master.device) for key, value in moments.items()}
+        self._refresh()
+        torch.set_rng_state(tensors["rng.cpu"])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(tensors["rng.cuda"], self._device)
+
+    def export(self, folder: Path) -> None:
+        """Gather the weights; rank 0 writes them as a Hugging Face folder."""
+        state: dict[str, Tensor] = {}
+        for names, parameters in self._gather_groups():
+            with deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
+                if self._rank == 0:
+                    state.update({n: p.detach().cpu().clone() for n, p in zip(names, parameters, strict=True)})
+        if self._rank == 0:
+            checkpoint.write_model(self._model, state, folder, source=self._source_folder)
+
+    def weight_source(self) -> WeightSource:
+        """Return where this rank's weights are."""
+        if self._stage == 3:
+            return Zero3Source(self._engine)
+        return DenseSource(self._model, rank_count=self._rank_count)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._engine.destroy()
+        deepspeed_comm.destroy_process_group()
+        deepspeed_comm.cdb = None  # so that a later `_join` of this process starts afresh
+
+    @property
+    def _is_plain(self) -> bool:
+        """Stage 0 in float32: the engine's optimizer is the plain one, and the masters are the model itself."""
+        return self._stage == 0 and self._config.model.dtype == "float32"
+
+    @property
+    def _inner(self) -> Any:
+        """The AdamW inside of DeepSpeed's wrapper."""
+        wrapper = self._engine.optimizer
+        return wrapper if self._is_plain else wrapper.optimizer
+
+    def _masters(self) -> list[Tensor]:
+        """Return this rank's float32 weights, those that Adam changes."""
+        if self._stage == 3:
+            return list(self._engine.optimizer.fp32_partitioned_groups_flat)
+        return [tensor for group in self._inner.param_groups for tensor in group["params"]]
+
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        for index, master in enumerate(self._masters()):
+            yield f"master.{index}", master
+            for key, value in self._inner.state.get(master, {}).items():
+                yield f"{key}.{index}", value
+
+    def _refresh(self) -> None:
+        """Make the weights of the forward pass from the masters, as the end of an update does."""
+        wrapper = self._engine.optimizer
+        if self._stage == 3:
+            wrapper._partition_all_parameters()
+            for index in range(len(wrapper.fp32_partitioned_groups_flat)):
+                wrapper._reassign_or_swap_out_partitioned_parameters(index)
+            wrapper._post_step(set())
+        elif self._stage:
+            wrapper.update_lp_params()
+        elif not self._is_plain:
+            for masters, weights in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
+                for master, weight in zip(masters, weights, strict=True):
+                    weight.data.copy_(master)
+
+    def _gather_groups(self) -> Iterator[tuple[list[str], list[Any]]]:
+        """Yield names and parameters, as many at once as the gather limit allows."""
+        names: list[str] = []
+        parameters: list[Any] = []
+        size = 0
+        for name, parameter in self._model.named_parameters():
+            count = int(getattr(parameter, "ds_numel", parameter.numel()))
+            if parameters and size + count > _GATHER_ELEMENTS:
+                yield names, parameters
+                names, parameters, size = [], [], 0
+            names.append(name)
+            parameters.append(parameter)
+            size += count
+        yield names, parameters
+
+
+def load_model(config: Config, folder: Path) -> Any:
+    """Return the model, ready to give log-probabilities.
+
+    Raises:
+        ConfigError: the folder holds no model that can be trained.
+    """
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    dtype = getattr(torch, config.model.dtype)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"model.source: {folder} cannot be loaded as a causal language model ({error}); give a Hugging Face "
+            f"folder with config.json and safetensors weights"
+        ) from None
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and config.model.max_context_tokens > longest:
+        raise ConfigError(
+            f"model.max_context_tokens = {config.model.max_context_tokens}, but {folder} was made for at most "
+            f"{longest} tokens; lower it"
+        )
+    forward.disable_dropout(model)
+    forward.install(model)
+    if config.trainer.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        model.enable_input_require_grads()  # type: ignore[no-untyped-call]
+    return model.train()
+
+
+def _join(config: Config, *, rank: int, rank_count: int, rendezvous: Path) -> None:
+    """Join the process group: gloo or NCCL, over loopback alone (see `ranks.environment`)."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed would compile a shared-memory all-reduce for inference at its first use, 20 s and
+    # a compiler, in all ranks at once. Training never calls it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(
+        dist_backend="nccl" if config.trainer.device == "cuda" else "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=rank_count,
+        timeout=timedelta(seconds=config.trainer.step_timeout_seconds),
+        auto_mpi_discovery=False,
+        verbose=False,
+    )
+
+
+def _optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW; weight decay, where there is any, spares biases and norms."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    decay = config.trainer.weight_decay
+    groups = [{"params": parameters, "weight_decay": 0.0}]
+    if decay:
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+    betas = config.trainer.adam_betas
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=_ADAM_EPSILON, fused=True)
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    stage = config.trainer.zero_stage
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.trainer.max_grad_norm,
+        "bf16": {"enabled": config.model.dtype == "bfloat16"},
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": config.trainer.device == "cuda",
+            "reduce_bucket_size": _BUCKET_ELEMENTS,
+        },
+        "steps_per_print": 1 << 40,
+    }
+    if stage:  # stage 0 has no such buffer and sums micro-batches in the weights' dtype
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings

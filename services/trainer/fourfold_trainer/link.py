@@ -1,0 +1,126 @@
+"""Messages between rank 0 and the other ranks: a name, small fields as JSON, arrays as raw bytes. No pickle.
+
+    u32 header bytes | u64 body bytes | header (JSON) | body (the arrays, one after another)
+
+Both ends belong to one user on one machine and talk over a private Unix socket.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.errors import DeadlinePassed, Unavailable
+
+Array = NDArray[Any]
+
+_SIZES: Final = struct.Struct("<IQ")
+_MAX_HEADER: Final = 1 << 28
+# The other end reads all the time; one that does not for so long is stopped.
+_SEND_SECONDS: Final = 60
+_DTYPES: Final = frozenset({"<i4", "<i8", "<f4", "<f8", "|u1"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Message:
+    """A command or its answer."""
+
+    name: str
+    fields: dict[str, Any] = field(default_factory=dict)
+    """JSON values."""
+    arrays: Sequence[Array] = ()
+    sequence: int = 0
+    """Number of the command; its answer carries the same, so that one that came too late is known as such."""
+
+
+def from_bytes(data: bytes) -> Array:
+    """Return bytes as an array that a message can carry."""
+    return np.frombuffer(data, np.uint8)
+
+
+class Link:
+    """One end. `send` may be called from several threads, `receive` from one."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._socket.setblocking(True)
+        # In the kernel, because a timeout of the socket object would be one for both directions.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
+        self._sending = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        """Send one message.
+
+        Raises:
+            Unavailable: the other end is gone, or does not read.
+        """
+        arrays = [np.ascontiguousarray(array) for array in message.arrays]
+        layout = [[array.dtype.str, array.shape] for array in arrays]
+        header = json.dumps([message.name, message.sequence, message.fields, layout]).encode()
+        parts = [_SIZES.pack(len(header), sum(a.nbytes for a in arrays)), header]
+        with self._sending:
+            try:
+                self._socket.sendall(b"".join(parts))
+                for array in arrays:
+                    self._socket.sendall(array.reshape(-1).view(np.uint8).data)
+            except BlockingIOError:
+                raise Unavailable(f"the other end did not take {message.name} within {_SEND_SECONDS} s") from None
+            except OSError as error:
+                raise Unavailable(f"the link broke while sending {message.name}: {error.strerror}") from None
+
+    def receive(self, *, timeout: float | None = None) -> Message:
+        """Return the next message.
+
+        Raises:
+            DeadlinePassed: none came in `timeout` seconds.
+            Unavailable: the other end is gone.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        header_size, body_size = _SIZES.unpack(self._read(_SIZES.size, end))
+        if header_size > _MAX_HEADER:
+            raise Unavailable(f"the link carries no message: a header of {header_size} bytes")
+        name, sequence, fields, layout = json.loads(self._read(header_size, end))
+        body = memoryview(self._read(body_size, end))
+        arrays, offset = [], 0
+        for dtype, shape in layout:
+            if dtype not in _DTYPES:
+                raise Unavailable(f"the link carries an array of {dtype}; known are {sorted(_DTYPES)}")
+            count = int(np.prod(shape, dtype=np.int64))
+            array = np.frombuffer(body, dtype, count, offset).reshape(shape)
+            offset += array.nbytes
+            arrays.append(array)
+        return Message(name=name, fields=fields, arrays=arrays, sequence=sequence)
+
+    def close(self) -> None:
+        """Close this end; the other one sees the end of the stream."""
+        self._socket.close()
+
+    def _read(self, count: int, end: float | None) -> bytearray:
+        data = bytearray(count)
+        view = memoryview(data)
+        try:
+            while view:
+                if end is not None and not self._readable(end - time.monotonic()):
+                    raise DeadlinePassed("the other end of the link did not answer in time")
+                size = self._socket.recv_into(view)
+                if not size:
+                    raise Unavailable("the other end of the link is gone")
+                view = view[size:]
+        except OSError as error:
+            raise Unavailable(f"the link broke: {error.strerror}") from None
+        return data
+
+    def _readable(self, timeout: float) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(max(timeout, 0.0) * 1000))

@@ -6,8 +6,9 @@
          '--stop--> SIGTERM to all at once, 2 s later SIGKILL to every process group and to
                     whatever else carries this supervisor's tag in its environment
 
-Children learn their parent's pid from FOURFOLD_PARENT_PID and ask the kernel to end them when it dies
-(`die_with_parent`). The kernel ties that to the *thread* that started them: call `start` from the main thread, or
+When the owner itself is killed, children end too: they learn its pid from FOURFOLD_PARENT_PID and ask the kernel
+for a SIGKILL at its death (`die_with_parent`), and a small guard process ends what did not ask, such as the helpers of
+libraries. The kernel ties the former to the *thread* that started the child: call `start` from the main thread, or
 from one that lives as long as the supervisor.
 """
 
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import re
 import secrets
+import select
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -29,13 +31,13 @@ from pathlib import Path
 from typing import Final
 
 from fourfold.errors import DeadlinePassed, Unavailable
+from fourfold.postmortem import Death, oom_kill_count, tail
 
 PARENT_PID_VARIABLE: Final = "FOURFOLD_PARENT_PID"
 TAGS_VARIABLE: Final = "FOURFOLD_SUPERVISORS"
 STOP_GRACE_SECONDS: Final = 2.0
-_TAIL_LINES: Final = 30
-_TAIL_BYTES: Final = 16 << 10
 _POLL_SECONDS: Final = 0.05
+_GUARD_SECONDS: Final = 1.0
 _PR_SET_PDEATHSIG: Final = 1
 _READY: Final = re.compile(rb"^READY (\S+)\s*$", re.MULTILINE)
 
@@ -49,49 +51,6 @@ class Command:
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's environment."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Death:
-    """How a child ended, and what it said last."""
-
-    name: str
-    time: float
-    """Seconds since the epoch."""
-    exit_code: int
-    """0 when it was a signal."""
-    signal: int
-    """0 when it exited by itself."""
-    oom_kills: int
-    """Times the kernel's out-of-memory killer struck here while the child ran."""
-    was_ready: bool
-    log: str
-    last_lines: tuple[str, ...]
-
-    @property
-    def cause(self) -> str:
-        """Half a sentence: "killed by SIGKILL ..." or "ended with exit code 1"."""
-        if not self.signal:
-            return f"ended with exit code {self.exit_code}"
-        text = f"killed by {signal_name(self.signal)}"
-        if self.signal == signal.SIGKILL and self.oom_kills:
-            text += (
-                ": the kernel's out-of-memory killer struck while it ran; `fourfold plan RECIPE` shows what each role "
-                "needs, and batch.tokens_per_micro_batch, rollout.kv_cache_gib and a smaller model lower it"
-            )
-        elif self.signal == signal.SIGKILL:
-            text += " (somebody's kill -9, or a memory limit outside of this machine's view)"
-        return text
-
-    def explain(self) -> str:
-        """Several lines for people: name, cause, the end of the log, where the log is."""
-        stage = "" if self.was_ready else " before it was ready"
-        lines = [f"{self.name} died{stage}: {self.cause}."]
-        if self.last_lines:
-            lines += [f"Its last lines ({self.log}):", *(f"  | {line}" for line in self.last_lines)]
-        else:
-            lines += [f"It wrote nothing to its log ({self.log})."]
-        return "\n".join(lines)
 
 
 class Child:
@@ -186,7 +145,10 @@ class Supervisor:
         self.children: dict[str, Child] = {}
         """The latest child of each name."""
         self._log_directory = log_directory
-        self._tag = secrets.token_hex(8)
+        self.tag = secrets.token_hex(8)
+        """In the environment of every descendant; also put it there yourself before a library starts processes."""
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._pins = _Pins()
         self._changed = threading.Event()
         self._hurry = threading.Event()
         self._stopping = False
@@ -205,13 +167,20 @@ class Supervisor:
             old.kill_group()
             old.reap(1.0)
         log = self._log_directory / f"{command.name}.log"
+        self.start_guard()
         try:
-            child = Child(command, log=log, tag=self._tag, changed=self._changed)
+            child = Child(command, log=log, tag=self.tag, changed=self._changed)
         except OSError as error:
             raise Unavailable(f"{command.name}: cannot start {command.argv[0]}: {error}") from None
         self.children[command.name] = child
         self._all.append(child)
         return child
+
+    def start_guard(self) -> None:
+        """Start the process that ends all the others when this one is killed; `start` does it, too."""
+        if self._guard is None:
+            argv = (sys.executable, "-m", "fourfold.process", str(os.getpid()), self.tag)
+            self._guard = subprocess.Popen(argv, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def deaths(self) -> list[Death]:
         """Return the deaths since the last call, the first one first."""
@@ -244,6 +213,8 @@ class Supervisor:
     def stop(self, grace_seconds: float = STOP_GRACE_SECONDS) -> None:
         """End every child and all their descendants: SIGTERM at once, SIGKILL after the grace. Idempotent."""
         self._stopping = True
+        # While parents live: a process whose parent died cannot be told from a stranger, unless it kept our tag.
+        self._pins.add(descendants({child.pid for child in self._all}))
         for child in self._all:
             if child.alive:
                 child.send(signal.SIGTERM)
@@ -254,6 +225,9 @@ class Supervisor:
         self._kill_all()
         for child in self._all:
             child.reap(1.0)
+        if self._guard is not None:
+            self._guard.kill()
+            self._guard.wait(1.0)
 
     def kill(self) -> None:
         """End everything now: a running `stop` waits no longer, or does so here."""
@@ -262,11 +236,13 @@ class Supervisor:
         self._kill_all()
 
     def _kill_all(self) -> None:
+        self._pins.add(descendants({child.pid for child in self._all}))
         for child in self._all:
             child.kill_group()
+        self._pins.kill()
         deadline = time.monotonic() + 1.0
         # Again and again: a process may start another one while we read /proc.
-        while kill_tagged(self._tag) and time.monotonic() < deadline:
+        while kill_tagged(self.tag) and time.monotonic() < deadline:
             time.sleep(0.01)
 
 
@@ -299,57 +275,60 @@ def kill_tagged(tag: str) -> int:
     return count
 
 
-def signal_name(number: int) -> str:
-    """Return e.g. "SIGSEGV"; "signal 42" for one without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+class _Pins:
+    """Processes held by descriptor: a pid that is used again is never taken for the old process."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[int, int] = {}
+
+    def add(self, pids: set[int]) -> None:
+        """Hold more processes, and let go of those that ended."""
+        for pid, descriptor in list(self._descriptors.items()):
+            if select.select([descriptor], [], [], 0)[0]:  # readable when it has ended
+                os.close(self._descriptors.pop(pid))
+        for pid in pids - self._descriptors.keys():
+            with contextlib.suppress(OSError):
+                self._descriptors[pid] = os.pidfd_open(pid)
+
+    def kill(self) -> None:
+        """SIGKILL all of them, and let go."""
+        for descriptor in self._descriptors.values():
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            os.close(descriptor)
+        self._descriptors.clear()
 
 
-def tail(log: Path, start: int = 0) -> tuple[str, ...]:
-    """Return the last 30 lines of a log from byte `start` on, for people; empty when it cannot be read."""
-    try:
-        with log.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(start, end - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ()
-    lines = [part for line in text.splitlines()[-_TAIL_LINES:] for part in _readable(line.rstrip())]
-    return tuple(lines[-_TAIL_LINES:])
+def descendants(roots: set[int]) -> set[int]:
+    """Return the pids of all children, grandchildren ... of some processes, at this moment."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found: set[int] = set()
+    waiting = list(roots)
+    while waiting:
+        for pid in children.get(waiting.pop(), []):
+            if pid not in found:
+                found.add(pid)
+                waiting.append(pid)
+    return found
 
 
-def _readable(line: str) -> list[str]:
-    """Return a JSON log record (`fourfold.log`) as clock, level, message and traceback; any other line as it is."""
-    try:
-        record = json.loads(line)
-        text = f"{str(record['time'])[11:19]} {record['level']}: {record['message']}"
-        return [*text.splitlines(), *str(record.get("traceback", "")).splitlines()]
-    except (ValueError, KeyError, TypeError):
-        return [line]
+def end_with(pid: int, tag: str) -> None:
+    """Wait for the end of a supervisor, then SIGKILL its descendants: those seen so far, and those with its tag."""
+    pins = _Pins()
+    with contextlib.suppress(ProcessLookupError):
+        descriptor = os.pidfd_open(pid)
+        while not select.select([descriptor], [], [], _GUARD_SECONDS)[0]:
+            # Libraries that rename their processes wipe the tag out.
+            pins.add(descendants({pid}) - {os.getpid()})
+    pins.kill()
+    while kill_tagged(tag):
+        time.sleep(_POLL_SECONDS)
 
 
-def oom_kill_count() -> int:
-    """Return how often the out-of-memory killer has struck in this cgroup; on this machine where that is not told."""
-    for path in (*_cgroup_memory_files(), Path("/proc/vmstat")):
-        with contextlib.suppress(OSError):
-            if match := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
-                return int(match.group(1))
-    return 0
-
-
-def _cgroup_memory_files() -> list[Path]:
-    """Return the files with an `oom_kill` line, of cgroup version 2 and 1, at our group and at the mounted root."""
-    files = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, group = line.split(":", 2)
-            if not controllers:
-                root, name = Path("/sys/fs/cgroup"), "memory.events"
-            elif "memory" in controllers.split(","):
-                root, name = Path("/sys/fs/cgroup/memory"), "memory.oom_control"
-            else:
-                continue
-            files += [root / group.lstrip("/") / name, root / name]
-    return files
+if __name__ == "__main__":
+    end_with(int(sys.argv[1]), sys.argv[2])

@@ -12,7 +12,8 @@ import pytest
 from fourfold.clock import Clock, SystemClock
 from fourfold.config import Config
 from fourfold.errors import ConfigError
-from fourfold.process import Command, Death
+from fourfold.postmortem import Death
+from fourfold.process import Command
 from fourfold_coordinator.fleet import COORDINATOR, Fleet, Service, launched, started_by_hand
 from fourfold_coordinator.local_launcher import assign_gpus, shared_gpus, visible_gpus
 from fourfold_coordinator.run import make_run_dir

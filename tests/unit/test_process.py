@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from fourfold import process
+from fourfold import postmortem, process
 from fourfold.errors import DeadlinePassed, Unavailable
+from fourfold.postmortem import tail
 from fourfold.process import Command, Supervisor
 
 
@@ -84,7 +85,7 @@ def test_sigkill_is_named_and_told_from_running_out_of_memory(
 ) -> None:
     child = supervisor.start(shell("trainer-0", "echo READY a:1; sleep 60"))
     supervisor.wait_ready(["trainer-0"], timeout_seconds=10)
-    before = process.oom_kill_count()
+    before = postmortem.oom_kill_count()
     monkeypatch.setattr(process, "oom_kill_count", lambda: before + oom_kills)
     os.kill(child.pid, signal.SIGKILL)
     wait_for(lambda: not child.alive)
@@ -94,8 +95,8 @@ def test_sigkill_is_named_and_told_from_running_out_of_memory(
 
 
 def test_oom_counter_is_readable_here() -> None:
-    assert process.oom_kill_count() >= 0
-    assert process._cgroup_memory_files() or Path("/proc/vmstat").exists()
+    assert postmortem.oom_kill_count() >= 0
+    assert postmortem._cgroup_memory_files() or Path("/proc/vmstat").exists()
 
 
 def test_silent_child_is_explained_as_silent(supervisor: Supervisor) -> None:
@@ -120,8 +121,8 @@ def test_json_records_of_a_log_are_told_as_people_read_them(tmp_path: Path) -> N
     log = tmp_path / "x.log"
     record = {"time": "2026-01-02T03:04:05.678Z", "level": "error", "message": "cannot load", "traceback": "a\nb"}
     log.write_text(f'plain {{\n{json.dumps(record)}\n{{"other": 1}}\n')
-    assert process.tail(log) == ("plain {", "03:04:05 error: cannot load", "a", "b", '{"other": 1}')
-    assert process.tail(tmp_path / "none.log") == ()
+    assert tail(log) == ("plain {", "03:04:05 error: cannot load", "a", "b", '{"other": 1}')
+    assert tail(tmp_path / "none.log") == ()
 
 
 def test_program_that_is_not_there_is_one_clear_error(supervisor: Supervisor) -> None:
@@ -177,16 +178,23 @@ _PARENT = """
 import sys, time
 from pathlib import Path
 from fourfold.process import Command, Supervisor
-child = "from fourfold.process import die_with_parent as d; d(); import os, time; print(os.getpid()); time.sleep(60)"
 supervisor = Supervisor(Path(sys.argv[1]))
-supervisor.start(Command(name="child", argv=(sys.executable, "-c", child)))
+supervisor.start(Command(name="child", argv=tuple(sys.argv[2:])))
 time.sleep(60)
 """
+_OBEDIENT = (
+    "from fourfold.process import die_with_parent as d; d(); import os, time; print(os.getpid()); time.sleep(60)"
+)
 
 
-def test_child_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "child",
+    [(sys.executable, "-c", _OBEDIENT), ("/bin/sh", "-c", "setsid sleep 60 & echo $!; wait")],
+    ids=["asked the kernel", "detached itself"],
+)
+def test_descendants_die_with_a_parent_that_was_killed(tmp_path: Path, child: tuple[str, ...]) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    parent = subprocess.Popen([sys.executable, "-c", _PARENT, str(tmp_path)], env=env)
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT, str(tmp_path), *child], env=env)
     log = tmp_path / "child.log"
     try:
         wait_for(lambda: log.exists() and log.read_text().endswith("\n"))

@@ -19,7 +19,8 @@ from typing import Final, Protocol
 
 from fourfold.clock import SYSTEM_CLOCK, Clock
 from fourfold.config import Config
-from fourfold.process import Command, Death
+from fourfold.postmortem import Death
+from fourfold.process import Command
 
 COORDINATOR: Final = "coordinator-0"
 ADDRESS_FILE: Final = "coordinator.address"

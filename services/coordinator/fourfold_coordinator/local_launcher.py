@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fourfold.errors import ConfigError
-from fourfold.process import Command, Death, Supervisor
+from fourfold.postmortem import Death
+from fourfold.process import Command, Supervisor
 
 from .fleet import Service
 

@@ -25,7 +25,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fourfold.channel import is_loopback
 from fourfold.errors import ConfigError
-from fourfold.process import Command, Death, Supervisor
+from fourfold.postmortem import Death
+from fourfold.process import TAGS_VARIABLE, Command, Supervisor
 
 from .fleet import COORDINATOR, Service
 from .placement import refuse_unless_fits, table
@@ -93,6 +94,11 @@ class RayLauncher:
         self._ready: set[str] = set()
         self._deaths: list[Death] = []
         self._group: Any = None
+        self._everything = Supervisor(self._run_dir / "logs")
+        if not address:
+            # Some of Ray's own processes outlive a driver that was killed; they carry this tag, as all others do.
+            os.environ[TAGS_VARIABLE] = self._everything.tag
+            self._everything.start_guard()
         _connect(services, address)
         try:
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -111,6 +117,7 @@ class RayLauncher:
             self._group = _reserve(services, nodes)
         except BaseException:
             ray.shutdown()
+            self._everything.stop(0)
             raise
 
     def start(self, service: Service, command: Command) -> None:
@@ -164,6 +171,7 @@ class RayLauncher:
             if self._group is not None:
                 remove_placement_group(self._group)
         ray.shutdown()
+        self._everything.stop(0)
 
     def _poll(self) -> None:
         """Collect the answers that came, and ask again those that were not asked for a while."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,29 @@ class TestTrainerClient:
         experiences = (encode(sample(f"s{i}", 20_000)) for i in range(500))
         with pytest.raises(errors.WrongState, match="trainer-0, TrainStep: the next step is 7"):
             await client.train_step(4, experiences, timeout=10)
+
+    async def test_a_server_that_knows_no_trainer_is_an_error_of_ours_whenever_it_answers(self, serve: Serve) -> None:
+        client = TrainerClient(await serve(Reward().servicer()), peer="trainer-0")
+        for _ in range(10):  # before the first chunk, between two, or in the middle of one
+            experiences = (encode(sample(f"s{i}", 20_000)) for i in range(100))
+            with pytest.raises(errors.FourfoldError, match=r"trainer-0, TrainStep: (Method not found|the connection)"):
+                await client.train_step(1, experiences, timeout=10)
+
+    async def test_a_status_that_came_between_two_chunks_is_the_error(
+        self, serve: Serve, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        channel = await serve(Trainer(raises=errors.WrongState("the next step is 7")).servicer())
+        client = TrainerClient(channel, peer="t")
+        write = importlib.import_module("grpc.aio._call").StreamUnaryCall.write
+
+        async def late(call: Any, message: Any) -> None:
+            await write(call, message)
+            await call.done_writing()
+            await call.code()  # the status is here before the next chunk is written
+
+        monkeypatch.setattr("grpc.aio._call.StreamUnaryCall.write", late)
+        with pytest.raises(errors.WrongState, match="the next step is 7"):
+            await client.train_step(1, [encode(sample(f"s{i}", 200_000)) for i in range(2)], timeout=10)
 
     async def test_an_error_while_the_batch_is_made_is_that_error(self, serve: Serve) -> None:
         def experiences() -> Any:

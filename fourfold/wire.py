@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -189,13 +190,17 @@ def check_unique(ids: Iterable[str]) -> None:
         seen.add(sample_id)
 
 
-def pack_floats(values: Float32Array) -> bytes:
+def pack_floats(values: Sequence[float] | Float32Array) -> bytes:
     """Return `values` as little-endian float32."""
-    return _little_endian(values, "<f4")
+    if isinstance(values, list):  # more than twice as fast as through an array
+        return struct.pack(f"<{len(values)}f", *values)
+    return _little_endian(np.asarray(values, np.float32), "<f4")
 
 
 def pack_ints(values: Sequence[int] | Int32Array) -> bytes:
     """Return `values` as little-endian int32."""
+    if isinstance(values, list):
+        return struct.pack(f"<{len(values)}i", *values)
     return _little_endian(np.asarray(values, np.int32), "<i4")
 
 

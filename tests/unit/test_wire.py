@@ -197,3 +197,14 @@ def test_a_repeated_sample_id_is_refused() -> None:
     wire.check_unique(["a", "b"])
     with pytest.raises(InvalidInput, match="sample a occurs twice"):
         wire.check_unique(["a", "b", "a"])
+
+
+def test_lists_and_arrays_pack_to_the_same_bytes() -> None:
+    ints, numbers = [0, 1, -1, 2**31 - 1, -(2**31)], [0.0, -0.5, -1e-30, float("-inf"), NAN]
+    assert wire.pack_ints(ints) == wire.pack_ints(tuple(ints)) == np.array(ints, "<i4").tobytes()
+    assert (
+        wire.pack_floats(numbers)
+        == wire.pack_floats(np.array(numbers, np.float32))
+        == np.array(numbers, "<f4").tobytes()
+    )
+    assert wire.pack_ints([]) == wire.pack_floats([]) == b""

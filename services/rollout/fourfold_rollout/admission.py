@@ -1,0 +1,267 @@
+"""Who may sample what, and how much at once.
+
+`parse` turns a request into a checked `GenerateCall`; `Admission` keeps the limits over all
+calls in flight. Tokens count at their worst case, prompt plus max_tokens: most samples stop
+earlier, so that twice what the KV cache holds may be promised, and the engine's queue never
+holds more than that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from fourfold.errors import AlreadyExists, InvalidInput, Overloaded
+from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold.wire import check_id
+from fourfold_rollout.engine import SampleRequest
+
+MAX_SAMPLES_PER_CALL: Final = 256
+_MAX_STOP_TOKENS: Final = 64
+_MAX_SEED: Final = 2**53
+_MAX_FLUSH_SECONDS: Final = 10.0
+_TOKENS_PROMISED_PER_CACHED: Final = 2
+_RETRY_SECONDS: Final = 0.5
+_SUPERSEDE_SECONDS: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What bounds every call."""
+
+    max_context_tokens: int
+    vocabulary_size: int
+    max_concurrent_samples: int
+    kv_cache_tokens: int
+    """0: not known, no limit on tokens."""
+    stop_token_ids: tuple[int, ...]
+    """The model's own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateCall:
+    """A checked GenerateRequest with every default filled in."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sample_count: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    seed: int
+    min_policy_version: int
+    flush_seconds: float | None
+    """None: a sample is sent once, when it is finished."""
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all samples at their longest."""
+        return self.sample_count * (len(self.prompt_token_ids) + self.max_tokens)
+
+    def samples(self, policy_version: int) -> list[SampleRequest]:
+        """Return the engine's requests, in index order."""
+        return [
+            SampleRequest(
+                key=f"{self.request_id}-{index}",
+                prompt_token_ids=self.prompt_token_ids,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                max_tokens=self.max_tokens,
+                stop_token_ids=self.stop_token_ids,
+                seed=self.seed + index,
+                cache_salt=f"v{policy_version}",
+                streaming=self.flush_seconds is not None,
+            )
+            for index in range(self.sample_count)
+        ]
+
+
+def parse(request: pb.GenerateRequest, limits: Limits) -> GenerateCall:
+    """Check a request and fill in its defaults.
+
+    Raises:
+        InvalidInput: value, rule, fix.
+    """
+    request_id = check_id(request.request_id, "request_id")
+    prompt = _prompt(request, limits)
+    params = request.sampling_params
+    count = request.sample_count if request.HasField("sample_count") else 1
+    _check_range("sample_count", count, 1, min(MAX_SAMPLES_PER_CALL, limits.max_concurrent_samples))
+    max_tokens = limits.max_context_tokens - len(prompt)
+    if params.HasField("max_tokens"):
+        _check_range("sampling_params.max_tokens", params.max_tokens, 1, None)
+        max_tokens = min(max_tokens, params.max_tokens)
+    if params.HasField("top_k"):
+        _check_range("sampling_params.top_k", params.top_k, 1, None)
+    if params.HasField("seed"):
+        _check_range("sampling_params.seed", params.seed, 0, _MAX_SEED - 1)
+    _check_range("min_policy_version", request.min_policy_version, 0, None)
+    return GenerateCall(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sample_count=count,
+        temperature=_temperature(params),
+        top_p=_top_p(params),
+        top_k=min(params.top_k, limits.vocabulary_size),
+        max_tokens=max_tokens,
+        stop_token_ids=_stop_token_ids(params, limits),
+        seed=params.seed if params.HasField("seed") else secrets.randbelow(_MAX_SEED),
+        min_policy_version=request.min_policy_version,
+        flush_seconds=_flush_seconds(request),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """One call in flight."""
+
+    owner: asyncio.Task[Any] | None
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Admission:
+    """Counts what is in flight. Belongs to one event loop."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._max_samples = limits.max_concurrent_samples
+        self._max_tokens = limits.kv_cache_tokens * _TOKENS_PROMISED_PER_CACHED or math.inf
+        self._live: dict[str, _Place] = {}
+        self._samples = 0
+        self._tokens = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    async def wait_empty(self, timeout: float) -> bool:
+        """Wait until no call is in flight; False when some still are after `timeout` seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._empty.wait()
+        return self._empty.is_set()
+
+    @asynccontextmanager
+    async def enter(self, call: GenerateCall, *, is_retry: bool) -> AsyncIterator[None]:
+        """Hold a call's place while its samples are in flight.
+
+        Args:
+            call: the call.
+            is_retry: gRPC says that its client has tried before: the old call is dead even
+                where this side has not noticed yet, and makes room.
+
+        Raises:
+            AlreadyExists: the request id is live.
+            Overloaded: no room now.
+        """
+        if is_retry:
+            await self._supersede(call.request_id)
+        if call.request_id in self._live:
+            raise AlreadyExists(
+                f"request_id {call.request_id!r} is in flight; give every call an id of its own, or wait for the first"
+            )
+        self._check_room(call)
+        place = self._live[call.request_id] = _Place(asyncio.current_task())
+        self._empty.clear()
+        self._samples += call.sample_count
+        self._tokens += call.token_count
+        try:
+            yield
+        finally:
+            self._samples -= call.sample_count
+            self._tokens -= call.token_count
+            del self._live[call.request_id]
+            place.left.set()
+            if not self._live:
+                self._empty.set()
+
+    def _check_room(self, call: GenerateCall) -> None:
+        if self._samples + call.sample_count > self._max_samples:
+            raise Overloaded(
+                f"{self._samples} samples are in flight and {call.sample_count} more would pass the limit of "
+                f"{self._max_samples} (rollout.max_concurrent_samples); try again, or another replica",
+                reason="TOO_MANY_SAMPLES",
+                retry_after=_RETRY_SECONDS,
+            )
+        # A call that is alone always fits: the engine serves it bit by bit.
+        if self._samples and self._tokens + call.token_count > self._max_tokens:
+            raise Overloaded(
+                f"{self._tokens} tokens are promised to calls in flight and {call.token_count} more would pass the "
+                f"limit of {self._max_tokens}; try again, lower max_tokens, or give the engine a larger KV cache",
+                reason="TOO_MANY_TOKENS",
+                retry_after=_RETRY_SECONDS,
+            )
+
+    async def _supersede(self, request_id: str) -> None:
+        place = self._live.get(request_id)
+        if place is None:
+            return
+        if place.owner is not None:
+            place.owner.cancel()
+        with suppress(TimeoutError):  # still live then, and `enter` says so
+            async with asyncio.timeout(_SUPERSEDE_SECONDS):
+                await place.left.wait()
+
+
+def _prompt(request: pb.GenerateRequest, limits: Limits) -> list[int]:
+    ids = list(request.prompt_token_ids)
+    if not ids:
+        raise InvalidInput("prompt_token_ids is empty; send at least one token, such as the model's bos token")
+    if len(ids) >= limits.max_context_tokens:
+        raise InvalidInput(
+            f"prompt_token_ids has {len(ids)} tokens; it must be shorter than the context of "
+            f"{limits.max_context_tokens} tokens: shorten the prompt or raise model.max_context_tokens"
+        )
+    _check_ids("prompt_token_ids", ids, limits)
+    return ids
+
+
+def _stop_token_ids(params: pb.SamplingParams, limits: Limits) -> tuple[int, ...]:
+    ids = list(params.stop_token_ids)
+    if len(ids) > _MAX_STOP_TOKENS:
+        raise InvalidInput(f"sampling_params.stop_token_ids has {len(ids)} ids; at most {_MAX_STOP_TOKENS} are allowed")
+    _check_ids("sampling_params.stop_token_ids", ids, limits)
+    return tuple(dict.fromkeys((*limits.stop_token_ids, *ids)))
+
+
+def _check_ids(what: str, ids: list[int], limits: Limits) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= limits.vocabulary_size):
+        bad = next(i for i in ids if not 0 <= i < limits.vocabulary_size)
+        raise InvalidInput(
+            f"{what} holds {bad}, which is outside the vocabulary [0, {limits.vocabulary_size}); encode with the "
+            f"tokenizer of this model (GetInfo gives its hash)"
+        )
+
+
+def _temperature(params: pb.SamplingParams) -> float:
+    value = params.temperature if params.HasField("temperature") else 1.0
+    if not 0 <= value <= 2:
+        raise InvalidInput(f"sampling_params.temperature is {value}; it must be in [0, 2], 0 for greedy")
+    return value
+
+
+def _top_p(params: pb.SamplingParams) -> float:
+    value = params.top_p if params.HasField("top_p") else 1.0
+    if not 0 < value <= 1:
+        raise InvalidInput(f"sampling_params.top_p is {value}; it must be in (0, 1], 1 for all tokens")
+    return value
+
+
+def _flush_seconds(request: pb.GenerateRequest) -> float | None:
+    if not request.HasField("flush_interval"):
+        return None
+    seconds = request.flush_interval.ToNanoseconds() / 1e9
+    if not 0 <= seconds <= _MAX_FLUSH_SECONDS:
+        raise InvalidInput(f"flush_interval is {seconds} s; it must be in [0, {_MAX_FLUSH_SECONDS:g}] s, or unset")
+    return seconds
+
+
+def _check_range(what: str, value: int, low: int, high: int | None) -> None:
+    if value < low or (high is not None and value > high):
+        rule = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise InvalidInput(f"{what} is {value}; it must be {rule}")

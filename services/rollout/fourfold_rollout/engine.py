@@ -1,0 +1,177 @@
+"""What the service needs of an engine. vLLM's implementation is `fourfold_rollout.vllm.engine`; tests bring a fake.
+
+The servicer hands over samples, one by one or several at once, and reads each one's stream;
+the weight state machine (`weights.py`) makes sure that nothing runs while weights change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Literal, Protocol
+
+
+class Finish(Enum):
+    """Why a sample ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What to start."""
+
+    folder: Path
+    """Hugging Face model folder."""
+    dtype: Literal["bfloat16", "float32"]
+    max_context_tokens: int
+    max_concurrent_samples: int
+    max_batched_tokens: int
+    enforce_eager: bool
+    kv_cache_gib: int
+    """CPU only."""
+    gpus: int
+    """0: CPU."""
+    gpu_memory_utilization: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """One sample to draw. Everything is checked already."""
+
+    key: str
+    """Unique among the samples in flight."""
+    prompt_token_ids: list[int]
+    temperature: float
+    top_p: float
+    top_k: int
+    """0: all tokens."""
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    """All of them, the model's own included."""
+    seed: int
+    cache_salt: str
+    """Prompts share cached prefixes only under one salt: the policy version's."""
+    streaming: bool
+    """Give tokens as they come; otherwise all of them at the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOutput:
+    """New tokens of one sample since its last output."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Natural log, of the distribution that was sampled from (temperature, top-p and top-k applied)."""
+    finish: Finish | None = None
+    """Set on the last output."""
+
+    def __add__(self, later: SampleOutput) -> SampleOutput:
+        return SampleOutput(
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+            finish=later.finish,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """What never changes while an engine lives."""
+
+    version: str
+    device_type: str
+    device_uuids: tuple[bytes, ...]
+    backends: tuple[str, ...]
+    """Weight transports, best first."""
+    worker_count: int
+    vocabulary_size: int
+    max_context_tokens: int
+    kv_cache_tokens: int
+    """Tokens that the KV cache holds; 0: not known."""
+
+
+class SampleStream(Protocol):
+    """The outputs of one submitted sample."""
+
+    async def next(self) -> SampleOutput:
+        """Return the next output; not called again after the last. Cancelling loses nothing.
+
+        Raises:
+            Unavailable: the engine died.
+        """
+        ...
+
+
+class Engine(Protocol):
+    """An engine that runs. Every method may raise `Unavailable` when it is dead."""
+
+    @property
+    def description(self) -> EngineDescription:
+        """What it is."""
+        ...
+
+    @property
+    def running_count(self) -> int:
+        """Samples submitted and not finished."""
+        ...
+
+    @property
+    def sampled_token_count(self) -> int:
+        """Tokens sampled since the start."""
+        ...
+
+    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[SampleStream]:
+        """Start samples; all of them join the same engine step, in this order."""
+        ...
+
+    async def abandon(self, streams: Sequence[SampleStream]) -> None:
+        """End samples that nobody wants any more; finished ones are left alone. Their streams are not read again."""
+        ...
+
+    async def interrupt(self) -> None:
+        """End all running samples with the tokens they have, `Finish.ABORTED`."""
+        ...
+
+    async def settle(self) -> None:
+        """Return when no step is under way any more. Nothing may be running."""
+        ...
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of each token after the ones before it, at temperature 1; the first is NaN."""
+        ...
+
+    async def open_weights(
+        self,
+        *,
+        epoch: int,
+        backend: str,
+        manifest: bytes,
+        offers: Sequence[bytes],
+        receiver_count: int,
+        first_receiver_index: int,
+        timeout: float,
+    ) -> tuple[int, int]:
+        """Join an epoch; return how many tensors go in place and how many through a reload.
+
+        Raises:
+            InvalidInput, WrongState, StaleEpoch: it does not fit; nothing changed.
+            DeadlinePassed, Unavailable: the senders cannot be met; the epoch is closed.
+        """
+        ...
+
+    async def receive_weights(self, *, epoch: int, policy_version: int, timeout: float) -> bytes:
+        """Receive and load a version; return its digest."""
+        ...
+
+    async def commit_weights(self, *, epoch: int, policy_version: int) -> None:
+        """Note that the received version is served now."""
+        ...
+
+    async def abort_weights(self, *, epoch: int) -> bool:
+        """Close the epoch; return whether the weights are whole and the served version's."""
+        ...

@@ -1,0 +1,128 @@
+"""The role `rollout`: `fourfold serve rollout RECIPE` runs this until it is told to stop.
+
+The engine is started before anything else of the service: its process is forked from this
+one, and that must happen before gRPC has threads. So the port opens when the engine is
+ready, some fifteen seconds after the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from fourfold import models
+from fourfold.config import Config
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import ConfigError
+from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
+from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
+from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
+from fourfold.serve import Host, ServeOptions
+from fourfold.tokenizer import tokenizer_sha256
+from fourfold.weights.host import host_id
+from fourfold_rollout.admission import Limits
+from fourfold_rollout.control_servicer import Identity, RolloutControlServicer
+from fourfold_rollout.engine import EngineSettings
+from fourfold_rollout.servicer import RolloutServicer, ServedModel
+from fourfold_rollout.vllm import environment
+from fourfold_rollout.weights import EngineWeights
+
+if TYPE_CHECKING:
+    from fourfold_rollout.vllm.engine import VllmEngine
+
+_SERVICE: Final = pb.DESCRIPTOR.services_by_name["RolloutService"]
+_CONTROL_SERVICE: Final = control_pb.DESCRIPTOR.services_by_name["RolloutControlService"]
+
+
+def main(options: ServeOptions) -> int:
+    """Serve until the end; return the process's exit code."""
+    config = options.config
+    host = Host(options, role=Role.ROLE_ROLLOUT)
+    folder = models.resolve(config.model.source)
+    host.tokenizer_sha256 = tokenizer_sha256(folder)
+    settings = engine_settings(config, folder)
+    environment.prepare(settings)
+    from fourfold_rollout.vllm.engine import VllmEngine
+
+    engine = VllmEngine.start(settings, fork=True)
+    return asyncio.run(_serve(host, engine, folder))
+
+
+def engine_settings(config: Config, folder: Path) -> EngineSettings:
+    """Return what a recipe asks of the engine."""
+    rollout = config.rollout
+    on_cpu = rollout.gpus_per_replica == 0
+    return EngineSettings(
+        folder=folder,
+        dtype=config.model.dtype,
+        max_context_tokens=config.model.max_context_tokens,
+        max_concurrent_samples=rollout.max_concurrent_samples,
+        max_batched_tokens=rollout.max_batched_tokens,
+        enforce_eager=on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
+        kv_cache_gib=rollout.kv_cache_gib,
+        gpus=rollout.gpus_per_replica,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        seed=config.seed,
+    )
+
+
+def model_stop_token_ids(folder: Path) -> tuple[int, ...]:
+    """Return the model's end-of-sequence ids, of generation_config.json and config.json."""
+    ids = [*_eos_ids(folder / "generation_config.json"), *_eos_ids(folder / "config.json")]
+    return tuple(dict.fromkeys(ids))
+
+
+def model_sha256(folder: Path) -> bytes:
+    """Return the 32-byte hash of config.json, parsed and written canonically."""
+    canonical = json.dumps(_json(folder / "config.json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).digest()
+
+
+async def _serve(host: Host, engine: VllmEngine, folder: Path) -> int:
+    config = host.options.config
+    update_timeout = config.weights.timeout_seconds
+    await engine.attach(host.fatal)
+    description = engine.description
+    limits = Limits(
+        max_context_tokens=description.max_context_tokens,
+        vocabulary_size=description.vocabulary_size,
+        max_concurrent_samples=config.rollout.max_concurrent_samples,
+        kv_cache_tokens=description.kv_cache_tokens,
+        stop_token_ids=tuple(i for i in model_stop_token_ids(folder) if i < description.vocabulary_size),
+    )
+    weights = EngineWeights(engine, update_timeout=update_timeout)
+    model = ServedModel(name=config.model.source, tokenizer_sha256=host.tokenizer_sha256, limits=limits)
+    servicer = RolloutServicer(model, engine, weights)
+    identity = Identity(model_sha256=model_sha256(folder), host_id=host_id())
+    control = RolloutControlServicer(identity, engine, weights, update_timeout=update_timeout)
+    host.server.add(_SERVICE, add_RolloutServiceServicer_to_server, servicer)
+    host.server.add(_CONTROL_SERVICE, add_RolloutControlServiceServicer_to_server, control)
+    if config.rollout.public_listen:
+        public = host.public_server(config.rollout.public_listen)
+        public.add(_SERVICE, add_RolloutServiceServicer_to_server, servicer)
+    host.on_drain += [servicer.drain, weights.close, engine.close]
+    return await host.run()
+
+
+def _eos_ids(path: Path) -> Iterator[int]:
+    if not path.exists():
+        return
+    value = _json(path).get("eos_token_id")
+    for token in value if isinstance(value, list) else [value]:
+        if isinstance(token, int):
+            yield token
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON ({error}); is this a Hugging Face model folder?") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds no JSON object; is this a Hugging Face model folder?")
+    return value

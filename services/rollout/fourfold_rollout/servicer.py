@@ -1,0 +1,194 @@
+"""RolloutService: sampling for the coordinator and for agents, on the internal and the public port alike.
+
+    Generate -> admission -> lease on the weights -> gatherer -> engine
+       ^                                                           |
+       '-- responses <-- queue <-- one task per sample <-- stream -'
+
+The tasks read the engine as fast as it samples, whatever the client does: a client that reads
+slowly delays nobody, and no weight update waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+import numpy as np
+
+from fourfold.errors import DeadlinePassed, InvalidInput, Unavailable, WrongState
+from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold.rollout.v1.rollout_service_pb2_grpc import RolloutServiceServicer
+from fourfold.wire import pack_floats, pack_ints
+from fourfold_rollout.admission import Admission, GenerateCall, Limits, parse
+from fourfold_rollout.engine import Engine, Finish, SampleOutput, SampleStream
+from fourfold_rollout.gather import Gatherer
+from fourfold_rollout.weights import EngineWeights
+
+_log = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_FINISH_REASONS: Final = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    Finish.STOP: pb.FINISH_REASON_STOP,
+    Finish.LENGTH: pb.FINISH_REASON_LENGTH,
+    Finish.ABORTED: pb.FINISH_REASON_ABORTED,
+}
+# Answers, errors too, leave this long before the caller's deadline.
+_MARGIN_SECONDS: Final = 0.05
+_DRAIN_SECONDS: Final = 1.0
+_DRAIN_STEP_SECONDS: Final = 0.05
+_LOAD_PERIOD_SECONDS: Final = 1.0
+_LOAD_PERIODS: Final = (0.01, 60.0)
+_RETRY_METADATA: Final = "grpc-previous-rpc-attempts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What GetInfo tells."""
+
+    name: str
+    tokenizer_sha256: bytes
+    limits: Limits
+
+
+class RolloutServicer(RolloutServiceServicer):
+    """Serves one engine."""
+
+    def __init__(self, model: ServedModel, engine: Engine, weights: EngineWeights) -> None:
+        self._model = model
+        self._engine = engine
+        self._weights = weights
+        self._admission = Admission(model.limits)
+        self._gatherer = Gatherer(engine)
+        self._draining = False
+
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
+        """Describe the model, its limits, and the version it serves."""
+        limits = self._model.limits
+        return pb.GetInfoResponse(
+            model=self._model.name,
+            tokenizer_sha256=self._model.tokenizer_sha256,
+            max_context_tokens=limits.max_context_tokens,
+            policy_version=self._weights.policy_version,
+            vocabulary_size=limits.vocabulary_size,
+            max_concurrent_samples=limits.max_concurrent_samples,
+        )
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """Sample completions; leaving early aborts the engine's requests."""
+        if self._draining:
+            raise Unavailable("this replica is draining; use another one", reason="DRAINING")
+        call = parse(request, self._model.limits)
+        is_retry = any(key == _RETRY_METADATA for key, _ in context.invocation_metadata() or ())
+        async with self._admission.enter(call, is_retry=is_retry):
+            responses: asyncio.Queue[pb.GenerateResponse | None] = asyncio.Queue()
+            work = asyncio.get_running_loop().create_task(self._sample(call, responses, _time_left(context)))
+            work.add_done_callback(lambda _: responses.put_nowait(None))
+            try:
+                while (response := await responses.get()) is not None:
+                    yield response
+                await work  # raises what it raised
+            finally:
+                work.cancel()
+                await asyncio.wait({work})
+
+    async def WatchLoad(self, request: pb.WatchLoadRequest, context: Context) -> AsyncIterator[pb.WatchLoadResponse]:
+        """Report the load at once and then every period."""
+        period = _LOAD_PERIOD_SECONDS
+        if request.HasField("period"):
+            period = request.period.ToNanoseconds() / 1e9
+            low, high = _LOAD_PERIODS
+            if not low <= period <= high:
+                raise InvalidInput(f"period is {period} s; it must be in [{low}, {high:g}] s, or unset for 1 s")
+        while True:
+            yield pb.WatchLoadResponse(
+                running_sample_count=self._engine.running_count,
+                sampled_token_count=self._engine.sampled_token_count,
+                updating_weights=self._weights.updating,
+                policy_version=self._weights.policy_version,
+            )
+            await asyncio.sleep(period)
+
+    async def drain(self) -> None:
+        """Refuse new calls; let running samples finish for a second, then end them with the tokens they have."""
+        self._draining = True
+        empty = await self._admission.wait_empty(_DRAIN_SECONDS)
+        while not empty:
+            await self._engine.interrupt()
+            empty = await self._admission.wait_empty(_DRAIN_STEP_SECONDS)
+
+    async def _sample(
+        self, call: GenerateCall, responses: asyncio.Queue[pb.GenerateResponse | None], timeout: float
+    ) -> None:
+        """Have the engine draw a call's samples; returns when it is done with all of them."""
+        async with self._weights.serving(timeout) as version:
+            if version < call.min_policy_version:
+                raise WrongState(
+                    f"the served policy_version is {version}, older than min_policy_version "
+                    f"{call.min_policy_version}; wait until it is published here, or use another replica",
+                    reason="POLICY_TOO_OLD",
+                )
+            streaming = call.flush_seconds is not None
+            streams = await self._gatherer.submit(call.samples(version), at_once=streaming)
+            done = False
+            try:
+                async with asyncio.TaskGroup() as samples:
+                    for index, stream in enumerate(streams):
+                        samples.create_task(self._pump(index, stream, call.flush_seconds, version, responses))
+                done = True
+            finally:
+                if not done:
+                    await asyncio.shield(self._engine.abandon(streams))
+
+    async def _pump(
+        self,
+        index: int,
+        stream: SampleStream,
+        flush_seconds: float | None,
+        version: int,
+        responses: asyncio.Queue[pb.GenerateResponse | None],
+    ) -> None:
+        """Turn one sample's outputs into responses."""
+        finished = False
+        while not finished:
+            output = await _next(stream, flush_seconds)
+            finished = output.finish is not None
+            responses.put_nowait(
+                pb.GenerateResponse(
+                    sample_index=index,
+                    token_ids=pack_ints(output.token_ids),
+                    # A log-probability can round to slightly above 0, which no receiver accepts.
+                    logprobs=pack_floats(np.minimum(np.asarray(output.logprobs, np.float32), 0)),
+                    policy_version=version,
+                    finish_reason=_FINISH_REASONS[output.finish],
+                )
+            )
+
+
+async def _next(stream: SampleStream, flush_seconds: float | None) -> SampleOutput:
+    """Return the next output, joined with those that come within the flush interval."""
+    output = await stream.next()
+    if not flush_seconds:
+        return output
+    loop = asyncio.get_running_loop()
+    end = loop.time() + flush_seconds
+    while output.finish is None and (left := end - loop.time()) > 0:
+        try:
+            async with asyncio.timeout(left):
+                output += await stream.next()
+        except TimeoutError:
+            break
+    return output
+
+
+def _time_left(context: Context) -> float:
+    left = context.time_remaining()
+    if left is None:
+        raise InvalidInput("Generate was called without a deadline; pass a timeout with the call", reason="NO_DEADLINE")
+    if left <= _MARGIN_SECONDS:
+        raise DeadlinePassed(f"only {left:.3f} s are left of the deadline; give the call more time")
+    return left - _MARGIN_SECONDS

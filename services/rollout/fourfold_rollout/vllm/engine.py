@@ -1,0 +1,343 @@
+"""vLLM's `AsyncLLM` as our `Engine`. Works with vLLM 0.26 to 0.32.
+
+vLLM's own asynchronous calls are used below `generate`: `add_request` gives a collector per
+request, so that a batch is submitted in order and ended with one abort. Between two messages
+"pause" and "resume" of the scheduler the core process takes up any number of requests and
+steps with all of them at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Final, Self, TypeVar
+
+from vllm import SamplingParams
+from vllm.inputs.engine import tokens_input
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from fourfold.errors import DeadlinePassed, Internal, Unavailable
+from fourfold.weights.answers import unwrap, unwrap_same
+from fourfold_rollout.engine import EngineDescription, EngineSettings, Finish, SampleOutput, SampleRequest, SampleStream
+from fourfold_rollout.vllm.launch import LaunchedEngine, end_processes, explain_death, launch
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# Workers keep their deadlines themselves; one that does not answer so long after it is stuck.
+_STUCK_SECONDS: Final = 10.0
+_DESCRIBE_SECONDS: Final = 30.0
+_ABORT_SECONDS: Final = 10.0
+_SHUTDOWN_SECONDS: Final = 1.2
+_FINISHES: Final = {finish.value: finish for finish in Finish}
+
+
+class VllmStream:
+    """One sample in the engine."""
+
+    def __init__(self, engine: VllmEngine, collector: Any) -> None:
+        self._engine = engine
+        self.collector = collector
+
+    async def next(self) -> SampleOutput:
+        """Return the tokens since the last call; see `SampleStream`."""
+        try:
+            result = self.collector.get_nowait() or await self.collector.get()
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise self._engine.dead_error() from error
+        completion = result.outputs[0]
+        ids: list[int] = list(completion.token_ids)
+        output = SampleOutput(
+            token_ids=ids, logprobs=_values(completion.logprobs, ids), finish=_finish(completion.finish_reason)
+        )
+        self._engine.note_output(self, output)
+        return output
+
+
+class VllmEngine:
+    """Implements `Engine`. Made before the event loop runs (`start`), used on it after `attach`."""
+
+    def __init__(self, launched: LaunchedEngine, settings: EngineSettings) -> None:
+        self._launched = launched
+        self._settings = settings
+        self._llm = launched.llm
+        self._live: dict[int, VllmStream] = {}
+        self._sampled = 0
+        self._order = asyncio.Lock()
+        self._posted: set[asyncio.Task[Any]] = set()
+        self._probe_numbers = itertools.count()
+        self._death: asyncio.Future[str] | None = None
+        self._descriptor = -1
+        self._description: EngineDescription | None = None
+
+    @classmethod
+    def start(cls, settings: EngineSettings, *, fork: bool = False) -> Self:
+        """Start vLLM and wait until it can sample; see `launch` for threads and errors."""
+        return cls(launch(settings, fork=fork), settings)
+
+    async def attach(self, on_death: Callable[[str], None]) -> None:
+        """Begin to use the engine on the running event loop.
+
+        Args:
+            on_death: called once with the reason when the engine dies by itself.
+        """
+        loop = asyncio.get_running_loop()
+        self._death = loop.create_future()
+        process = self._launched.processes[0]
+        assert process.pid is not None, "the core process was started"
+        self._descriptor = os.pidfd_open(process.pid)
+        loop.add_reader(self._descriptor, self._on_death, on_death)
+        await self._unless_dead(self._llm.get_supported_tasks(), _DESCRIBE_SECONDS)
+        workers = unwrap(await self._call("weights_describe", timeout=_DESCRIBE_SECONDS))
+        self._description = EngineDescription(
+            version=self._launched.version,
+            device_type=workers[0]["device_type"],
+            device_uuids=tuple(bytes(uuid) for worker in workers for uuid in worker["device_uuids"]),
+            backends=tuple(workers[0]["backends"]),
+            worker_count=len(workers),
+            vocabulary_size=self._launched.vocabulary_size,
+            max_context_tokens=self._settings.max_context_tokens,
+            kv_cache_tokens=self._launched.kv_cache_tokens,
+        )
+
+    @property
+    def description(self) -> EngineDescription:
+        """What it is; known after `attach`."""
+        if self._description is None:
+            raise RuntimeError("attach the engine to an event loop first")
+        return self._description
+
+    @property
+    def running_count(self) -> int:
+        """Samples submitted and not finished."""
+        return len(self._live)
+
+    @property
+    def sampled_token_count(self) -> int:
+        """Tokens that were sampled and read."""
+        return self._sampled
+
+    @property
+    def processes(self) -> tuple[int, ...]:
+        """Pids of the engine's own child processes."""
+        return tuple(p.pid for p in self._launched.processes if p.pid is not None)
+
+    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[SampleStream]:
+        """Start samples; all of them join the same engine step, in this order."""
+        self._check_alive()
+        streams: list[VllmStream] = []
+        complete = False
+        async with self._order:
+            hold = len(requests) > 1
+            if hold:
+                await self._post(self._llm.engine_core.pause_scheduler_async("keep", False))
+            try:
+                for request in requests:
+                    streams.append(await self._add(request))
+                complete = True
+            except EngineDeadError as error:
+                raise self.dead_error() from error
+            finally:
+                if hold:
+                    await self._post(self._llm.engine_core.resume_scheduler_async())
+                if not complete:
+                    await self.abandon(streams)
+        return streams
+
+    async def abandon(self, streams: Sequence[SampleStream]) -> None:
+        """End samples that nobody wants any more; finished ones are left alone."""
+        gone = [s for s in streams if isinstance(s, VllmStream) and self._live.pop(id(s), None) is not None]
+        if gone and not self._is_dead():
+            await self._unless_dead(
+                self._llm.abort([s.collector.request_id for s in gone], internal=True), _ABORT_SECONDS
+            )
+
+    async def interrupt(self) -> None:
+        """End all running samples with the tokens they have, `Finish.ABORTED`."""
+        await self._pause_and_resume("abort")
+
+    async def settle(self) -> None:
+        """Return when no step is under way any more."""
+        await self._pause_and_resume("keep")
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probability of each token after the ones before it, at temperature 1; the first is NaN."""
+        self._check_alive()
+        ids = list(token_ids)
+        number = next(self._probe_numbers)
+        params = SamplingParams(
+            max_tokens=1,
+            seed=0,
+            prompt_logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        # vLLM reads no cached prefix for a request with prompt_logprobs; the salt keeps others from reading this one.
+        prompt = tokens_input(ids, cache_salt=f"probe-{number}")
+        collector = await self._llm.add_request(f"probe-{number}", prompt, params)
+        done = False
+        try:
+            result: Any = await self._unless_dead(collector.get(), None)
+            done = True
+        finally:
+            if not done and not self._is_dead():
+                await self._llm.abort([collector.request_id], internal=True)
+        return [math.nan, *_values(result.prompt_logprobs[1:], ids[1:])]
+
+    async def open_weights(
+        self,
+        *,
+        epoch: int,
+        backend: str,
+        manifest: bytes,
+        offers: Sequence[bytes],
+        receiver_count: int,
+        first_receiver_index: int,
+        timeout: float,
+    ) -> tuple[int, int]:
+        """Join an epoch; see `Engine`."""
+        args = (epoch, backend, manifest, list(offers), receiver_count, first_receiver_index, timeout)
+        report = unwrap_same(await self._call("weights_open", *args, timeout=timeout))
+        return report["direct"], report["reload"]
+
+    async def receive_weights(self, *, epoch: int, policy_version: int, timeout: float) -> bytes:
+        """Receive and load a version; return its digest."""
+        answers = await self._call("weights_receive", epoch, policy_version, timeout, timeout=timeout)
+        return bytes(unwrap_same(answers))
+
+    async def commit_weights(self, *, epoch: int, policy_version: int) -> None:
+        """Note that the received version is served now."""
+        unwrap_same(await self._call("weights_commit", epoch, policy_version, timeout=_ABORT_SECONDS))
+
+    async def abort_weights(self, *, epoch: int) -> bool:
+        """Close the epoch; return whether the weights are whole and the served version's."""
+        answers = unwrap(await self._call("weights_abort", epoch, timeout=_ABORT_SECONDS))
+        return all(answer == "clean" for answer in answers)
+
+    async def close(self) -> None:
+        """End the engine's processes; in about a second, whatever they do."""
+        if self._descriptor >= 0:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+        for task in tuple(self._posted):
+            task.cancel()
+        await asyncio.to_thread(end_processes, self._launched, timeout=_SHUTDOWN_SECONDS)
+
+    def dead_error(self) -> Unavailable:
+        """Return the error of every call to a dead engine."""
+        reason = (
+            self._death.result() if self._death is not None and self._death.done() else explain_death(self._launched)
+        )
+        return Unavailable(reason, reason="ENGINE_DEAD")
+
+    def note_output(self, stream: VllmStream, output: SampleOutput) -> None:
+        """Count what a stream has given."""
+        self._sampled += len(output.token_ids)
+        if output.finish is not None:
+            self._live.pop(id(stream), None)
+
+    async def _add(self, request: SampleRequest) -> VllmStream:
+        params = SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            max_tokens=request.max_tokens,
+            stop_token_ids=list(request.stop_token_ids),
+            seed=request.seed,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            ignore_eos=True,  # the stop tokens above are all of them
+            output_kind=RequestOutputKind.DELTA if request.streaming else RequestOutputKind.FINAL_ONLY,
+        )
+        prompt = tokens_input(request.prompt_token_ids, cache_salt=request.cache_salt)
+        stream = VllmStream(self, await self._llm.add_request(request.key, prompt, params))
+        self._live[id(stream)] = stream
+        return stream
+
+    async def _pause_and_resume(self, mode: Any) -> None:
+        self._check_alive()
+        async with self._order:
+            try:
+                await self._unless_dead(self._llm.engine_core.pause_scheduler_async(mode, False), None)
+            finally:
+                await self._post(self._llm.engine_core.resume_scheduler_async())
+
+    async def _post(self, message: Coroutine[Any, Any, Any]) -> None:
+        """Send a message to the core process without waiting for its answer. Messages arrive in order."""
+        task = asyncio.get_running_loop().create_task(message)
+        self._posted.add(task)
+        task.add_done_callback(self._posted.discard)
+        await asyncio.sleep(0)  # it runs up to its wait for the answer: it is sent
+
+    async def _call(self, method: str, *args: Any, timeout: float) -> list[Any]:
+        """Call a verb in every worker; each has its own deadline, `timeout` from now."""
+        answers: list[Any] = await self._unless_dead(
+            self._llm.collective_rpc(method, args=args), timeout + _STUCK_SECONDS
+        )
+        return answers
+
+    async def _unless_dead(self, work: Awaitable[_T], timeout: float | None) -> _T:
+        """Await an answer of the engine, or its death."""
+        self._check_alive()
+        assert self._death is not None, "attached"
+        task = asyncio.ensure_future(work)
+        try:
+            either: set[asyncio.Future[Any]] = {task, self._death}
+            await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                if self._death.done():
+                    raise self.dead_error()
+                raise DeadlinePassed(f"the engine has not answered for {timeout} s")
+        finally:
+            if not task.done():
+                task.cancel()
+        error = task.exception()
+        if isinstance(error, EngineDeadError):
+            raise self.dead_error() from error
+        if error is not None:  # vLLM turns errors in its core process into plain exceptions
+            raise Internal(f"the engine failed: {error}") from error
+        return task.result()
+
+    def _check_alive(self) -> None:
+        if self._is_dead():
+            raise self.dead_error()
+
+    def _is_dead(self) -> bool:
+        return self._death is None or self._death.done() or bool(self._llm.errored)
+
+    def _on_death(self, on_death: Callable[[str], None]) -> None:
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        reason = explain_death(self._launched)
+        _log.error("%s", reason)
+        if self._death is not None and not self._death.done():
+            self._death.set_result(reason)
+        for stream in self._live.values():
+            stream.collector.put(EngineDeadError())
+        self._live.clear()
+        on_death(reason)
+
+
+def _values(logprobs: Any, ids: Sequence[int]) -> list[float]:
+    """Return the log-probability of each id: one entry per position where only that one was asked for."""
+    flat = getattr(logprobs, "logprobs", None)
+    if flat is not None and len(flat) == len(ids):
+        return list(flat)
+    return [position[token].logprob for position, token in zip(logprobs or (), ids, strict=True)]
+
+
+def _finish(reason: str | None) -> Finish | None:
+    if reason is None:
+        return None
+    finish = _FINISHES.get(reason)
+    if finish is None:
+        raise Internal(f"the engine gave a sample up: {reason}")
+    return finish

@@ -1,0 +1,56 @@
+"""The environment variables that vLLM reads, set for this process and its engine before vLLM is imported.
+
+Users set none. What somebody did set for vLLM stays as it is, but for the few lines that keep
+a machine safe: addresses, and the switch that would let pickled objects in.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from typing import Final
+
+from fourfold_rollout.engine import EngineSettings
+
+_ALWAYS: Final = {
+    # Everything of one engine is on this host, and nothing of it may be reached from outside.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOOPBACK_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
+}
+_DEFAULTS: Final = {
+    "VLLM_CONFIGURE_LOGGING": "0",  # our own logging formats its records
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",
+    "HF_HUB_OFFLINE": "1",  # models are folders
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",  # no progress bars in logs
+}
+# They warn of what we have chosen, such as threads that sleep and no Triton on a CPU.
+_NOISY_LOGGERS: Final = ("vllm.triton_utils", "vllm.utils.torch_utils", "vllm.v1.worker.cpu_worker", "vllm.config.vllm")
+_CPU: Final = {
+    # The worker lives in vLLM's core process: one process and one import of vLLM less.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # Threads sleep when they wait for each other. Spinning ones are no faster here, and several times
+    # slower as soon as another process wants a core.
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+
+
+def prepare(settings: EngineSettings) -> None:
+    """Set the variables. Must run before torch and vLLM are imported: OpenMP reads its own when it is loaded."""
+    os.environ.update(_ALWAYS)
+    defaults = dict(_DEFAULTS)
+    if settings.gpus == 0:
+        defaults |= _CPU
+        defaults["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
+    elif importlib.util.find_spec("flashinfer") is None:
+        defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM 0.26 asks for it without looking
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
+    for name in _NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)

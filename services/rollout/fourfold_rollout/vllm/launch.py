@@ -1,0 +1,216 @@
+"""Starts vLLM and its core process, and explains its death.
+
+On CPU the core process is forked from this one after vLLM was imported, where vLLM would
+start a new interpreter and import everything again: that halves the start (12 of 25 s on two
+cores) and saves a few hundred megabytes. It is safe because `fork=True` is for a process that
+has started no threads yet: no gRPC server, no parallel tensor operation.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from typing import Any, Final
+
+import vllm
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from fourfold.errors import ConfigError, Unavailable
+from fourfold.weights.host import die_with_parent
+from fourfold_rollout.engine import EngineSettings
+
+_log = logging.getLogger(__name__)
+
+_WORKER: Final = "fourfold.weights.vllm_worker.WeightWorker"
+_CORE_LOGGER: Final = "vllm.v1.engine.core"
+_NOTE_BYTES: Final = 2000
+_READ_BYTES: Final = 2 * _NOTE_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchedEngine:
+    """A vLLM that is ready."""
+
+    llm: AsyncLLM
+    processes: tuple[BaseProcess, ...]
+    """Direct children: the core process."""
+    note: CrashNote
+    vocabulary_size: int
+    kv_cache_tokens: int
+    """0: not known."""
+    version: str
+
+
+def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
+    """Start vLLM; returns when it can sample. Blocks for some ten seconds.
+
+    Call it in a thread that lives as long as the process: the kernel ends the engine with it.
+
+    Args:
+        settings: what to start.
+        fork: this process has a single thread and nothing that a fork would break.
+
+    Raises:
+        ConfigError: vLLM cannot run this model or these settings.
+        Unavailable: the engine's process died while it started.
+    """
+    try:
+        config = _engine_args(settings).create_engine_config()
+    except (ValueError, OSError, NotImplementedError) as error:
+        raise ConfigError(f"model {settings.folder}: vLLM cannot serve it: {_one_line(error)}") from error
+    note = CrashNote()
+    before = set(multiprocessing.active_children())
+    if fork and settings.gpus == 0 and threading.active_count() == 1:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM has just set it to "spawn"
+    _ForkGuard.arm()
+    try:
+        llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    except (RuntimeError, ValueError, OSError) as error:
+        cause = note.read() or _one_line(error)
+        raise Unavailable(f"the engine of model {settings.folder} did not start: {cause}") from error
+    finally:
+        _ForkGuard.disarm()
+    processes = tuple(p for p in multiprocessing.active_children() if p not in before)
+    cache = config.cache_config
+    tokens = getattr(cache, "kv_cache_size_tokens", None) or (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
+    return LaunchedEngine(
+        llm=llm,
+        processes=processes,
+        note=note,
+        vocabulary_size=config.model_config.get_vocab_size(),
+        kv_cache_tokens=int(tokens),
+        version=vllm.__version__,
+    )
+
+
+def explain_death(engine: LaunchedEngine) -> str:
+    """Return why the engine's process is gone: its first error, or its exit code or signal."""
+    if cause := engine.note.read():
+        return f"the engine died: {cause}"
+    for process in engine.processes:
+        process.join(timeout=0.5)
+        if (code := process.exitcode) is None:
+            continue
+        if code >= 0:
+            return f"the engine's process {process.pid} ended with exit code {code}; its log says more"
+        hint = "; was it the kernel, out of memory?" if -code == signal.SIGKILL else "; its log says more"
+        return f"the engine's process {process.pid} was killed by {signal.Signals(-code).name}{hint}"
+    return "the engine does not answer any more; its log says more"
+
+
+def end_processes(engine: LaunchedEngine, *, timeout: float) -> None:
+    """Shut vLLM down, and kill what is left of it after `timeout` seconds. Blocks at most a little longer."""
+    worker = threading.Thread(target=engine.llm.shutdown, name="engine-shutdown", daemon=True)
+    worker.start()
+    worker.join(timeout)
+    for process in engine.processes:
+        if process.pid is not None and process.is_alive():
+            _kill_group(process.pid)
+        process.join(timeout=0.5)
+    # vLLM calls shutdown() again when the object is collected, at a time when its modules may be gone.
+    engine.llm.shutdown = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
+
+
+class CrashNote:
+    """The first error that the core process logs, in memory that both processes share. Only when it was forked."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("fourfold-crash-note")
+        handler = _NoteHandler(self._descriptor)
+        logging.getLogger(_CORE_LOGGER).addHandler(handler)
+
+    def read(self) -> str:
+        """Return the note, or an empty text."""
+        return os.pread(self._descriptor, _READ_BYTES, 0).decode(errors="replace")
+
+
+class _NoteHandler(logging.Handler):
+    """Writes down the first exception; those after it are its consequences."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(logging.ERROR)
+        self._descriptor = descriptor
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the note, once."""
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or os.fstat(self._descriptor).st_size:
+            return
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        text = f"{_one_line(error)}{where}"
+        os.pwrite(self._descriptor, text.encode()[:_NOTE_BYTES], 0)
+
+
+class _ForkGuard:
+    """Makes the forked core process the leader of its own group, which dies with this process."""
+
+    _armed = False
+    _parent = 0
+
+    @classmethod
+    def arm(cls) -> None:
+        """From now on, until disarmed, a forked child is the core process."""
+        cls._armed, cls._parent = True, os.getpid()
+
+    @classmethod
+    def disarm(cls) -> None:
+        """Leave children alone."""
+        cls._armed = False
+
+    @classmethod
+    def in_child(cls) -> None:
+        """Run by every forked child."""
+        if cls._armed:
+            cls._armed = False  # its own children are vLLM's affair
+            os.setsid()
+            die_with_parent(cls._parent)
+
+
+os.register_at_fork(after_in_child=_ForkGuard.in_child)
+
+
+def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
+    options: dict[str, Any] = {}
+    if settings.gpus:
+        options["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        options["tensor_parallel_size"] = settings.gpus
+    return AsyncEngineArgs(
+        model=str(settings.folder),
+        skip_tokenizer_init=True,
+        dtype=settings.dtype,
+        seed=settings.seed,
+        max_model_len=settings.max_context_tokens,
+        max_num_seqs=settings.max_concurrent_samples + 1,  # a probe waits for nobody
+        max_num_batched_tokens=max(settings.max_batched_tokens, settings.max_concurrent_samples + 1),
+        enforce_eager=settings.enforce_eager,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",  # requests carry every parameter; the folder's defaults must not mix in
+        worker_extension_cls=_WORKER,
+        disable_log_stats=True,
+        **options,
+    )
+
+
+def _kill_group(pid: int) -> None:
+    """Kill the core process, and its group when it leads one."""
+    try:
+        if os.getpgid(pid) == pid:
+            os.killpg(pid, signal.SIGKILL)
+        else:
+            os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:_NOTE_BYTES] if text else type(error).__name__

@@ -96,7 +96,11 @@ def test_values_never_change(tmp_path: Path) -> None:
         ("steps = 3", "steps = true", ":2  steps = True"),
         ("steps = 3", "steps = 2.5", ":2  steps = 2.5"),
         ("steps = 3", 'steps = "3"', ":2  steps = '3': input should be a valid integer"),
-        ("[sampling]", "[trainer]\nadam_betas = [0.9, 0.9, 0.9]\n[sampling]", ":16  trainer.adam_betas = [0.9, 0.9, 0.9]: tuple should have"),
+        (
+            "[sampling]",
+            "[trainer]\nadam_betas = [0.9, 0.9, 0.9]\n[sampling]",
+            ":16  trainer.adam_betas = [0.9, 0.9, 0.9]: tu",
+        ),
         ("[sampling]", "[weights]\ntimeout_seconds = 0\n[sampling]", "weights.timeout_seconds = 0: input should be"),
         (
             "[sampling]",

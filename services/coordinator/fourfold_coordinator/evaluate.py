@@ -28,7 +28,7 @@ log = logging.getLogger("fourfold.coordinator")
 
 SHOWN_ANSWERS: Final = 10
 # Two-sided 95 % quantiles of Student's t where the expansion below is coarse.
-_SMALL_T: Final = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445}
+_SMALL_T: Final = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445, 5: 2.570582, 6: 2.446912}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

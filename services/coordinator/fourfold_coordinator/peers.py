@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from google.rpc import code_pb2
 
+from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import InvalidInput, Unavailable
+from fourfold.errors import FourfoldError, InvalidInput, Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
@@ -18,6 +20,7 @@ from fourfold.wire import encode
 
 from .prompts import Prompt
 from .replica import Budget, GivenUp, Replica
+from .routing import Router
 from .samples import Trajectory, build_sample, check_completions, sampling_params
 
 # Time for transport and queues on top of what scoring itself may take.
@@ -28,6 +31,35 @@ _MAY_HELP: Final = (code_pb2.UNAVAILABLE, code_pb2.DEADLINE_EXCEEDED)
 
 class Decoder(Protocol):
     """What is asked of `fourfold.tokenizer.Tokenizer`."""
+
+    def decode(self, token_ids: Sequence[int], /) -> str:
+        """Return the text, special tokens skipped."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What scoring one sample came to: a score, or a reason why there is none."""
+
+    score: float | None = None
+    scorer: str = ""
+    reason: str = ""
+    abstained: bool = False
+    error: FourfoldError | None = None
+    """What went wrong; set when another try may help."""
+
+
+class Peers:
+    """Calls to the services of a run, each with its retry budget."""
+
+    def __init__(self, config: Config, router: Router, decoder: Decoder) -> None:
+        self._config = config
+        self._router = router
+        self._decoder = decoder
+
+    def budget(self) -> Budget:
+        """Return the tries that one group may lose."""
+        return Budget(infrastructure=self._config.retry.infrastructure, data=self._config.retry.data)
 
     async def generate(
         self,

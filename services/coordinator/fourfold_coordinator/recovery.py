@@ -49,7 +49,7 @@ async def restore(config: Config, folder: Path, ledger: Ledger, session: Trainer
         NotFound: the trainer does not have the checkpoint.
     """
     status = await session.call("GetStatus", lambda r: r.trainer.get_status(timeout=10.0))
-    point = _newest(ledger, status)
+    point = newest_checkpoint(ledger, status)
     if point.step > 0:
         status = await _load(config, session, point.step)
     if status.step != point.step:
@@ -75,7 +75,7 @@ async def restore(config: Config, folder: Path, ledger: Ledger, session: Trainer
     return point
 
 
-def _newest(ledger: Ledger, status: pb.TrainerStatus) -> Restored:
+def newest_checkpoint(ledger: Ledger, status: pb.TrainerStatus) -> Restored:
     """Return the newest checkpoint that both sides have.
 
     The coordinator may have died after the trainer had written one and before the ledger knew: the ledger has that

@@ -20,7 +20,7 @@ from typing import Any, Final
 from fourfold import models
 from fourfold.channel import open_channel
 from fourfold.clock import SYSTEM_CLOCK
-from fourfold.config import Config
+from fourfold.config import Config, dump
 from fourfold.coordinator.v1 import membership_service_pb2, run_service_pb2
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
@@ -45,6 +45,7 @@ from .trainer_session import TrainerSession
 log = logging.getLogger("fourfold.coordinator")
 
 ADDRESS_FILE: Final = "coordinator.address"
+_CONFIG_FILE: Final = "config.toml"
 _LEDGER_FILE: Final = "ledger.sqlite"
 _LOCK_FILE: Final = "coordinator.lock"
 _PROMPTS: Final = "prompts_sha256"
@@ -58,6 +59,8 @@ def main(options: ServeOptions) -> int:
     folder = options.run_dir or Path("runs") / options.config.name
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
+        if not (folder / _CONFIG_FILE).exists():  # started by hand, not by the launcher
+            write_atomically(folder / _CONFIG_FILE, dump(options.config))
         return asyncio.run(Coordinator(options, folder).run())
 
 
@@ -107,7 +110,7 @@ class Coordinator:
         return await self._host.run(start=self._announce, until=self._drive())
 
     async def _announce(self) -> None:
-        write_atomically(self._folder / ADDRESS_FILE, self._host.target)
+        write_atomically(self._folder / ADDRESS_FILE, self._host.target + "\n")
 
     async def _drive(self) -> int:
         """Run the loop to its end, and tell the watchers how it went."""
@@ -219,7 +222,7 @@ async def first_of(main: Coroutine[Any, Any, None], background: Sequence[asyncio
 def write_atomically(path: Path, text: str) -> None:
     """Write a file that is never seen half-written."""
     fresh = path.with_name(path.name + ".new")
-    fresh.write_text(text + "\n", encoding="utf-8")
+    fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)
 
 

@@ -1,0 +1,141 @@
+"""`MembershipService` on a real server: one test per answer."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from fourfold.coordinator.client import Lease, MembershipClient
+from fourfold.coordinator.v1 import membership_service_pb2 as pb
+from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
+from fourfold.errors import InvalidInput, NotFound, WrongState
+from fourfold.membership import Membership
+from fourfold_coordinator.membership import MembershipServicer
+from fourfold_coordinator.registry import Registry
+from tests.conftest import Serve
+from tests.fakes.clock import FakeClock
+
+TOKENIZER = b"t" * 32
+
+
+class Desk:
+    """A client of a fresh registry."""
+
+    def __init__(self, registry: Registry, client: MembershipClient) -> None:
+        self.registry, self.client = registry, client
+
+    async def register(self, **changes: Any) -> Lease:
+        arguments: dict[str, Any] = {
+            "member_id": "rollout-0",
+            "incarnation": "a" * 32,
+            "role": pb.ROLE_ROLLOUT,
+            "target": "127.0.0.1:5000",
+            "tokenizer_sha256": TOKENIZER,
+            "timeout": 5.0,
+        }
+        return await self.client.register(**{**arguments, **changes})
+
+
+@pytest.fixture
+async def desk(serve: Serve, clock: FakeClock) -> Desk:
+    registry = Registry(clock=clock, tokenizer_sha256=TOKENIZER)
+    service = pb.DESCRIPTOR.services_by_name["MembershipService"]
+    channel = await serve((service, add_MembershipServiceServicer_to_server, MembershipServicer(registry)))
+    return Desk(registry, MembershipClient(channel, peer="coordinator"))
+
+
+async def test_a_lease_is_granted_with_its_time_to_live(desk: Desk) -> None:
+    lease = await desk.register()
+    assert lease.ttl_seconds == 15.0
+    assert 1 <= len(lease.token) <= 64
+    assert [m.member_id for m in desk.registry.members()] == ["rollout-0"]
+
+
+async def test_registering_twice_gives_the_same_lease(desk: Desk) -> None:
+    assert await desk.register() == await desk.register()
+
+
+async def test_keep_alive_extends_and_carries_the_drain(desk: Desk, clock: FakeClock) -> None:
+    lease = await desk.register()
+    for _ in range(3):
+        await clock.advance(14)
+        assert await desk.client.keep_alive(lease.token, timeout=5) == (15.0, False)
+    desk.registry.request_drain()
+    assert await desk.client.keep_alive(lease.token, timeout=5) == (15.0, True)
+
+
+async def test_a_lease_that_ran_out_is_not_found(desk: Desk, clock: FakeClock) -> None:
+    lease = await desk.register()
+    await clock.advance(15)
+    with pytest.raises(NotFound, match="register again"):
+        await desk.client.keep_alive(lease.token, timeout=5)
+
+
+async def test_a_replaced_process_is_not_found_and_stays_out(desk: Desk) -> None:
+    old = await desk.register()
+    await desk.register(incarnation="b" * 32)
+    with pytest.raises(NotFound):
+        await desk.client.keep_alive(old.token, timeout=5)
+    with pytest.raises(WrongState, match="give it another --member-id"):
+        await desk.register()
+
+
+async def test_deregistering_is_idempotent(desk: Desk) -> None:
+    lease = await desk.register()
+    for _ in range(2):
+        await desk.client.deregister(lease.token, timeout=5)
+    assert desk.registry.members() == []
+
+
+async def test_another_tokenizer_is_a_failed_precondition(desk: Desk) -> None:
+    with pytest.raises(WrongState, match=r"start it with the run's model.source") as error:
+        await desk.register(tokenizer_sha256=b"u" * 32)
+    assert error.value.reason == "WRONG_TOKENIZER"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"member_id": ""}, {"incarnation": "short"}, {"role": pb.ROLE_UNSPECIFIED}, {"target": "nowhere"}],
+    ids=lambda changes: next(iter(changes)),
+)
+async def test_malformed_members_are_invalid_arguments(desk: Desk, changes: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput):
+        await desk.register(**changes)
+
+
+async def test_a_service_that_lost_its_lease_registers_again(desk: Desk, clock: FakeClock) -> None:
+    """The real client of every service against the real registry."""
+    membership = Membership(
+        desk.client,
+        member_id="rollout-0",
+        role=pb.ROLE_ROLLOUT,
+        target="127.0.0.1:5000",
+        tokenizer_sha256=TOKENIZER,
+        on_drain=lambda: None,
+        clock=clock,
+    )
+    task = asyncio.create_task(membership.run())
+    try:
+        await settle(lambda: len(clock.slept) == 1)
+        assert clock.slept == [5.0], "it renews at a third of the time to live"
+        clock._time += 20  # the machine was suspended: the lease is gone before the next renewal
+        desk.registry.expire()
+        assert desk.registry.members() == []
+        await clock.advance(0)
+        await settle(lambda: len(clock.slept) == 2)  # told that the lease is gone
+        await clock.advance(0)
+        await settle(lambda: bool(desk.registry.members()))
+        assert [m.incarnation for m in desk.registry.members()] == [membership.incarnation]
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def settle(condition: Any) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)

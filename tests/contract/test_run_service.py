@@ -1,0 +1,94 @@
+"""`RunService` on a real server: the state at once, every later one coalesced, the last one for sure."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+
+from fourfold.coordinator.client import RunClient
+from fourfold.coordinator.v1 import run_service_pb2 as pb
+from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
+from fourfold_coordinator.ledger import EvalRow
+from fourfold_coordinator.run_service import RunBoard, RunServicer
+from tests.conftest import Serve
+from tests.fakes.clock import FakeClock
+
+
+@pytest.fixture
+def board(clock: FakeClock) -> RunBoard:
+    return RunBoard(name="toy", step_count=4, clock=clock)
+
+
+@pytest.fixture
+async def client(serve: Serve, board: RunBoard) -> RunClient:
+    service = pb.DESCRIPTOR.services_by_name["RunService"]
+    return RunClient(await serve((service, add_RunServiceServicer_to_server, RunServicer(board))), peer="coordinator")
+
+
+async def test_a_run_is_reported_as_it_is(client: RunClient, board: RunBoard) -> None:
+    status = await client.get_run(timeout=5)
+    assert (status.name, status.step_count, status.phase) == ("toy", 4, pb.RUN_PHASE_WAITING_FOR_SERVICES)
+    assert not status.HasField("start_time")
+    board.begin()
+    board.phase(pb.RUN_PHASE_GENERATING)
+    board.progress(0.25)
+    board.at(step=1, policy_version=3)
+    board.wait_for("a reward service")
+    board.add_step(1, {"reward/mean": 0.5, "mismatch/kl_k3": math.nan, "diagnosis": "fine", "train/tokens": None})
+    board.add_eval(EvalRow(step=0, score=0.5, half_width=None, answer_count=8, missing_count=0, answers=[]))
+    board.set_members([pb.Member(member_id="rollout-0", role="rollout", target="x:1", policy_version=3)])
+    status = await client.get_run(timeout=5)
+    assert status.start_time.seconds == 1000
+    assert (status.phase, status.phase_progress) == (pb.RUN_PHASE_GENERATING, 0.25)
+    assert (status.step, status.policy_version, status.waiting_for) == (1, 3, "a reward service")
+    assert dict(status.steps[0].metrics) == {"reward/mean": 0.5}
+    assert math.isnan(status.evals[0].half_width)
+    assert [m.member_id for m in status.members] == ["rollout-0"]
+
+
+async def test_a_watcher_gets_the_state_at_once_and_the_last_one_for_sure(client: RunClient, board: RunBoard) -> None:
+    board.at(step=1, policy_version=1)
+    watch = client.watch_run()
+    assert (await anext(watch)).step == 1
+    for step in range(2, 1000):
+        board.at(step=step, policy_version=step)
+    board.close()
+    states = [status async for status in watch]
+    assert len(states) <= 3, "a slow reader misses states"
+    assert (states[-1].step, states[-1].phase) == (999, pb.RUN_PHASE_DONE)
+
+
+async def test_a_failed_run_tells_its_watchers_why(client: RunClient, board: RunBoard) -> None:
+    watch = client.watch_run()
+    await anext(watch)
+    board.close(failure="no usable rollout service")
+    states = [status async for status in watch]
+    assert (states[-1].phase, states[-1].failure) == (pb.RUN_PHASE_FAILED, "no usable rollout service")
+
+
+async def test_a_watcher_that_comes_after_the_end_gets_the_end(client: RunClient, board: RunBoard) -> None:
+    board.close()
+    assert [s.phase async for s in client.watch_run()] == [pb.RUN_PHASE_DONE]
+
+
+async def test_nothing_is_sent_while_nothing_changes(client: RunClient, board: RunBoard) -> None:
+    watch = client.watch_run()
+    await anext(watch)
+    board.set_members([])
+    board.wait_for("")
+    later = asyncio.ensure_future(anext(watch))
+    await asyncio.sleep(0.3)
+    assert not later.done()
+    board.progress(0.5)
+    async with asyncio.timeout(2):
+        assert (await later).phase_progress == 0.5
+    await watch.aclose()
+
+
+async def test_history_is_replaced_after_a_restore(client: RunClient, board: RunBoard) -> None:
+    for step in (1, 2, 3):
+        board.add_step(step, {"reward/mean": step / 10})
+    board.set_history([(1, {"reward/mean": 0.1})], [])
+    assert [row.step for row in (await client.get_run(timeout=5)).steps] == [1]

@@ -1,0 +1,186 @@
+"""The numbers of a batch and what is said of them, the probe, and what a completion must be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fourfold.errors import Unavailable, WrongState
+from fourfold.metrics import METRICS
+from fourfold.rollout.client import Completion
+from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.wire import VersionSpan, decode, encode
+from fourfold_coordinator.batch_metrics import diagnose, summarize
+from fourfold_coordinator.probe import Probe
+from fourfold_coordinator.prompts import Prompt
+from fourfold_coordinator.samples import Group, Trajectory, build_sample, check_completions, digest
+
+PROMPT = Prompt(
+    index=0,
+    text="2 * 3 =",
+    token_ids=np.arange(5, dtype=np.int32),
+    answer="6",
+    metadata_json="{}",
+    group_key="2 3",
+)
+
+
+def completion(tokens: int = 3, **changes: Any) -> Completion:
+    base = Completion(
+        sample_index=0,
+        token_ids=np.arange(10, 10 + tokens, dtype=np.int32),
+        logprobs=np.full(tokens, -0.5, np.float32),
+        version_spans=(VersionSpan(policy_version=2, token_count=tokens),),
+        finish_reason=rollout.FINISH_REASON_STOP,
+    )
+    return replace(base, **changes)
+
+
+def group(*scores: float | None, tokens: int = 3, **changes: Any) -> Group:
+    trajectories = []
+    for index, score in enumerate(scores):
+        sample = build_sample(
+            PROMPT, completion(tokens, **changes), sample_id=f"s-{index}", group_id="g", temperature=1.0
+        )
+        trajectory = Trajectory(prompt=PROMPT, sample=sample, completion="6")
+        trajectories.append(trajectory.without_score("NO_IDEA") if score is None else trajectory.scored(score, "x@1"))
+    return Group(position=0, seed=1, trajectories=tuple(trajectories))
+
+
+def test_a_sample_is_the_prompt_and_what_was_sampled() -> None:
+    sample = build_sample(PROMPT, completion(), sample_id="s", group_id="g", temperature=0.7)
+    assert sample.token_ids.tolist() == [0, 1, 2, 3, 4, 10, 11, 12]
+    assert sample.action_mask.tolist() == [False] * 5 + [True] * 3
+    assert np.isnan(sample.behavior_logprobs).tolist() == [True] * 5 + [False] * 3
+    assert [(s.policy_version, s.token_count) for s in sample.version_spans] == [(-1, 5), (2, 3)]
+    again = decode(encode(sample), vocabulary_size=20, max_tokens=8)
+    assert again.oldest_version == 2
+
+
+def test_truncation_comes_from_the_finish_reason() -> None:
+    long = completion(finish_reason=rollout.FINISH_REASON_LENGTH)
+    assert build_sample(PROMPT, long, sample_id="s", group_id="g", temperature=1.0).truncated
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"finish_reason": rollout.FINISH_REASON_ABORTED}, "gave the request up"),
+        ({"finish_reason": 77}, "unknown finish_reason 77"),
+        ({"tokens": 0}, "0 tokens sampled"),
+        ({"tokens": 9}, "9 tokens sampled; asked for 1 to 8"),
+        ({"token_ids": np.array([1, 2, 20], np.int32)}, "outside the vocabulary"),
+        ({"token_ids": np.array([1, -2, 3], np.int32)}, "outside the vocabulary"),
+        ({"logprobs": np.array([-1, np.nan, -1], np.float32)}, "NaN or above 0"),
+        ({"logprobs": np.array([-1, 0.5, -1], np.float32)}, "NaN or above 0"),
+    ],
+)
+def test_a_completion_that_cannot_be_trained_on_is_asked_of_another_engine(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(Unavailable, match=words):
+        check_completions([completion(**changes)], who="rollout-0", vocabulary_size=20, max_tokens=8)
+
+
+def test_the_digest_sees_every_token_and_no_order() -> None:
+    one, other = group(1, 0), group(1, 0, token_ids=np.array([10, 11, 13], np.int32))
+    assert digest(one.trajectories) == digest(one.trajectories[::-1]) != digest(other.trajectories)
+
+
+def test_a_batch_in_numbers() -> None:
+    batch = [group(1, 0, 1, 0), group(1, 1), group(0, 0, None), group(0.5, 0.5, tokens=7)]
+    numbers = summarize(batch, policy_version=3)
+    assert numbers["reward/mean"] == pytest.approx(0.5)
+    assert numbers["groups/useful"] == 0.25
+    assert (numbers["groups/all_max"], numbers["groups/all_min"]) == (0.25, 0.25)
+    assert numbers["length/response_mean"] == pytest.approx((8 * 3 + 2 * 7) / 10)
+    assert (numbers["train/policy_lag_mean"], numbers["train/policy_lag_max"]) == (1, 1)
+    assert set(numbers) <= set(METRICS)
+
+
+@pytest.mark.parametrize(
+    ("scores", "extra", "words"),
+    [
+        ([(0, 0), (0, 0)], {}, "every sample scored 0; .* too hard"),
+        ([(1, 1), (1, 1)], {}, "every sample scored 1; .* too easy"),
+        ([(1, 1), (0, 0)], {}, "within each group all samples scored the same"),
+        ([(1, 0)] + [(0, 0)] * 9, {}, "only 10% of the groups"),
+        ([(1, 0)], {"length/truncation_rate": 0.5}, "50% of the completions were cut off"),
+        ([(1, 0)], {"mismatch/kl_k3": 0.5}, "engine and trainer disagree"),
+        ([(1, 0)], {"policy/approx_kl": 0.5}, "lower trainer.learning_rate"),
+    ],
+)
+def test_what_is_wrong_with_a_step_is_said_in_words(
+    scores: list[tuple[float, float]], extra: dict[str, float], words: str
+) -> None:
+    numbers = summarize([group(*s) for s in scores], policy_version=2) | extra
+    text = diagnose(numbers, skipped_reason="", dropped={})
+    assert len(text) > 20
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(text)
+
+
+def test_nothing_is_said_of_a_healthy_step() -> None:
+    numbers = summarize([group(1, 0), group(0, 1)], policy_version=2)
+    assert diagnose(numbers, skipped_reason="", dropped={}) == ""
+    assert "2 RAISED" in diagnose(numbers, skipped_reason="NO_ADVANTAGE", dropped={"RAISED": 2})
+
+
+# -- the probe --------------------------------------------------------------------------------------------------------
+
+ENGINE = ("rollout-0", "a" * 32)
+
+
+def logprobs(shift: float, count: int = 4) -> Any:
+    values = np.full(count, -1 - shift, np.float32)
+    values[0] = np.nan
+    return values
+
+
+@pytest.fixture
+def probe() -> Probe:
+    probe = Probe(np.arange(4, dtype=np.int32), tolerance=0.1)
+    probe.trainer(1, logprobs(0))
+    probe.trainer(2, logprobs(0.05))
+    return probe
+
+
+def test_a_probe_within_the_tolerance_passes_with_its_distance(probe: Probe) -> None:
+    assert probe.compare(ENGINE, 1, logprobs(0.02)) == pytest.approx((0.02, 0.02), abs=1e-6)
+
+
+@pytest.mark.parametrize("values", [logprobs(0.5), np.full(4, np.nan, np.float32)])
+def test_a_probe_that_differs_names_the_engine(probe: Probe, values: Any) -> None:
+    with pytest.raises(WrongState, match=r"rollout-0: after the update to version 1 .* allows 0.1") as error:
+        probe.compare(ENGINE, 1, values)
+    assert error.value.reason == "PROBE_DIFFERS"
+
+
+def test_an_engine_that_did_not_move_with_the_trainer_is_stale(probe: Probe) -> None:
+    probe.accept(ENGINE, 1, logprobs(0.02))
+    with pytest.raises(WrongState, match=r"bit for bit those of version 1, .* moved by up to 0.05 nats") as error:
+        probe.compare(ENGINE, 2, logprobs(0.02))
+    assert error.value.reason == "STALE_WEIGHTS"
+    probe.compare(ENGINE, 2, logprobs(0.0201))
+
+
+def test_a_change_too_small_to_see_is_only_noted(probe: Probe, caplog: pytest.LogCaptureFixture) -> None:
+    probe.trainer(3, logprobs(0.0501))
+    probe.accept(ENGINE, 2, logprobs(0.05))
+    probe.compare(ENGINE, 3, logprobs(0.05))
+    assert "stale" in caplog.text
+
+
+def test_a_trainer_that_did_not_move_makes_nobody_stale(probe: Probe, caplog: pytest.LogCaptureFixture) -> None:
+    probe.trainer(3, logprobs(0.05))
+    probe.accept(ENGINE, 2, logprobs(0.05))
+    probe.compare(ENGINE, 3, logprobs(0.05))
+    assert caplog.text == ""
+
+
+def test_a_probe_of_one_token_is_made_long_enough() -> None:
+    probe = Probe(np.array([7], np.int32), tolerance=1)
+    assert probe.token_ids.tolist() == [7, 7]
+    assert probe.sample().temperature == 1.0
+    assert len(Probe(np.arange(500, dtype=np.int32), tolerance=1).token_ids) == 64

@@ -1,0 +1,257 @@
+"""Which replica gets the work, what a failure costs, and how long the run waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from fourfold.channel import open_channel
+from fourfold.clock import SYSTEM_CLOCK
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import InvalidInput, Overloaded, PermissionDenied, Unavailable
+from fourfold_coordinator.registry import Member, Registry
+from fourfold_coordinator.replica import Budget, GivenUp, Replica, ServiceMissing
+from fourfold_coordinator.routing import Router
+
+ROLE = Role.ROLE_REWARD
+
+
+class Bench:
+    """A router and members that nobody has to serve: their work is a function of the test."""
+
+    def __init__(self, *, wait_seconds: float = 0.3) -> None:
+        self.waits: list[str] = []
+        self.registry = Registry(clock=SYSTEM_CLOCK, tokenizer_sha256=b"t" * 32, ttl=60)
+        self.router = Router(
+            self.registry,
+            open_channel=lambda target: open_channel(target, None),
+            tokenizer_sha256=b"t" * 32,
+            clock=SYSTEM_CLOCK,
+            wait_seconds=wait_seconds,
+            on_wait=self.waits.append,
+        )
+        self.tokens: dict[str, bytes] = {}
+
+    def join(self, name: str, *, incarnation: str = "a", capacity: int = 0, role: Any = ROLE) -> Replica:
+        self.tokens[name] = self.registry.register(
+            Member(
+                member_id=name,
+                incarnation=incarnation * 32,
+                role=role,
+                target="127.0.0.1:9",
+                tokenizer_sha256=b"t" * 32 if role != ROLE else b"",
+            )
+        )
+        replica = next(r for r in self.router.replicas(role) if r.member.member_id == name)
+        replica.capacity = capacity
+        self.router.hinder(replica, "")
+        return replica
+
+    async def call(
+        self,
+        work: Callable[[Replica], Any],
+        *,
+        samples: int = 1,
+        infrastructure: int = 5,
+        data: int = 1,
+        role: Any = ROLE,
+        version: int | None = None,
+    ) -> Any:
+        budget = Budget(infrastructure=infrastructure, data=data)
+        async with asyncio.timeout(10):
+            return await self.router.call(role, work, samples=samples, budget=budget, version=version)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
+    yield bench
+    for replica in bench.router.replicas(ROLE):
+        await replica.channel.close()
+
+
+async def name(replica: Replica) -> str:
+    return replica.member.member_id
+
+
+async def test_work_goes_to_the_replica_with_the_fewest_samples(bench: Bench) -> None:
+    for member in ("a", "b", "c"):
+        bench.join(member)
+    gate = asyncio.Event()
+    begun: list[tuple[str, int]] = []
+
+    def piece(samples: int) -> Any:
+        async def work(replica: Replica) -> None:
+            begun.append((replica.member.member_id, samples))
+            await gate.wait()
+
+        return asyncio.create_task(bench.call(work, samples=samples))
+
+    tasks = [piece(samples) for samples in (4, 2, 1, 1, 1, 2)]
+    while len(begun) < 6:
+        await asyncio.sleep(0)
+    assert begun == [("a", 4), ("b", 2), ("c", 1), ("c", 1), ("b", 1), ("c", 2)]
+    gate.set()
+    await asyncio.gather(*tasks)
+    assert [r.outstanding for r in bench.router.replicas(ROLE)] == [0, 0, 0]
+
+
+async def test_a_full_replica_is_waited_for_and_work_goes_out_in_its_order(bench: Bench) -> None:
+    replica = bench.join("a", capacity=4)
+    running: list[int] = []
+    order: list[int] = []
+
+    def piece(number: int, samples: int) -> Any:
+        async def work(_: Replica) -> None:
+            order.append(number)
+            running.append(samples)
+            assert sum(running) <= 4 and replica.outstanding <= 4
+            await asyncio.sleep(0.02)
+            running.remove(samples)
+
+        return bench.call(work, samples=samples)
+
+    await asyncio.gather(*(piece(i, samples) for i, samples in enumerate((3, 2, 1, 4, 1, 3))))
+    assert order == sorted(order), "nobody overtakes"
+
+
+async def test_a_dead_replica_costs_one_try_and_another_one_does_the_work(bench: Bench) -> None:
+    for member in ("a", "b"):
+        bench.join(member)
+    tried: list[str] = []
+
+    async def work(replica: Replica) -> str:
+        tried.append(replica.member.member_id)
+        if replica.member.member_id == "a":
+            raise Unavailable("connection refused")
+        return "done"
+
+    assert await bench.call(work, infrastructure=1) == "done"
+    assert tried == ["a", "b"]
+    assert await bench.call(work, infrastructure=0) == "done", "the dead one rests"
+    assert tried == ["a", "b", "b"]
+
+
+async def test_the_infrastructure_budget_ends(bench: Bench) -> None:
+    for member in ("a", "b", "c"):
+        bench.join(member)
+
+    async def work(replica: Replica) -> None:
+        raise Unavailable(f"{replica.member.member_id} is draining", reason="DRAINING")
+
+    with pytest.raises(GivenUp, match="given up after its last try: c is draining") as error:
+        await bench.call(work, infrastructure=2)
+    assert error.value.reason == "DRAINING"
+
+
+async def test_data_failures_have_a_budget_of_their_own(bench: Bench) -> None:
+    bench.join("a")
+    tries: list[int] = []
+
+    async def work(_: Replica) -> None:
+        tries.append(1)
+        raise InvalidInput("token 9 is outside the vocabulary", reason="BAD_PROMPT")
+
+    with pytest.raises(GivenUp) as error:
+        await bench.call(work, infrastructure=5, data=1)
+    assert len(tries) == 2 and error.value.reason == "BAD_PROMPT"
+
+
+async def test_an_overloaded_replica_rests_as_long_as_it_asks(bench: Bench) -> None:
+    bench.join("a")
+    times: list[float] = []
+
+    async def work(_: Replica) -> str:
+        times.append(asyncio.get_running_loop().time())
+        if len(times) == 1:
+            raise Overloaded("queue full", retry_after=0.15)
+        return "done"
+
+    assert await bench.call(work) == "done"
+    assert 0.15 <= times[1] - times[0] < 1
+
+
+async def test_a_call_that_nobody_may_make_is_not_repeated(bench: Bench) -> None:
+    bench.join("a")
+
+    async def work(_: Replica) -> None:
+        raise PermissionDenied("coordinator may not call Score")
+
+    with pytest.raises(PermissionDenied):
+        await bench.call(work)
+
+
+async def test_a_role_without_services_is_named_after_the_wait(bench: Bench) -> None:
+    with pytest.raises(ServiceMissing, match=r"no usable reward service for 0.3 s \(none has registered\)") as error:
+        await bench.call(name)
+    assert error.value.reason == "NO_REWARD_SERVICE"
+    assert bench.waits[0] == "a reward service (none has registered)"
+
+
+async def test_a_hindered_replica_is_not_used_and_says_why(bench: Bench) -> None:
+    replica = bench.join("a")
+    bench.router.hinder(replica, "its weight update failed")
+    with pytest.raises(ServiceMissing, match="a: its weight update failed"):
+        await bench.call(name)
+
+
+async def test_a_replica_that_comes_late_gets_the_waiting_work(bench: Bench) -> None:
+    waiting = asyncio.create_task(bench.call(name))
+    await asyncio.sleep(0.05)
+    bench.join("late")
+    assert await waiting == "late"
+    assert bench.waits[-1] == ""
+
+
+async def test_an_engine_with_older_weights_is_not_used(bench: Bench) -> None:
+    old, new = (bench.join(member, role=Role.ROLE_ROLLOUT) for member in ("old", "new"))
+    old.version, new.version = 3, 4
+    assert await bench.call(name, role=Role.ROLE_ROLLOUT, version=4) == "new"
+    new.version = 3
+    with pytest.raises(ServiceMissing):
+        await bench.call(name, role=Role.ROLE_ROLLOUT, version=4)
+
+
+async def test_work_of_a_replaced_process_is_cut_off_and_done_by_the_new_one(bench: Bench) -> None:
+    bench.join("a", incarnation="a")
+    begun = asyncio.Event()
+
+    async def work(replica: Replica) -> str:
+        begun.set()
+        if replica.member.incarnation.startswith("a"):
+            await asyncio.sleep(60)
+        return replica.member.incarnation[0]
+
+    task = asyncio.create_task(bench.call(work, infrastructure=1))
+    await begun.wait()
+    bench.join("a", incarnation="b")
+    assert await task == "b"
+
+
+async def test_work_of_a_member_that_leaves_may_end(bench: Bench) -> None:
+    bench.join("a")
+    begun, gate = asyncio.Event(), asyncio.Event()
+
+    async def work(_: Replica) -> str:
+        begun.set()
+        await gate.wait()
+        return "finished while it drained"
+
+    task = asyncio.create_task(bench.call(work, infrastructure=0))
+    await begun.wait()
+    bench.registry.deregister(bench.tokens["a"])
+    assert bench.router.replicas(ROLE) == []
+    gate.set()
+    assert await task == "finished while it drained"
+
+
+async def test_waiting_for_services_says_what_is_missing(bench: Bench) -> None:
+    bench.join("a")
+    await bench.router.wait_for({ROLE: 1})
+    await bench.router.wait_for({ROLE: 2}, seconds=0.05)  # one is enough when the time is over
+    with pytest.raises(ServiceMissing, match=r"no usable trainer service for 0.05 s"):
+        await bench.router.wait_for({ROLE: 1, Role.ROLE_TRAINER: 1}, seconds=0.05)
+    assert "trainer 0 of 1 (none has registered)" in bench.waits

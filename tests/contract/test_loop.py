@@ -365,7 +365,7 @@ async def test_an_engine_whose_weights_are_always_damaged_is_named(
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert "rollout-0" in last and "arrived with digest 0000000000000000" in last
     assert stage.rollouts[0].commits == [], "a damaged version was never served"
-    assert stage.rollouts[0].aborts == 3
+    assert stage.rollouts[0].aborts >= 2, "it was given another chance"
 
 
 async def test_an_engine_that_computes_with_old_weights_is_reported_as_stale(
@@ -462,6 +462,19 @@ async def test_a_killed_run_goes_on_from_its_checkpoint(make_stage: Callable[...
     positions = [row.data_position for row in steps]
     assert positions == [3, 6, 9, 12, 15, 18], "the prompts of lost steps are issued again"
     after.close()
+
+
+async def test_a_new_coordinator_takes_over_services_that_live(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=5)
+    await stage.start()
+    await until(lambda: len(stage.trainer.batches) == 3)
+    await stage.kill()
+    served = stage.rollouts[0].version
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.trainer.loaded == [2]
+    assert served not in stage.rollouts[0].commits[stage.rollouts[0].commits.index(served) + 1 :]
 
 
 async def test_a_coordinator_after_kill_9_goes_on(make_stage: Callable[..., Stage]) -> None:

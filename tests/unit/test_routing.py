@@ -251,7 +251,7 @@ async def test_work_of_a_member_that_leaves_may_end(bench: Bench) -> None:
 async def test_waiting_for_services_says_what_is_missing(bench: Bench) -> None:
     bench.join("a")
     await bench.router.wait_for({ROLE: 1})
-    await bench.router.wait_for({ROLE: 2}, seconds=0.05)  # one is enough when the time is over
+    await bench.router.wait_for({ROLE: 2}, seconds=0.05)  # one is enough after a while
     with pytest.raises(ServiceMissing, match=r"no usable trainer service for 0.05 s"):
         await bench.router.wait_for({ROLE: 1, Role.ROLE_TRAINER: 1}, seconds=0.05)
     assert "trainer 0 of 1 (none has registered)" in bench.waits

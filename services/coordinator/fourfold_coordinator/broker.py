@@ -30,8 +30,9 @@ from .weight_update import Engine, Update, UpdateFailed, WeightUpdater, at_once
 log = logging.getLogger("fourfold.coordinator")
 
 _TICK_SECONDS: Final = 0.25
-# An engine that fails this often in a row is left alone, with its last error.
-_MAX_FAILURES: Final = 3
+# An engine whose update failed is tried again after this long, twice as long each time.
+_FIRST_REST_SECONDS: Final = 0.5
+_MAX_REST_SECONDS: Final = 60.0
 
 
 class Broker:
@@ -60,7 +61,7 @@ class Broker:
         self._probe = probe
         self._updater = WeightUpdater(config, session, probe)
         self._step = 0
-        self._failures: dict[Key, int] = {}
+        self._failures: dict[Key, tuple[int, float]] = {}  # how many in a row, and when to try again
 
     async def settle(self, version: int, *, step: int) -> None:
         """Take the trainer's `version` as the current one, and check or fill every engine that is there.
@@ -110,8 +111,7 @@ class Broker:
             for replica in self._router.replicas(Role.ROLE_ROLLOUT)
             if replica.vocabulary_size
             and (replica.version != self.version or replica.hindrance)
-            and self._failures.get(replica.key, 0) < _MAX_FAILURES
-            and not replica.resting(now)
+            and self._failures.get(replica.key, (0, now))[1] <= now
         ]
 
     async def _fill(self, replicas: Sequence[Replica]) -> Update:
@@ -187,7 +187,8 @@ class Broker:
 
     def _fence(self, replica: Replica, error: FourfoldError) -> None:
         """Route nothing to an engine until it was filled."""
-        count = self._failures[replica.key] = self._failures.get(replica.key, 0) + 1
-        replica.failed(error, self._router.clock.monotonic())
-        left_alone = f", {count} times in a row, and is left alone" if count >= _MAX_FAILURES else ""
-        self._router.hinder(replica, f"its weight update failed{left_alone}: {error}")
+        count = self._failures.get(replica.key, (0, 0.0))[0] + 1
+        rest = min(_FIRST_REST_SECONDS * 2.0 ** (count - 1), _MAX_REST_SECONDS)
+        self._failures[replica.key] = (count, self._router.clock.monotonic() + rest)
+        again = f" ({count} times in a row)" if count > 1 else ""
+        self._router.hinder(replica, f"its weight update failed{again}: {error}")

@@ -68,6 +68,7 @@ CREATE TABLE IF NOT EXISTS evals (
   step INTEGER PRIMARY KEY, score REAL NOT NULL, half_width REAL, answer_count INTEGER NOT NULL,
   missing_count INTEGER NOT NULL, answers TEXT NOT NULL);
 """
+_STEP_COLUMNS: Final = "step, policy_version, skipped_reason, data_position, seconds, metrics"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,20 +258,14 @@ class Ledger:
 
     def steps(self) -> list[StepRow]:
         """Return every step done, in order."""
-        rows = self._db.execute(
-            "SELECT step, policy_version, skipped_reason, data_position, seconds, metrics FROM steps ORDER BY step"
-        )
-        return [
-            StepRow(
-                step=row[0],
-                policy_version=row[1],
-                skipped_reason=row[2],
-                data_position=row[3],
-                seconds=row[4],
-                metrics=json.loads(row[5]) if row[5] else {},
-            )
-            for row in rows
-        ]
+        return [_step_row(row) for row in self._db.execute(f"SELECT {_STEP_COLUMNS} FROM steps ORDER BY step")]
+
+    def step_row(self, step: int) -> StepRow:
+        """Return one step, or raise NotFound."""
+        row = self._db.execute(f"SELECT {_STEP_COLUMNS} FROM steps WHERE step = ?", (step,)).fetchone()
+        if row is None:
+            raise NotFound(f"step {step} is not done")
+        return _step_row(row)
 
     def skipped_count(self) -> int:
         """Return the number of steps that had nothing to learn."""
@@ -369,3 +364,14 @@ class Ledger:
     def sample_states(self, sample_ids: Iterable[str]) -> dict[str, State]:
         """Return the states of several samples; raises NotFound as `state` does."""
         return {sample_id: self.state(sample_id) for sample_id in sample_ids}
+
+
+def _step_row(row: tuple[Any, ...]) -> StepRow:
+    return StepRow(
+        step=row[0],
+        policy_version=row[1],
+        skipped_reason=row[2],
+        data_position=row[3],
+        seconds=row[4],
+        metrics=json.loads(row[5]) if row[5] else {},
+    )

@@ -63,7 +63,7 @@ class Loop:
         self.ledger, self.board, self.router = parts.ledger, parts.board, parts.router
         self.session, self.broker = parts.session, parts.broker
         self.peers, self.evaluator, self.memory = parts.peers, parts.evaluator, parts.memory
-        self.start_seconds = parts.start_seconds
+        self.needed, self.start_seconds = needed_services(parts.config), parts.start_seconds
         self.samples_file = SampleWriter(parts.folder / "samples.jsonl")
         self.metrics_file = MetricsWriter(parts.folder / "metrics.jsonl")
         self.step = 0
@@ -95,12 +95,14 @@ class Loop:
                 if restarts > self.config.retry.restarts:
                     raise
                 log.warning("%s", error)
+                # The others were there: from now on one of each is enough.
+                self.needed, self.start_seconds = dict.fromkeys(self.needed, 1), self.router.wait_seconds
 
     async def begin(self) -> None:
         """Wait for the services, take up where the run was, and bring every engine to its weights."""
         known = bool(self.ledger.counts())
         self.board.phase(run_pb.RUN_PHASE_RECOVERING if known else run_pb.RUN_PHASE_WAITING_FOR_SERVICES)
-        await self.router.wait_for(needed_services(self.config), seconds=self.start_seconds)
+        await self.router.wait_for(self.needed, seconds=self.start_seconds)
         await self.session.connect()
         self.metrics_file.close()
         restored = await restore(self.config, self.folder, self.ledger, self.session)
@@ -281,7 +283,8 @@ class Loop:
         """Have the trainer write its checkpoint; when it is durable, commit ours."""
         self.board.phase(run_pb.RUN_PHASE_SAVING)
         timeout = self.config.trainer.step_timeout_seconds
-        saved = await self.session.call("SaveCheckpoint", lambda r: r.trainer.save_checkpoint(timeout=timeout))
+        async with self.broker.lock:  # the trainer does one thing at a time
+            saved = await self.session.call("SaveCheckpoint", lambda r: r.trainer.save_checkpoint(timeout=timeout))
         if saved != step:
             raise Internal(f"the trainer wrote a checkpoint of step {saved} after step {step}")
         self._keep_facts()
@@ -293,7 +296,10 @@ class Loop:
         """Export the model and write the report."""
         self.board.phase(run_pb.RUN_PHASE_SAVING)
         timeout = self.config.trainer.step_timeout_seconds
-        model = await self.session.call("ExportModel", lambda r: r.trainer.export_model(MODEL_FOLDER, timeout=timeout))
+        async with self.broker.lock:
+            model = await self.session.call(
+                "ExportModel", lambda r: r.trainer.export_model(MODEL_FOLDER, timeout=timeout)
+            )
         self._keep_facts()
         facts = report.build(
             self.config,
@@ -326,7 +332,7 @@ class Loop:
         self.ledger.record_metrics(step, {**finite, "diagnosis": text}, seconds=seconds)
 
     def _show_metrics(self, step: int) -> None:
-        row = self.ledger.steps()[-1]
+        row = self.ledger.step_row(step)
         self.metrics_file.write({"step": step, **row.metrics})
         self.board.add_step(step, row.metrics)
         if row.metrics["diagnosis"]:

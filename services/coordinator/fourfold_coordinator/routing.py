@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Final, TypeVar
@@ -158,22 +159,29 @@ class Router:
                     return result
 
     async def wait_for(self, counts: Mapping[int, int], *, seconds: float | None = None) -> None:
-        """Wait until that many services of each role are there, or `seconds` have passed and each has at least one.
+        """Wait until that many services of each role are there. One of each is enough after a while.
+
+        Args:
+            counts: services wanted, by role.
+            seconds: longest wait for the first of each role; default: the run's. The others get the run's wait more.
 
         Raises:
             ServiceMissing: a role had not even one; names it.
         """
         patience = self.wait_seconds if seconds is None else seconds
-        end = self.clock.monotonic() + patience
+        now = self.clock.monotonic()
+        end, complete_by = now + patience, math.inf
         while True:
+            now = self.clock.monotonic()
             found = {role: sum(r.present for r in self.replicas(role)) for role in counts}
             short = [role for role in counts if found[role] < counts[role]]
-            late = self.clock.monotonic() >= end
-            if not short or (late and all(found.values())):
+            if all(found.values()):
+                complete_by = min(complete_by, now + self.wait_seconds)
+            elif now >= end:
+                raise self._missing(next(role for role in counts if not found[role]), patience)
+            if not short or (all(found.values()) and now >= complete_by):
                 self.on_wait("")
                 return
-            if late:
-                raise self._missing(next(role for role in counts if not found[role]), patience)
             self.on_wait(", ".join(f"{ROLE_NAMES[r]} {found[r]} of {counts[r]} ({self.explain(r)})" for r in short))
             await self.changed(timeout=_TICK_SECONDS)
 

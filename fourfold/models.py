@@ -99,6 +99,18 @@ def resolve(source: str) -> Path:
     return folder.resolve()
 
 
+def check(source: str) -> None:
+    """Refuse a source that `resolve` would refuse, without converting anything.
+
+    Raises:
+        ConfigError: no such folder or built-in, or a file missing in it.
+    """
+    if source.startswith(BUILTIN_PREFIX):
+        _builtin(source.removeprefix(BUILTIN_PREFIX))
+    else:
+        _check_folder(Path(source).expanduser(), source)
+
+
 def is_ready(source: str) -> bool:
     """Return whether `resolve` has nothing to convert."""
     if not source.startswith(BUILTIN_PREFIX):

@@ -182,6 +182,10 @@ class Supervisor:
             argv = (sys.executable, "-m", "fourfold.process", str(os.getpid()), self.tag)
             self._guard = subprocess.Popen(argv, stdin=subprocess.DEVNULL, start_new_session=True)
 
+    def adopt(self, pids: set[int]) -> None:
+        """Take processes that a library started; `stop` and `kill` end them, too."""
+        self._pins.add(pids)
+
     def deaths(self) -> list[Death]:
         """Return the deaths since the last call, the first one first."""
         new = [child for child in self._all if child.death is not None and child.pid not in self._reported]

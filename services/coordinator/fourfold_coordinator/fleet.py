@@ -25,8 +25,8 @@ from fourfold.process import Command
 COORDINATOR: Final = "coordinator-0"
 ADDRESS_FILE: Final = "coordinator.address"
 _COORDINATOR_START_SECONDS: Final = 120.0
-# The coordinator waits retry.service_wait_seconds and says what is missing; this is for when it cannot.
-_READY_SLACK_SECONDS: Final = 60.0
+# The coordinator waits 900 s for its services and says what is missing; this is for when it cannot.
+_READY_SECONDS: Final = 960.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +185,7 @@ class Fleet:
         self.address = path.read_text(encoding="utf-8").strip()
         for service in self._services.values():
             self._launch(service)
-        self._deadline = self._clock.monotonic() + self.config.retry.service_wait_seconds + _READY_SLACK_SECONDS
+        self._deadline = self._clock.monotonic() + max(_READY_SECONDS, 2 * self.config.retry.service_wait_seconds)
 
     def _overdue(self) -> Ending | None:
         if not self.address:
@@ -196,11 +196,8 @@ class Fleet:
         self._deadline = 0.0
         if not late:
             return None
-        return Ending(
-            done=False,
-            text=f"{', '.join(late)} not ready in time; see {self._run_dir / 'logs'}. A slow machine or a "
-            f"large model needs more: raise retry.service_wait_seconds = {self.config.retry.service_wait_seconds:g}",
-        )
+        logs = self._run_dir / "logs"
+        return Ending(done=False, text=f"{', '.join(late)} not ready in time; what it does is in {logs}")
 
     def _on_death(self, death: Death) -> Ending | None:
         if death.name == COORDINATOR:

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from fourfold.channel import is_loopback
 from fourfold.errors import ConfigError
 from fourfold.postmortem import Death
-from fourfold.process import TAGS_VARIABLE, Command, Supervisor
+from fourfold.process import TAGS_VARIABLE, Command, Supervisor, descendants
 
 from .fleet import COORDINATOR, Service
 from .placement import refuse_unless_fits, table
@@ -34,7 +34,6 @@ from .placement import refuse_unless_fits, table
 ray: Any = untyped_ray  # half of its functions have no types
 
 _PLACEMENT_SECONDS: Final = 60.0
-_START_SECONDS: Final = 60.0
 _STOP_SECONDS: Final = 3.5
 _POLL_SECONDS: Final = 0.3
 
@@ -95,29 +94,21 @@ class RayLauncher:
         self._deaths: list[Death] = []
         self._group: Any = None
         self._everything = Supervisor(self._run_dir / "logs")
-        if not address:
-            # Some of Ray's own processes outlive a driver that was killed; they carry this tag, as all others do.
-            os.environ[TAGS_VARIABLE] = self._everything.tag
-            self._everything.start_guard()
-        _connect(services, address)
+        self._is_local = not address
         try:
+            if self._is_local:
+                # Some of Ray's own processes outlive a driver that was killed; they carry this tag, as all others do.
+                os.environ[TAGS_VARIABLE] = self._everything.tag
+                self._everything.start_guard()
+            _connect(services, address)
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             refuse_unless_fits(services, nodes)
             self._everywhere = len(nodes) > 1
-            if self._everywhere and not secured:
-                raise ConfigError(
-                    f"the cluster has {len(nodes)} nodes, and services of several machines talk over TLS only: run "
-                    f"`fourfold certs DIR --host ...` and set security.directory"
-                )
-            if self._everywhere and is_loopback(coordinator_listen.rpartition(":")[0]):
-                raise ConfigError(
-                    f"the cluster has {len(nodes)} nodes, and the coordinator listens at {coordinator_listen}; give "
-                    f"--listen {ray.util.get_node_ip_address()}:0"
-                )
+            if self._everywhere:
+                _check_network(len(nodes), secured=secured, coordinator_listen=coordinator_listen)
             self._group = _reserve(services, nodes)
-        except BaseException:
-            ray.shutdown()
-            self._everything.stop(0)
+        except BaseException:  # Ctrl-C, too: a Ray that is half started must not stay
+            self._disconnect()
             raise
 
     def start(self, service: Service, command: Command) -> None:
@@ -134,10 +125,7 @@ class RayLauncher:
                 num_cpus=service.cpus, num_gpus=service.gpus, scheduling_strategy=strategy, max_restarts=0
             )
             self._actors[service.name] = actor.remote(str(self._run_dir), "OMP_NUM_THREADS" in os.environ)
-        try:
-            ray.get(self._actors[service.name].start.remote(command, self._everywhere), timeout=_START_SECONDS)
-        except ray.exceptions.RayError as error:
-            self._lost(service.name, error)
+        self._polls[self._actors[service.name].start.remote(command, self._everywhere)] = service.name
 
     def deaths(self) -> list[Death]:
         """Return the deaths since the last call, the first one first."""
@@ -170,6 +158,11 @@ class RayLauncher:
                 ray.kill(actor)
             if self._group is not None:
                 remove_placement_group(self._group)
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self._is_local:
+            self._everything.adopt(descendants({os.getpid()}))
         ray.shutdown()
         self._everything.stop(0)
 
@@ -185,17 +178,21 @@ class RayLauncher:
         for reference in answered:
             name = self._polls.pop(reference)
             try:
-                deaths, ready = ray.get(reference)
+                answer = ray.get(reference)
             except ray.exceptions.RayError as error:
                 self._lost(name, error)
                 continue
+            if answer is None:  # of `start`
+                continue
+            deaths, ready = answer
             self._deaths += deaths
             self._ready = self._ready | {name} if ready else self._ready - {name}
 
     def _lost(self, name: str, error: Exception) -> None:
         """Note that an actor died: its child died with it."""
         was_ready = name in self._ready
-        self._actors.pop(name, None)
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self._actors.pop(name))
         self._ready.discard(name)
         self._polls = {reference: other for reference, other in self._polls.items() if other != name}
         self._deaths.append(
@@ -233,6 +230,19 @@ def _connect(services: Sequence[Service], address: str) -> None:
     finally:
         for number, handler in handlers.items():  # Ray installs its own
             signal.signal(number, handler)
+
+
+def _check_network(nodes: int, *, secured: bool, coordinator_listen: str) -> None:
+    if not secured:
+        raise ConfigError(
+            f"the cluster has {nodes} nodes, and services of several machines talk over TLS only: run "
+            f"`fourfold certs DIR --host ...` and set security.directory"
+        )
+    if is_loopback(coordinator_listen.rpartition(":")[0]):
+        raise ConfigError(
+            f"the cluster has {nodes} nodes, and the coordinator listens at {coordinator_listen}; give --listen "
+            f"{ray.util.get_node_ip_address()}:0"
+        )
 
 
 def _reserve(services: Sequence[Service], nodes: Sequence[dict[str, float]]) -> Any:

@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
             run_dir, config = args.resume, _resumed_config(args.resume, args.name)
         else:
             config = configuration.load(args.recipe)
-            models.shape(config.model.source)  # a missing model is found before a folder is made
+            models.check(config.model.source)  # a missing model is found before a folder is made
             run_dir, config = make_run_dir(config, args.name or config.name)
         with _locked(run_dir):
             if args.resume is not None and (run_dir / "report.json").exists():

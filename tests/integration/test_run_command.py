@@ -1,0 +1,114 @@
+"""`fourfold run` as a process, with the real coordinator and reward service and toy engines.
+
+What must hold whatever happens: one clear error, an exit code, and no process left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fourfold import config as configuration
+from tests.fakes.command_line import Stage, listening, staged, until
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def make_stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+    with staged(tmp_path) as make:
+        yield make
+
+
+def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=6)
+    process = stage.start("toy.toml", delay=0.1)
+    until(lambda: stage.steps() >= 1)
+    sockets = listening(stage.descendants())
+    assert len(sockets) >= 4  # coordinator, rollout, trainer, reward
+    assert {address.partition(":")[0] for address in sockets} <= {"0100007F", "0000000000000000FFFF00000100007F"}
+    os.kill(stage.pid_of("rollout"), signal.SIGKILL)
+    os.kill(stage.pid_of("reward"), signal.SIGKILL)
+    until(lambda: stage.steps() >= 3)
+    os.kill(stage.pid_of("trainer"), signal.SIGKILL)
+    output, errors = process.communicate(timeout=40)
+    assert process.returncode == 0, errors
+    assert stage.descendants() == {}
+
+    for name in ("rollout-0", "reward-0", "trainer-0"):
+        assert re.search(rf"\d\d:\d\d:\d\d {name} died \(killed by SIGKILL .*starting it again", output), output
+    assert "step 6/6  reward " in output
+    assert "toy is done: 6 steps" in output
+    assert "Held-out accuracy: " in output and "fourfold chat runs/toy/model" in output
+    assert json.loads((stage.run_dir / "report.json").read_text())["steps"] == 6
+    assert configuration.load(stage.run_dir / "config.toml").name == "toy"
+
+    again = stage.start("--resume", "runs/toy")
+    output, _ = again.communicate(timeout=20)
+    assert again.returncode == 0 and "runs/toy is finished already." in output
+
+
+def test_interrupt_ends_everything_soon_and_resume_goes_on(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=5)
+    process = stage.start("toy.toml", delay=0.2)
+    until(lambda: stage.steps() >= 3)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert time.monotonic() - began < 5
+    assert process.returncode == 130
+    assert stage.descendants() == {}
+    assert "Stopped by SIGINT. To go on from the last checkpoint: fourfold run --resume runs/toy" in errors
+    assert "Traceback" not in errors
+
+    resumed = stage.start("--resume", "runs/toy")
+    _, errors = resumed.communicate(timeout=40)
+    assert resumed.returncode == 0, errors
+    rows = [json.loads(line) for line in (stage.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.5])
+def test_interrupt_while_it_starts_leaves_nothing(make_stage: Callable[..., Stage], seconds: float) -> None:
+    stage = make_stage()
+    process = stage.start("toy.toml")
+    until(lambda: stage.run_dir.exists())
+    time.sleep(seconds)
+    process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=10)
+    assert time.monotonic() - began < 5
+    assert process.returncode in (143, 130)
+    assert stage.descendants() == {}
+    assert "Traceback" not in errors
+
+
+def test_killed_launcher_takes_everything_with_it(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=50)
+    process = stage.start("toy.toml", delay=0.3)
+    until(lambda: stage.steps() >= 1)
+    second = stage.start("--resume", "runs/toy")
+    _, errors = second.communicate(timeout=20)
+    assert second.returncode == 1 and "another `fourfold run` is at work in this folder" in errors
+    process.kill()
+    process.communicate(timeout=10)
+    until(lambda: stage.descendants() == {}, 5)
+
+
+def test_service_dead_at_start_is_one_clear_error(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(reward={"verifier": "no_such_verifier"})
+    process = stage.start("toy.toml")
+    _, errors = process.communicate(timeout=40)
+    assert process.returncode == 1
+    assert stage.descendants() == {}
+    assert "The run failed. reward-0 died before it was ready: ended with exit code 1." in errors
+    assert "no_such_verifier" in errors and str(Path("runs/toy/logs/reward-0.log")) in errors
+    assert "No checkpoint was written yet. To begin again: fourfold run --resume runs/toy" in errors
+    assert "Traceback" not in errors

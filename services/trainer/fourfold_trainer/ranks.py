@@ -46,6 +46,8 @@ _WATCH_SECONDS: Final = 0.2
 _BLAME_SECONDS: Final = 2.0
 # What an answer may take longer than the deadline that the command carries.
 _ANSWER_GRACE_SECONDS: Final = 5.0
+# A rank has nothing to finish: it ends when its link does.
+_STOP_SECONDS: Final = 0.2
 _ABORT: Final = "abort"
 
 
@@ -160,11 +162,13 @@ class RankGroup:
         self._closing.set()
         for link in self._links:
             link.close()
-        self._supervisor.stop()
+        self._supervisor.stop(_STOP_SECONDS)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def leave(self) -> None:
         """Leave the process group in good order, before `close`."""
+        if self._death:
+            raise Unavailable(self._death)
         self._closing.set()
         for link in self._links:
             link.send(Message(name="close"))

@@ -1,0 +1,353 @@
+"""The trainer's state machine: what each call means, and what the trainer remembers between two of them.
+
+    servicers (event loop)          engine thread
+    ----------------------          -------------
+    call ------------------------>  _do_...: check against the state, use the Engine, replace the state
+    result or error  <------------
+    status, watch: read the state, never wait for the engine
+
+The state is replaced only when a call has succeeded, so a refused call changes nothing. A step
+that outlived its caller is found again by its number and its batch's digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import numpy as np
+
+from fourfold import metrics
+from fourfold.config import Config
+from fourfold.errors import AlreadyExists, DeadlinePassed, FourfoldError, InvalidInput, Unavailable, WrongState
+from fourfold.weights.manifest import Manifest
+from fourfold.wire import Float32Array, Sample
+from fourfold_trainer import step as steps
+from fourfold_trainer.batching import split_lookup, split_step
+from fourfold_trainer.checkpoint import CheckpointStore, StepAnswer, TrainerState, whole
+from fourfold_trainer.engine import Engine, Sent, UpdateSettings
+from fourfold_trainer.engine_thread import EngineThread, Phase
+
+_log = logging.getLogger("fourfold.trainer")
+
+T = TypeVar("T")
+
+# A transfer must end before its caller gives up, so that the caller learns why.
+_MARGIN_SECONDS: Final = 0.05
+_LEAVE_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """A snapshot."""
+
+    state: TrainerState
+    phase: Phase
+    checkpoint_step: int = -1
+    """Of the newest durable checkpoint; -1 for none."""
+    vocabulary_size: int = 0
+    """Number of token ids; 0 while starting."""
+
+
+class TrainerCore:
+    """Serves one engine. Coroutines run on one event loop; `_do_...` methods in the engine thread."""
+
+    def __init__(
+        self, config: Config, *, run_dir: Path, make_engine: Callable[[], Engine], fatal: Callable[[str], None]
+    ) -> None:
+        """Prepare; nothing is loaded yet.
+
+        Args:
+            config: of the run.
+            run_dir: checkpoints go into its `checkpoints`, exports beside it.
+            make_engine: loads the model; called in the engine thread.
+            fatal: ends the service with a message; called from any thread.
+        """
+        self._config, self._run_dir = config, run_dir
+        self._make_engine = make_engine
+        self._status = Status(state=TrainerState(), phase=Phase.STARTING)
+        self._watchers: set[asyncio.Event] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._engine: Engine | None = None
+        self._store: CheckpointStore | None = None
+        self._thread = EngineThread(
+            limit_seconds=config.trainer.step_timeout_seconds,
+            on_phase=lambda phase: self._set(phase=phase),
+            fatal=fatal,
+        )
+
+    async def start(self) -> None:
+        """Load the model; the service is ready when this returns."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        await self._thread.run(Phase.STARTING, self._do_start, timeout=self._config.trainer.step_timeout_seconds)
+
+    async def stop(self) -> None:
+        """End all ranks: in good order when the engine is idle, at once when it is not."""
+        engine = self._engine
+        if engine is None:
+            return
+        try:
+            await self._thread.run(Phase.WAITING, engine.leave, timeout=_LEAVE_SECONDS)
+        except FourfoldError as error:
+            _log.info("the ranks are ended without a farewell: %s", error.message)
+        self._thread.stop()
+        await asyncio.to_thread(engine.close)
+
+    @property
+    def config(self) -> Config:
+        """Of the run."""
+        return self._config
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids.
+
+        Raises:
+            Unavailable: the model is not loaded yet.
+        """
+        return self._running.vocabulary_size
+
+    def status(self) -> Status:
+        """Return the present snapshot."""
+        return self._status
+
+    async def watch(self) -> AsyncGenerator[Status, None]:
+        """Yield the present snapshot, then one after every change; those that come too fast are skipped."""
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            while True:
+                changed.clear()
+                yield self._status
+                await changed.wait()
+        finally:
+            self._watchers.discard(changed)
+
+    async def train_step(self, step: int, samples: list[Sample], batch_sha256: str, *, timeout: float) -> StepAnswer:
+        """Train one step, or return the stored answer of the last one.
+
+        Args:
+            step: 1 for the first.
+            samples: decoded, in the caller's order.
+            batch_sha256: digest of the batch, hexadecimal.
+            timeout: seconds.
+
+        Raises:
+            AlreadyExists: the last step, but another batch.
+            WrongState: neither the last step nor the next.
+            InvalidInput: names the sample.
+        """
+        return await self._thread.run(
+            Phase.TRAINING, lambda: self._do_train_step(step, samples, batch_sha256), timeout=timeout
+        )
+
+    async def compute_logprobs(self, samples: list[Sample], *, timeout: float) -> tuple[list[Float32Array], int]:
+        """Return float32 [n] per sample, the first value NaN, and the policy version."""
+        return await self._thread.run(Phase.COMPUTING, lambda: self._do_compute_logprobs(samples), timeout=timeout)
+
+    async def save_checkpoint(self, *, timeout: float) -> int:
+        """Write a checkpoint of the present step; return the step."""
+        return await self._thread.run(Phase.SAVING, self._do_save, timeout=timeout)
+
+    async def load_checkpoint(self, step: int, *, timeout: float) -> Status:
+        """Restore a checkpoint. NotFound, and nothing changed, when there is none of that step."""
+        return await self._thread.run(Phase.SAVING, lambda: self._do_load(step), timeout=timeout)
+
+    async def export(self, name: str, *, timeout: float) -> Path:
+        """Write the weights as a Hugging Face folder in the run's folder; return its absolute path."""
+        return await self._thread.run(Phase.SAVING, lambda: self._do_export(name), timeout=timeout)
+
+    async def raise_policy_version(self, version: int, *, timeout: float) -> int:
+        """Raise the version of the present weights to at least `version`; return it."""
+        return await self._thread.run(Phase.WAITING, lambda: self._do_raise(version), timeout=timeout)
+
+    async def manifest(self, *, timeout: float) -> Manifest:
+        """Return the layout of the weights."""
+        return await self._thread.run(Phase.WAITING, lambda: self._running.manifest(), timeout=timeout)
+
+    async def make_offers(self, epoch: int, backend: str, receiver_count: int, *, timeout: float) -> list[bytes]:
+        """Start an epoch; one offer per rank."""
+        return await self._transfer(
+            lambda left: self._running.make_offers(epoch, backend, receiver_count, timeout=left), timeout
+        )
+
+    async def open_weights(self, epoch: int, *, timeout: float) -> None:
+        """Meet the receivers."""
+        await self._transfer(lambda left: self._running.open_weights(epoch, timeout=left), timeout)
+
+    async def send_weights(self, epoch: int, policy_version: int, *, timeout: float) -> Sent:
+        """Send the present weights; WrongState when they have another version."""
+
+        def send(left: float) -> Sent:
+            present = self._status.state.policy_version
+            if policy_version != present:
+                raise WrongState(f"policy version {policy_version} cannot be sent; the present weights are {present}")
+            return self._running.send_weights(epoch, policy_version, timeout=left)
+
+        return await self._transfer(send, timeout)
+
+    async def abort_weights(self, epoch: int) -> None:
+        """Abort the epoch at once, whatever the engine thread does."""
+        await asyncio.to_thread(self._running.abort_weights, epoch)
+
+    async def _transfer(self, run: Callable[[float], T], timeout: float) -> T:
+        """Run a phase of a weight transfer with what is left of its time when its turn comes."""
+        end = time.monotonic() + timeout - _MARGIN_SECONDS
+
+        def timed() -> T:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise DeadlinePassed("the engine was busy until the deadline; call again")
+            return run(left)
+
+        return await self._thread.run(Phase.PUBLISHING, timed, timeout=timeout)
+
+    # ---- engine thread -------------------------------------------------------------------
+
+    def _do_start(self) -> None:
+        engine = self._make_engine()
+        config = self._config
+        layout = {
+            "ranks": config.trainer.ranks,
+            "zero_stage": config.trainer.zero_stage,
+            "dtype": config.model.dtype,
+            "weights": engine.manifest().sha256.hex(),
+        }
+        folder = self._run_dir / "checkpoints"
+        self._store = CheckpointStore(folder, keep=config.checkpoint.keep, layout=layout)
+        self._engine = engine
+        self._set(checkpoint_step=self._store.newest_step, vocabulary_size=engine.vocabulary_size)
+
+    def _do_train_step(self, step: int, samples: list[Sample], batch_sha256: str) -> StepAnswer:
+        state = self._status.state
+        if step == state.step and state.answer is not None:
+            if batch_sha256 != state.batch_sha256:
+                raise AlreadyExists(f"step {step} was trained with another batch; train step {step + 1}")
+            return state.answer
+        if step != state.step + 1:
+            raise WrongState(
+                f"step {step} cannot be trained; the trainer is at step {state.step}: send {state.step + 1}"
+            )
+        steps.check(samples, self._config.algorithm, policy_version=state.policy_version)
+        began = time.monotonic()
+        reason, measured = self._update(step, samples)
+        skipped = state.skipped_step_count + bool(reason)
+        measured[metrics.SKIPPED_STEPS] = float(skipped)
+        measured[metrics.TIME_TRAIN] = time.monotonic() - began
+        answer = StepAnswer(
+            step=step,
+            policy_version=state.policy_version + (not reason),
+            skipped_reason=reason,
+            metrics=measured,
+        )
+        self._set(
+            state=TrainerState(
+                step=step,
+                policy_version=answer.policy_version,
+                skipped_step_count=skipped,
+                batch_sha256=batch_sha256,
+                lineage=hashlib.sha256(f"{state.lineage}{batch_sha256}".encode()).hexdigest(),
+                answer=answer,
+            )
+        )
+        return answer
+
+    def _update(self, step: int, samples: list[Sample]) -> tuple[str, dict[str, float]]:
+        """Train on a checked batch; return why it was skipped, if it was, and the metrics."""
+        config = self._config
+        plan = steps.prepare(samples, config.algorithm)
+        learning_rate = steps.learning_rate(config.trainer, step, config.steps)
+        measured = steps.summarise_batch(samples, self._status.state.policy_version)
+        measured[metrics.LEARNING_RATE] = learning_rate
+        if plan.skipped_reason:
+            return plan.skipped_reason, measured
+        shares = split_step(
+            [samples[i] for i in plan.trained],
+            [float(plan.advantages[i]) for i in plan.trained],
+            rank_count=config.trainer.ranks,
+            max_tokens=config.batch.tokens_per_micro_batch,
+            with_reference=config.algorithm.kl_coef > 0,
+        )
+        settings = UpdateSettings(
+            learning_rate=learning_rate,
+            token_count=plan.token_count,
+            rank_count=config.trainer.ranks,
+            clip_low=config.algorithm.clip_low,
+            clip_high=config.algorithm.clip_high,
+            kl_coef=config.algorithm.kl_coef,
+        )
+        sums = self._running.update(shares, settings)
+        measured |= steps.summarise_update(sums, plan, samples, shares, config)
+        return ("" if np.isfinite(sums.grad_norm) else steps.NOT_FINITE), measured
+
+    def _do_compute_logprobs(self, samples: list[Sample]) -> tuple[list[Float32Array], int]:
+        config = self._config
+        orders, shares = split_lookup(
+            samples, rank_count=config.trainer.ranks, max_tokens=config.batch.tokens_per_micro_batch
+        )
+        rows: list[Float32Array] = [np.full(len(s.token_ids), np.nan, np.float32) for s in samples]
+        for order, answers in zip(orders, self._running.compute_logprobs(shares), strict=True):
+            values, offset = np.concatenate(answers), 0
+            for index in order:
+                count = len(rows[index]) - 1
+                rows[index][1:] = values[offset : offset + count]
+                offset += count
+        return rows, self._status.state.policy_version
+
+    def _do_save(self) -> int:
+        state = self._status.state
+        self._checkpoints.save(state, self._running.save)
+        self._set(checkpoint_step=self._checkpoints.newest_step)
+        return state.step
+
+    def _do_load(self, step: int) -> Status:
+        state, folder = self._checkpoints.read(step)
+        self._running.load(folder)
+        self._set(state=state)
+        return replace(self._status, phase=Phase.WAITING)
+
+    def _do_export(self, name: str) -> Path:
+        target = (self._run_dir / name).absolute()
+        if name in ("checkpoints", "logs"):
+            raise InvalidInput(f"name {name!r} is the run's own folder; choose another one, such as `model`")
+        with whole(target) as partial:
+            self._running.export(partial)
+        return target
+
+    def _do_raise(self, version: int) -> int:
+        state = self._status.state
+        if version > state.policy_version:
+            self._set(state=replace(state, policy_version=version))
+        return max(version, state.policy_version)
+
+    @property
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise Unavailable("the trainer is loading its model; try again when it is ready", retry_after=1.0)
+        return self._engine
+
+    @property
+    def _checkpoints(self) -> CheckpointStore:
+        if self._store is None:
+            raise Unavailable("the trainer is loading its model; try again when it is ready", retry_after=1.0)
+        return self._store
+
+    def _set(self, **changes: Any) -> None:
+        """Replace fields of the status, and tell the watchers."""
+        new = replace(self._status, **changes)
+        if new == self._status:
+            return
+        self._status = new
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        for changed in self._watchers:
+            changed.set()

@@ -33,12 +33,12 @@ class Stage:
     def run_dir(self) -> Path:
         return self.root / "runs" / "toy"
 
-    def start(self, *words: str, delay: float = 0.0) -> subprocess.Popen[str]:
+    def start(self, *words: str, delay: float = 0.0, command: str = "run") -> subprocess.Popen[str]:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(self._fakes), str(ROOT), *sys.path])}
         env |= {DELAY_VARIABLE: str(delay), "COLUMNS": "200"}
         process = subprocess.Popen(
-            [sys.executable, "-m", "fourfold", "run", *words], cwd=self.root, env=env, text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, "-m", "fourfold", command, *words], cwd=self.root, env=env, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         self.processes.append(process)
         return process

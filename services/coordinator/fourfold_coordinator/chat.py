@@ -206,6 +206,7 @@ class Session:
         return pb.GenerateRequest(
             request_id=f"chat-{uuid.uuid4().hex}",
             prompt_token_ids=prompt,
+            sample_count=1,
             sampling_params=pb.SamplingParams(temperature=self._temperature, max_tokens=max_tokens),
             flush_interval=flush,
         )

@@ -146,7 +146,13 @@ def receiver(pipe: multiprocessing.connection.Connection, manifest: bytes, recei
     def abort_in(seconds: float) -> None:
         threading.Timer(seconds, state["transport"].abort).start()
 
-    methods = {"open": open_, "receive": receive, "values": values, "check": check, "abort_in": abort_in}
+    methods: dict[str, Callable[..., Any]] = {
+        "open": open_,
+        "receive": receive,
+        "values": values,
+        "check": check,
+        "abort_in": abort_in,
+    }
     _serve(pipe, {**methods, "close": lambda: state["transport"].close(), "pid": os.getpid})
 
 
@@ -170,5 +176,11 @@ def sender(pipe: multiprocessing.connection.Connection, seed: int, big: int, ran
         for old, new in zip(model.parameters(), make_model(new_seed, big=big).parameters(), strict=True):
             old.data.copy_(new.data)
 
-    methods = {"make_offer": make_offer, "open": open_, "send": send, "abort": weights.abort, "reseed": reseed}
+    methods: dict[str, Callable[..., Any]] = {
+        "make_offer": make_offer,
+        "open": open_,
+        "send": send,
+        "abort": weights.abort,
+        "reseed": reseed,
+    }
     _serve(pipe, {**methods, "manifest": lambda: weights.manifest().to_bytes(), "pid": os.getpid})

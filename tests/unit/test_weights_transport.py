@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,10 +107,10 @@ def test_a_gloo_offer_without_a_path_is_refused(tail: bytes) -> None:
 
 def test_the_meeting_place_of_gloo_is_private_and_goes_away() -> None:
     sender = make_sender("gloo", _group(), 0)
-    folder = os.fsdecode(sender.offer()[60 + 32 :])
-    assert os.stat(folder).st_mode & 0o777 == 0o700
+    folder = Path(os.fsdecode(sender.offer()[60 + 32 :]))
+    assert folder.stat().st_mode & 0o777 == 0o700
     sender.close()
-    assert not os.path.exists(folder)
+    assert not folder.exists()
 
 
 def test_unknown_backends_and_bad_groups_are_refused() -> None:
@@ -146,7 +147,12 @@ def test_answers_carry_errors_as_what_they_were() -> None:
     assert unwrap_same([b"a", b"a"]) == b"a"
     with pytest.raises(Internal, match="different things"):
         unwrap_same([b"a", b"b"])
-    for error in (WrongState("no"), StaleEpoch("old", reason="TRANSFER_ABORTED"), DeadlinePassed("late"), Internal("x")):
+    for error in (
+        WrongState("no"),
+        StaleEpoch("old", reason="TRANSFER_ABORTED"),
+        DeadlinePassed("late"),
+        Internal("x"),
+    ):
         with pytest.raises(type(error), match=f"engine worker 1: {error.message}") as caught:
             unwrap([{"direct": 0}, error_answer(error)])
         assert caught.value.reason == error.reason

@@ -1,0 +1,90 @@
+"""Zero3Source on real DeepSpeed ranks: the shards put together are DeepSpeed's own gathered parameters."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+
+from fourfold.weights.digest import add_sums, partial_sums
+from fourfold.weights.manifest import Manifest
+from fourfold.weights.transport import Shards
+from tests.weight_ranks import Case, Outcome, rank_main
+
+pytestmark = pytest.mark.integration
+_TIMEOUT: Final = 100.0
+
+
+def _run(rank_count: int, cases: list[Case], folder: Path) -> list[list[Outcome]]:
+    """Run the cases; return for each the outcomes of all ranks."""
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    try:
+        for rank in range(rank_count):
+            ours, theirs = context.Pipe()
+            args = (theirs, rank, rank_count, str(folder / "rendezvous"), cases)
+            process = context.Process(target=rank_main, args=args, daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        outcomes = []
+        for case in cases:
+            for pipe in pipes:
+                assert pipe.poll(_TIMEOUT), f"case {case.name} has not answered"
+            outcomes.append([pipe.recv() for pipe in pipes])
+        for pipe in pipes:
+            pipe.send("end")
+        for process in processes:
+            process.join(20)
+        return outcomes
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _check(outcomes: list[Outcome]) -> Manifest:
+    """All ranks agree on the manifest, and their shards hold the gathered parameters, bit by bit."""
+    manifest = Manifest.from_bytes(outcomes[0].manifest)
+    assert {outcome.manifest for outcome in outcomes} == {manifest.to_bytes()}
+    shards = Shards(manifest, [torch.frombuffer(bytearray(o.shard), dtype=torch.uint8) for o in outcomes])
+    for index, spec in enumerate(manifest.tensors):
+        assert shards.tensor(index).float().flatten().tolist() == outcomes[0].gathered[spec.name], spec.name
+    whole = partial_sums(manifest, ((span, shards.read(span)) for span in manifest.spans))
+    assert add_sums(manifest, [outcome.sums for outcome in outcomes]) == whole
+    assert all(outcome.statuses_kept for outcome in outcomes)
+    return manifest
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("rank_count", [1, 2])
+def test_shards_are_the_gathered_parameters_after_optimizer_steps(
+    rank_count: int, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    tied, untied = tiny_model("qwen2", 3), tiny_model("llama", 3, "float32")
+    cases = [
+        Case(name="persistent parameters, tied", folder=tied),
+        Case(name="nothing persistent", folder=tied, persistence_threshold=0),
+        Case(name="float32", folder=untied, dtype="float32"),
+        Case(name="float32, sent as bfloat16", folder=untied, dtype="float32", sent_dtype="bfloat16"),
+        Case(name="frozen embedding", folder=untied, freeze="embed_tokens"),
+        Case(name="offloaded and reloaded", folder=tied, offload=True),
+    ]
+    if rank_count == 1:
+        cases = cases[::3]
+    outcomes = dict(zip((case.name for case in cases), _run(rank_count, cases, tmp_path), strict=True))
+    for name, outcome in outcomes.items():
+        manifest = _check(outcome)
+        assert manifest.rank_count == rank_count
+        names = {spec.name for spec in manifest.tensors}
+        assert ("lm_head.weight" in names) == any(word in name for word in ("float32", "frozen"))
+        dtype = "float32" if name == "float32" else "bfloat16"
+        assert {spec.dtype for spec in manifest.tensors} == {dtype}
+    if rank_count == 2:
+        while_offloaded, afterwards = outcomes["offloaded and reloaded"][0].refused
+        assert "call engine.reload_states() first" in while_offloaded
+        assert afterwards == "nothing"

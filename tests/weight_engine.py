@@ -1,0 +1,205 @@
+"""A real vLLM engine in a process of its own, driven over a pipe: the engine end of the weight-update tests.
+
+The engine runs inside that process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), which saves its
+start-up and runs the same worker code. Engines are started one after the other.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from fourfold.weights.answers import unwrap
+
+PROMPTS: Final = ([5, 9, 100, 31, 7], [400, 3, 77], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+_NEW_TOKENS: Final = 12
+
+Output = list[tuple[list[int], list[float]]]
+"""For each prompt the sampled tokens and their log-probabilities."""
+
+
+class Engine:
+    """The test's end."""
+
+    def __init__(self) -> None:
+        self.weights: Path | None = None
+        """Folder whose weights the engine holds, as far as the tests say so."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_main, args=(other,), daemon=False)
+        self._process.start()
+        other.close()
+
+    def load(self, folder: Path) -> None:
+        """Start an engine with the weights of a folder, replacing the one that runs."""
+        self.weights = folder
+        self._call("load", str(folder))
+
+    def generate(self) -> Output:
+        """Return greedy completions of PROMPTS."""
+        result: Output = self._call("generate")
+        return result
+
+    def verb(self, name: str, *args: Any) -> Any:
+        """Call a verb of `WeightWorker`; raise what it answered as an error."""
+        return unwrap(self._call("verb", name, args))[0]
+
+    def start_verb(self, name: str, *args: Any) -> None:
+        """Begin a verb; `finish_verb` returns its answer."""
+        self._pipe.send(("verb", (name, args)))
+
+    def finish_verb(self) -> Any:
+        """Wait for the verb begun last."""
+        return unwrap(self._answer())[0]
+
+    def sabotage(self, what: str, on: bool) -> None:
+        """Break a part of the worker on purpose: "repack" or "load"."""
+        self._call("sabotage", what, on)
+
+    def stop(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join(20)
+        self._process.kill()
+
+    def _call(self, method: str, *args: Any) -> Any:
+        self._pipe.send((method, args))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        if not self._pipe.poll(90):
+            raise TimeoutError("the engine has not answered within 90 s")
+        kind, value = self._pipe.recv()
+        if kind == "error":
+            raise RuntimeError(value)
+        return value
+
+
+def _main(pipe: multiprocessing.connection.Connection) -> None:
+    os.environ.update(
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_LOGGING_LEVEL="WARNING",
+        VLLM_NO_USAGE_STATS="1",
+        HF_HUB_OFFLINE="1",
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chdir(scratch)
+        serving = _Serving()
+        while True:
+            try:
+                method, args = pipe.recv()
+            except EOFError:
+                break
+            try:
+                pipe.send(("ok", getattr(serving, method)(*args)))
+            except Exception as error:  # the test shall see it, whatever it is
+                pipe.send(("error", f"{type(error).__name__}: {error}"))
+    os._exit(0)  # vLLM's own shutdown takes seconds
+
+
+class _Serving:
+    def __init__(self) -> None:
+        self._llm: Any = None
+
+    def load(self, folder: str) -> None:
+        import vllm
+
+        if self._llm is not None:
+            from vllm.distributed import cleanup_dist_env_and_memory
+
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+            cleanup_dist_env_and_memory()
+            gc.collect()
+        _register_classes()
+        self._llm = vllm.LLM(
+            model=folder,
+            worker_extension_cls="fourfold.weights.vllm_worker.WeightWorker",
+            enforce_eager=True,
+            max_model_len=64,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            dtype="bfloat16",
+            logprobs_mode="processed_logprobs",
+            enable_prefix_caching=False,
+            seed=0,
+        )
+
+    def generate(self) -> Output:
+        import vllm
+
+        sampling = vllm.SamplingParams(temperature=0.0, max_tokens=_NEW_TOKENS, logprobs=0, ignore_eos=True)
+        prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+        result = []
+        for answer in self._llm.generate(prompts, sampling, use_tqdm=False):
+            tokens = list(answer.outputs[0].token_ids)
+            logprobs = [entry[token].logprob for token, entry in zip(tokens, answer.outputs[0].logprobs, strict=True)]
+            result.append((tokens, logprobs))
+        return result
+
+    def verb(self, name: str, args: tuple[Any, ...]) -> Any:
+        return self._llm.collective_rpc(name, args=args)
+
+    def sabotage(self, what: str, on: bool) -> None:
+        from fourfold.weights import vllm_worker
+
+        if what == "repack":
+            _patch(vllm_worker, "_repack", lambda layers: None, on)
+        else:
+            _patch(vllm_worker.VllmModel, "load", _failing_load, on)
+
+
+def _register_classes() -> None:
+    """Tell vLLM the classes of the models; it would start a process for each to look at it, ten seconds apiece."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import gemma, llama, qwen2, qwen3
+
+    if not _registered:
+        _registered.update(
+            LlamaForCausalLM=llama.LlamaForCausalLM,
+            AquilaForCausalLM=llama.LlamaForCausalLM,
+            Qwen2ForCausalLM=qwen2.Qwen2ForCausalLM,
+            Qwen3ForCausalLM=qwen3.Qwen3ForCausalLM,
+            GemmaForCausalLM=gemma.GemmaForCausalLM,
+        )
+        for name, model_class in _registered.items():
+            ModelRegistry.register_model(name, model_class)
+
+
+_registered: dict[str, Any] = {}
+_originals: dict[str, Any] = {}
+
+
+def _patch(owner: Any, name: str, replacement: Any, on: bool) -> None:
+    _originals.setdefault(name, getattr(owner, name))
+    setattr(owner, name, replacement if on else _originals[name])
+
+
+def _failing_load(model: Any, tensors: Any) -> None:
+    """Load a few tensors, then fail."""
+
+    def some() -> Iterator[Any]:
+        for count, tensor in enumerate(tensors):
+            if count == 6:
+                raise RuntimeError("sabotaged")
+            yield tensor
+
+    _originals["load"](model, some())
+
+
+@contextmanager
+def running_engine() -> Iterator[Engine]:
+    """A started process without an engine yet."""
+    engine = Engine()
+    try:
+        yield engine
+    finally:
+        engine.stop()

@@ -1,0 +1,158 @@
+"""Real DeepSpeed ZeRO-3 ranks for the weight-plane tests: each trains a little, then says what it would send.
+
+`rank_main` runs in a process of its own. It answers, per case, the gathered parameters
+(DeepSpeed's own truth) and this rank's shard, so that the test can put the shards together.
+"""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fourfold.errors import WrongState
+from fourfold.weights.digest import partial_sums
+from fourfold.weights.manifest import Manifest
+from fourfold.weights.source import as_sent
+from fourfold.weights.transport import torch_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One engine."""
+
+    name: str
+    folder: Path
+    dtype: str = "bfloat16"
+    sent_dtype: str = ""
+    persistence_threshold: int = 100_000
+    freeze: str = ""
+    offload: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one rank found."""
+
+    manifest: bytes
+    shard: bytes
+    sums: bytes
+    gathered: dict[str, list[float]]
+    statuses_kept: bool
+    refused: tuple[str, ...] = ()
+
+
+def rank_main(
+    pipe: multiprocessing.connection.Connection, rank: int, rank_count: int, rendezvous: str, cases: list[Case]
+) -> None:
+    """Run all cases on one rank and send an Outcome for each."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(rank_count), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"
+    )
+    torch.set_num_threads(1)
+    import deepspeed
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=rank_count)
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    for case in cases:
+        pipe.send(_run(case))
+    pipe.recv()
+    torch.distributed.destroy_process_group()
+
+
+def _run(case: Case) -> Outcome:
+    from fourfold.weights.zero3 import Zero3Source
+
+    engine = _engine(case)
+    source = Zero3Source(engine, dtype=torch_dtype(case.sent_dtype) if case.sent_dtype else None)
+    _train(engine)
+    parameters = dict(engine.module.named_parameters())
+    refused = _offload(engine, source) if case.offload else ()
+    before = [p.ds_status for p in parameters.values()]
+    source.begin_round()
+    manifest = source.manifest()
+    shard = torch.zeros(manifest.shard_bytes[source.rank], dtype=torch.uint8)
+    spans = manifest.spans_of_rank(source.rank)
+    for span in spans:
+        spec = manifest.tensors[span.tensor]
+        target = shard[span.offset : span.offset + span.count * spec.item_bytes]
+        target.view(torch_dtype(spec.dtype)).copy_(source.read(span))
+    dtypes = [torch_dtype(spec.dtype) for spec in manifest.tensors]
+    sums = partial_sums(manifest, ((span, as_sent(source.read(span), dtypes[span.tensor])) for span in spans))
+    source.end_round()
+    kept = before == [p.ds_status for p in parameters.values()]
+    return Outcome(
+        manifest=manifest.to_bytes(),
+        shard=shard.numpy().tobytes(),
+        sums=sums,
+        gathered=_gathered(parameters, manifest),
+        statuses_kept=kept,
+        refused=refused,
+    )
+
+
+def _engine(case: Case) -> Any:
+    import deepspeed
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(case.folder, dtype=torch_dtype(case.dtype))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not case.freeze or case.freeze not in name)
+    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for _, p in trained if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for _, p in trained if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": case.dtype == "bfloat16"},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": case.persistence_threshold,
+            "sub_group_size": 20_000,
+        },
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=config)
+    return engine
+
+
+def _train(engine: Any) -> None:
+    """Two real optimizer steps, so that every trained value moves."""
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    for _ in range(2):
+        ids = torch.randint(3, 500, (1, 24), generator=generator)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+
+
+def _offload(engine: Any, source: Any) -> tuple[str, ...]:
+    """Offload and reload the engine's parameters; return what the source said to either."""
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    def offload() -> None:
+        engine.offload_states(include=[OffloadStateTypeEnum.lp_params], pin_memory=False)
+
+    said = []
+    for action in (offload, engine.reload_states):
+        action()
+        try:
+            source.begin_round()
+            said.append("nothing")
+        except WrongState as error:
+            said.append(error.message)
+    return tuple(said)
+
+
+def _gathered(parameters: dict[str, Any], manifest: Manifest) -> dict[str, list[float]]:
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(parameters.values())):
+        return {
+            spec.name: parameters[spec.name].detach().to(torch_dtype(spec.dtype)).float().flatten().tolist()
+            for spec in manifest.tensors
+        }

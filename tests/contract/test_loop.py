@@ -139,6 +139,9 @@ def check_books(stage: Stage) -> None:
     written = {row["sample_id"]: row["step"] for row in stage.lines("samples.jsonl")}
     for step, sample_ids in stage.trainer.batches.items():
         assert all(written[sample_id] == step for sample_id in sample_ids)
+    lines = stage.lines("samples.jsonl")
+    assert len(lines) == len(written), "no sample is written twice"
+    assert all(line["dropped"] or ledger.state(line["sample_id"]) is State.TRAINED for line in lines)
     checkpoint = ledger.last_checkpoint()
     assert checkpoint is not None
     assert (checkpoint.step, checkpoint.data_position) == (stage.config.steps, steps[-1].data_position)
@@ -406,6 +409,25 @@ async def test_an_engine_of_another_run_is_filled_under_a_higher_version(make_st
     check_books(stage)
     assert stage.rollouts[0].commits[0] == 8
     assert stage.rollouts[0].weights == stage.trainer.weights
+
+
+async def test_an_engine_that_happens_to_have_the_same_version_is_not_trusted(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=4)
+    stranger = FakeRollout("rollout-1", stage.config)
+
+    async def join() -> None:
+        if len(stage.trainer.batches) == 2 and stranger not in stage.rollouts:
+            stage.rollouts.append(stranger)
+            stranger.version, stranger.weights = stage.rollouts[0].version, 99
+            await stranger.join(stage.address)
+            await until(lambda: stranger.commits)
+
+    stage.rollouts[0].on_generate = join
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stranger.commits[0] == 3, "the second step's weights went to it under a number that it did not have"
+    assert stranger.weights == stage.rollouts[0].weights == stage.trainer.weights
 
 
 # -- back to a checkpoint ---------------------------------------------------------------------------------------------

@@ -129,7 +129,8 @@ def receiver(pipe: multiprocessing.connection.Connection, manifest: bytes, recei
     def open_(epoch: int, backend: str, offers: Sequence[bytes], timeout: float) -> None:
         group = Group(epoch=epoch, manifest=parsed, receiver_count=receiver_count)
         state["transport"] = make_receiver(backend, group, index)
-        state["transport"].open(offers, Deadline(timeout))
+        state["transport"].accept(offers)
+        state["transport"].open(Deadline(timeout))
 
     def receive(version: int, timeout: float) -> bytes:
         shards = state["shards"] = state["transport"].receive(version, None, Deadline(timeout))

@@ -174,20 +174,32 @@ class GlooReceiver:
         """Make the receiver."""
         self._group, self._index = group, receiver_index
         self._stop = threading.Event()
+        self._markers: list[Path] = []
         self._members: list[_Member] = []
         self._shards: list[torch.Tensor] = []
 
-    def open(self, offers: Sequence[bytes], deadline: Deadline) -> None:
-        """Join the group of every trainer rank, in rank order.
+    def accept(self, offers: Sequence[bytes]) -> None:
+        """Check every rank's offer.
 
         Raises:
             InvalidInput: an offer of a wrong length or content.
-            Unavailable: the meeting place is not there: another host, or the sender has closed.
         """
         bodies = unpack_offers(Backend.GLOO, self._group, offers)
-        markers = [_parse_body(rank, body) for rank, body in enumerate(bodies)]
+        self._markers = [_parse_body(rank, body) for rank, body in enumerate(bodies)]
+
+    def open(self, deadline: Deadline) -> None:
+        """Join the group of every trainer rank, in rank order.
+
+        Raises:
+            Unavailable: the meeting place is not there: another host, or the sender has closed.
+        """
         size = 1 + self._group.receiver_count
-        for rank, marker in enumerate(markers):
+        for rank, marker in enumerate(self._markers):
+            if not marker.is_file():
+                raise Unavailable(
+                    f"the meeting place of trainer rank {rank} is not on this machine or not open any more; gloo needs "
+                    f"trainer and engine on one host: make new offers"
+                )
             name = f"the gloo group of trainer rank {rank}"
             member = _Member(marker, name, 1 + self._index, size, self._stop)
             self._members.append(member)
@@ -252,7 +264,7 @@ def _fill(
 
 
 def _parse_body(rank: int, body: bytes) -> Path:
-    """Return the marker file that an offer names, after checking that it is there."""
+    """Return the marker file that an offer names."""
     nonce_length = 2 * _NONCE_BYTES
     if len(body) <= nonce_length:
         raise InvalidInput(f"gloo offer {rank} has a body of {len(body)} bytes; it must have more than {nonce_length}")
@@ -263,9 +275,4 @@ def _parse_body(rank: int, body: bytes) -> Path:
     folder, nonce = Path(text[nonce_length:]), text[:nonce_length]
     if not nonce.isalnum() or "\0" in text or not folder.is_absolute():
         raise InvalidInput(f"gloo offer {rank} holds no path; pass MakeOffer's bytes unchanged")
-    if not (folder / nonce).is_file():
-        raise Unavailable(
-            f"the meeting place of gloo offer {rank} is not on this machine or not open any more; gloo needs trainer "
-            f"and engine on one host: make new offers"
-        )
     return folder / nonce

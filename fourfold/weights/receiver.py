@@ -19,7 +19,7 @@ from fourfold.errors import StaleEpoch, WrongState
 from fourfold.weights.applier import Applier, ApplyReport, ModelState
 from fourfold.weights.digest import digest_of, partial_sums
 from fourfold.weights.manifest import Manifest
-from fourfold.weights.transport import Deadline, Group, ReceiveTransport, make_receiver, parse_backend, unpack_offers
+from fourfold.weights.transport import Deadline, Group, ReceiveTransport, make_receiver
 
 
 @dataclass(slots=True)
@@ -68,14 +68,14 @@ class WeightReceiver:
         parsed = Manifest.from_bytes(manifest)
         group = Group(epoch=epoch, manifest=parsed, receiver_count=receiver_count)
         transport = make_receiver(backend, group, receiver_index)
-        unpack_offers(parse_backend(backend), group, offers)
+        transport.accept(offers)
         report = self._applier.bake(parsed)
         self._close()
         self._last_epoch = epoch
         self._session = _Session(epoch, parsed, transport)
         opened = False
         try:
-            transport.open(offers, deadline)
+            transport.open(deadline)
             opened = True
         finally:
             if not opened:

@@ -142,24 +142,32 @@ class ShmReceiver:
     def __init__(self, group: Group, receiver_index: int) -> None:
         """Make the receiver; its index does not matter here."""
         self._group = group
+        self._places: list[tuple[int, int, bytes]] = []  # pid, descriptor, nonce
         self._arenas: list[_Arena] = []
         self._abort = threading.Event()
         self._closed = False
 
-    def open(self, offers: Sequence[bytes], deadline: Deadline) -> None:
-        """Map every rank's arena.
+    def accept(self, offers: Sequence[bytes]) -> None:
+        """Check every rank's offer.
 
         Raises:
             InvalidInput: an offer of a wrong length or content.
-            Unavailable: a sender is gone, or lives where its memory cannot be mapped.
         """
-        bodies = unpack_offers(Backend.SHM, self._group, offers)
-        for rank, body in enumerate(bodies):
+        for rank, body in enumerate(unpack_offers(Backend.SHM, self._group, offers)):
             if len(body) != _BODY.size:
                 raise InvalidInput(f"shm offer {rank} has a body of {len(body)} bytes; it must have {_BODY.size}")
             pid, descriptor, shard_bytes, nonce = _BODY.unpack(body)
             if shard_bytes != self._group.manifest.shard_bytes[rank]:
                 raise InvalidInput(f"shm offer {rank} is of {shard_bytes} bytes; the manifest says otherwise")
+            self._places.append((pid, descriptor, nonce))
+
+    def open(self, deadline: Deadline) -> None:
+        """Map every rank's arena.
+
+        Raises:
+            Unavailable: a sender is gone, or lives where its memory cannot be mapped.
+        """
+        for rank, (pid, descriptor, nonce) in enumerate(self._places):
             self._arenas.append(self._map(rank, pid, descriptor, nonce))
 
     def receive(self, policy_version: int, sink: Sink | None, deadline: Deadline) -> Shards:

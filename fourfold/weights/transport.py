@@ -6,7 +6,8 @@ a member of `Backend` and a line in each of the two tables below.
     trainer rank r                    coordinator                 engine worker i (receiver i)
     make_sender(backend)
     offer() ------------------------> opaque bytes -------------> make_receiver(backend)
-    open(deadline)      <---- both at once, they meet ---->       open(offers, deadline)
+                                                                  accept(offers)
+    open(deadline)      <---- both at once, they meet ---->       open(deadline)
     send(version)       <---- both at once, per version -->       receive(version) -> Shards
                                                                   check(): nothing changed underneath
     abort() from any thread           either side                 abort() from any thread
@@ -140,8 +141,11 @@ class SendTransport(Protocol):
 class ReceiveTransport(Protocol):
     """One receiver's end, towards all trainer ranks."""
 
-    def open(self, offers: Sequence[bytes], deadline: Deadline) -> None:
-        """Take up the offers, in rank order, and meet the senders."""
+    def accept(self, offers: Sequence[bytes]) -> None:
+        """Check the offers, in rank order, and keep them; nothing is met or mapped yet."""
+
+    def open(self, deadline: Deadline) -> None:
+        """Meet the senders whose offers were accepted."""
 
     def receive(self, policy_version: int, sink: Sink | None, deadline: Deadline) -> Shards:
         """Wait for `policy_version` of all ranks. What lies in the result stays until the next call or `close`.

@@ -201,6 +201,8 @@ def test_what_does_not_fit_changes_nothing_and_the_open_epoch_goes_on(pair: Pair
         pair.receiver.open(2, "shm", other.manifest().to_bytes(), [offer], 1, 0, 5)
     with pytest.raises(InvalidInput, match="0 offers"):
         pair.receiver.open(2, "shm", manifest, [], 1, 0, 5)
+    with pytest.raises(InvalidInput, match="body"):
+        pair.receiver.open(2, "shm", other.manifest().to_bytes(), [offer[:-1]], 1, 0, 5)
     with pytest.raises(InvalidInput, match="not JSON"):
         pair.receiver.open(2, "shm", b"?", [offer], 1, 0, 5)
     pair.update(1, 5)

@@ -33,7 +33,8 @@ def _join(trainer: Peer, epoch: int = 1) -> tuple[Manifest, shm.ShmReceiver]:
     offer = trainer.call("make_offer", epoch, "shm", 1)
     receiving = make_receiver("shm", Group(epoch=epoch, manifest=manifest, receiver_count=1), 0)
     assert isinstance(receiving, shm.ShmReceiver)
-    receiving.open([offer], Deadline(5))
+    receiving.accept([offer])
+    receiving.open(Deadline(5))
     trainer.call("open", epoch, 5.0)
     return manifest, receiving
 
@@ -148,15 +149,18 @@ def test_an_offer_of_a_process_that_is_gone_or_recycled_is_unavailable() -> None
     group = Group(epoch=1, manifest=manifest, receiver_count=1)
     offer = trainer.call("make_offer", 1, "shm", 1)
     trainer.kill()
+    receiving = make_receiver("shm", group, 0)
+    receiving.accept([offer])
     with pytest.raises(Unavailable, match="cannot map"):
-        make_receiver("shm", group, 0).open([offer], Deadline(1))
+        receiving.open(Deadline(1))
 
     # The same place, but another arena with another nonce: as if the pid had been recycled.
     ours = shm.ShmSender(group, 0)
     try:
-        stranger = ours.offer()[:-16] + offer[-16:]
+        receiving = make_receiver("shm", group, 0)
+        receiving.accept([ours.offer()[:-16] + offer[-16:]])
         with pytest.raises(Unavailable, match="not trainer rank 0 any more"):
-            make_receiver("shm", group, 0).open([stranger], Deadline(1))
+            receiving.open(Deadline(1))
     finally:
         ours.close()
 
@@ -169,7 +173,8 @@ def test_the_mapping_is_read_only_and_cannot_shrink() -> None:
         with pytest.raises(OSError):
             os.ftruncate(ours._fd, 10)
         receiving = shm.ShmReceiver(group, 0)
-        receiving.open([ours.offer()], Deadline(1))
+        receiving.accept([ours.offer()])
+        receiving.open(Deadline(1))
         with pytest.raises(TypeError):
             receiving._arenas[0].words[0] = 1
     finally:
@@ -184,7 +189,8 @@ def test_closing_gives_descriptors_and_memory_back() -> None:
     for epoch in range(20):
         group = Group(epoch=epoch, manifest=source.manifest(), receiver_count=1)
         receiving = make_receiver("shm", group, 0)
-        receiving.open([weights.make_offer(epoch, "shm", 1, timeout=5)], Deadline(5))
+        receiving.accept([weights.make_offer(epoch, "shm", 1, timeout=5)])
+        receiving.open(Deadline(5))
         weights.open(epoch, timeout=5)
         weights.send(epoch, 1, timeout=5)
         receiving.receive(1, None, Deadline(5))

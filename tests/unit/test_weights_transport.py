@@ -47,13 +47,13 @@ def test_an_offer_is_small_and_hides_nothing_in_other_lengths(backend: str) -> N
         assert len(offer) <= MAX_OFFER_BYTES
         for wrong in (b"", offer[:10], offer[:59], offer + b"x" * MAX_OFFER_BYTES):
             with pytest.raises(InvalidInput, match="bytes"):
-                make_receiver(backend, group, 0).open([wrong], Deadline(1))
+                make_receiver(backend, group, 0).accept([wrong])
         if backend == "shm":
             for wrong in (offer[:-1], offer + b"x"):
                 with pytest.raises(InvalidInput, match="body"):
-                    make_receiver(backend, group, 0).open([wrong], Deadline(1))
+                    make_receiver(backend, group, 0).accept([wrong])
         with pytest.raises(InvalidInput, match="2 offers"):
-            make_receiver(backend, group, 0).open([offer, offer], Deadline(1))
+            make_receiver(backend, group, 0).accept([offer, offer])
     finally:
         sender.close()
 
@@ -89,8 +89,10 @@ def test_a_gloo_offer_whose_meeting_place_is_gone_is_unavailable() -> None:
     sender = make_sender("gloo", group, 0)
     offer = sender.offer()
     sender.close()
+    receiving = make_receiver("gloo", group, 0)
+    receiving.accept([offer])
     with pytest.raises(Unavailable, match="not on this machine or not open"):
-        make_receiver("gloo", group, 0).open([offer], Deadline(1))
+        receiving.open(Deadline(1))
 
 
 @pytest.mark.parametrize("tail", [b"relative/path", b"", b"\xff\xff", b"/a\0b"])
@@ -100,7 +102,7 @@ def test_a_gloo_offer_without_a_path_is_refused(tail: bytes) -> None:
     try:
         broken = sender.offer().partition(b"/")[0] + tail
         with pytest.raises(InvalidInput, match="gloo offer 0"):
-            make_receiver("gloo", group, 0).open([broken], Deadline(1))
+            make_receiver("gloo", group, 0).accept([broken])
     finally:
         sender.close()
 

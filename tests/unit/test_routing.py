@@ -174,6 +174,28 @@ async def test_an_overloaded_replica_rests_as_long_as_it_asks(bench: Bench) -> N
     assert 0.15 <= times[1] - times[0] < 1
 
 
+async def test_a_replica_that_is_full_of_our_own_work_costs_no_try(bench: Bench) -> None:
+    """It takes two pieces at a time and does not say so beforehand."""
+    replica = bench.join("a")
+    inside: list[int] = []
+    refused: list[int] = []
+
+    def piece(number: int) -> Any:
+        async def work(_: Replica) -> int:
+            if len(inside) == 2:
+                refused.append(number)
+                raise Overloaded("too many tokens", retry_after=0.5)
+            inside.append(number)
+            await asyncio.sleep(0.02)
+            inside.remove(number)
+            return number
+
+        return bench.call(work, samples=4, infrastructure=0)
+
+    assert await asyncio.gather(*(piece(i) for i in range(6))) == list(range(6))
+    assert refused and replica.outstanding == 0
+
+
 async def test_a_call_that_nobody_may_make_is_not_repeated(bench: Bench) -> None:
     bench.join("a")
 

@@ -75,6 +75,8 @@ class Replica:
         """Samples it was given and has not answered."""
         self.capacity = 0
         """Most samples outstanding; 0: no limit."""
+        self._congested_at = 0
+        """Samples outstanding at which it was overloaded, until an answer comes; 0: it was not."""
         self.max_items = 0
         """Most samples in one call of a reward service; 0: no limit."""
         self.vocabulary_size = 0
@@ -100,6 +102,16 @@ class Replica:
         """Whether it failed a moment ago."""
         return now < self._retry_at
 
+    def has_room(self, samples: int) -> bool:
+        """Whether it may be given that many samples more."""
+        limits = [limit for limit in (self.capacity, self._congested_at) if limit]
+        return all(self.outstanding + samples <= limit for limit in limits)
+
+    def congested(self, samples: int) -> bool:
+        """Note that it refused `samples` as too many; return whether what we gave it before is the reason."""
+        self._congested_at = self.outstanding - samples
+        return self._congested_at > 0
+
     def failed(self, error: FourfoldError, now: float) -> None:
         """Let it rest: for as long as it asked, else longer each time."""
         pause = min(_FIRST_BACKOFF_SECONDS * 2.0 ** min(self._failures, 10), _MAX_BACKOFF_SECONDS)
@@ -118,7 +130,7 @@ class Replica:
 
     def worked(self) -> None:
         """Forget earlier failures."""
-        self._failures = 0
+        self._failures = self._congested_at = 0
 
     async def call(self, work: Awaitable[T]) -> T:
         """Await `work`, but not after the member's lease has ended.

@@ -2,8 +2,9 @@
 
     work --use--> the replica with the fewest samples outstanding --answer--> done
       ^                |                             |
-      |                | none: wait, then            | dead, draining, overloaded: another one (infrastructure)
-      |                v ServiceMissing              | refused for its content: once more (data)
+      |                | none: wait, then            | full of our own work: wait for an answer from there
+      |                v ServiceMissing              | dead, draining, kept busy: another one (infrastructure)
+      |                                              | refused for its content: once more (data)
       +----------------------------------------------+ budget used up: GivenUp(reason)
 
 Replicas come and go with their leases. A replica is used only while nothing hinders it: it was
@@ -28,6 +29,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import (
     FourfoldError,
     InvalidInput,
+    Overloaded,
     PermissionDenied,
     Unauthenticated,
 )
@@ -148,6 +150,10 @@ class Router:
                     result = await replica.call(work(replica))
                 except (PermissionDenied, Unauthenticated):
                     raise  # no replica will ever answer otherwise
+                except Overloaded as error:
+                    if not replica.congested(samples):  # others keep it busy
+                        replica.failed(error, self.clock.monotonic())
+                        budget.lose(error)
                 except FourfoldError as error:
                     log.warning("%s failed, trying again: %s", replica.member.member_id, error)
                     avoid.add(replica.key)
@@ -221,7 +227,7 @@ class Router:
         end = self.clock.monotonic() + self.wait_seconds
         while True:
             usable = [r for r in self.replicas(role) if self._usable(r, version)]
-            free = [r for r in usable if not r.capacity or r.outstanding + samples <= r.capacity]
+            free = [r for r in usable if r.has_room(samples)]
             if free:
                 self.on_wait("")
                 return min(free, key=lambda r: (r.key in avoid, r.outstanding, r.member.member_id))

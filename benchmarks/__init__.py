@@ -1,0 +1,1 @@
+"""Programs that print numbers; README.md says what each measures."""

@@ -1,0 +1,172 @@
+"""A trainer engine without a model, and batches to feed it: what the trainer's state machine is tested with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fourfold.errors import StaleEpoch
+from fourfold.nn.batching import TokenBatch
+from fourfold.weights.manifest import Manifest, Span, TensorSpec
+from fourfold.wire import Float32Array, Sample, VersionSpan
+from fourfold_trainer.batching import MicroBatch
+from fourfold_trainer.engine import Sent, UpdateSettings, UpdateSums
+
+VOCABULARY = 100
+MANIFEST = Manifest(
+    tensors=(TensorSpec(name="w", dtype="float32", shape=(2,)),),
+    spans=(Span(tensor=0, start=0, count=2, rank=0, offset=0),),
+    shard_bytes=(64,),
+)
+
+
+class FakeEngine:
+    """Counts updates; its only weight is that count. Log-probabilities are minus the token id plus that weight."""
+
+    def __init__(self, rank_count: int = 1) -> None:
+        self.rank_count = rank_count
+        self.updates = 0
+        self.settings: list[UpdateSettings] = []
+        self.shares: list[Sequence[Sequence[MicroBatch]]] = []
+        self.grad_norm = 1.5
+        self.error: BaseException | None = None
+        """Raised by the next call of any kind."""
+        self.gate = threading.Event()
+        """Every update waits for it."""
+        self.gate.set()
+        self.entered = threading.Event()
+        self.epoch = -1
+        self.aborted = threading.Event()
+        self.left = self.closed = False
+        self.order: list[str] = []
+
+    @property
+    def vocabulary_size(self) -> int:
+        return VOCABULARY
+
+    def update(self, shares: Sequence[Sequence[MicroBatch]], settings: UpdateSettings) -> UpdateSums:
+        self._enter("update")
+        self.entered.set()
+        if not self.gate.wait(20):
+            raise RuntimeError("the test never opened the gate")
+        self.shares.append(shares)
+        self.settings.append(settings)
+        if np.isfinite(self.grad_norm):
+            self.updates += 1
+        live = [batch for share in shares for batch in share if not batch.dummy]
+        count = sum(len(batch.advantages) for batch in live)
+        return UpdateSums(
+            loss=0.25,
+            token_count=count,
+            mismatches=np.full(count, 0.5, np.float32),
+            mismatch_kl=0.125 * count,
+            reference_kl=2.0 * count,
+            grad_norm=self.grad_norm,
+        )
+
+    def compute_logprobs(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
+        self._enter("compute_logprobs")
+        return [[(self.updates - b.targets).astype(np.float32) for b in share] for share in shares]
+
+    def save(self, folder: Path) -> None:
+        self._enter("save")
+        (folder / "rank-000.safetensors").write_text(str(self.updates))
+
+    def load(self, folder: Path) -> None:
+        self._enter("load")
+        self.updates = int((folder / "rank-000.safetensors").read_text())
+
+    def export(self, folder: Path) -> None:
+        (folder / "config.json").write_text("{}")
+        self._enter("export")
+        (folder / "model.safetensors").write_text(str(self.updates))
+
+    def manifest(self) -> Manifest:
+        return MANIFEST
+
+    def make_offers(self, epoch: int, backend: str, receiver_count: int, *, timeout: float) -> list[bytes]:
+        self._enter("make_offers")
+        if epoch <= self.epoch:
+            raise StaleEpoch(f"epoch {epoch} is not above {self.epoch}")
+        self.epoch = epoch
+        return [f"{backend}-{receiver_count}-{rank}".encode() for rank in range(self.rank_count)]
+
+    def open_weights(self, epoch: int, *, timeout: float) -> None:
+        self._enter("open_weights")
+        self._check(epoch)
+
+    def send_weights(self, epoch: int, policy_version: int, *, timeout: float) -> Sent:
+        self._enter("send_weights")
+        self._check(epoch)
+        self.entered.set()
+        while not self.gate.wait(0.01):
+            if self.aborted.is_set():
+                raise StaleEpoch(f"epoch {epoch} was aborted")
+        return Sent(weights_digest=bytes([self.updates]) * 32, sent_bytes=8)
+
+    def abort_weights(self, epoch: int) -> None:
+        self._check(epoch)
+        self.aborted.set()
+
+    def leave(self) -> None:
+        self._enter("leave")
+        self.left = True
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _check(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise StaleEpoch(f"epoch {epoch} is not open; {self.epoch} is")
+
+    def _enter(self, what: str) -> None:
+        self.order.append(what)
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
+def sample(
+    sample_id: str,
+    *,
+    group: str = "g",
+    score: float | None = 1.0,
+    prompt: int = 3,
+    completion: int = 2,
+    version: int = 0,
+    temperature: float = 1.0,
+    reference: bool = False,
+    vocabulary: int = VOCABULARY,
+    seed: int = 0,
+) -> Sample:
+    """Return one sample of random tokens, `prompt` of them given and `completion` sampled by `version`."""
+    random = np.random.default_rng([seed, *sample_id.encode()])
+    count = prompt + completion
+    mask = np.arange(count) >= prompt
+    behavior = np.where(mask, -random.random(count), np.nan).astype(np.float32)
+    spans = [VersionSpan(policy_version=-1, token_count=prompt)]
+    if completion:
+        spans.append(VersionSpan(policy_version=version, token_count=completion))
+    return Sample(
+        sample_id=sample_id,
+        group_id=group,
+        token_ids=random.integers(0, vocabulary, count).astype(np.int32),
+        behavior_logprobs=behavior,
+        action_mask=mask,
+        loss_mask=mask,
+        version_spans=tuple(spans),
+        temperature=temperature,
+        score=score,
+        reference_logprobs=np.where(np.arange(count) > 0, -random.random(count), np.nan).astype(np.float32)
+        if reference
+        else np.empty(0, np.float32),
+    )
+
+
+def group_of(scores: Sequence[float], *, group: str = "g", version: int = 0, **more: object) -> list[Sample]:
+    """Return one group with these scores."""
+    make: Callable[..., Sample] = sample
+    return [make(f"{group}-{i}", group=group, score=s, version=version, **more) for i, s in enumerate(scores)]

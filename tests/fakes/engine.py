@@ -1,0 +1,176 @@
+"""An engine that samples what a test tells it to, one token per sample and tick, on the event loop alone."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fourfold.errors import FourfoldError, Unavailable
+from fourfold_rollout.engine import EngineDescription, Finish, SampleOutput, SampleRequest, SampleStream
+
+VOCABULARY = 100
+CONTEXT = 32
+STOP_TOKEN = 99
+DIGEST = b"d" * 32
+
+
+@dataclass(slots=True, eq=False)
+class FakeStream:
+    """One sample: token i is 10 + i with log-probability -(i + 1)."""
+
+    request: SampleRequest
+    tokens: int = 0
+    read: int = 0
+    finish: Finish | None = None
+    error: FourfoldError | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def next(self) -> SampleOutput:
+        """Wait for new tokens, or for the end when the sample does not stream."""
+        while True:
+            if self.error is not None:
+                raise self.error
+            if self.finish is not None or (self.request.streaming and self.tokens > self.read):
+                first, self.read = self.read, self.tokens
+                return SampleOutput(
+                    token_ids=[10 + i for i in range(first, self.tokens)],
+                    logprobs=[-(i + 1.0) for i in range(first, self.tokens)],
+                    finish=self.finish,
+                )
+            self.changed.clear()
+            await self.changed.wait()
+
+
+class FakeEngine:
+    """Implements `Engine`. Nothing moves until `tick`."""
+
+    def __init__(self, *, kv_cache_tokens: int = 0) -> None:
+        self.description = EngineDescription(
+            version="0.0",
+            device_type="cpu",
+            device_uuids=(),
+            backends=("shm", "gloo"),
+            worker_count=1,
+            vocabulary_size=VOCABULARY,
+            max_context_tokens=CONTEXT,
+            kv_cache_tokens=kv_cache_tokens,
+        )
+        self.streams: list[FakeStream] = []
+        self.batches: list[list[str]] = []
+        """Keys of the requests of every submission."""
+        self.log: list[str] = []
+        self.open_error: FourfoldError | None = None
+        self.receive_error: FourfoldError | None = None
+        self.receive_gate = asyncio.Event()
+        """Cleared by a test that wants a transfer to take time."""
+        self.receive_gate.set()
+        self.settle_seconds = 0.0
+        self.abort_is_clean = True
+        self.dead: Unavailable | None = None
+
+    @property
+    def running(self) -> list[FakeStream]:
+        """Samples that are not finished."""
+        return [s for s in self.streams if s.finish is None and s.error is None]
+
+    @property
+    def running_count(self) -> int:
+        """How many."""
+        return len(self.running)
+
+    @property
+    def sampled_token_count(self) -> int:
+        """Tokens of all samples."""
+        return sum(s.tokens for s in self.streams)
+
+    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[SampleStream]:
+        """Note the batch."""
+        if self.dead is not None:
+            raise self.dead
+        self.batches.append([r.key for r in requests])
+        new = [FakeStream(request) for request in requests]
+        self.streams += new
+        return new
+
+    async def abandon(self, streams: Sequence[SampleStream]) -> None:
+        """Drop them."""
+        for stream in streams:
+            if isinstance(stream, FakeStream) and stream.finish is None:
+                self.log.append(f"abandon {stream.request.key}")
+                self._end(stream, Finish.ABORTED)
+
+    async def interrupt(self) -> None:
+        """End all with what they have."""
+        self.log.append("interrupt")
+        for stream in self.running:
+            self._end(stream, Finish.ABORTED)
+
+    async def settle(self) -> None:
+        """Nothing runs."""
+        await asyncio.sleep(self.settle_seconds)
+        self.log.append("settle")
+
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """-token / 10 each."""
+        self.log.append("probe")
+        return [math.nan, *(-token / 10 for token in token_ids[1:])]
+
+    async def open_weights(
+        self,
+        *,
+        epoch: int,
+        backend: str,
+        manifest: bytes,
+        offers: Sequence[bytes],
+        receiver_count: int,
+        first_receiver_index: int,
+        timeout: float,
+    ) -> tuple[int, int]:
+        """Note it, or raise `open_error`."""
+        if self.open_error is not None:
+            raise self.open_error
+        self.log.append(f"open {epoch}")
+        return 0, 7
+
+    async def receive_weights(self, *, epoch: int, policy_version: int, timeout: float) -> bytes:
+        """Note it when the gate opens, or raise `receive_error`."""
+        await self.receive_gate.wait()
+        if self.receive_error is not None:
+            raise self.receive_error
+        self.log.append(f"receive {policy_version}")
+        return DIGEST
+
+    async def commit_weights(self, *, epoch: int, policy_version: int) -> None:
+        """Note it."""
+        self.log.append(f"commit {policy_version}")
+
+    async def abort_weights(self, *, epoch: int) -> bool:
+        """Note it."""
+        self.log.append(f"abort {epoch}")
+        return self.abort_is_clean
+
+    def tick(self, count: int = 1) -> None:
+        """Give every running sample `count` tokens; one that reaches max_tokens ends."""
+        for _ in range(count):
+            for stream in self.running:
+                stream.tokens += 1
+                if stream.tokens >= stream.request.max_tokens:
+                    stream.finish = Finish.LENGTH
+                stream.changed.set()
+
+    def stop(self, stream: FakeStream) -> None:
+        """End one sample as if it had drawn a stop token."""
+        self._end(stream, Finish.STOP)
+
+    def die(self, reason: str) -> None:
+        """Fail everything from now on."""
+        self.dead = Unavailable(reason, reason="ENGINE_DEAD")
+        for stream in self.running:
+            stream.error = self.dead
+            stream.changed.set()
+
+    def _end(self, stream: FakeStream, finish: Finish) -> None:
+        stream.finish = finish
+        stream.changed.set()

@@ -1,0 +1,163 @@
+"""What a Generate request may ask for, and how much may be in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from fourfold.errors import AlreadyExists, InvalidInput, Overloaded
+from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold_rollout.admission import Admission, GenerateCall, Limits, parse
+
+LIMITS = Limits(
+    max_context_tokens=32, vocabulary_size=100, max_concurrent_samples=8, kv_cache_tokens=100, stop_token_ids=(2, 3)
+)
+
+
+def request(**fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(**{"request_id": "r", "prompt_token_ids": [1, 4, 5], **fields})
+
+
+def params(**fields: Any) -> pb.GenerateRequest:
+    return request(sampling_params=pb.SamplingParams(**fields))
+
+
+class TestParse:
+    def test_defaults_are_those_of_the_proto(self) -> None:
+        call = parse(request(), LIMITS)
+        assert (call.temperature, call.top_p, call.top_k, call.sample_count) == (1.0, 1.0, 0, 1)
+        assert call.max_tokens == 29  # what the context allows
+        assert call.stop_token_ids == (2, 3)
+        assert call.flush_seconds is None
+        assert call.min_policy_version == 0
+        assert 0 <= call.seed < 2**53
+
+    def test_two_calls_without_a_seed_get_different_ones(self) -> None:
+        assert parse(request(), LIMITS).seed != parse(request(), LIMITS).seed
+
+    def test_zero_is_a_value_where_the_proto_says_so(self) -> None:
+        call = parse(params(temperature=0.0, seed=0), LIMITS)
+        assert call.temperature == 0.0
+        assert call.seed == 0
+        with_flush = request()
+        with_flush.flush_interval.FromNanoseconds(0)
+        assert parse(with_flush, LIMITS).flush_seconds == 0.0
+
+    def test_max_tokens_is_cut_to_the_context(self) -> None:
+        assert parse(params(max_tokens=1000), LIMITS).max_tokens == 29
+        assert parse(params(max_tokens=5), LIMITS).max_tokens == 5
+
+    def test_stop_tokens_join_those_of_the_model(self) -> None:
+        assert parse(params(stop_token_ids=[7, 2]), LIMITS).stop_token_ids == (2, 3, 7)
+
+    def test_sample_i_uses_seed_plus_i_and_the_versions_salt(self) -> None:
+        call = parse(
+            request(sample_count=3, sampling_params=pb.SamplingParams(seed=40, top_k=5, top_p=0.5, max_tokens=2)),
+            LIMITS,
+        )
+        samples = call.samples(policy_version=9)
+        assert [s.seed for s in samples] == [40, 41, 42]
+        assert [s.key for s in samples] == ["r-0", "r-1", "r-2"]
+        assert {s.cache_salt for s in samples} == {"v9"}
+        assert (samples[0].top_k, samples[0].top_p, samples[0].streaming) == (5, 0.5, False)
+
+    @pytest.mark.parametrize(
+        ("bad", "words"),
+        [
+            (request(request_id=""), "request_id"),
+            (request(request_id="a b"), "A-Za-z0-9_-"),
+            (request(prompt_token_ids=[]), "prompt_token_ids is empty"),
+            (request(prompt_token_ids=[1] * 32), "32 tokens; it must be shorter than the context of 32"),
+            (request(prompt_token_ids=[1, 100]), r"100, which is outside the vocabulary \[0, 100\)"),
+            (request(prompt_token_ids=[-1]), "-1, which is outside"),
+            (request(sample_count=0), "sample_count is 0"),
+            (request(sample_count=9), r"sample_count is 9; it must be in \[1, 8\]"),
+            (request(min_policy_version=-1), "min_policy_version is -1"),
+            (params(temperature=-0.1), "temperature"),
+            (params(temperature=2.1), r"\[0, 2\]"),
+            (params(temperature=float("nan")), "temperature is nan"),
+            (params(top_p=0.0), "top_p is 0"),
+            (params(top_p=1.5), "top_p is 1.5"),
+            (params(top_k=0), "top_k is 0"),
+            (params(max_tokens=0), "max_tokens is 0"),
+            (params(seed=-1), "seed is -1"),
+            (params(seed=2**53), "seed"),
+            (params(stop_token_ids=[100]), "stop_token_ids holds 100"),
+            (params(stop_token_ids=[1] * 65), "65 ids; at most 64"),
+        ],
+    )
+    def test_bad_value_is_refused_with_value_and_rule(self, bad: pb.GenerateRequest, words: str) -> None:
+        with pytest.raises(InvalidInput, match=words):
+            parse(bad, LIMITS)
+
+    @pytest.mark.parametrize("nanoseconds", [-1, 10_000_000_001])
+    def test_flush_interval_out_of_range_is_refused(self, nanoseconds: int) -> None:
+        bad = request()
+        bad.flush_interval.FromNanoseconds(nanoseconds)
+        with pytest.raises(InvalidInput, match="flush_interval"):
+            parse(bad, LIMITS)
+
+
+def call(name: str, samples: int = 1, max_tokens: int = 1) -> GenerateCall:
+    message = request(
+        request_id=name, sample_count=samples, sampling_params=pb.SamplingParams(max_tokens=max_tokens, seed=1)
+    )
+    return parse(message, LIMITS)
+
+
+class TestAdmission:
+    async def test_samples_above_the_limit_are_refused_with_a_delay(self) -> None:
+        admission = Admission(LIMITS)
+        async with admission.enter(call("a", samples=6), is_retry=False):
+            with pytest.raises(Overloaded, match="6 samples are in flight and 3 more") as caught:
+                await admission.enter(call("b", samples=3), is_retry=False).__aenter__()
+            assert caught.value.retry_after
+            async with admission.enter(call("c", samples=2), is_retry=False):
+                pass
+        async with admission.enter(call("b", samples=8), is_retry=False):
+            pass
+
+    async def test_tokens_above_the_limit_are_refused(self) -> None:
+        admission = Admission(LIMITS)  # 200 tokens may be promised
+        async with admission.enter(call("a", samples=4, max_tokens=29), is_retry=False):  # 128
+            with pytest.raises(Overloaded, match="128 tokens"):
+                await admission.enter(call("b", samples=3, max_tokens=29), is_retry=False).__aenter__()
+            async with admission.enter(call("c", samples=3, max_tokens=10), is_retry=False):
+                pass
+
+    async def test_a_call_that_is_alone_is_never_refused_for_its_tokens(self) -> None:
+        async with Admission(LIMITS).enter(call("a", samples=8, max_tokens=29), is_retry=False):  # 256
+            pass
+
+    async def test_live_request_id_is_refused_and_free_again_afterwards(self) -> None:
+        admission = Admission(LIMITS)
+        async with admission.enter(call("a"), is_retry=False):
+            with pytest.raises(AlreadyExists, match="'a' is in flight"):
+                await admission.enter(call("a"), is_retry=False).__aenter__()
+        async with admission.enter(call("a"), is_retry=False):
+            pass
+
+    async def test_a_retry_takes_the_place_of_its_dead_first_attempt(self) -> None:
+        admission = Admission(LIMITS)
+        entered = asyncio.Event()
+
+        async def first() -> None:
+            async with admission.enter(call("a", samples=8), is_retry=False):
+                entered.set()
+                await asyncio.sleep(60)
+
+        task = asyncio.create_task(first())
+        await entered.wait()
+        async with admission.enter(call("a", samples=8), is_retry=True):
+            assert task.cancelled() or task.cancelling()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def test_wait_empty_tells_whether_all_calls_have_left(self) -> None:
+        admission = Admission(LIMITS)
+        assert await admission.wait_empty(0)
+        async with admission.enter(call("a"), is_retry=False):
+            assert not await admission.wait_empty(0.01)
+        assert await admission.wait_empty(0)

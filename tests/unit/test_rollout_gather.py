@@ -1,0 +1,86 @@
+"""Calls that arrive together are submitted together, in one order."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from fourfold.errors import Unavailable
+from fourfold_rollout.engine import SampleRequest
+from fourfold_rollout.gather import Gatherer
+from tests.fakes.engine import FakeEngine
+
+
+def samples(name: str, count: int = 1) -> list[SampleRequest]:
+    return [
+        SampleRequest(
+            key=f"{name}-{i}",
+            prompt_token_ids=[1],
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            max_tokens=4,
+            stop_token_ids=(),
+            seed=i,
+            cache_salt="v0",
+            streaming=False,
+        )
+        for i in range(count)
+    ]
+
+
+async def test_calls_in_any_order_become_one_batch_ordered_by_id() -> None:
+    engine = FakeEngine()
+    gatherer = Gatherer(engine)
+    calls = [asyncio.create_task(gatherer.submit(samples(name, 2), at_once=False)) for name in "cab"]
+    streams = await asyncio.gather(*calls)
+    assert engine.batches == [["a-0", "a-1", "b-0", "b-1", "c-0", "c-1"]]
+    assert [s.request.key for s in streams[1]] == ["a-0", "a-1"]  # type: ignore[attr-defined]
+
+
+async def test_a_steady_trickle_does_not_delay_the_first_for_ever() -> None:
+    engine = FakeEngine()
+    gatherer = Gatherer(engine, quiet=0.03, longest=0.1)
+    calls = []
+    for i in range(12):
+        calls.append(asyncio.create_task(gatherer.submit(samples(f"c{i:02}"), at_once=False)))
+        await asyncio.sleep(0.02)
+    await asyncio.gather(*calls)
+    assert len(engine.batches) > 1
+    assert engine.batches[0][0] == "c00-0"
+
+
+async def test_nothing_waits_when_the_engine_is_busy_or_the_caller_asks() -> None:
+    engine = FakeEngine()
+    gatherer = Gatherer(engine, quiet=10, longest=10)
+    await asyncio.wait_for(gatherer.submit(samples("now"), at_once=True), 1)
+    await asyncio.wait_for(gatherer.submit(samples("busy"), at_once=False), 1)
+    assert engine.batches == [["now-0"], ["busy-0"]]
+
+
+async def test_a_cancelled_call_leaves_nothing_in_the_engine() -> None:
+    engine = FakeEngine()
+    gatherer = Gatherer(engine)
+    gone = asyncio.create_task(gatherer.submit(samples("gone"), at_once=False))
+    kept = asyncio.create_task(gatherer.submit(samples("kept"), at_once=False))
+    await asyncio.sleep(0)
+    gone.cancel()
+    await kept
+    assert engine.batches == [["kept-0"]]
+    late = asyncio.create_task(gatherer.submit(samples("late"), at_once=True))
+    await asyncio.sleep(0)
+    late.cancel()
+    await asyncio.sleep(0.01)
+    assert engine.running_count == 1
+    assert engine.log == ["abandon late-0"]
+
+
+async def test_what_the_engine_raises_reaches_every_call() -> None:
+    engine = FakeEngine()
+    engine.die("the engine died: out of memory")
+    gatherer = Gatherer(engine)
+    results = await asyncio.gather(*(gatherer.submit(samples(n), at_once=False) for n in "ab"), return_exceptions=True)
+    assert [type(r) for r in results] == [Unavailable, Unavailable]
+    with pytest.raises(Unavailable, match="out of memory"):
+        await gatherer.submit(samples("c"), at_once=True)

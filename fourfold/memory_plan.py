@@ -4,7 +4,8 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
 
     trainer, per rank    weights     b P        divided by N at ZeRO stage 3
                          gradients   b P        divided by N from stage 2
-                         optimizer   12 P       divided by N from stage 1: float32 master, both Adam moments
+                         optimizer   12 P       divided by N from stage 1: float32 master, both Adam moments; with
+                                                bfloat16 4 P more, the gradients in float32 during the update
                          activations of one micro-batch, kept for the backward pass, and its logits
     rollout, reference   weights     b P        divided by the GPUs of a tensor-parallel engine
                          KV cache    2 * layers * kv_heads * head_dim * b per token
@@ -25,12 +26,12 @@ _MIB: Final = 1 << 20
 # fourfold/nn/logprobs.py makes the logits of 2^26 elements at once, in float32, and a few copies of them.
 _LOGITS_ELEMENTS: Final = 1 << 26
 _LOGITS_COPIES: Final = 3
-# Measured: resident memory of each process after its imports.
+# Measured: what each process holds after its imports (proportional set size).
 _TRAINER_PROGRAM: Final = 700 * _MIB
-_ROLLOUT_PROGRAM: Final = 1700 * _MIB
+_ROLLOUT_PROGRAM: Final = 1300 * _MIB
 _REFERENCE_PROGRAM: Final = 600 * _MIB
-_REWARD_PROGRAM: Final = 130 * _MIB
-_COORDINATOR_PROGRAM: Final = 250 * _MIB
+_REWARD_PROGRAM: Final = 60 * _MIB
+_COORDINATOR_PROGRAM: Final = 200 * _MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,9 @@ def _trainer(config: Config, shape: ModelShape) -> MemoryRow:
         on_gpu=config.trainer.device == "cuda",
         weights=weights // (ranks if stage == 3 else 1),
         gradients=weights // (ranks if stage >= 2 else 1),
-        optimizer=12 * shape.parameter_count // (ranks if stage >= 1 else 1),
+        optimizer=(16 if config.model.dtype == "bfloat16" else 12)
+        * shape.parameter_count
+        // (ranks if stage >= 1 else 1),
         activations=activation_bytes(config, shape) + logits_bytes(config, shape),
         programs=_TRAINER_PROGRAM,
     )

@@ -55,7 +55,7 @@ def test_evaluations_begin_before_the_first_step_and_need_data() -> None:
 
 @pytest.mark.parametrize(
     ("stage", "weights", "gradients", "optimizer"),
-    [(0, 2, 2, 12), (1, 2, 2, 12 / 4), (2, 2, 2 / 4, 12 / 4), (3, 2 / 4, 2 / 4, 12 / 4)],
+    [(0, 2, 2, 16), (1, 2, 2, 16 / 4), (2, 2, 2 / 4, 16 / 4), (3, 2 / 4, 2 / 4, 16 / 4)],
 )
 def test_zero_stages_divide_what_they_say(stage: int, weights: float, gradients: float, optimizer: float) -> None:
     config = recipe(trainer={"ranks": 4, "zero_stage": stage})

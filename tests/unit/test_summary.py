@@ -31,7 +31,7 @@ def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path:
     assert "Held-out accuracy: 0.11 +- 0.07 (160 answers) before, 0.63 (160 answers) after training (95 %)." in text
     assert "Dropped samples: 3 REWARD_ERROR" in text
     assert "Against demo-1, the same recipe: the same first step, accuracy -0.02." in text
-    assert "What is 3 * 4?" in text and "I think it is 34, bec..." in text and "12 *" in text
+    assert "What is 3 * 4?" in text and "I think it ... and that" in text and "12 *" in text
     assert f"{tmp_path}/curve.png" in text and f"{tmp_path}/metrics.jsonl" not in text
     assert text.endswith(f"Talk to it: fourfold chat {tmp_path}/model")
 
@@ -41,3 +41,9 @@ def test_answers_are_paired_by_prompt() -> None:
     assert len(table) == 3  # an empty line, the head, one pair
     assert table[2].split() == ["What", "is", "2", "*", "2?", "12", "b", "c", "*"]
     assert answer_table([], []) == []
+
+
+def test_questions_keep_what_differs() -> None:
+    asked = [f"Solve this multiplication: {a} * {a + 1}. Give only the result." for a in (3, 12)]
+    table = answer_table([answer(q, "x", 0.0) for q in asked], [answer(q, "y", 0.0) for q in asked])
+    assert [line.split("  ")[0] for line in table[2:]] == ["... 3 * 4. ...", "... 12 * 13. ..."]

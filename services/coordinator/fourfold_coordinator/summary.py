@@ -60,10 +60,12 @@ def answer_table(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any
     pairs = [(row, later[row["prompt"]]) for row in before if row["prompt"] in later]
     if not pairs:
         return []
-    lines = ["", f"{'held-out prompt':{_QUESTION}}  {'right':>8}  {'before':{_ANSWER}}  after       (* scored 1)"]
-    for old, new in pairs:
-        question, right = _cut(_question(old["prompt"]), _QUESTION), _cut(old["answer"], 8)
-        lines.append(f"{question:{_QUESTION}}  {right:>8}  {_answer(old):{_ANSWER}}  {_answer(new)}")
+    questions = _shorten([_question(old["prompt"]) for old, _ in pairs])
+    width = min(max(len("held-out prompt"), *map(len, questions)), _QUESTION)
+    lines = ["", f"{'held-out prompt':{width}}  {'right':>8}  {'before':{_ANSWER}}  after     (* scored 1)"]
+    for question, (old, new) in zip(questions, pairs, strict=True):
+        right = _cut(old["answer"], 8)
+        lines.append(f"{_cut(question, width):{width}}  {right:>8}  {_answer(old):{_ANSWER}}  {_answer(new)}")
     return lines
 
 
@@ -73,13 +75,31 @@ def _question(prompt: str) -> str:
     return next((line for line in reversed(lines) if line not in _ROLES), "")
 
 
+def _shorten(texts: list[str]) -> list[str]:
+    """Where texts are too long, put dots for the words that all begin or end with: what differs is what matters."""
+    if len(texts) < 2 or max(map(len, texts)) <= _QUESTION:
+        return texts
+    words = [text.split() for text in texts]
+    before, after = 0, 0
+    shortest = min(map(len, words))
+    while before < shortest - 1 and len({line[before] for line in words}) == 1:
+        before += 1
+    while before + after < shortest - 1 and len({line[-1 - after] for line in words}) == 1:
+        after += 1
+    head, tail = "... " if before > 1 else "", " ..." if after > 1 else ""
+    before, after = before if before > 1 else 0, after if after > 1 else 0
+    return [head + " ".join(line[before : len(line) - after]) + tail for line in words]
+
+
 def _answer(row: dict[str, Any]) -> str:
     mark = " *" if row.get("score") == 1 else ""
     return _cut(" ".join(row["completion"].split()), _ANSWER - len(mark)) + mark
 
 
 def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
+    """Cut the middle out of a long text: an answer is often at its end."""
+    half = (width - 3) // 2
+    return text if len(text) <= width else f"{text[: width - 3 - half]}...{text[-half:]}"
 
 
 def _files(run_dir: Path) -> list[str]:

@@ -31,7 +31,7 @@ def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path:
     assert "Held-out accuracy: 0.11 +- 0.07 (160 answers) before, 0.63 (160 answers) after training (95 %)." in text
     assert "Dropped samples: 3 REWARD_ERROR" in text
     assert "Against demo-1, the same recipe: the same first step, accuracy -0.02." in text
-    assert "What is 3 * 4?" in text and "I think it ... and that" in text and "12 *" in text
+    assert "What is 3 * 4?" in text and "I think it ...s and that" in text and "12 *" in text
     assert f"{tmp_path}/curve.png" in text and f"{tmp_path}/metrics.jsonl" not in text
     assert text.endswith(f"Talk to it: fourfold chat {tmp_path}/model")
 

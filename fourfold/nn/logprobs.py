@@ -88,7 +88,7 @@ class _TokenLogprobs(torch.autograd.Function):
         (gradient,) = gradients
         hidden, weight, bias, targets, temperatures, log_normalisers = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        one_chunk = len(hidden) <= ctx.chunk_rows
+        one_chunk = 0 < len(hidden) <= ctx.chunk_rows
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         # Sums over chunks are kept in float32: bfloat16 would lose the small ones.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and not one_chunk else None

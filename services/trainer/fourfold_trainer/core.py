@@ -76,6 +76,7 @@ class TrainerCore:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._engine: Engine | None = None
         self._store: CheckpointStore | None = None
+        self._stopped = False
         self._thread = EngineThread(
             limit_seconds=config.trainer.step_timeout_seconds,
             on_phase=lambda phase: self._set(phase=phase),
@@ -89,10 +90,11 @@ class TrainerCore:
         await self._thread.run(Phase.STARTING, self._do_start, timeout=self._config.trainer.step_timeout_seconds)
 
     async def stop(self) -> None:
-        """End all ranks: in good order when the engine is idle, at once when it is not."""
+        """End all ranks: in good order when the engine is idle, at once when it is not. Idempotent."""
         engine = self._engine
-        if engine is None:
+        if engine is None or self._stopped:
             return
+        self._stopped = True
         try:
             await self._thread.run(Phase.WAITING, engine.leave, timeout=_LEAVE_SECONDS)
         except FourfoldError as error:

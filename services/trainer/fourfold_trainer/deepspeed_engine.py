@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -240,6 +241,8 @@ def load_model(config: Config, folder: Path) -> Any:
 def _join(config: Config, *, rank: int, rank_count: int, rendezvous: Path) -> None:
     """Join the process group: gloo or NCCL, over loopback alone (see `ranks.environment`)."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # torch 2.13 has new names for two collectives, and says so at every call of DeepSpeed's.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     # DeepSpeed would compile a shared-memory all-reduce for inference at its first use, 20 s and
     # a compiler, in all ranks at once. Training never calls it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

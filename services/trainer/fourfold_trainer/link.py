@@ -108,16 +108,16 @@ class Link:
     def _read(self, count: int, end: float | None) -> bytearray:
         data = bytearray(count)
         view = memoryview(data)
-        try:
-            while view:
-                if end is not None and not self._readable(end - time.monotonic()):
-                    raise DeadlinePassed("the other end of the link did not answer in time")
+        while view:
+            if end is not None and not self._readable(end - time.monotonic()):
+                raise DeadlinePassed("the other end of the link did not answer in time")
+            try:
                 size = self._socket.recv_into(view)
-                if not size:
-                    raise Unavailable("the other end of the link is gone")
-                view = view[size:]
-        except OSError as error:
-            raise Unavailable(f"the link broke: {error.strerror}") from None
+            except OSError as error:
+                raise Unavailable(f"the link broke: {error.strerror}") from None
+            if not size:
+                raise Unavailable("the other end of the link is gone")
+            view = view[size:]
         return data
 
     def _readable(self, timeout: float) -> bool:

@@ -1,0 +1,115 @@
+"""Micro-batches: every loss token exactly once, under the budget, the same number of passes on every rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.errors import InvalidInput
+from fourfold.nn.batching import pad, split_by_length
+from fourfold.wire import Sample
+from fourfold_trainer.batching import MicroBatch, deal, padding_fraction, split_lookup, split_step
+from tests.fakes.trainer_engine import sample
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=30)
+
+
+def samples(lengths: list[tuple[int, int]], *, reference: bool = False) -> list[Sample]:
+    return [
+        sample(f"s{i}", prompt=p, completion=c, temperature=0.5 + 0.1 * (i % 5), reference=reference)
+        for i, (p, c) in enumerate(lengths)
+    ]
+
+
+def test_batches_hold_similar_lengths_and_keep_the_budget() -> None:
+    assert split_by_length([3, 9, 4, 8, 2], max_tokens=18) == [[1, 3], [2, 0, 4]]
+    assert split_by_length([], max_tokens=4) == []
+    with pytest.raises(InvalidInput, match="9 tokens does not fit a batch of 8"):
+        split_by_length([3, 9], max_tokens=8)
+
+
+def test_padding_is_on_the_right_and_rows_point_at_the_position_before_the_token() -> None:
+    ids = [np.array([5, 6, 7], np.int32), np.array([8, 9], np.int32)]
+    batch = pad(ids, [np.array([1, 2]), np.array([1])], [1.0, 0.5])
+    assert batch.token_ids.tolist() == [[5, 6, 7], [8, 9, 0]]
+    assert batch.rows.tolist() == [0, 1, 3]
+    assert batch.token_ids.reshape(-1)[batch.rows + 1].tolist() == batch.targets.tolist() == [6, 7, 9]
+    assert batch.temperatures.tolist() == [1.0, 1.0, 0.5]
+    assert batch.padded_tokens == 6
+
+
+def test_samples_are_dealt_back_and_forth() -> None:
+    assert deal([10, 20, 30, 40, 50, 60], 3) == [[5, 0], [4, 1], [3, 2]]
+    assert deal([7], 3) == [[0], [], []]
+
+
+@given(LENGTHS, st.integers(1, 4), st.integers(32, 100))
+def test_every_loss_token_is_in_exactly_one_micro_batch(
+    lengths: list[tuple[int, int]], rank_count: int, budget: int
+) -> None:
+    batch = samples(lengths, reference=True)
+    advantages = [float(i + 1) for i in range(len(batch))]  # names the sample
+    shares = split_step(batch, advantages, rank_count=rank_count, max_tokens=budget, with_reference=True)
+    assert len({len(share) for share in shares}) == 1 and len(shares) == rank_count
+    seen: list[tuple[float, int, float, float, float]] = []
+    for micro in (m for share in shares for m in share):
+        assert micro.tokens.padded_tokens <= budget
+        assert len(micro.tokens.targets) == len(micro.advantages) == len(micro.behavior_logprobs)
+        if not micro.dummy:
+            parts = (micro.advantages, micro.tokens.targets, micro.behavior_logprobs, micro.reference_logprobs)
+            seen += list(zip(*(p.tolist() for p in parts), micro.tokens.temperatures.tolist(), strict=True))
+    wanted = []
+    for advantage, one in zip(advantages, batch, strict=True):
+        for token in np.flatnonzero(one.loss_mask):
+            row = (one.token_ids[token], one.behavior_logprobs[token], one.reference_logprobs[token])
+            wanted.append((advantage, *(v.item() for v in row), np.float32(one.temperature).item()))
+    assert sorted(seen) == sorted(wanted)
+
+
+def test_ranks_without_samples_run_dummies() -> None:
+    shares = split_step(samples([(3, 2)]), [1.0], rank_count=3, max_tokens=16, with_reference=False)
+    assert [[m.dummy for m in share] for share in shares] == [[False], [True], [True]]
+    assert shares[1][0].tokens.padded_tokens == 2 and len(shares[1][0].reference_logprobs) == 0
+
+
+def test_padding_counts_dummies() -> None:
+    shares = split_step(samples([(3, 2), (1, 1)]), [1.0, 1.0], rank_count=2, max_tokens=5, with_reference=False)
+    assert padding_fraction(shares, 7) == 0
+    shares = split_step(samples([(3, 2)]), [1.0], rank_count=2, max_tokens=5, with_reference=False)
+    assert padding_fraction(shares, 5) == pytest.approx(2 / 7)
+    assert padding_fraction([], 0) == 0
+
+
+def test_a_loss_mask_smaller_than_the_action_mask_is_obeyed() -> None:
+    one = sample("a", prompt=2, completion=4)
+    mask = one.loss_mask.copy()
+    mask[3] = False
+    object.__setattr__(one, "loss_mask", mask)
+    ((micro,),) = split_step([one], [1.0], rank_count=1, max_tokens=8, with_reference=False)
+    assert micro.tokens.rows.tolist() == [1, 3, 4]
+
+
+@given(LENGTHS, st.integers(1, 4))
+def test_a_lookup_asks_every_token_but_the_first_in_a_known_order(
+    lengths: list[tuple[int, int]], rank_count: int
+) -> None:
+    batch = samples(lengths)
+    orders, shares = split_lookup(batch, rank_count=rank_count, max_tokens=64)
+    assert sorted(i for order in orders for i in order) == list(range(len(batch)))
+    assert len({len(share) for share in shares}) == 1
+    for order, share in zip(orders, shares, strict=True):
+        targets = np.concatenate([b.targets for b in share])
+        wanted = [token for i in order for token in batch[i].token_ids[1:]]
+        assert targets[: len(wanted)].tolist() == wanted  # then dummies
+
+
+def test_a_micro_batch_survives_the_way_to_another_rank() -> None:
+    ((micro,),) = split_step(
+        samples([(3, 2), (2, 2)], reference=True), [1, 2], rank_count=1, max_tokens=16, with_reference=True
+    )
+    again = MicroBatch.from_arrays(micro.to_arrays())
+    assert again.tokens.token_ids.tolist() == micro.tokens.token_ids.tolist()
+    assert again.reference_logprobs.tolist() == micro.reference_logprobs.tolist()
+    assert again.dummy is False

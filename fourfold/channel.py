@@ -75,6 +75,10 @@ CLIENT_OPTIONS: Final[Options] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
+    # By default a channel waits up to two minutes before it tries a peer again that was away, and
+    # every call fails at once meanwhile: a restarted coordinator would stay without its services.
+    ("grpc.initial_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.service_config", SERVICE_CONFIG),
 )
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -50,7 +52,11 @@ def main(options: ServeOptions) -> int:
     from fourfold_rollout.vllm.engine import VllmEngine
 
     engine = VllmEngine.start(settings, fork=True)
-    return asyncio.run(_serve(host, engine, folder))
+    code = asyncio.run(_serve(host, engine, folder))
+    # Not through the interpreter's end: taking apart all that vLLM imported takes seconds.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def engine_settings(config: Config, folder: Path) -> EngineSettings:

@@ -1,0 +1,195 @@
+"""`fourfold run` with everything real: vLLM, DeepSpeed, gRPC, shared-memory weights, on a tiny model.
+
+One run: killed in the middle with everything in it, resumed, finished. And Ctrl-C while the
+engines load, which is when most processes are young.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold import models
+from fourfold.process import descendants
+from fourfold.tokenizer import tokenizer_sha256
+from tests.fakes.command_line import listening, until
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+
+RECIPE = """
+name = "tiny"
+seed = 5
+steps = 3
+
+[model]
+source = "{model}"
+max_context_tokens = 64
+
+[data]
+train = {{ path = "data.jsonl" }}
+holdout = {{ field = "expression", unordered_numbers = true, groups = 2 }}
+
+[sampling]
+max_new_tokens = 8
+
+[reward]
+verifier = "scorer.py:score"
+
+[batch]
+prompts_per_step = 2
+group_size = 4
+tokens_per_micro_batch = 128
+
+[trainer]
+learning_rate = 1e-3
+
+[evaluation]
+every_steps = 2
+
+[checkpoint]
+every_steps = 1
+"""
+# A model of random weights answers nothing; it does write texts of different lengths.
+SCORER = """
+from fourfold_reward import ScoreInput
+
+
+def score(sample: ScoreInput) -> float:
+    return len(sample.completion) % 5 / 4
+"""
+
+
+class Folder:
+    """A working folder and the runs in it."""
+
+    def __init__(self, root: Path, model: Path) -> None:
+        self.root = root
+        self.run_dir = root / "runs" / "tiny"
+        (root / "recipe.toml").write_text(RECIPE.format(model=model))
+        (root / "scorer.py").write_text(SCORER)
+        rows = [{"question": f"What is {a} * {b}?", "expression": f"{a} * {b}"} for a in range(5) for b in range(5)]
+        (root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.processes: list[subprocess.Popen[str]] = []
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "fourfold", "run", *words], cwd=self.root, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self.processes.append(process)
+        return process
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        path = self.run_dir / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def logs(self) -> str:
+        return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in self.run_dir.glob("logs/*.log"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: Callable[..., Path]) -> Iterator[Folder]:
+    made = Folder(tmp_path, tiny_model("llama_tied"))
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.communicate(timeout=10)
+
+
+def alive(pids: set[int]) -> set[int]:
+    """Those that still run; zombies that nobody collects in a container do not."""
+    found = set()
+    for pid in pids:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.add(pid)
+        except OSError:
+            continue
+    return found
+
+
+def test_run_that_was_killed_is_resumed_and_finished(folder: Folder) -> None:
+    process = folder.start("recipe.toml")
+    try:
+        until(lambda: folder.rows("metrics.jsonl") or process.poll() is not None, 180)
+        until(lambda: (folder.run_dir / "checkpoints" / "step-000001").exists() or process.poll() is not None, 30)
+        assert process.poll() is None, folder.logs()
+        everything = descendants({process.pid})
+        sockets = listening(dict.fromkeys(everything, ""))
+        assert len(sockets) >= 4
+        assert {address.partition(":")[0] for address in sockets} <= {"0100007F", "0000000000000000FFFF00000100007F"}
+    finally:
+        everything = descendants({process.pid})
+        for pid in (process.pid, *everything):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    process.communicate(timeout=10)
+    until(lambda: not alive(everything), 5)
+
+    resumed = folder.start("--resume", "runs/tiny")
+    output, errors = resumed.communicate(timeout=200)
+    assert resumed.returncode == 0, errors + folder.logs()
+    assert "tiny is done: 3 steps" in output
+    check_agreement(folder)
+
+
+def check_agreement(folder: Folder) -> None:
+    """Metrics, samples, evaluations, ledger, checkpoints and export tell of the same three steps."""
+    metrics = folder.rows("metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    drifts = [row["mismatch/logprob_diff_mean"] for row in metrics]
+    assert max(drifts) < 0.2, drifts  # bfloat16 on both sides; stale weights would make it grow
+    report = json.loads((folder.run_dir / "report.json").read_text())
+    assert report["steps"] == 3 and report["seed"] == 5 and report["peak_memory_bytes"] > 1 << 28
+    assert [row["step"] for row in report["evals"]] == [0, 2, 3]
+    trained = [row["sample_id"] for row in folder.rows("samples.jsonl") if not row["dropped"]]
+    assert len(trained) == len(set(trained)) == 3 * 2 * 4  # each sample entered one step
+    with sqlite3.connect(folder.run_dir / "ledger.sqlite") as ledger:
+        states = dict(ledger.execute("SELECT state, COUNT(*) FROM samples GROUP BY state").fetchall())
+    assert set(states) <= {"TRAINED", "DROPPED"} and states["TRAINED"] == len(trained), states
+    assert sorted(path.name for path in (folder.run_dir / "checkpoints").glob("step-*"))[-1] == "step-000003"
+    exported = folder.run_dir / "model"
+    source = Path(report_source(folder))
+    assert models.folder_shape(models.resolve(str(exported))) == models.folder_shape(source)
+    assert tokenizer_sha256(exported) == tokenizer_sha256(source)
+
+
+def report_source(folder: Folder) -> str:
+    from fourfold import config
+
+    return config.load(folder.run_dir / "config.toml").model.source
+
+
+def test_interrupt_while_the_engines_load_leaves_nothing(folder: Folder) -> None:
+    process = folder.start("recipe.toml")
+    # The engine's own process is there, and the trainer's rank.
+    until(lambda: len(descendants({process.pid})) >= 8 or process.poll() is not None, 120)
+    assert process.poll() is None, folder.logs()
+    everything = descendants({process.pid})
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert time.monotonic() - began < 5
+    assert process.returncode == 130 and "Stopped by SIGINT" in errors
+    until(lambda: not alive(everything), 1)
+
+
+@pytest.mark.slow
+def test_tiny_recipe_runs_through_ray(folder: Folder) -> None:
+    process = folder.start("recipe.toml", "--launcher", "ray")
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors + folder.logs()
+    assert "tiny is done: 3 steps" in output
+    check_agreement(folder)

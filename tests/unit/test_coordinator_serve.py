@@ -9,7 +9,7 @@ import pytest
 from fourfold.errors import ConfigError
 from fourfold_coordinator.memory import MemoryMeter, pss_bytes
 from fourfold_coordinator.serve import check, locked, write_atomically
-from tests.fakes.run import make_config
+from tests.fakes.toy import make_config
 
 
 def test_a_group_that_no_rollout_service_would_take_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold_coordinator.prompts import Prompt, Prompts, derive_seed, load_prompts
-from tests.fakes.run import make_config
+from tests.fakes.toy import make_config
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 ROWS = [{"question": f"{a} * {b} =", "answer": str(a * b), "difficulty": a} for a in range(3) for b in range(3)]

@@ -50,7 +50,7 @@ def test_without_a_checkpoint_the_run_begins_anew(tmp_path: Path) -> None:
 
 def test_lines_of_later_steps_and_torn_lines_are_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
-    whole = [json.dumps({"step": step, "text": "ä"}) for step in (1, 1, 2, 3)]
+    whole = [json.dumps({"step": step, "text": "\u00e4"}, ensure_ascii=False) for step in (1, 1, 2, 3)]
     path.write_text("\n".join([*whole, '{"step": 2, "text": "to']), encoding="utf-8")
     cut_after(path, 2)
     assert path.read_text(encoding="utf-8").splitlines() == whole[:3]

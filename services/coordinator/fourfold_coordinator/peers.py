@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import numpy as np
 from google.rpc import code_pb2
 
 from fourfold.config import Config
@@ -112,19 +113,14 @@ class Peers:
             Role.ROLE_ROLLOUT, work, samples=len(sample_ids), budget=budget, version=version
         )
         return [
-            Trajectory(
-                prompt=prompt,
-                sample=build_sample(
-                    prompt,
-                    completion,
-                    sample_id=sample_id,
-                    group_id=group_id,
-                    temperature=self._config.sampling.temperature,
-                ),
-                completion=self._decoder.decode(completion.token_ids.tolist()),
-            )
+            self._trajectory(prompt, completion, sample_id=sample_id, group_id=group_id)
             for sample_id, completion in zip(sample_ids, completions, strict=True)
         ]
+
+    def _trajectory(self, prompt: Prompt, completion: Completion, *, sample_id: str, group_id: str) -> Trajectory:
+        temperature = self._config.sampling.temperature
+        sample = build_sample(prompt, completion, sample_id=sample_id, group_id=group_id, temperature=temperature)
+        return Trajectory(prompt=prompt, sample=sample, completion=self._decoder.decode(completion.token_ids.tolist()))
 
     async def score(self, trajectories: Sequence[Trajectory], budget: Budget) -> list[Outcome]:
         """Score trajectories, in order. Errors are tried again as far as the budget goes; a missing score is no zero.
@@ -190,7 +186,8 @@ def _score_item(trajectory: Trajectory, *, with_tokens: bool) -> reward.ScoreIte
 def _outcome(score: reward.SampleScore, scorer: str) -> Outcome:
     match score.WhichOneof("outcome"):
         case "score":
-            return Outcome(score=score.score, scorer=scorer)
+            # The shortest decimal of the float32: 0.3 and not 0.30000001192092896, the same bits on the wire.
+            return Outcome(score=float(str(np.float32(score.score))), scorer=scorer)
         case "abstain_reason":
             return Outcome(reason=score.abstain_reason or "ABSTAINED", abstained=True)
     reason = score.error.reason or "SCORE_ERROR"

@@ -19,7 +19,7 @@ from fourfold.config import Config
 from fourfold.errors import NotFound, WrongState
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
-from .ledger import TRAINER_RESTORED, Ledger
+from .ledger import Ledger
 from .trainer_session import TrainerSession
 
 log = logging.getLogger("fourfold.coordinator")
@@ -68,10 +68,11 @@ async def restore(config: Config, folder: Path, ledger: Ledger, session: Trainer
     highest = ledger.highest_version()
     if highest > 0:
         await session.raise_policy_version(highest + 1)
-    log.warning(
-        "going on after step %d with policy version %d", point.step, session.policy_version,
-        extra={"dropped": dropped, "reason": TRAINER_RESTORED},
-    )  # fmt: skip
+    if point.step or highest:
+        log.warning(
+            "going on after step %d with policy version %d; %d later samples are dropped",
+            point.step, session.policy_version, dropped,
+        )  # fmt: skip
     return point
 
 

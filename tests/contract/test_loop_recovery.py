@@ -1,0 +1,167 @@
+"""Back to a checkpoint: runs, coordinators and trainers that were killed."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from fourfold_coordinator.serve import ADDRESS_FILE
+from tests.fakes.stage import Stage, check_books, fresh_processes, until
+from tests.fakes.toy import write_data
+from tests.fakes.toy_trainer import FakeTrainer
+
+
+@pytest.mark.parametrize("moment", ["generate", "train", "checkpoint"])
+async def test_a_killed_run_goes_on_from_its_checkpoint(make_stage: Callable[..., Stage], moment: str) -> None:
+    stage = make_stage(steps=6)
+    reached = asyncio.Event()
+
+    async def stop(step: int = 0) -> None:
+        if len(stage.trainer.batches) == 3 or step == 4:
+            reached.set()
+            await asyncio.sleep(30)
+
+    if moment == "generate":
+        stage.rollouts[0].on_generate = stop
+    elif moment == "train":
+        stage.trainer.on_train = stop
+    else:
+        stage.trainer.on_saved = stop  # the trainer has its checkpoint of step 4, the ledger has not
+    await stage.start()
+    async with asyncio.timeout(10):
+        await reached.wait()
+    await stage.kill()
+    before = stage.ledger()
+    published, evals = before.highest_version(), before.evals()
+    before.close()
+    await fresh_processes(stage)
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    went_on = 4 if moment == "checkpoint" else 2
+    assert stage.trainer.loaded == [went_on]
+    after = stage.ledger()
+    steps = after.steps()
+    assert min(stage.rollouts[0].commits) > published, "versions go on above every published one"
+    assert steps[went_on].policy_version > published
+    assert [row.score for row in after.evals()[: len(evals)]] == [row.score for row in evals]
+    assert [row.step for row in after.evals()] == [0, 2, 4, 6]
+    if moment != "checkpoint":
+        assert after.dropped()["TRAINER_RESTORED"] >= 12
+    positions = [row.data_position for row in steps]
+    assert positions == [3, 6, 9, 12, 15, 18], "the prompts of lost steps are issued again"
+    after.close()
+
+
+async def test_a_new_coordinator_takes_over_services_that_live(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=5)
+    await stage.start()
+    await until(lambda: len(stage.trainer.batches) == 3)
+    await stage.kill()
+    served = stage.rollouts[0].version
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.trainer.loaded == [2]
+    assert served not in stage.rollouts[0].commits[stage.rollouts[0].commits.index(served) + 1 :]
+
+
+async def test_a_coordinator_after_kill_9_goes_on(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=4)
+
+    async def spawn() -> asyncio.subprocess.Process:
+        (stage.folder / ADDRESS_FILE).unlink(missing_ok=True)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "fourfold", "serve", "coordinator", str(stage.folder / "config.toml")),
+            *("--run-dir", str(stage.folder)),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        await until((stage.folder / ADDRESS_FILE).exists, 20)
+        address = (stage.folder / ADDRESS_FILE).read_text().strip()
+        for member in stage.members:
+            await member.join(address)
+        return process
+
+    async def hang(step: int) -> None:
+        if step == 4:
+            await asyncio.sleep(30)
+
+    stage.trainer.on_train = hang
+    process = await spawn()
+    await until(lambda: len(stage.trainer.batches) == 3, 20)
+    process.kill()
+    await process.communicate()
+    await fresh_processes(stage)
+    process = await spawn()
+    _, errors = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 0, errors.decode()
+    check_books(stage)
+    assert stage.trainer.loaded == [2]
+
+
+async def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=4, checkpoint={"every_steps": 4})
+    await stage.start()
+    await until(lambda: len(stage.trainer.batches) == 2)
+    await stage.kill()
+    await fresh_processes(stage)
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.trainer.loaded == []
+    assert stage.rollouts[0].commits[0] > 0, "the first weights went out under a number of their own"
+
+
+async def test_a_trainer_that_comes_back_is_brought_to_the_checkpoint(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=6)
+    died = asyncio.Event()
+
+    async def die(step: int) -> None:
+        if step == 4 and not died.is_set():
+            died.set()
+            await asyncio.sleep(30)
+
+    stage.trainer.on_train = die
+    await stage.start()
+    async with asyncio.timeout(10):
+        await died.wait()
+    old = stage.trainer
+    await old.kill()
+    stage.trainer = FakeTrainer("trainer-0", stage.config, checkpoints=old.checkpoints)
+    stage.trainer.batches = {step: ids for step, ids in old.batches.items() if step <= 2}
+    await stage.trainer.join(stage.address)
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.trainer.loaded == [2]
+    assert stage.report()["dropped"]["TRAINER_RESTORED"] >= 12
+
+
+async def test_a_finished_run_that_is_started_again_only_writes_its_report(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=2)
+    await stage.start()
+    assert await stage.finish() == 0
+    trained = dict(stage.trainer.batches)
+    (stage.folder / "report.json").unlink()
+    await fresh_processes(stage)
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.trainer.batches == trained
+
+
+async def test_a_run_does_not_go_on_with_other_data(
+    make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = make_stage(steps=2)
+    await stage.start()
+    assert await stage.finish() == 0
+    write_data(Path(stage.config.data.train.path), digits=9)
+    await fresh_processes(stage)
+    await stage.start()
+    assert await stage.finish() == 1
+    assert "the data is not what the run began with" in capsys.readouterr().err.strip().splitlines()[-1]

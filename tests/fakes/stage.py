@@ -1,0 +1,147 @@
+"""A run folder, its services with toy engines, and the real coordinators that live in it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fourfold import config as configuration
+from fourfold.channel import open_channel
+from fourfold.config import Config
+from fourfold.coordinator.client import RunClient
+from fourfold.coordinator.v1 import run_service_pb2 as run_pb
+from fourfold.serve import ServeOptions
+from fourfold_coordinator.ledger import Ledger, State
+from fourfold_coordinator.serve import ADDRESS_FILE, Coordinator
+from tests.fakes.toy import Member, make_config
+from tests.fakes.toy_rollout import FakeRollout
+from tests.fakes.toy_scorers import FakeReward
+from tests.fakes.toy_trainer import FakeTrainer
+
+
+class Stage:
+    """One run folder, its services, and the coordinators that live in it."""
+
+    def __init__(self, root: Path, **changes: Any) -> None:
+        self.config: Config = make_config(root, **changes)
+        self.folder = root / "run"
+        self.folder.mkdir(exist_ok=True)
+        (self.folder / "config.toml").write_text(configuration.dump(self.config))
+        self.rollouts = [FakeRollout("rollout-0", self.config)]
+        self.trainer = FakeTrainer("trainer-0", self.config)
+        self.reward = FakeReward("reward-0", self.config)
+        self.others: list[Member] = []
+        self.address = ""
+        self.run: asyncio.Task[int] | None = None
+
+    @property
+    def members(self) -> list[Member]:
+        return [*self.rollouts, self.trainer, self.reward, *self.others]
+
+    async def start(self, *, start_seconds: float = 5.0, join: bool = True) -> None:
+        """Start a coordinator in this folder, and let the services register."""
+        (self.folder / ADDRESS_FILE).unlink(missing_ok=True)
+        options = ServeOptions(
+            role="coordinator",
+            recipe=self.folder / "config.toml",
+            config=self.config,
+            member_id="coordinator",
+            run_dir=self.folder,
+        )
+        coordinator = Coordinator(options, self.folder, start_seconds=start_seconds)
+        self.run = asyncio.create_task(coordinator.run())
+        await until(lambda: (self.folder / ADDRESS_FILE).exists() or self.ended)
+        self.address = (self.folder / ADDRESS_FILE).read_text().strip()
+        if join:
+            for member in self.members:
+                await member.join(self.address)
+
+    @property
+    def ended(self) -> bool:
+        return self.run is not None and self.run.done()
+
+    async def finish(self, seconds: float = 20.0) -> int:
+        """Wait for the coordinator's end; return its exit code."""
+        assert self.run is not None
+        async with asyncio.timeout(seconds):
+            return await self.run
+
+    async def kill(self) -> None:
+        """End the coordinator without any of its own last words."""
+        assert self.run is not None
+        self.run.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.run
+
+    def ledger(self) -> Ledger:
+        return Ledger(self.folder / "ledger.sqlite")
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+    def report(self) -> dict[str, Any]:
+        report: dict[str, Any] = json.loads((self.folder / "report.json").read_text())
+        return report
+
+    async def close(self) -> None:
+        if self.run is not None and not self.run.done():
+            await self.kill()
+        for member in self.members:
+            await member.kill()
+
+
+async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def fresh_processes(stage: Stage) -> None:
+    """All services anew, as after kill -9 of everything; the trainer's checkpoints stay."""
+    for member in stage.members:
+        await member.kill()
+    batches = {s: ids for s, ids in stage.trainer.batches.items() if s <= max(stage.trainer.checkpoints, default=0)}
+    stage.rollouts = [FakeRollout("rollout-0", stage.config)]
+    stage.trainer = FakeTrainer("trainer-0", stage.config, checkpoints=stage.trainer.checkpoints)
+    stage.trainer.batches = batches
+    stage.reward = FakeReward("reward-0", stage.config)
+
+
+async def watch_for(stage: Stage, condition: Callable[[run_pb.RunStatus], bool]) -> run_pb.RunStatus:
+    client = RunClient(open_channel(stage.address, None), peer="coordinator")
+    async with asyncio.timeout(10):
+        async for status in client.watch_run():
+            if condition(status):
+                return status
+    raise AssertionError("the run ended before")
+
+
+def check_books(stage: Stage) -> None:
+    """What must agree at the end of any run: ledger, trainer and files."""
+    ledger = stage.ledger()
+    steps = ledger.steps()
+    counts = ledger.counts()
+    assert set(counts) <= {State.TRAINED, State.DROPPED}
+    assert [row.step for row in steps] == list(range(1, stage.config.steps + 1))
+    assert [row["step"] for row in stage.lines("metrics.jsonl")] == [row.step for row in steps]
+    assert [row["reward/mean"] for row in stage.lines("metrics.jsonl")] == [r.metrics["reward/mean"] for r in steps]
+    trained = [sample_id for step in sorted(stage.trainer.batches) for sample_id in stage.trainer.batches[step]]
+    assert len(trained) == len(set(trained)) == counts[State.TRAINED], "each sample enters exactly one step"
+    assert all(ledger.state(sample_id) is State.TRAINED for sample_id in trained)
+    written = {row["sample_id"]: row["step"] for row in stage.lines("samples.jsonl")}
+    for step, sample_ids in stage.trainer.batches.items():
+        assert all(written[sample_id] == step for sample_id in sample_ids)
+    lines = stage.lines("samples.jsonl")
+    assert len(lines) == len(written), "no sample is written twice"
+    assert all(line["dropped"] or ledger.state(line["sample_id"]) is State.TRAINED for line in lines)
+    checkpoint = ledger.last_checkpoint()
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.data_position) == (stage.config.steps, steps[-1].data_position)
+    assert checkpoint.eval_count == len(ledger.evals())
+    versions = [row.policy_version for row in steps]
+    assert versions == sorted(versions), "versions never go back"
+    ledger.close()

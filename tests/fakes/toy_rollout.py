@@ -1,0 +1,183 @@
+"""A rollout service with an integer for weights. Faults are switched on by fields."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as Library
+
+from fourfold.config import Config
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import StaleEpoch, Unavailable, WrongState
+from fourfold.rollout.v1 import rollout_control_service_pb2 as control
+from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
+from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
+from fourfold.wire import pack_floats, pack_ints
+from tests.fakes.toy import (
+    END,
+    MANIFEST,
+    VOCABULARY,
+    Context,
+    Member,
+    Services,
+    receive,
+    toy_answer,
+    toy_logprobs,
+    weights_digest,
+)
+
+
+class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.RolloutControlServiceServicer):
+    """An engine with an integer for weights."""
+
+    role = Role.ROLE_ROLLOUT
+
+    def __init__(self, member_id: str, config: Config, *, host_id: str = "here") -> None:
+        super().__init__(member_id, config)
+        self.host_id = host_id
+        self.weights = self.version = 0
+        self.state = control.WEIGHT_STATE_CLEAN
+        self.epoch = 0
+        self.backend = ""
+        self.requests: list[rollout.GenerateRequest] = []
+        self.on_generate: Callable[[], Any] | None = None
+        """Awaited before the first answer of each call."""
+        self.wrong_digests = 0
+        """Updates that arrive damaged."""
+        self.ignores_updates = False
+        """Acknowledges updates and computes with the old weights."""
+        self.forgets = False
+        """Dies in the middle of a receive."""
+        self.commits: list[int] = []
+        self.aborts = 0
+        self._pending: int | None = None
+
+    def services(self) -> Services:
+        by_name = rollout.DESCRIPTOR.services_by_name, control.DESCRIPTOR.services_by_name
+        return [
+            (by_name[0]["RolloutService"], rollout_grpc.add_RolloutServiceServicer_to_server),
+            (by_name[1]["RolloutControlService"], control_grpc.add_RolloutControlServiceServicer_to_server),
+        ]
+
+    async def GetInfo(self, request: rollout.GetInfoRequest, context: Context) -> rollout.GetInfoResponse:
+        return rollout.GetInfoResponse(
+            model="toy",
+            tokenizer_sha256=self.tokenizer_sha256,
+            max_context_tokens=64,
+            policy_version=self.version,
+            vocabulary_size=VOCABULARY,
+            max_concurrent_samples=8,
+        )
+
+    async def Generate(
+        self, request: rollout.GenerateRequest, context: Context
+    ) -> AsyncIterator[rollout.GenerateResponse]:
+        self.requests.append(request)
+        if self.on_generate is not None:
+            await self.on_generate()
+        if self.state != control.WEIGHT_STATE_CLEAN:
+            raise Unavailable("weights are being replaced")
+        if request.min_policy_version > self.version:
+            raise WrongState(f"version {self.version} is served")
+        prompt = bytes(i for i in request.prompt_token_ids if i < 256)
+        text = Library.from_file(str(Path(self.config.model.source) / "tokenizer.json")).decode(list(prompt))
+        for index in range(request.sample_count):
+            answer, logprob = toy_answer(text, request.sampling_params.seed + index, self.weights)
+            ids = [*self._encode(answer), END]
+            yield rollout.GenerateResponse(
+                sample_index=index,
+                token_ids=pack_ints(ids),
+                logprobs=pack_floats(np.full(len(ids), logprob / len(ids), np.float32)),
+                policy_version=self.version,
+                finish_reason=rollout.FINISH_REASON_STOP,
+            )
+
+    def _encode(self, text: str) -> list[int]:
+        library = Library.from_file(str(Path(self.config.model.source) / "tokenizer.json"))
+        return list(library.encode(text).ids)
+
+    async def WatchLoad(
+        self, request: rollout.WatchLoadRequest, context: Context
+    ) -> AsyncIterator[rollout.WatchLoadResponse]:
+        yield rollout.WatchLoadResponse(policy_version=self.version)
+
+    async def DescribeEngine(
+        self, request: control.DescribeEngineRequest, context: Context
+    ) -> control.DescribeEngineResponse:
+        return control.DescribeEngineResponse(
+            model_sha256=bytes(32),
+            host_id=self.host_id,
+            backends=["shm", "gloo"],
+            policy_version=self.version,
+            weight_state=self.state,
+            worker_count=1,
+            device_type="cpu",
+        )
+
+    async def OpenWeights(self, request: control.OpenWeightsRequest, context: Context) -> control.OpenWeightsResponse:
+        if request.epoch <= self.epoch:
+            raise StaleEpoch(f"epoch {self.epoch} was seen")
+        if request.manifest != MANIFEST:
+            raise WrongState("another model")
+        self.epoch, self.backend = request.epoch, request.backend
+        return control.OpenWeightsResponse(reload_tensor_count=1)
+
+    async def BeginWeights(
+        self, request: control.BeginWeightsRequest, context: Context
+    ) -> control.BeginWeightsResponse:
+        self._check(request.epoch)
+        if self.state == control.WEIGHT_STATE_CLEAN and request.policy_version <= self.version:
+            raise WrongState(f"version {self.version} is served")
+        self.state = control.WEIGHT_STATE_UPDATING
+        return control.BeginWeightsResponse()
+
+    async def ReceiveWeights(
+        self, request: control.ReceiveWeightsRequest, context: Context
+    ) -> control.ReceiveWeightsResponse:
+        self._check(request.epoch)
+        if self.forgets:
+            asyncio.get_running_loop().create_task(self.kill())
+            await asyncio.sleep(30)
+        self._pending = await receive(request.epoch, request.policy_version)
+        self.state = control.WEIGHT_STATE_DIRTY
+        digest = weights_digest(self._pending)
+        if self.wrong_digests:
+            self.wrong_digests -= 1
+            digest = bytes(32)
+        return control.ReceiveWeightsResponse(weights_digest=digest)
+
+    async def CommitWeights(
+        self, request: control.CommitWeightsRequest, context: Context
+    ) -> control.CommitWeightsResponse:
+        self._check(request.epoch)
+        self.weights = self._loaded()
+        self.version, self.state, self._pending = request.policy_version, control.WEIGHT_STATE_CLEAN, None
+        self.commits.append(request.policy_version)
+        return control.CommitWeightsResponse()
+
+    async def AbortWeights(
+        self, request: control.AbortWeightsRequest, context: Context
+    ) -> control.AbortWeightsResponse:
+        self._check(request.epoch)
+        self.aborts += 1
+        if self.state == control.WEIGHT_STATE_UPDATING:
+            self.state = control.WEIGHT_STATE_CLEAN
+        return control.AbortWeightsResponse(weight_state=self.state)
+
+    async def ProbeLogprobs(
+        self, request: control.ProbeLogprobsRequest, context: Context
+    ) -> control.ProbeLogprobsResponse:
+        ids = np.frombuffer(request.token_ids, "<i4")
+        return control.ProbeLogprobsResponse(logprobs=pack_floats(toy_logprobs(self._loaded(), ids) - 0.01))
+
+    def _loaded(self) -> int:
+        return self.weights if self._pending is None or self.ignores_updates else self._pending
+
+    def _check(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise StaleEpoch(f"epoch {self.epoch} is open")

@@ -1,0 +1,66 @@
+"""Reward and reference services of the toy model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from fourfold.config import Config
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.reference.v1 import reference_service_pb2 as reference
+from fourfold.reference.v1 import reference_service_pb2_grpc as reference_grpc
+from fourfold.reward.v1 import reward_service_pb2 as reward
+from fourfold.reward.v1 import reward_service_pb2_grpc as reward_grpc
+from fourfold.wire import pack_floats
+from tests.fakes.toy import Context, Member, Services, toy_logprobs
+
+
+class FakeReward(Member, reward_grpc.RewardServiceServicer):
+    """1 for the right answer, 0 for another; `outcome` replaces that."""
+
+    role = Role.ROLE_REWARD
+
+    def __init__(self, member_id: str, config: Config) -> None:
+        super().__init__(member_id, config)
+        self.tokenizer_sha256 = b""
+        self.outcome: Callable[[reward.ScoreItem], reward.SampleScore | None] = lambda item: None
+        self.calls = 0
+
+    def services(self) -> Services:
+        service = reward.DESCRIPTOR.services_by_name["RewardService"]
+        return [(service, reward_grpc.add_RewardServiceServicer_to_server)]
+
+    async def GetInfo(self, request: reward.GetInfoRequest, context: Context) -> reward.GetInfoResponse:
+        return reward.GetInfoResponse(name="toy@1", max_sample_count=3)
+
+    async def Score(self, request: reward.ScoreRequest, context: Context) -> reward.ScoreResponse:
+        self.calls += 1
+        return reward.ScoreResponse(scores=[self._score(item) for item in request.items])
+
+    def _score(self, item: reward.ScoreItem) -> reward.SampleScore:
+        special = self.outcome(item)
+        if special is not None:
+            special.sample_id = item.experience.sample_id
+            return special
+        right = float(item.completion_text == item.answer)
+        return reward.SampleScore(sample_id=item.experience.sample_id, score=right)
+
+
+class FakeReference(Member, reference_grpc.ReferenceServiceServicer):
+    """The toy policy before training."""
+
+    role = Role.ROLE_REFERENCE
+
+    def services(self) -> Services:
+        service = reference.DESCRIPTOR.services_by_name["ReferenceService"]
+        return [(service, reference_grpc.add_ReferenceServiceServicer_to_server)]
+
+    async def GetInfo(self, request: reference.GetInfoRequest, context: Context) -> reference.GetInfoResponse:
+        return reference.GetInfoResponse(model="toy", tokenizer_sha256=self.tokenizer_sha256)
+
+    async def ComputeLogprobs(
+        self, request: reference.ComputeLogprobsRequest, context: Context
+    ) -> reference.ComputeLogprobsResponse:
+        rows = [toy_logprobs(0, np.frombuffer(e.token_ids, "<i4")) for e in request.experiences]
+        return reference.ComputeLogprobsResponse(logprobs=[pack_floats(row) for row in rows])

@@ -1,0 +1,180 @@
+"""A trainer of one integer. Faults are switched on by fields."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+
+from fourfold.config import Config
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import AlreadyExists, NotFound, StaleEpoch, Unavailable, WrongState
+from fourfold.trainer.v1 import trainer_service_pb2 as trainer
+from fourfold.trainer.v1 import trainer_service_pb2_grpc as trainer_grpc
+from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
+from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
+from fourfold.wire import Sample, decode, pack_floats
+from tests.fakes.toy import MANIFEST, VOCABULARY, Context, Member, Services, send, toy_logprobs, weights_digest
+
+
+class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.TrainerWeightServiceServicer):
+    """A trainer of one integer. `checkpoints` outlives it."""
+
+    role = Role.ROLE_TRAINER
+
+    def __init__(
+        self, member_id: str, config: Config, *, checkpoints: dict[int, tuple[int, int]] | None = None
+    ) -> None:
+        super().__init__(member_id, config)
+        self.checkpoints: dict[int, tuple[int, int]] = {} if checkpoints is None else checkpoints
+        self.weights = self.step = self.version = self.skipped = 0
+        self.epoch = 0
+        self.batches: dict[int, list[str]] = {}
+        """Sample ids of every step that was trained, by step."""
+        self.trained: list[str] = []
+        """Sample ids in the present weights."""
+        self.lost_answers = 0
+        """TrainStep calls that are done and then answered UNAVAILABLE."""
+        self.on_train: Callable[[int], Any] | None = None
+        """Awaited with the step before each TrainStep."""
+        self.on_saved: Callable[[int], Any] | None = None
+        """Awaited with the step after each checkpoint, before the answer."""
+        self.on_batch: Callable[[list[Sample]], Any] = lambda samples: None
+        self.loaded: list[int] = []
+        self._answer = trainer.TrainStepResponse()
+        self._bytes = b""
+
+    def services(self) -> Services:
+        by_name = trainer.DESCRIPTOR.services_by_name, weight.DESCRIPTOR.services_by_name
+        return [
+            (by_name[0]["TrainerService"], trainer_grpc.add_TrainerServiceServicer_to_server),
+            (by_name[1]["TrainerWeightService"], weight_grpc.add_TrainerWeightServiceServicer_to_server),
+        ]
+
+    def status(self) -> trainer.TrainerStatus:
+        return trainer.TrainerStatus(
+            step=self.step,
+            policy_version=self.version,
+            phase=trainer.TRAINER_PHASE_WAITING,
+            checkpoint_step=max(self.checkpoints, default=-1),
+            rank_count=1,
+            tokenizer_sha256=self.tokenizer_sha256,
+            vocabulary_size=VOCABULARY,
+            max_context_tokens=64,
+        )
+
+    async def GetStatus(self, request: trainer.GetStatusRequest, context: Context) -> trainer.GetStatusResponse:
+        return trainer.GetStatusResponse(status=self.status())
+
+    async def WatchStatus(
+        self, request: trainer.WatchStatusRequest, context: Context
+    ) -> AsyncIterator[trainer.WatchStatusResponse]:
+        yield trainer.WatchStatusResponse(status=self.status())
+
+    async def TrainStep(
+        self, request_iterator: AsyncIterator[trainer.TrainStepRequest], context: Context
+    ) -> trainer.TrainStepResponse:
+        messages = [message async for message in request_iterator]
+        step, body = messages[0].step, b"".join(m.SerializeToString(deterministic=True) for m in messages)
+        if self.on_train is not None:
+            await self.on_train(step)
+        if step == self.step and step > 0:
+            if body != self._bytes:
+                raise AlreadyExists(f"step {step} was trained with other bytes")
+            return self._answer
+        if step != self.step + 1:
+            raise WrongState(f"step {self.step} is done; {step} cannot be next")
+        samples = [decode(e, vocabulary_size=VOCABULARY, max_tokens=64) for m in messages for e in m.experiences]
+        if any(s.score is None for s in samples):
+            raise WrongState("a sample without a score")
+        self.on_batch(samples)
+        groups: dict[str, set[float]] = {}
+        for s in samples:
+            groups.setdefault(s.group_id, set()).add(s.score or 0.0)
+        learned = any(len(scores) > 1 for scores in groups.values())
+        self.step, self._bytes = step, body
+        self.weights += learned
+        self.version += learned
+        self.skipped += not learned
+        self.batches[step] = [s.sample_id for s in samples]
+        self.trained += self.batches[step]
+        self._answer = trainer.TrainStepResponse(
+            step=step,
+            policy_version=self.version,
+            skipped_reason="" if learned else "NO_ADVANTAGE",
+            metrics={"train/trained_samples": float(len(samples)), "mismatch/logprob_diff_mean": 0.01},
+        )
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise Unavailable("the answer is lost")
+        return self._answer
+
+    async def ComputeLogprobs(
+        self, request: trainer.ComputeLogprobsRequest, context: Context
+    ) -> trainer.ComputeLogprobsResponse:
+        rows = [toy_logprobs(self.weights, np.frombuffer(e.token_ids, "<i4")) for e in request.experiences]
+        return trainer.ComputeLogprobsResponse(logprobs=[pack_floats(r) for r in rows], policy_version=self.version)
+
+    async def SaveCheckpoint(
+        self, request: trainer.SaveCheckpointRequest, context: Context
+    ) -> trainer.SaveCheckpointResponse:
+        self.checkpoints.setdefault(self.step, (self.weights, self.version))
+        if self.on_saved is not None:
+            await self.on_saved(self.step)
+        return trainer.SaveCheckpointResponse(step=self.step)
+
+    async def LoadCheckpoint(
+        self, request: trainer.LoadCheckpointRequest, context: Context
+    ) -> trainer.LoadCheckpointResponse:
+        if request.step not in self.checkpoints:
+            raise NotFound(f"no checkpoint of step {request.step}")
+        self.loaded.append(request.step)
+        self.step = request.step
+        self.weights, self.version = self.checkpoints[request.step]
+        for step in [step for step in self.batches if step > request.step]:
+            del self.batches[step]
+        return trainer.LoadCheckpointResponse(status=self.status())
+
+    async def ExportModel(self, request: trainer.ExportModelRequest, context: Context) -> trainer.ExportModelResponse:
+        return trainer.ExportModelResponse(path=f"/somewhere/{request.name}")
+
+    async def RaisePolicyVersion(
+        self, request: trainer.RaisePolicyVersionRequest, context: Context
+    ) -> trainer.RaisePolicyVersionResponse:
+        self.version = max(self.version, request.policy_version)
+        return trainer.RaisePolicyVersionResponse(policy_version=self.version)
+
+    async def GetManifest(self, request: weight.GetManifestRequest, context: Context) -> weight.GetManifestResponse:
+        return weight.GetManifestResponse(
+            manifest=MANIFEST,
+            manifest_sha256=hashlib.sha256(MANIFEST).digest(),
+            host_id="here",
+            backends=["shm", "gloo"],
+        )
+
+    async def MakeOffer(self, request: weight.MakeOfferRequest, context: Context) -> weight.MakeOfferResponse:
+        if request.epoch <= self.epoch:
+            raise StaleEpoch(f"epoch {self.epoch} was seen")
+        self.epoch = request.epoch
+        return weight.MakeOfferResponse(offers=[b"an offer"])
+
+    async def OpenWeights(self, request: weight.OpenWeightsRequest, context: Context) -> weight.OpenWeightsResponse:
+        self._check(request.epoch)
+        return weight.OpenWeightsResponse()
+
+    async def SendWeights(self, request: weight.SendWeightsRequest, context: Context) -> weight.SendWeightsResponse:
+        self._check(request.epoch)
+        if request.policy_version != self.version:
+            raise WrongState(f"version {self.version} is the present one")
+        send(request.epoch, request.policy_version, self.weights)
+        return weight.SendWeightsResponse(weights_digest=weights_digest(self.weights), sent_bytes=8)
+
+    async def AbortWeights(self, request: weight.AbortWeightsRequest, context: Context) -> weight.AbortWeightsResponse:
+        self._check(request.epoch)
+        return weight.AbortWeightsResponse()
+
+    def _check(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            raise StaleEpoch(f"epoch {self.epoch} is open")

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -34,6 +35,7 @@ _NOTE_BYTES: Final = 2000
 # Samples of one prompt share its whole blocks: with vLLM's 128 they share nothing of a short prompt, and with the
 # least that its CPU kernels take the 96 samples of a quickstart step cost half.
 _CPU_BLOCK_TOKENS: Final = 32
+_COLLECT_SECONDS: Final = 0.5
 _READ_BYTES: Final = 2 * _NOTE_BYTES
 
 
@@ -98,8 +100,7 @@ def explain_death(engine: LaunchedEngine) -> str:
     if cause := engine.note.read():
         return f"the engine died: {cause}"
     for process in engine.processes:
-        process.join(timeout=0.5)
-        if (code := process.exitcode) is None:
+        if (code := _exit_code(process)) is None:
             continue
         if code >= 0:
             return f"the engine's process {process.pid} ended with exit code {code}; its log says more"
@@ -203,6 +204,15 @@ def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         disable_log_stats=True,
         **options,
     )
+
+
+def _exit_code(process: BaseProcess) -> int | None:
+    """Return how a process ended. vLLM's own thread may be collecting it right now: then a moment later."""
+    end = time.monotonic() + _COLLECT_SECONDS
+    process.join(timeout=_COLLECT_SECONDS)
+    while process.exitcode is None and time.monotonic() < end:
+        time.sleep(0.01)
+    return process.exitcode
 
 
 def _kill_group(pid: int) -> None:

@@ -13,7 +13,7 @@ from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from tests.fakes.stage import Stage, check_books, until, watch_for
 from tests.fakes.toy_rollout import FakeRollout
-from tests.fakes.toy_scorers import FakeReference
+from tests.fakes.toy_scorers import FakeReference, FakeReward
 
 
 async def test_a_run_goes_to_its_end_and_leaves_everything_behind(make_stage: Callable[..., Stage]) -> None:
@@ -122,6 +122,24 @@ async def test_a_trainer_that_is_at_another_step_is_refused(
     await stage.start()
     assert await stage.finish() == 1
     assert "the trainer is at step 5" in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+async def test_a_dying_reward_service_loses_nothing(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=2, reward={"replicas": 2})
+    other = FakeReward("reward-1", stage.config)
+    stage.others.append(other)
+
+    async def die() -> None:
+        if len(stage.trainer.batches) == 1:
+            asyncio.get_running_loop().create_task(stage.reward.kill())
+            await asyncio.sleep(30)
+
+    stage.reward.on_score = die
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.reward.calls and other.calls
+    assert stage.report()["dropped"] == {}
 
 
 async def test_a_score_that_is_missing_is_no_zero(make_stage: Callable[..., Stage]) -> None:

@@ -23,7 +23,7 @@ async def test_weights_that_arrive_damaged_are_not_served_and_sent_again(make_st
 async def test_an_engine_whose_weights_are_always_damaged_is_named(
     make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage = make_stage(retry={"service_wait_seconds": 2.0})
+    stage = make_stage(retry={"service_wait_seconds": 1.5})
     stage.rollouts[0].wrong_digests = 99
     await stage.start()
     assert await stage.finish() == 1
@@ -36,7 +36,7 @@ async def test_an_engine_whose_weights_are_always_damaged_is_named(
 async def test_an_engine_that_computes_with_old_weights_is_reported_as_stale(
     make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage = make_stage(retry={"service_wait_seconds": 2.0})
+    stage = make_stage(retry={"service_wait_seconds": 1.5})
     stage.rollouts[0].ignores_updates = True
     await stage.start()
     assert await stage.finish() == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +27,8 @@ class FakeReward(Member, reward_grpc.RewardServiceServicer):
         self.tokenizer_sha256 = b""
         self.outcome: Callable[[reward.ScoreItem], reward.SampleScore | None] = lambda item: None
         self.calls = 0
+        self.on_score: Callable[[], Any] | None = None
+        """Awaited before each answer."""
 
     def services(self) -> Services:
         service = reward.DESCRIPTOR.services_by_name["RewardService"]
@@ -36,6 +39,8 @@ class FakeReward(Member, reward_grpc.RewardServiceServicer):
 
     async def Score(self, request: reward.ScoreRequest, context: Context) -> reward.ScoreResponse:
         self.calls += 1
+        if self.on_score is not None:
+            await self.on_score()
         return reward.ScoreResponse(scores=[self._score(item) for item in request.items])
 
     def _score(self, item: reward.ScoreItem) -> reward.SampleScore:

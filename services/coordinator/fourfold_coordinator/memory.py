@@ -15,7 +15,7 @@ from typing import Final
 
 import psutil
 
-from fourfold.serve import PARENT_VARIABLE
+from fourfold.process import PARENT_PID_VARIABLE
 
 _PERIOD_SECONDS: Final = 2.0
 
@@ -27,7 +27,7 @@ class MemoryMeter:
         """Start with the peak of earlier lives of the run."""
         self.peak_bytes = peak_bytes
         self._pss = pss or pss_bytes
-        launcher = os.environ.get(PARENT_VARIABLE, "")
+        launcher = os.environ.get(PARENT_PID_VARIABLE, "")
         self._root = int(launcher) if launcher.isdecimal() else os.getpid()
 
     async def run(self) -> None:

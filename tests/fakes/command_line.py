@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fourfold import config as configuration
-from tests.fakes.run import make_config
+from tests.fakes.toy import make_config
 from tests.fakes.toy_services import DELAY_VARIABLE, install
 
 ROOT = Path(__file__).parents[2]

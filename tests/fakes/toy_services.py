@@ -1,4 +1,4 @@
-"""The toy services of `tests.fakes.run` as processes of their own, for tests of `fourfold run` that load no engine.
+"""The toy services of `tests.fakes.toy` as processes of their own, for tests of `fourfold run` that load no engine.
 
 `install(folder)` writes metadata that puts them in the place of the real rollout and trainer
 distributions for every child process with `folder` first in its PYTHONPATH. Weights and
@@ -16,7 +16,10 @@ from typing import Any
 from fourfold.serve import Host, ServeOptions
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
-from tests.fakes.run import FakeRollout, FakeTrainer, Member
+from tests.fakes import toy_rollout
+from tests.fakes.toy import Member
+from tests.fakes.toy_rollout import FakeRollout
+from tests.fakes.toy_trainer import FakeTrainer
 
 DELAY_VARIABLE = "TOY_SECONDS"
 """How long each sampling call takes."""
@@ -75,12 +78,12 @@ def rollout_main(options: ServeOptions) -> int:
     """Entry point."""
     run_dir = options.run_dir or Path()  # none: nobody sends weights
 
-    async def wire(epoch: int, version: int) -> int:
+    async def receive(epoch: int, version: int) -> int:
         while not (path := weights_file(run_dir, epoch, version)).exists():
             await asyncio.sleep(0.01)
         return int(path.read_text())
 
-    FakeTrainer.wire = wire  # type: ignore[method-assign]
+    toy_rollout.receive = receive  # type: ignore[attr-defined]
 
     async def serve() -> int:
         fake = FakeRollout(options.member_id, options.config)

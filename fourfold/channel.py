@@ -94,17 +94,26 @@ def open_channel(target: str, security: Security | None, *, token: str = "") -> 
     Raises:
         ConfigError: the target is not host:port, or it is on another machine and there is no TLS.
     """
-    host, _ = split_target(target)
+    check_target(target, security)
     if security is None:
         if token:
             raise ConfigError(f"{target}: a token would travel in the clear; give security.directory as well")
-        if not is_loopback(host):
-            raise ConfigError(
-                f"{target}: without TLS a service is only called on this machine (127.0.0.1); "
-                f"make certificates with `fourfold certs DIR` and set security.directory"
-            )
         return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
     return grpc.aio.secure_channel(target, security.channel_credentials(token), options=CLIENT_OPTIONS)
+
+
+def check_target(target: str, security: Security | None) -> None:
+    """Check that a channel may be opened to `target`.
+
+    Raises:
+        ConfigError: as `open_channel`.
+    """
+    host, _ = split_target(target)
+    if security is None and not is_loopback(host):
+        raise ConfigError(
+            f"{target}: without TLS a service is only called on this machine (127.0.0.1); "
+            f"make certificates with `fourfold certs DIR` and set security.directory"
+        )
 
 
 def split_target(target: str) -> tuple[str, int]:

@@ -152,6 +152,9 @@ class _Serve:
         from fourfold import config
 
         settings = config.load(args.recipe)
+        if settings.security.directory and os.environ.get("GRPC_VERBOSITY") == "ERROR":
+            # A refused TLS handshake reaches no servicer; gRPC's core tells the log why, unless it was silenced.
+            os.environ["GRPC_VERBOSITY"] = ""
         service = _load("fourfold.services", args.role, _DISTRIBUTIONS[args.role])
         from fourfold.serve import ServeOptions
 

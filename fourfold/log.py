@@ -103,7 +103,8 @@ class HumanFormatter(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    extra = {name: value for name, value in vars(record).items() if name not in _OWN_FIELDS}
+    # Libraries put fields of their own into every record of the process; their names begin with an underscore.
+    extra = {k: value for k, value in vars(record).items() if k not in _OWN_FIELDS and not k.startswith("_")}
     return {name: _blank(name, value) for name, value in extra.items()}
 
 

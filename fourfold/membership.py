@@ -28,7 +28,6 @@ from fourfold.errors import (
     NotFound,
     PermissionDenied,
     Unauthenticated,
-    Unavailable,
     WrongState,
 )
 
@@ -132,8 +131,8 @@ class Membership:
         was_member, self._lease = self._lease is not None, None
         self._failures += 1
         if was_member or self._failures == 1:  # the first of a series; a coordinator may be away for hours
-            hint = "; with TLS, check that both sides use one `fourfold certs` folder (GRPC_VERBOSITY=INFO says more)"
-            log.warning("no lease: %s%s", error, hint if isinstance(error, Unavailable) else "")
+            state = "the lease is lost" if was_member else "not registered yet"
+            log.warning("%s, trying until the coordinator answers: %s", state, error)
         if was_member and isinstance(error, NotFound):
             return 0.0
         limit = min(_FIRST_BACKOFF_SECONDS * 2.0 ** min(self._failures - 1, 10), _MAX_BACKOFF_SECONDS)

@@ -79,7 +79,8 @@ class Security:
             authority=_read(folder / "ca.pem"),
             certificate=_read(folder / f"{identity}.pem"),
             key=_read(folder / f"{identity}-key.pem"),
-            tokens=read_tokens(Path(config.tokens_file)) if config.tokens_file else {},
+            # Nobody else has a port for agents; a machine without one needs no file of tokens.
+            tokens=read_tokens(Path(config.tokens_file)) if config.tokens_file and identity == "rollout" else {},
         )
 
     @staticmethod

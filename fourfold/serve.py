@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any, Final
 
 from fourfold import log
-from fourfold.channel import join_target, open_channel, split_target
+from fourfold.channel import check_target, join_target, open_channel, split_target
 from fourfold.config import Config
 from fourfold.coordinator.client import MembershipClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
@@ -104,6 +104,8 @@ class Host:
         self._signal: int | None = None
         self._fatal = ""
         self._advertised(0)
+        if options.coordinator:  # before a model is loaded
+            check_target(options.coordinator, self.security)
 
     def public_server(self, listen: str, *, max_concurrent_rpcs: int = 1024) -> Server:
         """Return a second server for agents; the host starts, reports and stops it together with its own."""

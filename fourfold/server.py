@@ -130,19 +130,23 @@ class Server:
 
     def _bind(self, server: grpc.aio.Server) -> int:
         address = join_target(self._host, self._port)
+        if reason := _hindrance(self._host, self._port):  # gRPC names none, and tells the terminal in its own words
+            raise ConfigError(f"listen = {address!r}: {reason}")
         try:
             if self._security is None:
                 return server.add_insecure_port(address)
             return server.add_secure_port(address, self._security.server_credentials(public=self._public))
         except RuntimeError:
-            raise ConfigError(f"listen = {address!r}: {_why_not(self._host, self._port)}") from None
+            hint = "is the certificate or its key damaged, or was the port taken just now?"
+            raise ConfigError(f"listen = {address!r}: the port could not be opened; {hint}") from None
 
 
-def _why_not(host: str, port: int) -> str:
-    """Say why an address cannot be bound, by trying: gRPC's own text names no reason."""
+def _hindrance(host: str, port: int) -> str:
+    """Say why an address cannot be listened on, by trying. Empty: it can."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC: a port just left is free
             probe.bind(address)
             probe.listen()
     except OSError as error:
@@ -151,4 +155,4 @@ def _why_not(host: str, port: int) -> str:
         if error.errno == errno.EACCES:
             return f"port {port} needs privileges; choose one above 1023"
         return f"this machine cannot listen there ({error.strerror or error}); give one of its own addresses"
-    return "the port could not be opened; is the certificate's key file damaged, or the port just freed? Try again"
+    return ""

@@ -32,6 +32,21 @@ DOMAIN: Final = "fourfold"
 # gRPC replaces the whole status by its own error.
 _MAX_MESSAGE_BYTES: Final = 2048
 
+# What gRPC says of a connection that did not come about, and what it means.
+_CONNECTING: Final = "failed to connect to all addresses"
+_MEANINGS: Final = (
+    ("Connection refused", "nothing listens there"),
+    ("WRONG_VERSION_NUMBER", "it does not speak TLS; start it with the recipe that has [security], too"),
+    ("certificate has expired", "its certificate has expired; make a new folder with `fourfold certs DIR`"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not of our CA; both need files of one `fourfold certs DIR`"),
+    ("Hostname Verification", "its certificate is not for that host; `fourfold certs DIR --host NAME` makes one"),
+    (
+        "Socket closed",
+        "it hung up at once: it is ending, or only one of us uses TLS, or it refuses our certificate; all need files "
+        "of one `fourfold certs DIR`",
+    ),
+)
+
 _BY_CODE: dict[str, type[FourfoldError]] = {
     cls.code: cls
     for cls in (
@@ -82,12 +97,21 @@ def from_rpc(error: grpc.aio.AioRpcError, *, peer: str) -> FourfoldError:
         peer: who was called, for the message, e.g. "rollout-0 at 127.0.0.1:5000".
     """
     code = error.code()
-    text = error.details() or code.name
+    text = _explained(error.details() or code.name)
     cls = _BY_CODE.get(code.name, Internal)
     if code is grpc.StatusCode.CANCELLED:
         cls = Unavailable
     info, retry_after = _read_details(error)
     return cls(f"{peer}: {text}", reason=info or code.name, retry_after=retry_after)
+
+
+def _explained(text: str) -> str:
+    """Return what a server said as it is, and what gRPC says of a failed connection with its meaning before it."""
+    if not text.startswith(_CONNECTING):
+        return text
+    cause = text.removeprefix(_CONNECTING).removeprefix("; last error: ")
+    meaning = next((meaning for sign, meaning in _MEANINGS if sign in cause), "")
+    return f"cannot connect: {meaning} ({cause})" if meaning else f"cannot connect: {cause}"
 
 
 def _read_details(error: grpc.aio.AioRpcError) -> tuple[str, float | None]:

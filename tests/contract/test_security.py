@@ -87,23 +87,37 @@ async def test_who_has_no_certificate_of_ours_does_not_get_in(
     ours = load(folder, "coordinator")
     stranger = Security(authority=ours.authority, certificate=other.certificate, key=other.key)
     without = Security.for_agent(folder[0] / "ca.pem")
+    refused = "it hung up at once: .* or only one of us uses TLS, or it refuses our certificate"
     channels = [
-        grpc.aio.insecure_channel(internal),
-        open_channel(internal, stranger),
-        open_channel(internal, without),
-        open_channel(internal, other),  # does not trust the server, either
+        (grpc.aio.insecure_channel(internal), refused),
+        (open_channel(internal, stranger), refused),
+        (open_channel(internal, without), refused),
+        (open_channel(internal, other), "its certificate is not of our CA"),  # does not trust the server, either
     ]
-    for channel in channels:
-        with pytest.raises((errors.Unavailable, errors.DeadlinePassed)):
-            await RewardClient(channel, peer="reward-0").get_info(timeout=3)
+    for channel, text in channels:
+        with pytest.raises(errors.Unavailable, match=f"reward-0, GetInfo: cannot connect: {text}"):
+            await RewardClient(channel, peer="reward-0").get_info(timeout=10)
         await channel.close()
+
+
+async def test_a_connection_that_does_not_come_about_is_explained(folder: tuple[Path, str], unused_port: int) -> None:
+    ours, plain = load(folder, "coordinator"), Server(listen="127.0.0.1:0", security=None)
+    for target, text in (
+        (f"127.0.0.1:{unused_port}", r"nothing listens there \(.*Connection refused"),
+        (await plain.start(), "it does not speak TLS"),
+    ):
+        channel = open_channel(target, ours)
+        with pytest.raises(errors.Unavailable, match=f"cannot connect: {text}"):
+            await RewardClient(channel, peer="reward-0").get_info(timeout=10)
+        await channel.close()
+    await plain.stop(0)
 
 
 async def test_a_certificate_for_another_host_is_refused_by_the_client(folder: tuple[Path, str]) -> None:
     server = Server(listen="127.0.0.2:0", security=load(folder, "reward"))  # not among the certificate's names
     server.add(*Reward().servicer())
     channel = open_channel(await server.start(), load(folder, "coordinator"))
-    with pytest.raises(errors.Unavailable):
+    with pytest.raises(errors.Unavailable, match="its certificate is not for that host"):
         await RewardClient(channel, peer="reward-0").get_info(timeout=10)
     await channel.close()
     await server.stop(0)
@@ -201,6 +215,16 @@ def test_files_that_are_missing_or_malformed_are_clear_errors(tmp_path: Path, fo
     assert Security.load(SecurityConfig(), "rollout") is None
     with pytest.raises(errors.ConfigError, match=r"tokens never travel without TLS"):
         Security.load(SecurityConfig(tokens_file="x"), "rollout")
+
+
+def test_a_machine_without_a_port_for_agents_needs_no_file_of_tokens(folder: tuple[Path, str], tmp_path: Path) -> None:
+    config = SecurityConfig(directory=str(folder[0]), tokens_file=str(tmp_path / "absent"))
+    for identity in IDENTITIES:
+        if identity == "rollout":
+            with pytest.raises(errors.ConfigError, match="absent: cannot read it"):
+                Security.load(config, identity)
+        else:
+            assert Security.load(config, identity)
     with pytest.raises(errors.ConfigError, match=r"ca\.pem: cannot read it .*`fourfold certs DIR` makes"):
         Security.load(SecurityConfig(directory=str(tmp_path)), "rollout")
     file = tmp_path / "tokens.txt"

@@ -150,9 +150,20 @@ async def test_a_port_in_use_is_one_line(start: Start) -> None:
     target = await server.start()
     code, _, err = await end(await start("--listen", target))
     assert code == 1
-    assert err.splitlines()[-1].startswith(f"reward-0: listen = '{target}': port")
-    assert "Traceback" not in err
+    assert err == f"reward-0: listen = '{target}': port {target.rpartition(':')[2]} is in use by another process; " + (
+        "choose another one, or port 0 for any free one\n"
+    )
     await server.stop(0)
+
+
+async def test_an_address_that_is_none_is_refused_before_anything_is_loaded(start: Start) -> None:
+    for target, text in (
+        ("localhost", "'localhost' is no address; give HOST:PORT, for example 127.0.0.1:50051"),
+        ("10.0.0.1:50050", "10.0.0.1:50050: without TLS a service is only called on this machine"),
+    ):
+        code, out, err = await end(await start("--coordinator", target, "--slow-start", "60"))
+        assert (code, out) == (1, "")
+        assert text in err.splitlines()[-1]
 
 
 async def test_a_fatal_error_from_a_thread_is_the_last_line_and_exit_code_1(start: Start) -> None:

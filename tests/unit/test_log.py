@@ -42,7 +42,7 @@ def test_where_no_person_reads_a_record_is_one_json_line(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "stderr", err := io.StringIO())
     log.setup("rollout-0", run_dir=tmp_path)
     log.setup("rollout-0", run_dir=tmp_path)  # twice is once
-    logging.getLogger("fourfold.x").info("two\nlines %d", 3, extra={"step": 4, "path": Path("a")})
+    logging.getLogger("fourfold.x").info("two\nlines %d", 3, extra={"step": 4, "path": Path("a"), "_ray": 1})
     (record,) = records(err.getvalue())
     assert record.pop("time").endswith("Z")
     assert record == {

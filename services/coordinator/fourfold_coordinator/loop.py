@@ -161,7 +161,6 @@ class Loop:
             log.warning("step %d goes on with %d of %d groups", step, len(batch.groups), count)
         if step == 1:
             self.ledger.put({report.FIRST_STEP: report.first_step_facts(batch.groups)})
-        await asyncio.to_thread(self.samples_file.write, step, batch.trajectories())
         return batch
 
     def draw(self) -> int:
@@ -240,14 +239,21 @@ class Loop:
     # -- train, publish -------------------------------------------------------------------------------------------
 
     async def train(self, step: int, batch: Batch) -> TrainStepResponse:
-        """Train one step; after a lost answer the same step is sent again with the same bytes."""
+        """Train one step; after a lost answer the same step is sent again with the same bytes.
+
+        Meanwhile the batch goes to samples.jsonl.
+        """
         self.board.phase(run_pb.RUN_PHASE_TRAINING)
         experiences = batch.experiences()
         self.ledger.lease(step, [experience.sample_id for experience in experiences])
         timeout = self.config.trainer.step_timeout_seconds
-        response = await self.session.call(
-            "TrainStep", lambda r: r.trainer.train_step(step, experiences, timeout=timeout)
-        )
+        writing = asyncio.ensure_future(asyncio.to_thread(self.samples_file.write, step, batch.trajectories()))
+        try:
+            response = await self.session.call(
+                "TrainStep", lambda r: r.trainer.train_step(step, experiences, timeout=timeout)
+            )
+        finally:
+            await writing  # on the disk before the ledger says TRAINED
         if response.step != step:
             raise Internal(f"the trainer answered step {response.step} when asked for step {step}")
         self.session.policy_version = response.policy_version

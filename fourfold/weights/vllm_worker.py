@@ -38,6 +38,7 @@ from fourfold.weights.answers import error_answer
 from fourfold.weights.applier import CopyRecorder, NamedTensors, ReloadApplier, Trace, not_fitting
 from fourfold.weights.host import die_with, die_with_parent, parent_of
 from fourfold.weights.receiver import WeightReceiver
+from fourfold.weights.source import synchronize
 from fourfold.weights.transport import available_backends
 
 _log = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class VllmModel:
     def __init__(self, worker: Any) -> None:
         """Wrap the model of a worker that has loaded it and is not loading again."""
         self._config = worker.vllm_config
+        self._device: torch.device = worker.device
         self._model: torch.nn.Module = worker.get_model()
         self._one_stage = self._config.parallel_config.pipeline_parallel_size == 1
         self._tied = _tied_groups(self._model)
@@ -130,6 +132,7 @@ class VllmModel:
         with set_current_vllm_config(self._config):
             finalize_layerwise_reload(self._model, self._config.model_config)  # type: ignore[no-untyped-call]
             _repack(borrowers)
+        synchronize(self._device)  # what was loaded from may be overwritten from now on
 
     def cancel_load(self) -> None:
         """Put the kernels' tensors back as they are; vLLM has no call for that."""

@@ -143,7 +143,7 @@ def test_files_and_functions_keep_their_budgets() -> None:
 
 
 def test_sources_are_ascii_and_nothing_is_postponed() -> None:
-    postponed = re.compile(r"raise NotImplemented|" + "TO" + "DO|FIX" + "ME")
+    postponed = re.compile("raise Not" + "Implemented|TO" + "DO|FIX" + "ME")
     found = []
     for path in _sources():
         lines = path.read_text(encoding="utf-8").splitlines()

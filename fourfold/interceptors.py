@@ -3,7 +3,7 @@
 One interceptor does all three, because each layer costs time per call. It wraps a handler
 once, at the first call of its method. `Watch...` methods, health and reflection need no
 deadline. A servicer raises errors of `fourfold.errors`; anything else is our bug: the
-traceback goes to the log and the caller sees "internal error".
+traceback goes to the log and the caller sees "internal error". Who is refused is logged, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
-from fourfold.errors import FourfoldError, Internal, InvalidInput, Unauthenticated
+from fourfold.errors import FourfoldError, Internal, InvalidInput, PermissionDenied, Unauthenticated
 from fourfold.security import check_identity, check_token
 from fourfold.status import to_status
 
@@ -183,6 +183,8 @@ async def _abort(method: str, context: Context, error: Exception) -> None:
     if known is None or isinstance(known, Internal):
         log.error("%s failed", method, exc_info=error)
         known = Internal("internal error")
+    elif isinstance(known, Unauthenticated | PermissionDenied):
+        log.warning("%s refused to %s: %s", method, context.peer(), known)
     status = to_status(known)
     await context.abort(
         grpc.StatusCode[known.code],

@@ -134,7 +134,7 @@ async def test_an_agent_comes_with_a_token_and_without_a_certificate(folder: tup
 
 @pytest.mark.parametrize("token", ["", "wrong", "x" * 4000])
 async def test_a_missing_or_unknown_token_is_refused_on_every_kind_of_call_but_health(
-    folder: tuple[Path, str], public: str, token: str
+    folder: tuple[Path, str], public: str, token: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     channel = open_channel(public, Security.for_agent(folder[0] / "ca.pem"), token=token)
     client = RolloutClient(channel, peer="rollout-0")
@@ -145,6 +145,10 @@ async def test_a_missing_or_unknown_token_is_refused_on_every_kind_of_call_but_h
         assert "wrong" not in caught.value.message
     with pytest.raises(errors.Unauthenticated):
         await anext(client.watch_load())
+    said = "unknown bearer token" if token else "no bearer token"
+    for method, text in zip(("GetInfo", "Generate", "WatchLoad"), caplog.messages, strict=True):
+        assert text.startswith(f"/fourfold.rollout.v1.RolloutService/{method} refused to ipv")
+        assert f": {said}; " in text and "xxxx" not in text
     check = health_pb2.HealthCheckRequest()
     response = await health_pb2_grpc.HealthStub(channel).Check(check, timeout=10)
     assert response.status == health_pb2.HealthCheckResponse.SERVING

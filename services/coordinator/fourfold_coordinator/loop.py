@@ -315,6 +315,7 @@ class Loop:
             model=model,
         )
         await asyncio.to_thread(report.write, self.folder, facts, self.ledger.steps(), self.ledger.evals())
+        log.info("done: %s; the model is in %s", self.folder / "report.json", model)
 
     # -- numbers --------------------------------------------------------------------------------------------------
 
@@ -341,6 +342,7 @@ class Loop:
         row = self.ledger.step_row(step)
         self.metrics_file.write({"step": step, **row.metrics})
         self.board.add_step(step, row.metrics)
+        log.info("step %d of %d is done", step, self.config.steps, extra={"reward": row.metrics.get(m.REWARD_MEAN)})
         if row.metrics["diagnosis"]:
             log.warning("step %d: %s", step, row.metrics["diagnosis"])
 

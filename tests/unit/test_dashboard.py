@@ -80,10 +80,10 @@ def test_live_panel_shows_what_matters() -> None:
         display.update(snapshot(8))
         display.note("something happened")
         display.refresh()
-    text = output.getvalue()
+    text = output.getvalue().replace("\u2502", "|")
     for words in (
         "demo: step 8 of 24",
-        "training 50%",
+        "\n| now                training 50%",
         "0.11 (step 0) -> 0.45 (step 8)",
         "0.80  \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588",
         "75%",

@@ -151,7 +151,9 @@ class Dashboard:
         rows.add_row("logs", str(self._run_dir / "logs"))
         parts: list[RenderableType] = [rows]
         if self._status.step_count:
-            parts.insert(0, ProgressBar(total=self._status.step_count, completed=self._status.step))
+            bar = Table.grid(expand=True)  # a bar alone does not end its line
+            bar.add_row(ProgressBar(total=self._status.step_count, completed=self._status.step))
+            parts.insert(0, bar)
         parts += [Text(note, style="yellow") for note in self._notes[-_NOTES:]]
         return Panel(Group(*parts), title=title, subtitle=footer, title_align="left", subtitle_align="left")
 

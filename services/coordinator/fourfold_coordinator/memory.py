@@ -40,7 +40,7 @@ class MemoryMeter:
         """Return the sum now, in bytes."""
         try:
             tree = [self._root, *(child.pid for child in psutil.Process(self._root).children(recursive=True))]
-        except psutil.NoSuchProcess:
+        except psutil.Error:  # it is ending; a measurement never ends the run
             return 0
         return sum(self._pss(pid) for pid in tree)
 

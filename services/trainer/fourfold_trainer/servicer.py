@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, Final
 
 import grpc
@@ -57,10 +57,18 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def TrainStep(
         self, request_iterator: AsyncIterator[pb.TrainStepRequest], context: Context
     ) -> pb.TrainStepResponse:
-        """Read the whole batch, check it, train."""
-        step, experiences = await _read_batch(request_iterator)
-        samples, digest = await asyncio.to_thread(self._decode_batch, experiences)
-        answer = await self._core.train_step(step, samples, digest, timeout=time_left(context))
+        """Read and check the whole batch, train. A message is decoded while the next one travels."""
+        step, size = 0, 0
+        samples: list[Sample] = []
+        # Of the batch; it does not depend on how that was cut into messages.
+        digest = hashlib.sha256()
+        async for request in request_iterator:
+            size += _check_part(request, step, size)
+            step = request.step
+            samples += await asyncio.to_thread(self._decode_part, request.experiences, digest)
+        if not step:
+            raise InvalidInput("the call has no message; send the step and its experiences")
+        answer = await self._core.train_step(step, samples, digest.hexdigest(), timeout=time_left(context))
         return pb.TrainStepResponse(
             step=answer.step,
             policy_version=answer.policy_version,
@@ -112,9 +120,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             max_context_tokens=self._core.config.model.max_context_tokens,
         )
 
-    def _decode_batch(self, experiences: Sequence[experience_pb2.Experience]) -> tuple[list[Sample], str]:
-        """Return the samples and the SHA-256 of the batch, which does not depend on how it was cut into messages."""
-        digest = hashlib.sha256()
+    def _decode_part(self, experiences: Iterable[experience_pb2.Experience], digest: hashlib._Hash) -> list[Sample]:
+        """Return one message's samples, and add them to the batch's SHA-256."""
         samples = []
         for message in experiences:
             data = message.SerializeToString(deterministic=True)
@@ -127,7 +134,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                     max_tokens=self._core.config.model.max_context_tokens,
                 )
             )
-        return samples, digest.hexdigest()
+        return samples
 
     def _decode_lookup(self, request: pb.ComputeLogprobsRequest) -> list[Sample]:
         """Return samples of which only id, tokens and temperature are read."""
@@ -159,26 +166,18 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         )
 
 
-async def _read_batch(
-    requests: AsyncIterator[pb.TrainStepRequest],
-) -> tuple[int, list[experience_pb2.Experience]]:
-    step, size = 0, 0
-    experiences: list[experience_pb2.Experience] = []
-    async for request in requests:
-        if request.ByteSize() > _MESSAGE_BYTES + (1 << 10):
-            raise InvalidInput(f"a message has {request.ByteSize()} bytes; send at most {_MESSAGE_BYTES} in one")
-        if request.step < 1 or step not in (0, request.step):
-            raise InvalidInput(
-                f"step is {request.step}; it must be at least 1, and the same in every message of a call ({step})"
-            )
-        step = request.step
-        size += request.ByteSize()
-        if size > _BATCH_BYTES:
-            raise InvalidInput(f"the batch has more than {_BATCH_BYTES} bytes; train on fewer samples a step")
-        experiences.extend(request.experiences)
-    if not step:
-        raise InvalidInput("the call has no message; send the step and its experiences")
-    return step, experiences
+def _check_part(request: pb.TrainStepRequest, step: int, size: int) -> int:
+    """Return the bytes of one message of a batch, of which `size` bytes have come, all with `step` (0: none yet)."""
+    own = request.ByteSize()
+    if own > _MESSAGE_BYTES + (1 << 10):
+        raise InvalidInput(f"a message has {own} bytes; send at most {_MESSAGE_BYTES} in one")
+    if request.step < 1 or step not in (0, request.step):
+        raise InvalidInput(
+            f"step is {request.step}; it must be at least 1, and the same in every message of a call ({step})"
+        )
+    if size + own > _BATCH_BYTES:
+        raise InvalidInput(f"the batch has more than {_BATCH_BYTES} bytes; train on fewer samples a step")
+    return own
 
 
 def time_left(context: Context) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fourfold.errors import FourfoldError, Unavailable
-from fourfold_rollout.engine import EngineDescription, Finish, SampleOutput, SampleRequest, SampleStream
+from fourfold_rollout.engine import EngineDescription, EpochTerms, Finish, SampleOutput, SampleRequest, SampleStream
 
 VOCABULARY = 100
 CONTEXT = 32
@@ -117,21 +117,11 @@ class FakeEngine:
         self.log.append("probe")
         return [math.nan, *(-token / 10 for token in token_ids[1:])]
 
-    async def open_weights(
-        self,
-        *,
-        epoch: int,
-        backend: str,
-        manifest: bytes,
-        offers: Sequence[bytes],
-        receiver_count: int,
-        first_receiver_index: int,
-        timeout: float,
-    ) -> tuple[int, int]:
+    async def open_weights(self, terms: EpochTerms, *, timeout: float) -> tuple[int, int]:
         """Note it, or raise `open_error`."""
         if self.open_error is not None:
             raise self.open_error
-        self.log.append(f"open {epoch}")
+        self.log.append(f"open {terms.epoch}")
         return 0, 7
 
     async def receive_weights(self, *, epoch: int, policy_version: int, timeout: float) -> bytes:

@@ -14,10 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, StaleEpoch, Unavailable, WrongState
 from fourfold_rollout import weights as module
+from fourfold_rollout.engine import EpochTerms
 from fourfold_rollout.weights import EngineWeights
 from tests.fakes.engine import DIGEST, FakeEngine
-
-OPEN: dict[str, Any] = {"backend": "shm", "manifest": b"m", "offers": [b"o"], "receiver_count": 1}
 
 
 def make(update_timeout: float = 5.0) -> tuple[FakeEngine, EngineWeights]:
@@ -26,7 +25,10 @@ def make(update_timeout: float = 5.0) -> tuple[FakeEngine, EngineWeights]:
 
 
 async def open_epoch(weights: EngineWeights, epoch: int = 1) -> None:
-    await weights.open(epoch=epoch, first_receiver_index=0, timeout=1, **OPEN)
+    terms = EpochTerms(
+        epoch=epoch, backend="shm", manifest=b"m", offers=(b"o",), receiver_count=1, first_receiver_index=0
+    )
+    await weights.open(terms, timeout=1)
 
 
 async def begin(weights: EngineWeights, version: int = 1, *, epoch: int = 1, timeout: float = 1, **more: Any) -> None:

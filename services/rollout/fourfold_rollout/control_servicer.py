@@ -12,7 +12,7 @@ from fourfold.errors import InvalidInput
 from fourfold.rollout.v1 import rollout_control_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import RolloutControlServiceServicer
 from fourfold.wire import pack_floats
-from fourfold_rollout.engine import Engine
+from fourfold_rollout.engine import Engine, EpochTerms
 from fourfold_rollout.weights import EngineWeights
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -62,15 +62,15 @@ class RolloutControlServicer(RolloutControlServiceServicer):
     async def OpenWeights(self, request: pb.OpenWeightsRequest, context: Context) -> pb.OpenWeightsResponse:
         """Join an epoch."""
         _check_open(request, self._engine)
-        direct, reload = await self._weights.open(
+        terms = EpochTerms(
             epoch=request.epoch,
             backend=request.backend,
             manifest=request.manifest,
-            offers=list(request.offers),
+            offers=tuple(request.offers),
             receiver_count=request.receiver_count,
             first_receiver_index=request.first_receiver_index,
-            timeout=self._timeout(context),
         )
+        direct, reload = await self._weights.open(terms, timeout=self._timeout(context))
         return pb.OpenWeightsResponse(direct_tensor_count=direct, reload_tensor_count=reload)
 
     async def BeginWeights(self, request: pb.BeginWeightsRequest, context: Context) -> pb.BeginWeightsResponse:

@@ -7,7 +7,7 @@ the weight state machine (`weights.py`) makes sure that nothing runs while weigh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Literal, Protocol
@@ -95,6 +95,19 @@ class EngineDescription:
     """Tokens that the KV cache holds; 0: not known."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochTerms:
+    """What an engine joins a weight epoch with; the fields are those of OpenWeightsRequest."""
+
+    epoch: int
+    backend: str
+    manifest: bytes = field(repr=False)
+    offers: tuple[bytes, ...] = field(repr=False)
+    """Opaque, never logged."""
+    receiver_count: int
+    first_receiver_index: int
+
+
 class SampleStream(Protocol):
     """The outputs of one submitted sample."""
 
@@ -145,17 +158,7 @@ class Engine(Protocol):
         """Log-probability of each token after the ones before it, at temperature 1; the first is NaN."""
         ...
 
-    async def open_weights(
-        self,
-        *,
-        epoch: int,
-        backend: str,
-        manifest: bytes,
-        offers: Sequence[bytes],
-        receiver_count: int,
-        first_receiver_index: int,
-        timeout: float,
-    ) -> tuple[int, int]:
+    async def open_weights(self, terms: EpochTerms, *, timeout: float) -> tuple[int, int]:
         """Join an epoch; return how many tensors go in place and how many through a reload.
 
         Raises:

@@ -161,8 +161,7 @@ class RolloutServicer(RolloutServiceServicer):
                 pb.GenerateResponse(
                     sample_index=index,
                     token_ids=pack_ints(output.token_ids),
-                    # A log-probability can round to slightly above 0, which no receiver accepts.
-                    logprobs=pack_floats(np.minimum(np.asarray(output.logprobs, np.float32), 0)),
+                    logprobs=_pack_logprobs(output.logprobs),
                     policy_version=version,
                     finish_reason=_FINISH_REASONS[output.finish],
                 )
@@ -183,6 +182,13 @@ async def _next(stream: SampleStream, flush_seconds: float | None) -> SampleOutp
         except TimeoutError:
             break
     return output
+
+
+def _pack_logprobs(values: list[float]) -> bytes:
+    """Pack; a log-probability can round to slightly above 0, which no receiver accepts: then it is 0."""
+    packed = pack_floats(values)
+    array = np.frombuffer(packed, "<f4")
+    return pack_floats(np.minimum(array, 0)) if (array > 0).any() else packed
 
 
 def _time_left(context: Context) -> float:

@@ -25,12 +25,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from enum import Enum
 from typing import Any, Final, TypeVar
 
 from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, StaleEpoch, Unavailable, WrongState
-from fourfold_rollout.engine import Engine
+from fourfold_rollout.engine import Engine, EpochTerms
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -114,17 +114,7 @@ class EngineWeights:
             if not self._leases:
                 self._idle.set()
 
-    async def open(
-        self,
-        *,
-        epoch: int,
-        backend: str,
-        manifest: bytes,
-        offers: Sequence[bytes],
-        receiver_count: int,
-        first_receiver_index: int,
-        timeout: float,
-    ) -> tuple[int, int]:
+    async def open(self, terms: EpochTerms, *, timeout: float) -> tuple[int, int]:
         """Join an epoch, replacing the open one and giving up its update; returns (direct, reload) tensor counts.
 
         Raises:
@@ -134,20 +124,13 @@ class EngineWeights:
         """
 
         async def step(left: float) -> tuple[int, int]:
+            epoch = terms.epoch
             if epoch <= self._last_epoch:
                 raise StaleEpoch(f"epoch {epoch} is not above the last one, {self._last_epoch}; use a higher one")
             if self.updating:
                 await self._give_up("a new epoch is opened")
             try:
-                counts = await self._engine.open_weights(
-                    epoch=epoch,
-                    backend=backend,
-                    manifest=manifest,
-                    offers=offers,
-                    receiver_count=receiver_count,
-                    first_receiver_index=first_receiver_index,
-                    timeout=left,
-                )
+                counts = await self._engine.open_weights(terms, timeout=left)
             except (InvalidInput, WrongState, StaleEpoch):
                 raise
             except FourfoldError:
@@ -310,7 +293,9 @@ class EngineWeights:
                 while self._leases:
                     if abort_running:
                         await self._engine.interrupt()
-                    await _wait_for(self._idle, _INTERRUPT_SECONDS if abort_running else timeout)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_INTERRUPT_SECONDS if abort_running else None):
+                            await self._idle.wait()
                 await self._engine.settle()
         except TimeoutError:
             raise DeadlinePassed(
@@ -401,11 +386,3 @@ class EngineWeights:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, FourfoldError):
             _log.error("a weight call failed", exc_info=error)
-
-
-async def _wait_for(event: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        return

@@ -23,7 +23,15 @@ from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from fourfold.errors import DeadlinePassed, Internal, Unavailable
 from fourfold.weights.answers import unwrap, unwrap_same
-from fourfold_rollout.engine import EngineDescription, EngineSettings, Finish, SampleOutput, SampleRequest, SampleStream
+from fourfold_rollout.engine import (
+    EngineDescription,
+    EngineSettings,
+    EpochTerms,
+    Finish,
+    SampleOutput,
+    SampleRequest,
+    SampleStream,
+)
 from fourfold_rollout.vllm.launch import LaunchedEngine, end_processes, explain_death, launch
 
 _log = logging.getLogger(__name__)
@@ -191,20 +199,20 @@ class VllmEngine:
                 await self._llm.abort([collector.request_id], internal=True)
         return [math.nan, *_values(result.prompt_logprobs[1:], ids[1:])]
 
-    async def open_weights(
-        self,
-        *,
-        epoch: int,
-        backend: str,
-        manifest: bytes,
-        offers: Sequence[bytes],
-        receiver_count: int,
-        first_receiver_index: int,
-        timeout: float,
-    ) -> tuple[int, int]:
+    async def open_weights(self, terms: EpochTerms, *, timeout: float) -> tuple[int, int]:
         """Join an epoch; see `Engine`."""
-        args = (epoch, backend, manifest, list(offers), receiver_count, first_receiver_index, timeout)
-        report = unwrap_same(await self._call("weights_open", *args, timeout=timeout))
+        answers = await self._call(
+            "weights_open",
+            terms.epoch,
+            terms.backend,
+            terms.manifest,
+            list(terms.offers),
+            terms.receiver_count,
+            terms.first_receiver_index,
+            timeout,
+            timeout=timeout,
+        )
+        report = unwrap_same(answers)
         return report["direct"], report["reload"]
 
     async def receive_weights(self, *, epoch: int, policy_version: int, timeout: float) -> bytes:

@@ -1,9 +1,9 @@
 """Starts vLLM and its core process, and explains its death.
 
-On CPU the core process is forked from this one after vLLM was imported, where vLLM would
-start a new interpreter and import everything again: that halves the start (12 of 25 s on two
-cores) and saves a few hundred megabytes. It is safe because `fork=True` is for a process that
-has started no threads yet: no gRPC server, no parallel tensor operation.
+The core process is forked from this one after vLLM was imported; on CPU vLLM would start a
+new interpreter and import everything again. That halves the start (11 of 25 s on two cores)
+and saves a few hundred megabytes. It is safe because `fork=True` is for a process that has
+started no threads yet: no gRPC server, no parallel tensor operation, no CUDA.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import logging
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 import traceback
+import uuid
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
@@ -22,6 +24,7 @@ from typing import Any, Final
 import vllm
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from fourfold.errors import ConfigError, Unavailable
 from fourfold.weights.host import die_with_parent
@@ -72,8 +75,9 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
         raise ConfigError(f"model {settings.folder}: vLLM cannot serve it: {_one_line(error)}") from error
     note = CrashNote()
     before = set(multiprocessing.active_children())
-    if fork and settings.gpus == 0 and threading.active_count() == 1:
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # vLLM has just set it to "spawn"
+    # vLLM itself chose in the lines above: "spawn" on CPU, "fork" with CUDA.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if fork and threading.active_count() == 1 else "spawn"
+    meet_by_file()
     _ForkGuard.arm()
     try:
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
@@ -120,6 +124,17 @@ def end_processes(engine: LaunchedEngine, *, timeout: float) -> None:
         process.join(timeout=0.5)
     # vLLM calls shutdown() again when the object is collected, at a time when its modules may be gone.
     engine.llm.shutdown = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
+
+
+def meet_by_file() -> None:
+    """Let the workers of an engine meet in a file. vLLM before 0.32 has them meet at a TCP port of all interfaces."""
+    for module in (uniproc_executor, multiproc_executor):
+        if not hasattr(module, "get_file_store_init_method"):
+            module.get_distributed_init_method = _file_rendezvous  # type: ignore[attr-defined]
+
+
+def _file_rendezvous(_ip: str, _port: int) -> str:
+    return f"file://{tempfile.gettempdir()}/fourfold-engine-{uuid.uuid4().hex}"
 
 
 class CrashNote:

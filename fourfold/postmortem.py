@@ -33,19 +33,21 @@ class Death:
     last_lines: tuple[str, ...]
 
     @property
+    def brief(self) -> str:
+        """A few words: "killed by SIGKILL" or "ended with exit code 1"."""
+        return f"killed by {signal_name(self.signal)}" if self.signal else f"ended with exit code {self.exit_code}"
+
+    @property
     def cause(self) -> str:
-        """Half a sentence: "killed by SIGKILL ..." or "ended with exit code 1"."""
-        if not self.signal:
-            return f"ended with exit code {self.exit_code}"
-        text = f"killed by {signal_name(self.signal)}"
-        if self.signal == signal.SIGKILL and self.oom_kills:
-            text += (
-                ": the kernel's out-of-memory killer struck while it ran; `fourfold plan RECIPE` shows what each role "
-                "needs, and batch.tokens_per_micro_batch, rollout.kv_cache_gib and a smaller model lower it"
+        """The same, with what is known of a SIGKILL."""
+        if self.signal != signal.SIGKILL:
+            return self.brief
+        if self.oom_kills:
+            return (
+                f"{self.brief}: the kernel's out-of-memory killer struck while it ran. `fourfold plan RECIPE` shows what "
+                f"each role needs; batch.tokens_per_micro_batch, rollout.kv_cache_gib and a smaller model lower it"
             )
-        elif self.signal == signal.SIGKILL:
-            text += " (somebody's kill -9, or a memory limit outside of this machine's view)"
-        return text
+        return f"{self.brief}, by somebody's kill -9 or by a memory limit that cannot be seen from here"
 
     def explain(self) -> str:
         """Several lines for people: name, cause, the end of the log, where the log is."""

@@ -43,7 +43,7 @@ def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[.
     assert stage.descendants() == {}
 
     for name in ("rollout-0", "reward-0", "trainer-0"):
-        assert re.search(rf"\d\d:\d\d:\d\d {name} died \(killed by SIGKILL .*starting it again", output), output
+        assert re.search(rf"\d\d:\d\d:\d\d {name} died \(killed by SIGKILL\); starting it again", output), output
     assert "step 6/6  reward " in output
     assert "toy is done: 6 steps" in output
     assert "Held-out accuracy: " in output and "fourfold chat runs/toy/model" in output

@@ -152,7 +152,7 @@ def test_service_that_dies_is_started_again_a_few_times(tmp_path: Path, clock: F
         clock.seconds += 60
         assert fleet.tick() is None
         assert launcher.names().count(name) == 1 + restart
-        assert len(notes) == restart and f"{name} died (killed by SIGKILL" in notes[-1]
+        assert len(notes) == restart and f"{name} died (killed by SIGKILL)" in notes[-1]
     launcher.dying = [death(name, was_ready=False)]
     ending = fleet.tick()
     assert ending is not None and "started again 2 times already (retry.restarts = 2)" in ending.text

@@ -213,14 +213,14 @@ class Fleet:
                 2.0**count - 1
             )  # at once, then after 1, 3, 7 ... seconds
             self._deadline = 0.0  # the coordinator keeps the time from here on
-            self._survived(f"{clock} {death.name} died ({death.cause}); starting it again. Its log: {death.log}")
+            self._survived(f"{clock} {death.name} died ({death.brief}); starting it again. Its log: {death.log}")
             return None
         role = self._services[death.name].role
         self._lost.add(death.name)
         if all(name in self._lost for name, service in self._services.items() if service.role == role):
             limit = f"It was started again {count} times already (retry.restarts = {self.config.retry.restarts})."
             return Ending(done=False, text=f"{death.explain()}\n{limit}")
-        self._survived(f"{clock} {death.name} died again ({death.cause}) and is given up. Its log: {death.log}")
+        self._survived(f"{clock} {death.name} died again ({death.brief}) and is given up. Its log: {death.log}")
         return None
 
     def _survived(self, line: str) -> None:

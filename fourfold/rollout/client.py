@@ -55,15 +55,14 @@ class RolloutClient:
             FourfoldError: what the service raised.
         """
         count = request.sample_count if request.HasField("sample_count") else 1
-        parts = [_Parts(index=index, who=f"{self.peer}, {request.request_id}") for index in range(count)]
+        who = f"{self.peer}, {request.request_id}"
+        parts = [_Parts(index=index, who=who) for index in range(count)]
         async with aclosing(self.generate(request, timeout=timeout)) as responses:
             async for response in responses:
-                if not 0 <= response.sample_index < count:
-                    raise InvalidInput(
-                        f"{self.peer}, {request.request_id}: sample_index is {response.sample_index}; "
-                        f"{count} samples were asked for"
-                    )
-                parts[response.sample_index].add(response)
+                index = response.sample_index
+                if not 0 <= index < count:
+                    raise InvalidInput(f"{who}: sample_index is {index}; {count} samples were asked for")
+                parts[index].add(response)
         return [part.join() for part in parts]
 
     def watch_load(
@@ -90,23 +89,25 @@ class _Parts:
     def add(self, response: pb.GenerateResponse) -> None:
         if self.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
             raise InvalidInput(f"{self.who}: sample {self.index} goes on after its finish_reason")
-        size = len(response.token_ids)
-        if size % 4 or len(response.logprobs) != size:
+        # Every access copies the bytes out of the message.
+        ids, logprobs, version = response.token_ids, response.logprobs, response.policy_version
+        size = len(ids)
+        if size % 4 or len(logprobs) != size:
             raise InvalidInput(
-                f"{self.who}: sample {self.index} has {size} bytes of token_ids and {len(response.logprobs)} of "
+                f"{self.who}: sample {self.index} has {size} bytes of token_ids and {len(logprobs)} of "
                 f"logprobs; both must be 4 bytes a token"
             )
         self.finish_reason = response.finish_reason
         if not size:
             return
-        if response.policy_version < 0:
-            raise InvalidInput(f"{self.who}: sample {self.index} has policy_version {response.policy_version}")
-        self.token_ids.append(response.token_ids)
-        self.logprobs.append(response.logprobs)
-        if self.spans and self.spans[-1][0] == response.policy_version:
-            self.spans[-1] = (response.policy_version, self.spans[-1][1] + size // 4)
+        if version < 0:
+            raise InvalidInput(f"{self.who}: sample {self.index} has policy_version {version}")
+        self.token_ids.append(ids)
+        self.logprobs.append(logprobs)
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1] = (version, self.spans[-1][1] + size // 4)
         else:
-            self.spans.append((response.policy_version, size // 4))
+            self.spans.append((version, size // 4))
 
     def join(self) -> Completion:
         if self.finish_reason == pb.FINISH_REASON_UNSPECIFIED:

@@ -109,13 +109,15 @@ def build_sample(
 ) -> Sample:
     """Join prompt and completion, token by token."""
     before, after = len(prompt.token_ids), len(completion.token_ids)
-    action_mask = np.arange(before + after) >= before
-    behavior = np.full(before + after, np.nan, np.float32)
+    action_mask = np.ones(before + after, np.bool_)
+    action_mask[:before] = False
+    behavior = np.empty(before + after, np.float32)
+    behavior[:before] = np.nan
     behavior[before:] = completion.logprobs
     return Sample(
         sample_id=sample_id,
         group_id=group_id,
-        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32),
+        token_ids=np.concatenate([prompt.token_ids, completion.token_ids]).astype(np.int32, copy=False),
         behavior_logprobs=behavior,
         action_mask=action_mask,
         loss_mask=action_mask,
@@ -145,7 +147,7 @@ def check_completions(completions: Sequence[Completion], *, who: str, vocabulary
             raise Unavailable(f"{who}: unknown finish_reason {completion.finish_reason}", reason="BAD_SAMPLE")
         if not 1 <= count <= max_tokens:
             raise Unavailable(f"{who}: {count} tokens sampled; asked for 1 to {max_tokens}", reason="BAD_SAMPLE")
-        if int(completion.token_ids.min()) < 0 or int(completion.token_ids.max()) >= vocabulary_size:
+        if int(completion.token_ids.view(np.uint32).max()) >= vocabulary_size:  # a negative id is a large one
             raise Unavailable(f"{who}: sampled ids outside the vocabulary [0, {vocabulary_size})", reason="BAD_SAMPLE")
         if not bool((completion.logprobs <= 0).all()):  # NaN fails the comparison, too
             raise Unavailable(f"{who}: log-probabilities that are NaN or above 0", reason="BAD_SAMPLE")

@@ -44,8 +44,8 @@ class Death:
             return self.brief
         if self.oom_kills:
             return (
-                f"{self.brief}: the kernel's out-of-memory killer struck while it ran. `fourfold plan RECIPE` shows what "
-                f"each role needs; batch.tokens_per_micro_batch, rollout.kv_cache_gib and a smaller model lower it"
+                f"{self.brief}: the kernel's out-of-memory killer struck while it ran. `fourfold plan RECIPE` shows "
+                f"what each role needs; batch.tokens_per_micro_batch, rollout.kv_cache_gib and a smaller model lower it"
             )
         return f"{self.brief}, by somebody's kill -9 or by a memory limit that cannot be seen from here"
 

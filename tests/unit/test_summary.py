@@ -47,3 +47,8 @@ def test_questions_keep_what_differs() -> None:
     asked = [f"Solve this multiplication: {a} * {a + 1}. Give only the result." for a in (3, 12)]
     table = answer_table([answer(q, "x", 0.0) for q in asked], [answer(q, "y", 0.0) for q in asked])
     assert [line.split("  ")[0] for line in table[2:]] == ["... 3 * 4. ...", "... 12 * 13. ..."]
+
+
+def test_answers_cannot_steer_the_terminal() -> None:
+    table = answer_table([answer("1 * 2", "\x1b[2J9", 0.0)], [answer("1 * 2", "\x9b7\u202e", 0.0)])
+    assert "?[2J9" in table[2] and "?7?" in table[2] and table[2].isprintable()

@@ -35,6 +35,8 @@ from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.security import Security
 from fourfold.tokenizer import Tokenizer
 
+from .summary import printable
+
 _MEMBER: Final = "chat-rollout"
 _START_SECONDS: Final = 600.0
 _ANSWER_SECONDS: Final = 600.0
@@ -191,7 +193,7 @@ class Session:
             async with aclosing(self._client.generate(request, timeout=_ANSWER_SECONDS)) as responses:
                 async for response in responses:
                     ids = np.frombuffer(response.token_ids, "<i4").tolist()
-                    print(words.add(ids), end="", flush=True)
+                    print(printable(words.add(ids)), end="", flush=True)
             print(flush=True)
         finally:
             self._conversation.answered(prompt, words.token_ids)

@@ -93,7 +93,12 @@ def _shorten(texts: list[str]) -> list[str]:
 
 def _answer(row: dict[str, Any]) -> str:
     mark = " *" if row.get("score") == 1 else ""
-    return _cut(" ".join(row["completion"].split()), _ANSWER - len(mark)) + mark
+    return _cut(printable(" ".join(row["completion"].split())), _ANSWER - len(mark)) + mark
+
+
+def printable(text: str) -> str:
+    """Replace what could steer a terminal: a model writes anything."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def _cut(text: str, width: int) -> str:

@@ -1,112 +1,29 @@
-"""RolloutService and RolloutControlService on a loopback server, with an engine that a test moves by hand."""
+"""RolloutService on a loopback server: what it answers, each status code, and callers that leave."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
-from fourfold.errors import (
-    AlreadyExists,
-    DeadlinePassed,
-    InvalidInput,
-    Overloaded,
-    StaleEpoch,
-    Unavailable,
-    WrongState,
-)
-from fourfold.rollout.client import RolloutClient, RolloutControlClient
-from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
+from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Overloaded, Unavailable, WrongState
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
-from fourfold.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub, add_RolloutServiceServicer_to_server
+from fourfold.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from fourfold_rollout import servicer as servicer_module
-from fourfold_rollout.admission import Limits
-from fourfold_rollout.control_servicer import Identity, RolloutControlServicer
-from fourfold_rollout.servicer import RolloutServicer, ServedModel
-from fourfold_rollout.weights import EngineWeights
 from tests.conftest import Serve
-from tests.fakes.engine import CONTEXT, DIGEST, STOP_TOKEN, VOCABULARY, FakeEngine
-
-SHA256 = bytes(range(32))
-OPEN: dict[str, Any] = {
-    "backend": "shm", "manifest": b"m", "offers": [b"o"], "receiver_count": 1, "first_receiver_index": 0,
-}  # fmt: skip
-
-
-@dataclass(slots=True)
-class Service:
-    """A running service and its clients."""
-
-    engine: FakeEngine
-    servicer: RolloutServicer
-    channel: grpc.aio.Channel
-    client: RolloutClient
-    control: RolloutControlClient
-
-    async def running(self, count: int) -> None:
-        """Wait until so many samples are in the engine."""
-        await until(lambda: self.engine.running_count == count)
-
-    async def pause(self, version: int = 1, mode: Any = control_pb.PAUSE_MODE_WAIT, timeout: float = 2) -> None:
-        await self.control.open(epoch=version, timeout=2, **OPEN)
-        await self.control.begin(epoch=version, policy_version=version, pause_mode=mode, timeout=timeout)
-
-    async def publish(self, version: int) -> None:
-        await self.pause(version)
-        await self.control.receive(epoch=version, policy_version=version, timeout=2)
-        await self.control.commit(epoch=version, policy_version=version, timeout=2)
+from tests.fakes.engine import CONTEXT, VOCABULARY
+from tests.fakes.rollout import SHA256, Service, request, rollout_service
 
 
 @pytest.fixture
 async def service(serve: Serve) -> AsyncIterator[Service]:
-    engine = FakeEngine(kv_cache_tokens=100)
-    limits = Limits(
-        max_context_tokens=CONTEXT,
-        vocabulary_size=VOCABULARY,
-        max_concurrent_samples=8,
-        kv_cache_tokens=engine.description.kv_cache_tokens,
-        stop_token_ids=(STOP_TOKEN,),
-    )
-    weights = EngineWeights(engine, update_timeout=5)
-    servicer = RolloutServicer(ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits), engine, weights)
-    control = RolloutControlServicer(Identity(model_sha256=SHA256, host_id="here"), engine, weights, update_timeout=5)
-    channel = await serve(
-        (pb.DESCRIPTOR.services_by_name["RolloutService"], add_RolloutServiceServicer_to_server, servicer),
-        (
-            control_pb.DESCRIPTOR.services_by_name["RolloutControlService"],
-            add_RolloutControlServiceServicer_to_server,
-            control,
-        ),
-    )
-    yield Service(
-        engine,
-        servicer,
-        channel,
-        RolloutClient(channel, peer="rollout-0"),
-        RolloutControlClient(channel, peer="rollout-0"),
-    )
-    await weights.close()
-
-
-async def until(condition: Callable[[], bool], seconds: float = 5) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-def request(name: str = "r", *, flush_seconds: float | None = None, **fields: Any) -> pb.GenerateRequest:
-    defaults = {"request_id": name, "prompt_token_ids": [1, 2, 3], "sampling_params": pb.SamplingParams(max_tokens=4)}
-    message = pb.GenerateRequest(**{**defaults, **fields})
-    if flush_seconds is not None:
-        message.flush_interval.FromNanoseconds(int(flush_seconds * 1e9))
-    return message
+    async with rollout_service(serve) as running:
+        yield running
 
 
 async def collect(service: Service, message: pb.GenerateRequest) -> list[pb.GenerateResponse]:
@@ -350,122 +267,3 @@ class TestLoad:
     async def test_period_out_of_range_is_refused(self, service: Service) -> None:
         with pytest.raises(InvalidInput, match=r"period is 0.001 s; it must be in \[0.01, 60\]"):
             await anext(service.client.watch_load(period=0.001))
-
-
-class TestControl:
-    async def test_description(self, service: Service) -> None:
-        answer = await service.control.describe(timeout=2)
-        assert (answer.model_sha256, answer.host_id, list(answer.backends)) == (SHA256, "here", ["shm", "gloo"])
-        assert (answer.worker_count, answer.device_type, answer.policy_version) == (1, "cpu", 0)
-        assert answer.weight_state == control_pb.WEIGHT_STATE_CLEAN
-        assert answer.engine_version
-
-    async def test_an_update_from_begin_to_commit(self, service: Service) -> None:
-        opened = await service.control.open(epoch=1, timeout=2, **OPEN)
-        assert (opened.direct_tensor_count, opened.reload_tensor_count) == (0, 7)
-        await service.control.begin(epoch=1, policy_version=2, pause_mode=control_pb.PAUSE_MODE_WAIT, timeout=2)
-        assert (await service.control.describe(timeout=2)).weight_state == control_pb.WEIGHT_STATE_UPDATING
-        assert await service.control.receive(epoch=1, policy_version=2, timeout=2) == DIGEST
-        probe = await service.control.probe([5, 20, 30], timeout=2)
-        assert np.isnan(probe[0])
-        assert probe[1:].tolist() == [-2.0, -3.0]
-        assert (await service.client.get_info(timeout=2)).policy_version == 0
-        await service.control.commit(epoch=1, policy_version=2, timeout=2)
-        assert (await service.client.get_info(timeout=2)).policy_version == 2
-
-    async def test_abort_mode_ends_running_samples_with_what_they_have(self, service: Service) -> None:
-        answer = asyncio.create_task(service.client.complete(request(sample_count=2), timeout=5))
-        await service.running(2)
-        service.engine.tick(1)
-        await service.pause(mode=control_pb.PAUSE_MODE_ABORT)
-        for sample in await answer:
-            assert sample.finish_reason == pb.FINISH_REASON_ABORTED
-            assert sample.token_ids.tolist() == [10]
-            assert sample.version_spans[0].policy_version == 0
-
-    async def test_a_call_during_an_update_waits_for_the_new_version(self, service: Service) -> None:
-        await service.pause(1)
-        answer = asyncio.create_task(service.client.complete(request(min_policy_version=1), timeout=5))
-        await asyncio.sleep(0.05)
-        assert service.engine.running_count == 0
-        await service.control.receive(epoch=1, policy_version=1, timeout=2)
-        await service.control.commit(epoch=1, policy_version=1, timeout=2)
-        await service.running(1)
-        service.engine.tick(4)
-        (sample,) = await answer
-        assert sample.version_spans[0].policy_version == 1
-
-    async def test_deadline_exceeded_when_samples_do_not_finish_in_time(self, service: Service) -> None:
-        answer = asyncio.create_task(service.client.complete(request(), timeout=5))
-        await service.running(1)
-        with pytest.raises(DeadlinePassed, match="still ran"):
-            await service.pause(timeout=0.4)
-        service.engine.tick(4)
-        await answer
-        assert (await service.control.describe(timeout=2)).weight_state == control_pb.WEIGHT_STATE_CLEAN
-
-    async def test_dirty_engine_refuses_samples_until_it_is_refilled(self, service: Service) -> None:
-        await service.pause(1)
-        service.engine.receive_error = Unavailable("a trainer rank died")
-        service.engine.abort_is_clean = False
-        with pytest.raises(Unavailable, match="rank died"):
-            await service.control.receive(epoch=1, policy_version=1, timeout=2)
-        assert await service.control.abort(epoch=1, timeout=2) == control_pb.WEIGHT_STATE_DIRTY
-        assert await service.control.abort(epoch=1, timeout=2) == control_pb.WEIGHT_STATE_DIRTY
-        with pytest.raises(Unavailable, match="serves nothing") as caught:
-            await service.client.complete(request(), timeout=5)
-        assert caught.value.reason == "WEIGHTS_DIRTY"
-        service.engine.receive_error = None
-        await service.publish(2)
-        assert (await service.control.describe(timeout=2)).weight_state == control_pb.WEIGHT_STATE_CLEAN
-
-    async def test_stale_epoch_is_aborted(self, service: Service) -> None:
-        await service.publish(5)
-        with pytest.raises(StaleEpoch):
-            await service.control.open(epoch=5, timeout=2, **OPEN)
-        with pytest.raises(StaleEpoch):
-            await service.control.begin(epoch=4, policy_version=6, pause_mode=control_pb.PAUSE_MODE_WAIT, timeout=2)
-
-    async def test_old_version_is_a_failed_precondition(self, service: Service) -> None:
-        await service.publish(5)
-        with pytest.raises(WrongState, match="versions never go back"):
-            await service.control.begin(epoch=5, policy_version=5, pause_mode=control_pb.PAUSE_MODE_WAIT, timeout=2)
-
-    async def test_a_manifest_that_does_not_fit_is_a_failed_precondition(self, service: Service) -> None:
-        service.engine.open_error = WrongState("the manifest has no tensor lm_head.weight")
-        with pytest.raises(WrongState, match="lm_head"):
-            await service.control.open(epoch=1, timeout=2, **OPEN)
-
-    @pytest.mark.parametrize(
-        ("change", "words"),
-        [
-            ({"backend": "nccl"}, "this engine can use shm, gloo"),
-            ({"manifest": b""}, "manifest has 0 bytes"),
-            ({"manifest": bytes((8 << 20) + 1)}, "manifest has 8388609 bytes"),
-            ({"offers": []}, "0 offers"),
-            ({"offers": [bytes(4097)]}, "an offer has 4097 bytes"),
-            ({"first_receiver_index": 1}, "do not fit into receiver_count 1"),
-            ({"receiver_count": 0}, "do not fit into receiver_count 0"),
-        ],
-    )
-    async def test_bad_open_is_an_invalid_argument(self, service: Service, change: dict[str, Any], words: str) -> None:
-        with pytest.raises(InvalidInput, match=words):
-            await service.control.open(epoch=1, timeout=2, **{**OPEN, **change})
-        assert not service.engine.log
-
-    @pytest.mark.parametrize("mode", [control_pb.PAUSE_MODE_UNSPECIFIED, 77])
-    async def test_unknown_pause_mode_is_an_invalid_argument(self, service: Service, mode: Any) -> None:
-        with pytest.raises(InvalidInput, match="pause_mode"):
-            await service.pause(mode=mode)
-
-    @pytest.mark.parametrize(
-        ("ids", "words"),
-        [
-            ([1], "1 tokens; a probe of this engine must have 2 to 31"),
-            ([1] * 32, "32 tokens"),
-            ([1, VOCABULARY], "outside the vocabulary"),
-        ],
-    )
-    async def test_bad_probe_is_an_invalid_argument(self, service: Service, ids: list[int], words: str) -> None:
-        with pytest.raises(InvalidInput, match=words):
-            await service.control.probe(ids, timeout=2)

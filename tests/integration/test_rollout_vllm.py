@@ -8,6 +8,7 @@ import math
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ import psutil
 import pytest
 
 from fourfold.channel import open_channel
-from fourfold.errors import InvalidInput, Unavailable
+from fourfold.errors import FourfoldError, InvalidInput, Unavailable
 from fourfold.process import PARENT_PID_VARIABLE
 from fourfold.rollout.client import Completion, RolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
@@ -45,7 +46,7 @@ model = {{ source = "{model}", max_context_tokens = {context} }}
 data = {{ train = {{ reasoning_gym = "products", size = 8 }} }}
 batch = {{ prompts_per_step = 1, group_size = 2 }}
 sampling = {{ max_new_tokens = 8 }}
-rollout = {{ max_concurrent_samples = {samples} }}
+rollout = {{ max_concurrent_samples = {samples}, public_listen = "{public}" }}
 weights = {{ timeout_seconds = 20.0 }}
 """
 
@@ -56,6 +57,7 @@ class Service:
 
     process: subprocess.Popen[str]
     target: str
+    public: str
     errors: Path
     model: Path
 
@@ -76,7 +78,10 @@ class Service:
 def start(model: Path, folder: Path) -> Service:
     """Start a service and wait for its READY line."""
     recipe, errors = folder / "tiny.toml", folder / "stderr.log"
-    recipe.write_text(RECIPE.format(model=model, context=CONTEXT, samples=SAMPLES))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        public = f"127.0.0.1:{probe.getsockname()[1]}"
+    recipe.write_text(RECIPE.format(model=model, context=CONTEXT, samples=SAMPLES, public=public))
     env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_"))}
     env |= {PARENT_PID_VARIABLE: str(os.getpid()), "PYTHONPATH": os.pathsep.join(sys.path)}
     with errors.open("w") as stderr:
@@ -90,7 +95,7 @@ def start(model: Path, folder: Path) -> Service:
     if not line.startswith("READY "):
         process.kill()
         raise AssertionError(f"the service is not ready: {line!r}\n{errors.read_text()[-4000:]}")
-    return Service(process, line.split()[1], errors, model)
+    return Service(process, line.split()[1], public, errors, model)
 
 
 def gone(process: psutil.Process, seconds: float) -> bool:
@@ -323,6 +328,15 @@ class TestWeights:
 
 
 class TestProcess:
+    async def test_the_public_port_samples_and_controls_nothing(self, service: Service) -> None:
+        channel = open_channel(service.public, None)
+        (sample,) = await RolloutClient(channel, peer="public").complete(request(max_tokens=3), timeout=60)
+        assert 1 <= len(sample.token_ids) <= 3
+        with pytest.raises(FourfoldError) as caught:
+            await RolloutControlClient(channel, peer="public").describe(timeout=5)
+        assert caught.value.reason == "UNIMPLEMENTED"
+        await channel.close()
+
     def test_idle_service_uses_no_processor(self, service: Service) -> None:
         processes = [psutil.Process(service.process.pid), service.engine]
         before = [sum(p.cpu_times()[:2]) for p in processes]

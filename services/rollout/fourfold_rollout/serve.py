@@ -11,12 +11,14 @@ import asyncio
 import hashlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fourfold import models
+from fourfold.channel import split_target
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
@@ -45,6 +47,7 @@ def main(options: ServeOptions) -> int:
     """Serve until the end; return the process's exit code."""
     config = options.config
     host = Host(options, role=Role.ROLE_ROLLOUT)
+    check_ports(options.listen, config.rollout.public_listen)
     folder = models.resolve(config.model.source)
     host.tokenizer_sha256 = tokenizer_sha256(folder)
     settings = engine_settings(config, folder)
@@ -57,6 +60,23 @@ def main(options: ServeOptions) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def check_ports(*addresses: str) -> None:
+    """Find out now, and not after the engine's start, that a port is taken. Empty addresses are left out.
+
+    Raises:
+        ConfigError: another process listens there, or this machine cannot.
+    """
+    for address in filter(None, addresses):
+        host, port = split_target(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            socket.create_server((host, port), family=family).close()
+        except OSError as error:
+            raise ConfigError(
+                f"listen = {address!r}: {error.strerror or error}; choose another address, or port 0 for any free port"
+            ) from None
 
 
 def engine_settings(config: Config, folder: Path) -> EngineSettings:

@@ -220,6 +220,7 @@ class EngineWeights:
             await self._engine.commit_weights(epoch=epoch, policy_version=policy_version)
             self._version = policy_version
             self._end_update(dirty=False)
+            _log.info("policy version %d is served", policy_version)
 
         await self._in_turn(step, timeout)
 

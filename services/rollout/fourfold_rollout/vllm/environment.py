@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import warnings
 from typing import Final
 
 from fourfold_rollout.engine import EngineSettings
@@ -26,10 +27,17 @@ _DEFAULTS: Final = {
     "VLLM_PLUGINS": "",
     "HF_HUB_OFFLINE": "1",  # models are folders
     "TOKENIZERS_PARALLELISM": "false",
-    "TQDM_DISABLE": "1",  # no progress bars in logs
 }
-# They warn of what we have chosen, such as threads that sleep and no Triton on a CPU.
-_NOISY_LOGGERS: Final = ("vllm.triton_utils", "vllm.utils.torch_utils", "vllm.v1.worker.cpu_worker", "vllm.config.vllm")
+# They warn of what we have chosen: no tokenizer, eager execution, our own number of threads.
+_NOISY_LOGGERS: Final = (
+    "vllm.config.vllm",
+    "vllm.engine.arg_utils",
+    "vllm.platforms.cpu",
+    "vllm.renderers.base",
+    "vllm.triton_utils",
+    "vllm.utils.torch_utils",
+    "vllm.v1.worker.cpu_worker",
+)
 _CPU: Final = {
     # The worker lives in vLLM's core process: one process and one import of vLLM less.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -54,3 +62,4 @@ def prepare(settings: EngineSettings) -> None:
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"))
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")

@@ -217,6 +217,7 @@ def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         generation_config="vllm",  # requests carry every parameter; the folder's defaults must not mix in
         worker_extension_cls=_WORKER,
         disable_log_stats=True,
+        use_tqdm_on_load=False,
         **options,
     )
 

@@ -1,0 +1,98 @@
+"""A rollout service on a loopback server, with an engine that a test moves by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from fourfold.rollout.client import RolloutClient, RolloutControlClient
+from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
+from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
+from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
+from fourfold_rollout.admission import Limits
+from fourfold_rollout.control_servicer import Identity, RolloutControlServicer
+from fourfold_rollout.servicer import RolloutServicer, ServedModel
+from fourfold_rollout.weights import EngineWeights
+from tests.conftest import Serve
+from tests.fakes.engine import CONTEXT, STOP_TOKEN, VOCABULARY, FakeEngine
+
+SHA256 = bytes(range(32))
+OPEN: dict[str, Any] = {
+    "backend": "shm", "manifest": b"m", "offers": [b"o"], "receiver_count": 1, "first_receiver_index": 0,
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Service:
+    """A running service and its clients."""
+
+    engine: FakeEngine
+    servicer: RolloutServicer
+    channel: grpc.aio.Channel
+    client: RolloutClient
+    control: RolloutControlClient
+
+    async def running(self, count: int) -> None:
+        """Wait until so many samples are in the engine."""
+        await until(lambda: self.engine.running_count == count)
+
+    async def pause(self, version: int = 1, mode: Any = control_pb.PAUSE_MODE_WAIT, timeout: float = 2) -> None:
+        await self.control.open(epoch=version, timeout=2, **OPEN)
+        await self.control.begin(epoch=version, policy_version=version, pause_mode=mode, timeout=timeout)
+
+    async def publish(self, version: int) -> None:
+        await self.pause(version)
+        await self.control.receive(epoch=version, policy_version=version, timeout=2)
+        await self.control.commit(epoch=version, policy_version=version, timeout=2)
+
+
+@asynccontextmanager
+async def rollout_service(serve: Serve) -> AsyncIterator[Service]:
+    """Run both servicers on a loopback server."""
+    engine = FakeEngine(kv_cache_tokens=100)
+    limits = Limits(
+        max_context_tokens=CONTEXT,
+        vocabulary_size=VOCABULARY,
+        max_concurrent_samples=8,
+        kv_cache_tokens=engine.description.kv_cache_tokens,
+        stop_token_ids=(STOP_TOKEN,),
+    )
+    weights = EngineWeights(engine, update_timeout=5)
+    servicer = RolloutServicer(ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits), engine, weights)
+    control = RolloutControlServicer(Identity(model_sha256=SHA256, host_id="here"), engine, weights, update_timeout=5)
+    channel = await serve(
+        (pb.DESCRIPTOR.services_by_name["RolloutService"], add_RolloutServiceServicer_to_server, servicer),
+        (
+            control_pb.DESCRIPTOR.services_by_name["RolloutControlService"],
+            add_RolloutControlServiceServicer_to_server,
+            control,
+        ),
+    )
+    yield Service(
+        engine,
+        servicer,
+        channel,
+        RolloutClient(channel, peer="rollout-0"),
+        RolloutControlClient(channel, peer="rollout-0"),
+    )
+    await weights.close()
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def request(name: str = "r", *, flush_seconds: float | None = None, **fields: Any) -> pb.GenerateRequest:
+    defaults = {"request_id": name, "prompt_token_ids": [1, 2, 3], "sampling_params": pb.SamplingParams(max_tokens=4)}
+    message = pb.GenerateRequest(**{**defaults, **fields})
+    if flush_seconds is not None:
+        message.flush_interval.FromNanoseconds(int(flush_seconds * 1e9))
+    return message

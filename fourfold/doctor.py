@@ -53,8 +53,10 @@ _DEEP: Final = {
     "print(f'grpc {grpc.__version__}, protobuf {g.__version__} ({p.Type()})')",
     "torch": "import torch as t; print(f'torch {t.__version__}, C++11 ABI {t._C._GLIBCXX_USE_CXX11_ABI}, CUDA "
     "{t.version.cuda}, sees {t.cuda.device_count()} GPUs, {t.backends.cpu.get_cpu_capability()}')",
-    "vllm": "import vllm, torch; from vllm.platforms import current_platform as p; p.import_kernels(); "
-    "print(f'vllm {vllm.__version__} for {p.device_type}, built for torch {torch.__version__.split(chr(43))[0]}')",
+    "vllm": "import importlib.metadata as m, vllm, torch; from vllm.platforms import current_platform as p; "
+    "p.import_kernels(); d = m.packages_distributions()['vllm'][0]; "
+    "w = next((r for r in m.requires(d) or () if r.startswith('torch==')), 'any torch').split(';')[0]; "
+    "print(f'vllm {vllm.__version__} for {p.device_type}, built for {w}, runs with torch {torch.__version__}')",
     "deepspeed": "import deepspeed; from deepspeed.accelerator import get_accelerator as a; "
     "print(f'deepspeed {deepspeed.__version__} on {a()._name}')",
     "transformers": "import transformers, tokenizers, safetensors; print(f'transformers {transformers.__version__}, "

@@ -160,7 +160,7 @@ def sample(
         version_spans=tuple(spans),
         temperature=temperature,
         score=score,
-        reference_logprobs=np.where(np.arange(count) > 0, -random.random(count), np.nan).astype(np.float32)
+        reference_logprobs=np.where(np.arange(count) > 0, -4 - 4 * random.random(count), np.nan).astype(np.float32)
         if reference
         else np.empty(0, np.float32),
     )

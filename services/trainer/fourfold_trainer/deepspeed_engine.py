@@ -84,6 +84,8 @@ class DeepSpeedPolicy:
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """Return float32 [k] log-probabilities."""
+        if self._engine.training != torch.is_grad_enabled():  # gradient checkpoints are for gradients alone
+            self._engine.train(torch.is_grad_enabled())
         result: Tensor = self._engine(**forward.batch_arguments(batch, self._device))
         return result
 

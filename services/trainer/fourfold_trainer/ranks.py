@@ -307,7 +307,8 @@ def make_worker(config: Config, model_folder: Path, *, rank: int, rank_count: in
     from fourfold_trainer.deepspeed_engine import DeepSpeedPolicy
 
     if config.trainer.device == "cpu":
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank_count))
+        cores = len(os.sched_getaffinity(0))
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, cores // rank_count))
     policy = DeepSpeedPolicy(config, model_folder, rank=rank, rank_count=rank_count, rendezvous=rendezvous)
     return RankWorker(policy, rank=rank, rank_count=rank_count)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 _SECRET_FIELD: Final = re.compile(r"token$|tokens$|offer|authorization|secret|password|private|_key$", re.IGNORECASE)
-_BEARER: Final = re.compile(r"(?i)\b(bearer)\s+\S+")
+_BEARER: Final = re.compile(r"(?i)\b(bearer)\s+(?!token\b)\S+")
 _OWN_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 

@@ -94,5 +94,7 @@ def test_secrets_do_not_show(monkeypatch: pytest.MonkeyPatch, terminal: bool) ->
     logging.getLogger("fourfold.x").error("called with Bearer %s", secret, extra=fields)
     assert secret not in err.getvalue()
     assert "[7 bytes]" in err.getvalue()
+    logging.getLogger("fourfold.x").error("no bearer token; send `authorization: Bearer TOKEN`")
+    assert "no bearer token; send `authorization: Bearer TOKEN`" in err.getvalue()
     logging.getLogger("fourfold.x").info("ok", extra={"tokens": 12, "max_tokens": 3})
     assert "12" in err.getvalue().splitlines()[-1]

@@ -15,7 +15,9 @@ from fourfold.status import from_rpc, to_status
 
 
 def subclasses() -> list[type[errors.FourfoldError]]:
-    return sorted(errors.FourfoldError.__subclasses__(), key=lambda cls: cls.__name__)
+    # Those that other modules derive never cross the wire.
+    known = [cls for cls in errors.FourfoldError.__subclasses__() if cls.__module__ == errors.__name__]
+    return sorted(known, key=lambda cls: cls.__name__)
 
 
 WIRE = [cls for cls in subclasses() if cls is not errors.ConfigError]  # which never crosses the wire

@@ -56,7 +56,7 @@ def make(directory: Path, hosts: Sequence[str] = ()) -> str:
     for identity in IDENTITIES:
         key = ec.generate_private_key(ec.SECP256R1())
         _write_pair(directory, identity, _leaf(identity, key, names, authority, authority_key), key)
-    token = secrets.token_urlsafe(32)
+    token = "ff_" + secrets.token_urlsafe(32)  # never begins with a dash, which a command line would take for an option
     digest = hashlib.sha256(token.encode()).hexdigest()
     _write(directory / "tokens.txt", f"agent {digest}\n".encode(), mode=0o600)
     print(_explain(directory, token))

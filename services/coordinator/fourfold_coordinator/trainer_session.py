@@ -77,14 +77,17 @@ class TrainerSession:
             ServiceMissing: the trainer is gone and none came.
             FourfoldError: what the trainer raised, or a failure that lasted.
         """
-        tries = 0
+        tries, first = 0, 0.0
         while True:
             replica = await self._replica()
             try:
                 return await replica.call(work(replica))
             except (Unavailable, DeadlinePassed, Overloaded) as error:
                 tries += 1
-                if tries > self._config.retry.infrastructure:
+                first = first or self._router.clock.monotonic()
+                # A trainer that died holds its lease for a while and is started again: as much time as any service has.
+                lasted = self._router.clock.monotonic() - first
+                if tries > self._config.retry.infrastructure and lasted > self._config.retry.service_wait_seconds:
                     raise
                 log.warning("%s: no answer, asking again: %s", name, error)
                 pause = min(_FIRST_BACKOFF_SECONDS * 2.0**tries, _MAX_BACKOFF_SECONDS)

@@ -117,8 +117,11 @@ async def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(ma
     assert stage.rollouts[0].commits[0] > 0, "the first weights went out under a number of their own"
 
 
-async def test_a_trainer_that_comes_back_is_brought_to_the_checkpoint(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=6)
+@pytest.mark.parametrize(("tries", "seconds"), [(5, 0.0), (0, 1.0)], ids=["soon", "late"])
+async def test_a_trainer_that_comes_back_is_brought_to_the_checkpoint(
+    make_stage: Callable[..., Stage], tries: int, seconds: float
+) -> None:
+    stage = make_stage(steps=6, retry={"infrastructure": tries})
     died = asyncio.Event()
 
     async def die(step: int) -> None:
@@ -132,6 +135,7 @@ async def test_a_trainer_that_comes_back_is_brought_to_the_checkpoint(make_stage
         await died.wait()
     old = stage.trainer
     await old.kill()
+    await asyncio.sleep(seconds)  # engines take long to load
     stage.trainer = FakeTrainer("trainer-0", stage.config, checkpoints=old.checkpoints)
     stage.trainer.batches = {step: ids for step, ids in old.batches.items() if step <= 2}
     await stage.trainer.join(stage.address)

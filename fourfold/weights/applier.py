@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fourfold.errors import InvalidInput, WrongState
+from fourfold.errors import WrongState
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.transport import Shards, Sink
 
@@ -231,6 +231,7 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-def not_fitting(error: Exception) -> InvalidInput:
+def not_fitting(tensor: str, error: Exception) -> WrongState:
     """Return the error for a checkpoint tensor that a loader refuses."""
-    return InvalidInput(f"the engine's model refuses a tensor of the manifest: {error}; both must load the same model")
+    why = str(error) or "another shape is needed"
+    return WrongState(f"the engine's model refuses {tensor}: {why}; both must load the same model")

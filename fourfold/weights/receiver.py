@@ -94,7 +94,8 @@ class WeightReceiver:
         """
         session = self._current(epoch)
         deadline = Deadline(timeout)
-        self._uncommitted = False  # a service begins an update only when the last one is settled
+        self._dirty |= self._uncommitted  # what is held now was never served
+        self._uncommitted = False
         done = False
         try:
             shards = session.transport.receive(policy_version, self._applier.sink(), deadline)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -96,11 +96,12 @@ class VllmModel:
                     if name in layer._parameters:
                         destinations.append((f"{path}.{name}", tensor))
             recorder = CopyRecorder(sources, destinations)
+            handed_out: list[str] = []
             try:
                 with recorder, set_current_vllm_config(self._config):
-                    self._model.load_weights(iter(sources))  # type: ignore[operator]
+                    self._model.load_weights(_noting(sources, handed_out))  # type: ignore[operator]
             except (AssertionError, KeyError, ValueError, RuntimeError, IndexError) as error:
-                raise not_fitting(error) from None
+                raise not_fitting(handed_out[-1] if handed_out else "the manifest", error) from None
         finally:
             self.cancel_load()
         missing = {
@@ -229,6 +230,13 @@ def _answer(run: Callable[[], Any]) -> Any:
 
 def _rank(worker: Any) -> int:
     return int(worker.rank)
+
+
+def _noting(tensors: NamedTensors, handed_out: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass tensors on and note each: the last one is what a loader stumbles over."""
+    for name, tensor in tensors:
+        handed_out.append(f"{name} {tuple(tensor.shape)}")
+        yield name, tensor
 
 
 def _tied_groups(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Module, str]]]:

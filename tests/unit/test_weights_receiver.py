@@ -120,6 +120,11 @@ def test_received_but_not_committed_is_dirty_until_the_next_update_succeeds(pair
     pair.update(3, 3)
     pair.receiver.commit(3, 3)
     assert pair.receiver.abort(3) == "clean"
+    pair.open(4)
+    pair.update(4, 4)
+    with pytest.raises(DeadlinePassed):
+        pair.receiver.receive(4, 5, 0.05)  # version 4 was not committed, and is what the model holds
+    assert pair.receiver.abort(4) == "dirty"
 
 
 def test_nothing_arrived_leaves_the_old_weights_clean(pair: Pair) -> None:

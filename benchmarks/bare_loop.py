@@ -18,6 +18,7 @@ import re
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ class BareLoop:
         self.config = config
         self.tokenizer = Tokenizer.load(folder)
         self.prompts = load_prompts(config, self.tokenizer)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         self.masters = [p.detach().float().clone() for p in self.model.parameters()]
         self.optimizer = torch.optim.AdamW(self.masters, lr=config.trainer.learning_rate, weight_decay=0.0)
 
@@ -111,7 +112,7 @@ class BareLoop:
         total = int(mask.sum())
         size = max(1, self.config.batch.tokens_per_micro_batch // tokens.shape[1])
         completion = self.config.sampling.max_new_tokens
-        for part in rows.split(size):
+        for part in torch.split(rows, size):
             ids, attention, action = tokens[part], self.attention[part], mask[part][:, -completion:]
             positions = (attention.cumsum(1) - 1).clamp(min=0)
             logits = self.model(
@@ -119,7 +120,7 @@ class BareLoop:
             ).logits[:, :-1]
             logprobs = torch.log_softmax(logits.float(), -1).gather(-1, ids[:, -completion:, None]).squeeze(-1)
             loss = -(logprobs * advantages[part, None] * action).sum() / total
-            loss.backward()
+            torch.autograd.backward(loss)
         self.update()
         return len(rows)
 

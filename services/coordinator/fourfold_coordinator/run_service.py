@@ -128,13 +128,11 @@ class RunServicer(pb_grpc.RunServiceServicer):
     def __init__(self, board: RunBoard) -> None:
         self._board = board
 
-    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:  # noqa: N802
+    async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         """Report the run once."""
         return pb.GetRunResponse(status=self._board.status)
 
-    async def WatchRun(  # noqa: N802
-        self, request: pb.WatchRunRequest, context: Context
-    ) -> AsyncIterator[pb.WatchRunResponse]:
+    async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
         """Report the run at once and on every change."""
         async for status in self._board.changes():
             yield pb.WatchRunResponse(status=status)

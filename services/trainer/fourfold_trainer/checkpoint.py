@@ -114,7 +114,10 @@ class CheckpointStore:
         if step not in self._steps():
             there = ", ".join(map(str, sorted(self._steps()))) or "none"
             raise NotFound(f"no checkpoint of step {step} in {self._folder}; there are: {there}")
-        record = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        try:
+            record = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        except ValueError:
+            raise WrongState(f"{folder / STATE_FILE} is damaged; restore another checkpoint") from None
         if record["format"] != FORMAT:
             raise WrongState(f"{folder} has format {record['format']}; this trainer reads {FORMAT}")
         for key, mine in self._layout.items():

@@ -245,9 +245,9 @@ def _join(config: Config, *, rank: int, rank_count: int, rendezvous: Path) -> No
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # torch 2.13 has new names for two collectives, and says so at every call of DeepSpeed's.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    # DeepSpeed would compile a shared-memory all-reduce for inference at its first use, 20 s and
-    # a compiler, in all ranks at once. Training never calls it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed would compile an all-reduce through shared memory at its first use: 20 s, a compiler, and all ranks at
+    # once. Only its inference calls it. With no operator known as compatible it looks for no compiler either.
+    deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(
         dist_backend="nccl" if config.trainer.device == "cuda" else "gloo",
         init_method=f"file://{rendezvous}",

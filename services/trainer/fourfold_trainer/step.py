@@ -85,37 +85,66 @@ def prepare(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> Plan:
 
 def train(policy: Policy, micro_batches: Sequence[MicroBatch], settings: UpdateSettings) -> UpdateSums:
     """Run one rank's part of the step; all ranks run as many micro-batches."""
-    sums = UpdateSums()
+    measured = []
     for index, batch in enumerate(micro_batches):
         logprobs = policy.logprobs(batch.tokens)
-        loss = _loss(logprobs, batch, settings, sums) if not batch.dummy else logprobs.sum() * 0.0
+        if batch.dummy:
+            loss = logprobs.sum() * 0.0
+        else:
+            loss, measures = _loss(logprobs, batch, settings)
+            measured.append(measures)
         # The gradient is averaged over the ranks, but N counts the tokens of all of them.
         policy.backward(loss * settings.rank_count, last=index == len(micro_batches) - 1)
-    sums.grad_norm = policy.update(settings.learning_rate)
-    return sums
+    grad_norm = policy.update(settings.learning_rate)
+    return _add_up(measured, grad_norm)
 
 
-def _loss(logprobs: Tensor, batch: MicroBatch, settings: UpdateSettings, sums: UpdateSums) -> Tensor:
-    """Return this micro-batch's part of the step's loss, and add to `sums` what the metrics need."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Measures:
+    """What the metrics need of one micro-batch. Tensors, read after the update: reading one waits for the device."""
+
+    token_count: int
+    sums: Tensor
+    """float64 [6]: loss, approximate KL, clipped low, clipped high, reference KL, mismatch KL."""
+    mismatches: Tensor
+    """[k]: |old - behavior|, not finite where the behavior log-probability is not."""
+
+
+def _loss(logprobs: Tensor, batch: MicroBatch, settings: UpdateSettings) -> tuple[Tensor, _Measures]:
+    """Return this micro-batch's part of the step's loss, and what the metrics need of it."""
     device = logprobs.device
     advantages = torch.from_numpy(batch.advantages).to(device)
     old_logprobs = logprobs.detach()  # one update per batch: the policy has not moved since the step began
     policy = clipped_loss(logprobs, old_logprobs, advantages, clip_low=settings.clip_low, clip_high=settings.clip_high)
-    loss = policy.loss.sum() / settings.token_count
-    sums.loss += float(loss.detach())
-    sums.token_count += len(logprobs)
-    sums.approx_kl += float(k3(policy.log_ratio).double().sum())
-    sums.clipped_low += int(policy.clipped_low.sum())
-    sums.clipped_high += int(policy.clipped_high.sum())
+    policy_loss = loss = policy.loss.sum() / settings.token_count
+    kl = torch.zeros_like(logprobs)
     if settings.kl_coef > 0:
         kl = reference_kl(logprobs, torch.from_numpy(batch.reference_logprobs).to(device))
         loss = loss + settings.kl_coef * kl.sum() / settings.token_count
-        sums.reference_kl += float(kl.detach().double().sum())
-    mismatch = old_logprobs - torch.from_numpy(batch.behavior_logprobs).to(device)
-    mismatch = mismatch[torch.isfinite(mismatch)]
-    sums.mismatch_kl += float(k3(mismatch).double().sum())
-    sums.mismatches = np.concatenate([sums.mismatches, mismatch.abs().cpu().numpy()])
-    return loss
+    with torch.no_grad():
+        mismatch = old_logprobs - torch.from_numpy(batch.behavior_logprobs).to(device)
+        mismatch_kl = torch.where(torch.isfinite(mismatch), k3(mismatch), 0.0)
+        parts = (k3(policy.log_ratio), policy.clipped_low, policy.clipped_high, kl, mismatch_kl)
+        sums = torch.stack([policy_loss.double(), *(part.double().sum() for part in parts)])
+    return loss, _Measures(token_count=len(logprobs), sums=sums, mismatches=mismatch.abs())
+
+
+def _add_up(measured: Sequence[_Measures], grad_norm: float) -> UpdateSums:
+    if not measured:
+        return UpdateSums(grad_norm=grad_norm)
+    loss, approx_kl, low, high, reference, mismatch = torch.stack([m.sums for m in measured]).sum(0).tolist()
+    mismatches = torch.cat([m.mismatches for m in measured]).cpu().numpy()
+    return UpdateSums(
+        loss=loss,
+        token_count=sum(m.token_count for m in measured),
+        approx_kl=approx_kl,
+        clipped_low=int(low),
+        clipped_high=int(high),
+        reference_kl=reference,
+        mismatch_kl=mismatch,
+        mismatches=mismatches[np.isfinite(mismatches)],
+        grad_norm=grad_norm,
+    )
 
 
 def learning_rate(config: TrainerConfig, step: int, step_count: int) -> float:

@@ -149,7 +149,7 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., 
     (root / RECIPE).write_text(config.dump(tiny(config.load(ROOT / RECIPE), made.model, made.ports["50060"])))
     (root / "scorer.py").write_text(SCORER)
     (root / "examples").symlink_to(ROOT / "examples")
-    certs, *services = [line for line in readme_commands() if line.startswith(("fourfold certs", "fourfold serve"))]
+    certs, *services, watch = [line for line in readme_commands() if line.startswith("fourfold ")]
     done = made.run(certs)
     assert done.returncode == 0, done.stderr
     (root / "token").write_text(done.stdout.split()[-1])
@@ -157,6 +157,8 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., 
         for line in reversed(services):  # any order will do
             made.start(line.split()[2], line)
         assert set(made.processes) == {"coordinator", "rollout", "trainer", "reward"}
+        made.target("coordinator")
+        made.start("watch", watch)
         yield made
     finally:
         for pid in made.pids():
@@ -224,8 +226,6 @@ def test_an_agent_needs_the_token_and_gets_its_answer(by_hand: ByHand) -> None:
 
 
 def test_the_run_is_watched_and_finished(by_hand: ByHand) -> None:
-    (line,) = [line for line in readme_commands() if line.startswith("fourfold watch")]
-    watching = by_hand.start("watch", line) if by_hand.processes["coordinator"].poll() is None else None
     assert by_hand.processes["coordinator"].wait(START_SECONDS) == 0, by_hand.output("coordinator")
     run = by_hand.root / "runs" / "by-hand"
     report = json.loads((run / "report.json").read_text())
@@ -235,8 +235,8 @@ def test_the_run_is_watched_and_finished(by_hand: ByHand) -> None:
     assert all(row["mismatch/logprob_diff_mean"] < 0.05 for row in rows)
     assert (run / "model" / "model.safetensors").exists() and (run / "checkpoints" / "step-000002").exists()
     assert "runs/by-hand/report.json" in by_hand.output("coordinator")
-    if watching is not None:
-        assert watching.wait(20) == 0, by_hand.output("watch")
+    assert by_hand.processes["watch"].wait(20) == 0, by_hand.output("watch")
+    assert "step 1/2  reward " in by_hand.output("watch") and "step 2/2  reward " in by_hand.output("watch")
 
 
 def test_everything_listens_on_loopback_and_ends_within_five_seconds(by_hand: ByHand) -> None:

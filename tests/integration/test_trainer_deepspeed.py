@@ -24,6 +24,7 @@ import torch
 import transformers
 
 from fourfold.channel import open_channel
+from fourfold.errors import StaleEpoch, WrongState
 from fourfold.tokenizer import tokenizer_sha256
 from fourfold.trainer.client import TrainerClient, TrainerWeightClient
 from fourfold.weights.manifest import Manifest
@@ -281,7 +282,7 @@ def gone(processes: Sequence[psutil.Process], timeout: float = 5.0) -> bool:
     return not psutil.wait_procs(list(processes), timeout=timeout)[1]
 
 
-async def test_two_ranks_train_send_weights_save_and_export(
+async def test_two_ranks_train_send_weights_save_export_and_say_who_died(
     service: Callable[..., Service], tiny_model: TinyModel
 ) -> None:
     model = tiny_model("qwen2")
@@ -301,11 +302,20 @@ async def test_two_ranks_train_send_weights_save_and_export(
     saved = json.loads((trainer.run_dir / "checkpoints/step-000001/trainer.json").read_text())
     assert sorted(saved["files"]) == ["rank-000.safetensors", "rank-001.safetensors"]
 
+    damaged = trainer.run_dir / "checkpoints/step-000001/rank-001.safetensors"
+    damaged.write_bytes(b"\xff" * damaged.stat().st_size)
+    with pytest.raises(WrongState, match="rank"):
+        await client.load_checkpoint(1, timeout=60)
+    untouched = await client.compute_logprobs(batch(99), timeout=60)
+    assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(untouched, after, strict=True))
+
     described = await weights.get_manifest(timeout=10)
     manifest = Manifest.from_bytes(described.manifest)
     offers = await weights.make_offer(epoch=1, backend="shm", receiver_count=1, timeout=10)
     receiver = make_receiver("shm", Group(epoch=1, manifest=manifest, receiver_count=1), 0)
     receiver.accept(offers)
+    with pytest.raises(StaleEpoch):  # a late repetition does not close the epoch that is open
+        await weights.make_offer(epoch=1, backend="shm", receiver_count=1, timeout=10)
     await weights.open(epoch=1, timeout=10)
     receiver.open(Deadline(10))
     sent = await weights.send(epoch=1, policy_version=1, timeout=10)
@@ -329,19 +339,21 @@ async def test_two_ranks_train_send_weights_save_and_export(
     np.testing.assert_allclose(_lookup(exported.float()), looked_up, atol=0.15)
 
     await channel.close()
-    trainer.process.send_signal(signal.SIGTERM)
-    assert trainer.process.wait(6) == 0
-    assert gone(ranks)
-
-
-def test_the_death_of_a_rank_ends_the_service_and_is_explained(service: Callable[..., Service], llama: Path) -> None:
-    trainer = service(llama, ranks=2)
-    trainer.wait_ready()
     (rank,) = trainer.ranks()
     rank.kill()
     assert trainer.process.wait(8) == 1
     last = trainer.log.read_text()[-1500:]
     assert "trainer-0: trainer-0-rank-1 died" in last and "SIGKILL" in last
+
+
+@pytest.mark.slow
+def test_two_ranks_end_in_good_order(service: Callable[..., Service], llama: Path) -> None:
+    trainer = service(llama, ranks=2)
+    trainer.wait_ready()
+    ranks = trainer.ranks()
+    trainer.process.send_signal(signal.SIGTERM)
+    assert trainer.process.wait(6) == 0
+    assert gone(ranks)
 
 
 def test_a_rank_does_not_outlive_the_service(service: Callable[..., Service], llama: Path) -> None:

@@ -28,7 +28,7 @@ from deepspeed.comm import comm as deepspeed_comm
 from torch import Tensor
 
 from fourfold.config import Config
-from fourfold.errors import ConfigError
+from fourfold.errors import ConfigError, WrongState
 from fourfold.nn import forward
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.source import DenseSource, WeightSource
@@ -121,8 +121,8 @@ class DeepSpeedPolicy:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
-        tensors = checkpoint.read_tensors(folder / checkpoint.rank_file(self._rank))
+        """Restore what `save` wrote. Nothing changes on any rank unless all ranks could read their file."""
+        tensors = self._read_together(folder / checkpoint.rank_file(self._rank))
         masters = self._masters()
         self._inner.state.clear()
         for index, master in enumerate(masters):
@@ -179,6 +179,22 @@ class DeepSpeedPolicy:
             yield f"master.{index}", master
             for key, value in self._inner.state.get(master, {}).items():
                 yield f"{key}.{index}", value
+
+    def _read_together(self, path: Path) -> dict[str, Tensor]:
+        """Read this rank's file; raise on every rank when one of them cannot."""
+        failure: WrongState | None = None
+        tensors: dict[str, Tensor] = {}
+        try:
+            tensors = checkpoint.read_tensors(path)
+        except WrongState as error:
+            failure = error
+        unreadable = torch.tensor([0 if failure is None else 1], device=self._device)
+        torch.distributed.all_reduce(unreadable)
+        if failure is not None:
+            raise failure
+        if unreadable.item():
+            raise WrongState(f"another rank cannot read its file in {path.parent}; restore another checkpoint")
+        return tensors
 
     def _refresh(self) -> None:
         """Make the weights of the forward pass from the masters, as the end of an update does."""

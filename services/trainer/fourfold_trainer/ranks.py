@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -236,22 +237,28 @@ class RankGroup:
                 return
 
     def _transfer(self, name: str, fields: dict[str, Any]) -> list[Message]:
-        """Run one phase of a weight transfer; when a rank fails, no rank keeps the epoch open."""
+        """Run one phase of a weight transfer; when some ranks fail, none keeps the epoch open."""
+        answers: list[Message] = []
         try:
-            return self._call(name, fields=fields, timeout=fields["timeout"] + _ANSWER_GRACE_SECONDS)
+            answers = self._ask(name, fields=fields, timeout=fields["timeout"] + _ANSWER_GRACE_SECONDS)
+            return _checked(answers)
         except FourfoldError:
-            self.abort_weights(fields["epoch"])
+            # Where all have failed each has settled it on its own: a stale call must not close the open epoch.
+            if self._links and any(read_error(answer) is None for answer in answers or [Message(name=name)]):
+                with suppress(FourfoldError):
+                    self.abort_weights(fields["epoch"])
             raise
 
     def _call(
-        self,
-        name: str,
-        *,
-        fields: dict[str, Any] | None = None,
-        arrays: Sequence[Sequence[Array]] = (),
-        timeout: float = 0.0,
+        self, name: str, *, fields: dict[str, Any] | None = None, arrays: Sequence[Sequence[Array]] = ()
     ) -> list[Message]:
-        """Run a command on all ranks; return the answers in rank order.
+        """Run a command on all ranks; return the answers in rank order, or raise the first error among them."""
+        return _checked(self._ask(name, fields=fields or {}, arrays=arrays, timeout=self._timeout))
+
+    def _ask(
+        self, name: str, *, fields: dict[str, Any], arrays: Sequence[Sequence[Array]] = (), timeout: float
+    ) -> list[Message]:
+        """Run a command on all ranks; return the answers, errors among them, in rank order.
 
         Args:
             name: of the command.
@@ -260,25 +267,22 @@ class RankGroup:
             timeout: of the other ranks' answers, counted from the end of rank 0's part.
 
         Raises:
-            FourfoldError: the first rank's that met one.
+            Unavailable: a rank died.
+            DeadlinePassed: a rank has not answered.
         """
         self._sequence += 1
         commands = [
-            Message(name=name, fields=fields or {}, arrays=part, sequence=self._sequence)
+            Message(name=name, fields=fields, arrays=part, sequence=self._sequence)
             for part in (arrays or [()] * self._count)
         ]
         try:
             for link, command in zip(self._links, commands[1:], strict=True):
                 link.send(command)
             own = self._worker.handle(commands[0])
-            answers = [own, *self._collect(self._sequence, timeout or self._timeout)]
+            return [own, *self._collect(self._sequence, timeout)]
         except BaseException as error:
             self._raise_death(error)
             raise
-        for answer in answers:
-            if (failure := read_error(answer)) is not None:
-                raise failure
-        return answers
 
     def _collect(self, sequence: int, timeout: float) -> list[Message]:
         """Return every other rank's answer to a command; those to earlier ones came too late and are dropped."""
@@ -297,6 +301,13 @@ class RankGroup:
             time.sleep(_WATCH_SECONDS / 4)  # the watcher notes it
         if self._death:
             raise Unavailable(self._death) from error
+
+
+def _checked(answers: list[Message]) -> list[Message]:
+    for answer in answers:
+        if (failure := read_error(answer)) is not None:
+            raise failure
+    return answers
 
 
 def make_worker(config: Config, model_folder: Path, *, rank: int, rank_count: int, rendezvous: Path) -> RankWorker:

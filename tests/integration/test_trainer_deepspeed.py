@@ -289,7 +289,6 @@ async def test_two_ranks_train_send_weights_save_export_and_say_who_died(
     trainer = service(model, ranks=2)
     channel = open_channel(trainer.wait_ready(), None)
     client, weights = TrainerClient(channel, peer="trainer-0"), TrainerWeightClient(channel, peer="trainer-0")
-    ranks = trainer.ranks()
     status = await client.get_status(timeout=10)
     assert (status.rank_count, status.vocabulary_size) == (2, VOCABULARY)
     assert status.tokenizer_sha256 == tokenizer_sha256(model)

@@ -39,6 +39,7 @@ _PHASES: Final = {
     pb.RUN_PHASE_DONE: "done",
     pb.RUN_PHASE_FAILED: "failed",
 }
+_OVER: Final = (pb.RUN_PHASE_DONE, pb.RUN_PHASE_FAILED)
 # Metric, word on the display: the parts of a step, in the order in which they happen.
 _PARTS: Final = (
     (metrics.TIME_GENERATE, "generate"),
@@ -166,7 +167,9 @@ class Dashboard:
                 lines[f"ready {name}"] = f"{name} is ready ({seconds})"
         for note in self._notes:
             lines[f"note {note}"] = note
-        done = [(record.step, 0, eval_line(record)) for record in status.evals]
+        # An evaluation is told after its step, whose record comes a little later.
+        last = status.step_count if status.phase in _OVER else max((record.step for record in status.steps), default=0)
+        done = [(record.step, 0, eval_line(record)) for record in status.evals if record.step <= last]
         done += [(record.step, -1, step_line(record, status.step_count)) for record in status.steps]
         for step, kind, line in sorted(done):
             lines[f"{kind} {step}"] = line

@@ -138,3 +138,14 @@ def test_a_reward_service_needs_no_tokenizer_but_no_other_one_either(registry: R
 def test_a_malformed_member_is_refused(registry: Registry, field: str, value: Any, words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         registry.register(replace(member(), **{field: value}))
+
+
+async def test_a_second_trainer_is_refused_while_the_first_lives(registry: Registry, clock: FakeClock) -> None:
+    registry.register(member("trainer-0", role=Role.ROLE_TRAINER))
+    second = member("trainer-1", "b", role=Role.ROLE_TRAINER)
+    with pytest.raises(WrongState, match="a run has one") as refused:
+        registry.register(second)
+    assert refused.value.reason == "SECOND_TRAINER"
+    await clock.advance(TTL_SECONDS)
+    registry.register(second)
+    assert [m.member_id for m in registry.members(Role.ROLE_TRAINER)] == ["trainer-1"]

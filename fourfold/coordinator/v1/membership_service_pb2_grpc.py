@@ -61,7 +61,8 @@ class MembershipServiceServicer(object):
     def Register(self, request, context):
         """Registers a member and grants it a lease. Idempotent by member_id and incarnation; a
         new incarnation replaces the old one, whose lease is gone. FAILED_PRECONDITION: the
-        member's tokenizer is not the run's.
+        member's tokenizer is not the run's, it was replaced itself, or it is a second trainer
+        under another name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

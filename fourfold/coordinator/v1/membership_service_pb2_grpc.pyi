@@ -38,7 +38,8 @@ class MembershipServiceStub:
     Register: _grpc.UnaryUnaryMultiCallable[_membership_service_pb2.RegisterRequest, _membership_service_pb2.RegisterResponse]
     """Registers a member and grants it a lease. Idempotent by member_id and incarnation; a
     new incarnation replaces the old one, whose lease is gone. FAILED_PRECONDITION: the
-    member's tokenizer is not the run's.
+    member's tokenizer is not the run's, it was replaced itself, or it is a second trainer
+    under another name.
     """
     KeepAlive: _grpc.UnaryUnaryMultiCallable[_membership_service_pb2.KeepAliveRequest, _membership_service_pb2.KeepAliveResponse]
     """Extends a lease. NOT_FOUND means that it expired or was replaced: stop work, register
@@ -57,7 +58,8 @@ class MembershipServiceAsyncStub(MembershipServiceStub):
     Register: _aio.UnaryUnaryMultiCallable[_membership_service_pb2.RegisterRequest, _membership_service_pb2.RegisterResponse]  # type: ignore[assignment]
     """Registers a member and grants it a lease. Idempotent by member_id and incarnation; a
     new incarnation replaces the old one, whose lease is gone. FAILED_PRECONDITION: the
-    member's tokenizer is not the run's.
+    member's tokenizer is not the run's, it was replaced itself, or it is a second trainer
+    under another name.
     """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_membership_service_pb2.KeepAliveRequest, _membership_service_pb2.KeepAliveResponse]  # type: ignore[assignment]
     """Extends a lease. NOT_FOUND means that it expired or was replaced: stop work, register
@@ -79,7 +81,8 @@ class MembershipServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_membership_service_pb2.RegisterResponse, _abc.Awaitable[_membership_service_pb2.RegisterResponse]]:
         """Registers a member and grants it a lease. Idempotent by member_id and incarnation; a
         new incarnation replaces the old one, whose lease is gone. FAILED_PRECONDITION: the
-        member's tokenizer is not the run's.
+        member's tokenizer is not the run's, it was replaced itself, or it is a second trainer
+        under another name.
         """
 
     @_abc_1.abstractmethod

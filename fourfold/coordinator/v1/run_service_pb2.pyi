@@ -112,7 +112,7 @@ class RunStatus(_message.Message):
 
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRecord]:
-        """One row per finished step, in order."""
+        """One row per finished step, in order; the newest 5,000."""
 
     @_builtins.property
     def evals(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvalRecord]:

@@ -408,7 +408,9 @@ class ProbeLogprobsRequest(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bytes
-    """n little-endian int32, 2 to 4096 of them, each in the vocabulary."""
+    """n little-endian int32, 2 to 4096 of them and fewer than the context length, each in the
+    vocabulary.
+    """
     def __init__(
         self,
         *,

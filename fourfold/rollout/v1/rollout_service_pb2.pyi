@@ -126,7 +126,7 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """In [0, 2]; 0 is greedy. Default 1."""
+    """In [0, 2]; 0 is greedy, with log-probabilities as at 1. Default 1."""
     top_p: _builtins.float
     """In (0, 1]. Default 1."""
     top_k: _builtins.int

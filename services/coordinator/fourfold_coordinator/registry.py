@@ -107,10 +107,11 @@ class Registry:
 
         Raises:
             InvalidInput: a field is malformed.
-            WrongState: another tokenizer, or an incarnation that was replaced.
+            WrongState: another tokenizer, an incarnation that was replaced, or a second trainer.
         """
         self._check(member)
         self.expire()  # a lease that ran out is not renewed, even when nobody has noticed yet
+        self._check_only_trainer(member)
         held = self._leases.get(member.member_id)
         if member.incarnation in self._fenced.get(member.member_id, ()):
             raise WrongState(
@@ -189,6 +190,17 @@ class Registry:
             f"{self._tokenizer_sha256.hex()[:12]}; start it with the run's model.source",
             reason="WRONG_TOKENIZER",
         )
+
+    def _check_only_trainer(self, member: Member) -> None:
+        if member.role != Role.ROLE_TRAINER:
+            return
+        for other in self.members(Role.ROLE_TRAINER):
+            if other.member_id != member.member_id:
+                raise WrongState(
+                    f"{member.member_id}: this run has a trainer already, {other.peer}, and a run has one; stop this "
+                    f"process, or start it with --member-id {other.member_id} to replace that one",
+                    reason="SECOND_TRAINER",
+                )
 
     def _remove(self, lease: _Lease, change: Change) -> None:
         del self._leases[lease.member.member_id]

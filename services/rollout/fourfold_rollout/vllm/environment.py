@@ -32,6 +32,8 @@ _DEFAULTS: Final = {
 _NOISY_LOGGERS: Final = (
     "vllm.config.vllm",
     "vllm.engine.arg_utils",
+    # Names every module without weights of its own; the applier checks what was loaded.
+    "vllm.model_executor.model_loader.reload.layerwise",
     "vllm.platforms.cpu",
     "vllm.renderers.base",
     "vllm.triton_utils",

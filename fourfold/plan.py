@@ -182,7 +182,7 @@ def _services(replicas: int) -> str:
 
 def _weights(config: Config, shape: ModelShape) -> str:
     how = {
-        "auto": "through shared memory where trainer and engine share a machine, else by gloo",
+        "auto": "through shared memory, or by gloo between containers of one machine",
         "shm": "through shared memory",
         "gloo": "by gloo",
     }[config.weights.backend]

@@ -209,7 +209,7 @@ class WeightsConfig(Table):
     """How new weights reach the engines."""
 
     backend: Literal["auto", "shm", "gloo"] = "auto"
-    """auto: shm where trainer and engine share a host, else gloo."""
+    """auto: shm where the engine can map the trainer's memory, else gloo; both need one machine."""
     pause: Literal["wait", "abort"] = "wait"
     """What running requests do when an update comes."""
     timeout_seconds: Seconds = 120.0

@@ -35,8 +35,8 @@ rollout     1 service on CPU: 1 GiB of KV cache = 46,603 tokens = 364 samples of
             samples run at once in each.
 reward      1 service, 1 worker process: `last_number`, at most 10 s for a sample.
 reference   none, because algorithm.kl_coef is 0.
-weights     0.25 GiB reach the engine after every step, through shared memory where trainer and engine share a
-            machine, else by gloo.
+weights     0.25 GiB reach the engine after every step, through shared memory, or by gloo between containers
+            of one machine.
 policy lag  0: each step is sampled by the weights that the step before it made.
 
 GiB each     number  weights  gradients  optimizer  activations  kv cache  programs  total

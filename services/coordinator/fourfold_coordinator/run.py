@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
-import json
 import os
 import signal
 import sys
@@ -19,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Final
+from typing import IO, Final
 
 from fourfold import config as configuration
 from fourfold import models
@@ -31,7 +30,7 @@ from .dashboard import Dashboard
 from .fleet import Ending, Fleet, Launcher, launched, serve_arguments, started_by_hand
 from .follow import follow
 from .local_launcher import LocalLauncher, assign_gpus, shared_gpus, visible_gpus
-from .summary import summary_lines
+from .summary import report_lines
 
 _TICK_SECONDS: Final = 0.1
 _DRAWINGS_PER_SECOND: Final = 2
@@ -69,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
         with _locked(run_dir):
             if args.resume is not None and (run_dir / "report.json").exists():
                 print(f"{run_dir} is finished already.")
-                return _finish(run_dir)
+                return _print_report(run_dir)
             models.resolve(config.model.source)
             launcher = _launcher(args, config, run_dir)
             return Run(args, config, run_dir, launcher, interrupt).execute()
@@ -167,7 +166,7 @@ class Run:
             print(f"Stopped by {name}. {self._next_command()}", file=sys.stderr)
             return 128 + self._interrupt.number
         if ending.done:
-            return _finish(self._run_dir)
+            return _print_report(self._run_dir)
         print(f"\nThe run failed. {ending.text}", file=sys.stderr)
         if self._fleet.earlier:
             print("\n".join(["Before that:", *(f"  {line}" for line in self._fleet.earlier)]), file=sys.stderr)
@@ -270,11 +269,6 @@ def _locked(run_dir: Path) -> Iterator[IO[str]]:
         yield file
 
 
-def _finish(run_dir: Path) -> int:
-    """Print the report of a finished run."""
-    try:
-        report: dict[str, Any] = json.loads((run_dir / "report.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{run_dir / 'report.json'}: the run ended, but its report cannot be read: {error}") from None
-    print("\n".join(summary_lines(report, run_dir)))
+def _print_report(run_dir: Path) -> int:
+    print("\n".join(report_lines(run_dir)))
     return 0

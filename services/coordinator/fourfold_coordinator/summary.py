@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from fourfold.errors import ConfigError
 
 from .dashboard import clock
 
@@ -13,6 +16,19 @@ _SPECIAL: Final = re.compile(r"<\|[^|<>]*\|>|</?s>|<[a-z_]+_of_turn>")
 _ROLES: Final = frozenset({"", "assistant", "model", "user", "system"})
 _QUESTION: Final = 44
 _ANSWER: Final = 24
+
+
+def report_lines(run_dir: Path) -> list[str]:
+    """Return the report of a finished run for people.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        report: dict[str, Any] = json.loads((run_dir / "report.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{run_dir / 'report.json'}: the run ended, but its report cannot be read: {error}") from None
+    return summary_lines(report, run_dir)
 
 
 def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:

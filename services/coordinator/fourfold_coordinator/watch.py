@@ -7,12 +7,13 @@ import asyncio
 from pathlib import Path
 
 from fourfold import config as configuration
-from fourfold.errors import ConfigError
+from fourfold.errors import ConfigError, Unavailable
 from fourfold.security import Security
 
 from .dashboard import Dashboard
 from .fleet import ADDRESS_FILE
 from .follow import follow
+from .summary import report_lines
 
 _REFRESH_SECONDS = 0.5
 
@@ -23,15 +24,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Show the run until it ends, or until Ctrl-C."""
+    """Show the run until it ends, or until Ctrl-C; of one that has ended, its report."""
     address_file = args.run_dir / ADDRESS_FILE
     if not address_file.is_file():
         raise ConfigError(f"{args.run_dir}: no run is going on here (no {ADDRESS_FILE}); give a folder of runs/")
     config = configuration.load(args.run_dir / "config.toml")
     security = Security.load(config.security, "agent")
     dashboard = Dashboard(name=config.name, run_dir=args.run_dir)
-    with dashboard:
-        asyncio.run(_show(address_file.read_text(encoding="utf-8").strip(), security, dashboard))
+    try:
+        with dashboard:
+            asyncio.run(_show(address_file.read_text(encoding="utf-8").strip(), security, dashboard))
+    except Unavailable:  # nobody is there any more
+        if not (args.run_dir / "report.json").is_file():
+            raise
+        print("\n".join(report_lines(args.run_dir)))
     return 0
 
 

@@ -150,7 +150,7 @@ def _disk() -> Check:
 
 
 def _compiler() -> Iterator[Check]:
-    why = "DeepSpeed compiles one operator when the trainer first starts"
+    why = "packages and operators that come without a binary are compiled"
     compiler = shutil.which("g++") or shutil.which("c++")
     headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
     if compiler is None:

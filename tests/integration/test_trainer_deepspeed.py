@@ -282,6 +282,26 @@ def gone(processes: Sequence[psutil.Process], timeout: float = 5.0) -> bool:
     return not psutil.wait_procs(list(processes), timeout=timeout)[1]
 
 
+async def transfer(weights: TrainerWeightClient) -> dict[str, torch.Tensor]:
+    """Send version 1 to a receiver in this process; return the tensors by name."""
+    described = await weights.get_manifest(timeout=10)
+    manifest = Manifest.from_bytes(described.manifest)
+    offers = await weights.make_offer(epoch=1, backend="shm", receiver_count=1, timeout=10)
+    receiver = make_receiver("shm", Group(epoch=1, manifest=manifest, receiver_count=1), 0)
+    receiver.accept(offers)
+    with pytest.raises(StaleEpoch):  # a late repetition does not close the epoch that is open
+        await weights.make_offer(epoch=1, backend="shm", receiver_count=1, timeout=10)
+    await weights.open(epoch=1, timeout=10)
+    receiver.open(Deadline(10))
+    sent = await weights.send(epoch=1, policy_version=1, timeout=10)
+    shards = receiver.receive(1, None, Deadline(10))
+    received = {spec.name: shards.tensor(i).clone() for i, spec in enumerate(manifest.tensors)}
+    assert sent.sent_bytes > 0 and len(sent.weights_digest) == 32
+    receiver.close()
+    await weights.abort(epoch=1, timeout=10)
+    return received
+
+
 async def test_two_ranks_train_send_weights_save_export_and_say_who_died(
     service: Callable[..., Service], tiny_model: TinyModel
 ) -> None:
@@ -308,21 +328,7 @@ async def test_two_ranks_train_send_weights_save_export_and_say_who_died(
     untouched = await client.compute_logprobs(batch(99), timeout=60)
     assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(untouched, after, strict=True))
 
-    described = await weights.get_manifest(timeout=10)
-    manifest = Manifest.from_bytes(described.manifest)
-    offers = await weights.make_offer(epoch=1, backend="shm", receiver_count=1, timeout=10)
-    receiver = make_receiver("shm", Group(epoch=1, manifest=manifest, receiver_count=1), 0)
-    receiver.accept(offers)
-    with pytest.raises(StaleEpoch):  # a late repetition does not close the epoch that is open
-        await weights.make_offer(epoch=1, backend="shm", receiver_count=1, timeout=10)
-    await weights.open(epoch=1, timeout=10)
-    receiver.open(Deadline(10))
-    sent = await weights.send(epoch=1, policy_version=1, timeout=10)
-    shards = receiver.receive(1, None, Deadline(10))
-    received = {spec.name: shards.tensor(i).clone() for i, spec in enumerate(manifest.tensors)}
-    assert sent.sent_bytes > 0 and len(sent.weights_digest) == 32
-    receiver.close()
-    await weights.abort(epoch=1, timeout=10)
+    received = await transfer(weights)
 
     folder = Path(await client.export_model("model", timeout=60))
     exported: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")

@@ -51,6 +51,15 @@ class Stage:
         path = self.run_dir / "metrics.jsonl"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
+    def wait_for_step(self, process: subprocess.Popen[str], count: int, seconds: float = 40.0) -> None:
+        """Wait until the run has done so many steps; fail with what it said when it ends before."""
+        try:
+            until(lambda: self.steps() >= count or process.poll() is not None, seconds)
+        except AssertionError:
+            logs = "\n".join(f"== {path.name}\n{path.read_text()[-2000:]}" for path in self.run_dir.glob("logs/*.log"))
+            raise AssertionError(f"no step {count} after {seconds} s\n{logs}") from None
+        assert process.poll() is None, process.communicate()
+
     def descendants(self) -> dict[int, str]:
         """Pids and command lines of every process that works in this stage's folder."""
         found = {}

@@ -67,8 +67,8 @@ def test_watch_shows_a_run_that_goes_on(make_stage: Callable[..., Stage]) -> Non
     early = stage.start("runs/toy", command="watch")
     _, errors = early.communicate(timeout=20)
     assert early.returncode == 1 and "runs/toy: no run is going on here" in errors
-    stage.start("toy.toml", delay=0.3)
-    until(lambda: stage.steps() >= 1)
+    process = stage.start("toy.toml", delay=0.3)
+    stage.wait_for_step(process, 1)
     watching = stage.start("runs/toy", command="watch")
     output, errors = watching.communicate(timeout=40)
     assert watching.returncode == 0, errors

@@ -30,13 +30,13 @@ def make_stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
 def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=6)
     process = stage.start("toy.toml", delay=0.1)
-    until(lambda: stage.steps() >= 1)
+    stage.wait_for_step(process, 1)
     sockets = listening(stage.descendants())
     assert len(sockets) >= 4  # coordinator, rollout, trainer, reward
     assert {address.partition(":")[0] for address in sockets} <= {"0100007F", "0000000000000000FFFF00000100007F"}
     os.kill(stage.pid_of("rollout"), signal.SIGKILL)
     os.kill(stage.pid_of("reward"), signal.SIGKILL)
-    until(lambda: stage.steps() >= 3)
+    stage.wait_for_step(process, 3)
     os.kill(stage.pid_of("trainer"), signal.SIGKILL)
     output, errors = process.communicate(timeout=40)
     assert process.returncode == 0, errors
@@ -58,7 +58,7 @@ def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[.
 def test_interrupt_ends_everything_soon_and_resume_goes_on(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=5)
     process = stage.start("toy.toml", delay=0.2)
-    until(lambda: stage.steps() >= 3)
+    stage.wait_for_step(process, 3)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=10)
@@ -93,7 +93,7 @@ def test_interrupt_while_it_starts_leaves_nothing(make_stage: Callable[..., Stag
 def test_killed_launcher_takes_everything_with_it(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=50)
     process = stage.start("toy.toml", delay=0.3)
-    until(lambda: stage.steps() >= 1)
+    stage.wait_for_step(process, 1)
     second = stage.start("--resume", "runs/toy")
     _, errors = second.communicate(timeout=20)
     assert second.returncode == 1 and "another `fourfold run` is at work in this folder" in errors

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.command_line import Stage, staged, until
+from tests.fakes.command_line import Stage, staged
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -24,7 +24,7 @@ def make_stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
 def test_recipe_runs_through_ray_and_nothing_is_left(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=3)
     process = stage.start("toy.toml", "--launcher", "ray", delay=0.2)
-    until(lambda: stage.steps() >= 1, 120)
+    stage.wait_for_step(process, 1, 120)
     # Each service is the child of a Ray worker, which renames itself; the coordinator is the launcher's own.
     assert stage.parent_of("rollout").startswith("ray::") and stage.parent_of("trainer").startswith("ray::")
     assert "fourfold run" in stage.parent_of("coordinator")
@@ -38,7 +38,7 @@ def test_recipe_runs_through_ray_and_nothing_is_left(make_stage: Callable[..., S
 def test_interrupt_of_a_run_on_ray_leaves_nothing(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=50)
     process = stage.start("toy.toml", "--launcher", "ray", delay=0.2)
-    until(lambda: stage.steps() >= 1, 120)
+    stage.wait_for_step(process, 1, 120)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)

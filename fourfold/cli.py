@@ -152,6 +152,9 @@ class _Serve:
         from fourfold import config
 
         settings = config.load(args.recipe)
+        # OpenMP reads it when torch is loaded. The services of one machine take turns on its cores: threads that spin
+        # while they wait gain nothing there, and cost several times the work as soon as another process wants a core.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if settings.security.directory and os.environ.get("GRPC_VERBOSITY") == "ERROR":
             # A refused TLS handshake reaches no servicer; gRPC's core tells the log why, unless it was silenced.
             os.environ["GRPC_VERBOSITY"] = ""

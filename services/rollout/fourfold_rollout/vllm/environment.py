@@ -43,9 +43,6 @@ _NOISY_LOGGERS: Final = (
 _CPU: Final = {
     # The worker lives in vLLM's core process: one process and one import of vLLM less.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Threads sleep when they wait for each other. Spinning ones are no faster here, and several times
-    # slower as soon as another process wants a core.
-    "OMP_WAIT_POLICY": "PASSIVE",
 }
 
 

@@ -42,7 +42,7 @@ def test_interrupt_of_a_run_on_ray_leaves_nothing(make_stage: Callable[..., Stag
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 8  # 3 on an idle machine, half of it Ray's own
     assert process.returncode == 130
     assert "fourfold run --resume runs/toy --launcher ray" in errors
     assert stage.descendants() == {}

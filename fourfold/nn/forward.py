@@ -20,8 +20,9 @@ from fourfold.nn.batching import TokenBatch
 from fourfold.nn.logprobs import token_logprobs
 
 _PROBE_TOKENS: Final = 8
-# Largest difference to the model's own logits that rounding explains, in nats.
-_PROBE_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+# Largest difference to the model's own logits that rounding explains: nats, and units in the last place of a logit.
+_PROBE_NATS: Final = 1e-3
+_PROBE_ULPS: Final = 4
 
 
 class LogprobHead(nn.Module):
@@ -67,7 +68,8 @@ def install(model: Any) -> None:
         rows = torch.arange(_PROBE_TOKENS - 1, device=device)
         found = model(ids, rows, ids[0, 1:], torch.ones(_PROBE_TOKENS - 1, device=device))
     difference = float((found - expected).abs().max())
-    if not difference <= _PROBE_TOLERANCE.get(linear.weight.dtype, 0.1):
+    rounding = _PROBE_ULPS * torch.finfo(linear.weight.dtype).eps * float(logits.abs().max())
+    if not difference <= max(rounding, _PROBE_NATS):
         raise ConfigError(
             f"the architecture {name} makes its logits in a way that is not known here: log-probabilities differ by "
             f"{difference:.3g} nats from its own; use another architecture, or teach fourfold/nn/forward.py this one"

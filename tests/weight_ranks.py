@@ -57,7 +57,7 @@ def rank_main(
     import deepspeed
     import deepspeed.ops
 
-    # As the trainer does: otherwise every rank compiles a shared-memory all-reduce that nobody calls, for half a minute.
+    # As the trainer does: otherwise every rank compiles a shared-memory all-reduce that nobody calls, for 30 s.
     deepspeed.ops.__compatible_ops__ = {}
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=rank_count)
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)

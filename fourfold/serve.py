@@ -38,8 +38,6 @@ from fourfold.server import Server
 
 _log = logging.getLogger("fourfold.serve")
 
-PARENT_VARIABLE: Final = PARENT_PID_VARIABLE
-
 _DEREGISTER_SECONDS: Final = 0.5
 _ON_DRAIN_SECONDS: Final = 2.0
 _GRACE_SECONDS: Final = 1.0

@@ -240,4 +240,7 @@ async def test_one_seed_gives_one_first_step(make_stage: Callable[..., Stage]) -
         [(r.request_id, list(r.prompt_token_ids), r.sampling_params.seed) for r in s.rollouts[0].requests]
         for s in (one, again)
     )
-    assert first == second, "the same calls in the same order"
+    assert sorted(first) == sorted(second), "the same calls"
+    # Evaluations ask for more than an engine takes at once: when each call goes out depends on the answers before it.
+    trained, again_trained = ([call for call in calls if not call[0].startswith("eval")] for calls in (first, second))
+    assert trained and trained == again_trained, "those of the step in the same order"

@@ -11,7 +11,7 @@ Real servicers, clients and channel settings over loopback; neither vLLM nor Dee
 the first Generate to the answer of TrainStep; nothing overlaps that a real step would not overlap, and no sampling or
 training is in it. Run it alone on the machine:
 
-    python -m benchmarks.experience_path
+    python -m benchmarks.experience_path [--group-size 25]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +33,7 @@ import psutil
 from benchmarks import record
 from fourfold.channel import open_channel
 from fourfold.process import die_with_parent
-from fourfold.rollout.client import Completion, RolloutClient
+from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
 from fourfold.server import Server
@@ -184,38 +184,25 @@ class Coordinator:
         ids = np.arange(PROMPT_TOKENS, dtype=np.int32)
         self._prompt = Prompt(index=0, text="", token_ids=ids, answer="", metadata_json="{}", group_key="0")
 
-    async def run(self, step: int, timings: Timings) -> int:
-        """One step's samples, all the way; return their encoded size in bytes."""
+    async def run(self, step: int, timings: Timings) -> None:
+        """One step's samples, all the way."""
         options = self._options
         start = time.perf_counter()
         groups = await asyncio.gather(
             *(self._generate(f"{step}-{i}") for i in range(options.samples // options.group_size))
         )
         generated = time.perf_counter()
-        experiences = []
-        for group, completions in enumerate(groups):
-            for completion in completions:
-                sample = build_sample(
-                    self._prompt,
-                    completion,
-                    sample_id=f"{step}-{group}-{completion.sample_index}",
-                    group_id=f"{step}-{group}",
-                    temperature=1.0,
-                )
-                message = encode(sample)
-                message.score = float(completion.sample_index % 2)  # a reward service has answered
-                message.scorer = "ready@1"
-                experiences.append(message)
-        encoded = time.perf_counter()
+        # Packed one by one, while the ones before travel, as the coordinator's loop does.
+        experiences = (encode(sample) for group in groups for sample in group)
         response = await self._trainer.train_step(step, experiences, timeout=TIMEOUT)
         end = time.perf_counter()
         trained = response.metrics["train/tokens"]
         if trained != options.samples * options.tokens:
             raise RuntimeError(f"{trained:.0f} tokens arrived; {options.samples} x {options.tokens} were sent")
-        timings.add(generate=generated - start, encode=encoded - generated, train=end - encoded, total=end - start)
-        return sum(message.ByteSize() for message in experiences)
+        timings.add(generate=generated - start, train=end - generated, total=end - start)
 
-    async def _generate(self, request_id: str) -> list[Completion]:
+    async def _generate(self, request_id: str) -> list[Sample]:
+        """One group, from the request to its samples."""
         request = rollout.GenerateRequest(
             request_id=request_id,
             prompt_token_ids=self._prompt.token_ids.tolist(),
@@ -226,7 +213,21 @@ class Coordinator:
         check_completions(
             completions, who="rollout", vocabulary_size=VOCABULARY_SIZE, max_tokens=self._options.tokens - PROMPT_TOKENS
         )
-        return completions
+        return [
+            # A reward service has answered.
+            replace(
+                build_sample(
+                    self._prompt,
+                    completion,
+                    sample_id=f"{request_id}-{completion.sample_index}",
+                    group_id=request_id,
+                    temperature=1.0,
+                ),
+                score=float(completion.sample_index % 2),
+                scorer="ready@1",
+            )
+            for completion in completions
+        ]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -256,18 +257,22 @@ def start(role: str, options: argparse.Namespace) -> Child:
 async def measure(options: argparse.Namespace, children: dict[str, Child]) -> dict[str, Any]:
     """Do all runs; return the results."""
     coordinator = Coordinator(options, children["rollout"].target, children["trainer"].target)
-    timings, size = Timings(), 0
     gc.collect()
     gc.freeze()
-    for step in range(1, options.warmup + options.runs + 1):
-        if step == options.warmup + 1:
-            timings = Timings()
-            before = {name: child.cpu_seconds() for name, child in children.items()} | {"coordinator": own_cpu()}
-        size = await coordinator.run(step, timings)
-    after = {name: child.cpu_seconds() for name, child in children.items()} | {"coordinator": own_cpu()}
-    cpu = {name: round(1000 * (after[name] - before[name]) / options.runs, 1) for name in after}
+    for step in range(options.warmup):
+        await coordinator.run(step + 1, Timings())
+    timings, before = Timings(), cpu_seconds(children)
+    for step in range(options.runs):
+        await coordinator.run(options.warmup + step + 1, timings)
+    after = cpu_seconds(children)
     phases = {name: record.summary(values) for name, values in timings.phases.items()}
-    return {"phases": phases, "cpu_ms_per_run": cpu, "encoded_bytes": size}
+    cpu = {name: round(1000 * (after[name] - before[name]) / options.runs, 1) for name in after}
+    return {"phases": phases, "cpu_ms_per_run": cpu}
+
+
+def cpu_seconds(children: dict[str, Child]) -> dict[str, float]:
+    """Return the CPU seconds of all three processes."""
+    return {name: child.cpu_seconds() for name, child in children.items()} | {"coordinator": own_cpu()}
 
 
 def own_cpu() -> float:

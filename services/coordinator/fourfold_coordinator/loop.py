@@ -244,13 +244,12 @@ class Loop:
         Meanwhile the batch goes to samples.jsonl.
         """
         self.board.phase(run_pb.RUN_PHASE_TRAINING)
-        experiences = batch.experiences()
-        self.ledger.lease(step, [experience.sample_id for experience in experiences])
+        self.ledger.lease(step, batch.sample_ids())
         timeout = self.config.trainer.step_timeout_seconds
         writing = asyncio.ensure_future(asyncio.to_thread(self.samples_file.write, step, batch.trajectories()))
         try:
             response = await self.session.call(
-                "TrainStep", lambda r: r.trainer.train_step(step, experiences, timeout=timeout)
+                "TrainStep", lambda r: r.trainer.train_step(step, batch.experiences(), timeout=timeout)
             )
         finally:
             await writing  # on the disk before the ledger says TRAINED

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,13 @@ class Batch:
     scored: float = 0.0
     done: float = 0.0
 
-    def experiences(self) -> list[Experience]:
-        """Return what goes to the trainer, in a fixed order."""
-        return [encode(sample) for group in self.groups for sample in group.samples]
+    def sample_ids(self) -> list[str]:
+        """Return the ids of `experiences`, in its order."""
+        return [sample.sample_id for group in self.groups for sample in group.samples]
+
+    def experiences(self) -> Iterator[Experience]:
+        """Yield what goes to the trainer, in a fixed order; packed one by one, while the ones before travel."""
+        return (encode(sample) for group in self.groups for sample in group.samples)
 
     def trajectories(self) -> list[Trajectory]:
         """Return everything that was sampled, dropped ones included."""

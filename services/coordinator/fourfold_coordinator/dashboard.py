@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -114,9 +114,9 @@ class Dashboard:
         """Draw the panel anew, or print the lines that are new."""
         self._guarded(self._draw)
 
-    def _guarded(self, action: object) -> None:
+    def _guarded(self, action: Callable[[], object]) -> None:
         # The one boundary of this process: whatever a terminal does to us, training goes on.
-        if self._broken or not callable(action):
+        if self._broken:
             return
         try:
             action()

@@ -203,4 +203,7 @@ def _rewards(folder: Path) -> list[float]:
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit("usage: python -m fourfold_coordinator.report RUN_FOLDER RUN_FOLDER")
+    for folder in map(Path, sys.argv[1:]):
+        if not (folder / "report.json").is_file():
+            sys.exit(f"{folder}: no report.json; give a finished run, or finish it: fourfold run --resume {folder}")
     sys.stdout.write(json.dumps(compare(Path(sys.argv[1]), Path(sys.argv[2])), indent=2) + "\n")

@@ -252,8 +252,8 @@ def test_everything_listens_on_loopback_and_ends_within_five_seconds(by_hand: By
     sockets = listening(by_hand.pids())
     assert len(sockets) >= 4  # two of the rollout service
     assert {address.partition(":")[0] for address in sockets} <= LOOPBACK
-    for name in ("rollout", "trainer", "reward"):
-        code, seconds = by_hand.end(name)
+    ends = {name: by_hand.end(name) for name in ("rollout", "trainer", "reward")}  # all, for the tests after this
+    for name, (code, seconds) in ends.items():
         assert (code, seconds < 5) == (0, True), f"{name}: {code}, {seconds:.1f} s\n{by_hand.output(name)}"
         assert "Traceback" not in by_hand.output(name)
     assert by_hand.left() == {}

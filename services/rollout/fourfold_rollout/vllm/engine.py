@@ -237,6 +237,9 @@ class VllmEngine:
             self._descriptor = -1
         for task in tuple(self._posted):
             task.cancel()
+        # vLLM cancels its reader of outputs last; before that the reader logs the end of the core as a crash.
+        if self._llm.output_handler is not None:
+            self._llm.output_handler.cancel()
         await asyncio.to_thread(end_processes, self._launched, timeout=_SHUTDOWN_SECONDS)
 
     def dead_error(self) -> Unavailable:

@@ -41,13 +41,13 @@ async def ask(channel: grpc.aio.Channel, tokenizer: Tokenizer, question: str) ->
         flush_interval=Duration(nanos=50_000_000),  # unset: the whole answer at once
     )
     ids, shown, version = list[int](), "", 0
-    async with aclosing(client.generate(request, timeout=120)) as responses:  # leaving early aborts the sample
-        async for response in responses:
-            ids += np.frombuffer(response.token_ids, "<i4").tolist()
+    async with aclosing(client.generate(request, timeout=120)) as chunks:  # leaving early aborts the sample
+        async for chunk in chunks:
+            ids += np.frombuffer(chunk.token_ids, "<i4").tolist()
             text = tokenizer.decode(ids).rstrip("\ufffd")  # the bytes of half a character wait for the rest
             sys.stdout.write(text[len(shown) :])
             sys.stdout.flush()
-            shown, version = text, response.policy_version
+            shown, version = text, chunk.policy_version
     sys.stdout.write(f"\n[{len(ids)} tokens, sampled by policy version {version}]\n")
 
 

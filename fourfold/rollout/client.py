@@ -41,9 +41,13 @@ class RolloutClient:
         """Model, limits and policy version."""
         return await call(self._stub.GetInfo, pb.GetInfoRequest(), timeout=timeout, peer=self.peer, name="GetInfo")
 
-    def generate(self, request: pb.GenerateRequest, *, timeout: float) -> AsyncGenerator[pb.GenerateResponse, None]:
+    async def generate(self, request: pb.GenerateRequest, *, timeout: float) -> AsyncGenerator[pb.SampleChunk, None]:
         """Sample and stream. Use it inside `contextlib.aclosing`: leaving early then aborts the samples at once."""
-        return stream(self._stub.Generate, request, timeout=timeout, peer=self.peer, name="Generate")
+        responses = stream(self._stub.Generate, request, timeout=timeout, peer=self.peer, name="Generate")
+        async with aclosing(responses):
+            async for response in responses:
+                for chunk in response.chunks:
+                    yield chunk
 
     async def complete(self, request: pb.GenerateRequest, *, timeout: float) -> list[Completion]:
         """Sample and return the whole completions, in order of their sample index.
@@ -57,12 +61,12 @@ class RolloutClient:
         count = request.sample_count if request.HasField("sample_count") else 1
         who = f"{self.peer}, {request.request_id}"
         parts = [_Parts(index=index, who=who) for index in range(count)]
-        async with aclosing(self.generate(request, timeout=timeout)) as responses:
-            async for response in responses:
-                index = response.sample_index
+        async with aclosing(self.generate(request, timeout=timeout)) as chunks:
+            async for chunk in chunks:
+                index = chunk.sample_index
                 if not 0 <= index < count:
                     raise InvalidInput(f"{who}: sample_index is {index}; {count} samples were asked for")
-                parts[index].add(response)
+                parts[index].add(chunk)
         return [part.join() for part in parts]
 
     def watch_load(
@@ -77,7 +81,7 @@ class RolloutClient:
 
 @dataclass(slots=True, kw_only=True)
 class _Parts:
-    """Responses of one sample as they come."""
+    """Chunks of one sample as they come."""
 
     index: int
     who: str
@@ -86,18 +90,18 @@ class _Parts:
     spans: list[tuple[int, int]] = field(default_factory=list)  # (policy version, tokens)
     finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
 
-    def add(self, response: pb.GenerateResponse) -> None:
+    def add(self, chunk: pb.SampleChunk) -> None:
         if self.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
             raise InvalidInput(f"{self.who}: sample {self.index} goes on after its finish_reason")
         # Every access copies the bytes out of the message.
-        ids, logprobs, version = response.token_ids, response.logprobs, response.policy_version
+        ids, logprobs, version = chunk.token_ids, chunk.logprobs, chunk.policy_version
         size = len(ids)
         if size % 4 or len(logprobs) != size:
             raise InvalidInput(
                 f"{self.who}: sample {self.index} has {size} bytes of token_ids and {len(logprobs)} of "
                 f"logprobs; both must be 4 bytes a token"
             )
-        self.finish_reason = response.finish_reason
+        self.finish_reason = chunk.finish_reason
         if not size:
             return
         if version < 0:

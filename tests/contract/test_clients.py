@@ -21,14 +21,14 @@ from tests.fakes.servicers import Reference, Reward, Rollout, Trainer, generated
 
 
 class TestRolloutClient:
-    """`complete` joins responses and trusts none of them."""
+    """`complete` joins chunks and trusts none of them."""
 
-    async def complete(self, serve: Serve, *responses: rollout.GenerateResponse, count: int = 1) -> Any:
-        client = RolloutClient(await serve(Rollout(*responses).servicer()), peer="rollout-0")
+    async def complete(self, serve: Serve, *chunks: rollout.SampleChunk, count: int = 1) -> Any:
+        client = RolloutClient(await serve(Rollout(*chunks).servicer()), peer="rollout-0")
         request = rollout.GenerateRequest(request_id="q", sample_count=count)
         return await client.complete(request, timeout=5)
 
-    async def test_responses_of_all_samples_are_joined_in_order(self, serve: Serve) -> None:
+    async def test_chunks_of_all_samples_are_joined_in_order(self, serve: Serve) -> None:
         first, second = await self.complete(
             serve,
             generated(1, 5, 6, version=2),
@@ -56,7 +56,7 @@ class TestRolloutClient:
         odd.token_ids += b"\0"
         short = generated(0, 1, 2, done=True)
         short.logprobs = short.logprobs[:4]
-        for message, responses in {
+        for message, chunks in {
             "sample_index is 1; 1 samples": [generated(1, 1, done=True)],
             "has 5 bytes": [odd],
             "8 bytes of token_ids and 4 of logprobs": [short],
@@ -65,7 +65,7 @@ class TestRolloutClient:
             "policy_version -1": [generated(0, 1, version=-1, done=True)],
         }.items():
             with pytest.raises(errors.InvalidInput, match=message):
-                await self.complete(serve, *responses)
+                await self.complete(serve, *chunks)
 
 
 class TestRewardClient:

@@ -139,8 +139,8 @@ async def test_bytes_that_are_no_message_are_invalid(serve: Serve) -> None:
 async def test_leaving_a_stream_early_closes_the_servicer_at_once(serve: Serve) -> None:
     servicer = Rollout(generated(0, 1), hang=True)
     client = RolloutClient(await serve(servicer.servicer()), peer="r")
-    async with aclosing(client.generate(rollout.GenerateRequest(request_id="a"), timeout=20)) as responses:
-        async for _ in responses:
+    async with aclosing(client.generate(rollout.GenerateRequest(request_id="a"), timeout=20)) as chunks:
+        async for _ in chunks:
             break
     await asyncio.wait_for(servicer.closed.wait(), 1)
     assert servicer.how == "CancelledError"
@@ -161,11 +161,11 @@ async def test_cancelling_complete_closes_the_servicer_and_is_not_swallowed(serv
 async def test_a_servicer_that_writes_faster_than_its_client_reads_is_closed_when_the_client_leaves(
     serve: Serve,
 ) -> None:
-    big = rollout.GenerateResponse(token_ids=b"\0" * (1 << 20))
+    big = rollout.SampleChunk(token_ids=b"\0" * (1 << 20))
     servicer = Rollout(*[big] * 200)
     client = RolloutClient(await serve(servicer.servicer()), peer="r")
-    async with aclosing(client.generate(rollout.GenerateRequest(), timeout=20)) as responses:
-        async for _ in responses:
+    async with aclosing(client.generate(rollout.GenerateRequest(), timeout=20)) as chunks:
+        async for _ in chunks:
             await asyncio.sleep(0.1)  # the server is now blocked in a write
             break
     await asyncio.wait_for(servicer.closed.wait(), 1)
@@ -194,8 +194,8 @@ async def test_an_error_in_the_middle_of_a_stream_arrives_after_what_came_before
     client = RolloutClient(await serve(servicer.servicer()), peer="r")
     seen = []
     with pytest.raises(errors.Unavailable, match="engine died"):
-        async for response in client.generate(rollout.GenerateRequest(), timeout=5):
-            seen.append(response.sample_index)
+        async for chunk in client.generate(rollout.GenerateRequest(), timeout=5):
+            seen.append(chunk.sample_index)
     assert seen == [0]
 
 

@@ -26,9 +26,9 @@ async def service(serve: Serve) -> AsyncIterator[Service]:
         yield running
 
 
-async def collect(service: Service, message: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-    async with aclosing(service.client.generate(message, timeout=5)) as responses:
-        return [response async for response in responses]
+async def collect(service: Service, message: pb.GenerateRequest) -> list[pb.SampleChunk]:
+    async with aclosing(service.client.generate(message, timeout=5)) as chunks:
+        return [chunk async for chunk in chunks]
 
 
 class TestGenerate:
@@ -37,20 +37,31 @@ class TestGenerate:
         assert (info.model, info.tokenizer_sha256, info.policy_version) == ("tiny", SHA256, 0)
         assert (info.max_context_tokens, info.vocabulary_size, info.max_concurrent_samples) == (CONTEXT, VOCABULARY, 8)
 
-    async def test_a_finished_sample_is_one_message(self, service: Service) -> None:
+    async def test_a_finished_sample_is_one_chunk(self, service: Service) -> None:
         answer = asyncio.create_task(collect(service, request(sample_count=3)))
         await service.running(3)
         service.engine.tick(2)
         service.engine.stop(service.engine.streams[1])
         await asyncio.sleep(0.02)
         service.engine.tick(2)
-        responses = await answer
-        assert [r.sample_index for r in responses] == [1, 0, 2]  # as they finish
-        assert [r.finish_reason for r in responses] == [
+        chunks = await answer
+        assert [r.sample_index for r in chunks] == [1, 0, 2]  # as they finish
+        assert [r.finish_reason for r in chunks] == [
             pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_LENGTH,
         ]  # fmt: skip
-        assert responses[0].token_ids == np.array([10, 11], "<i4").tobytes()
-        assert responses[0].logprobs == np.array([-1, -2], "<f4").tobytes()
+        assert chunks[0].token_ids == np.array([10, 11], "<i4").tobytes()
+        assert chunks[0].logprobs == np.array([-1, -2], "<f4").tobytes()
+
+    async def test_what_is_ready_together_is_one_message_unless_it_is_large(
+        self, service: Service, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for limit, sizes in ((1 << 18, [4]), (40, [2, 2])):  # a chunk has 16 bytes of ids and 16 of logprobs
+            monkeypatch.setattr(servicer_module, "_RESPONSE_BYTES", limit)
+            call = RolloutServiceStub(service.channel).Generate(request(f"limit-{limit}", sample_count=4), timeout=5)
+            await service.running(4)
+            service.engine.tick(4)
+            assert [len(response.chunks) async for response in call] == sizes
+            assert await call.code() is grpc.StatusCode.OK
 
     async def test_flush_zero_sends_each_token_as_it_comes(self, service: Service) -> None:
         answer = asyncio.create_task(collect(service, request(flush_seconds=0)))
@@ -58,10 +69,10 @@ class TestGenerate:
         for _ in range(4):
             service.engine.tick()
             await asyncio.sleep(0.02)
-        responses = await answer
-        assert [len(r.token_ids) // 4 for r in responses] == [1, 1, 1, 1]
-        assert [r.finish_reason for r in responses[:-1]] == [pb.FINISH_REASON_UNSPECIFIED] * 3
-        assert b"".join(r.token_ids for r in responses) == np.arange(10, 14, dtype="<i4").tobytes()
+        chunks = await answer
+        assert [len(r.token_ids) // 4 for r in chunks] == [1, 1, 1, 1]
+        assert [r.finish_reason for r in chunks[:-1]] == [pb.FINISH_REASON_UNSPECIFIED] * 3
+        assert b"".join(r.token_ids for r in chunks) == np.arange(10, 14, dtype="<i4").tobytes()
 
     async def test_flush_interval_coalesces_and_the_end_does_not_wait_for_it(self, service: Service) -> None:
         answer = asyncio.create_task(collect(service, request(flush_seconds=10)))
@@ -69,18 +80,18 @@ class TestGenerate:
         for _ in range(4):
             service.engine.tick()
             await asyncio.sleep(0.01)
-        responses = await asyncio.wait_for(answer, 2)
-        assert len(responses) == 1
-        assert len(responses[0].token_ids) == 16
+        chunks = await asyncio.wait_for(answer, 2)
+        assert len(chunks) == 1
+        assert len(chunks[0].token_ids) == 16
 
     async def test_flush_interval_bounds_how_long_a_token_waits(self, service: Service) -> None:
-        async with aclosing(service.client.generate(request(flush_seconds=0.05), timeout=5)) as responses:
-            first = asyncio.ensure_future(anext(responses))
+        async with aclosing(service.client.generate(request(flush_seconds=0.05), timeout=5)) as chunks:
+            first = asyncio.ensure_future(anext(chunks))
             await service.running(1)
             service.engine.tick()
-            response = await asyncio.wait_for(first, 1)
-            assert len(response.token_ids) == 4
-            assert response.finish_reason == pb.FINISH_REASON_UNSPECIFIED
+            chunk = await asyncio.wait_for(first, 1)
+            assert len(chunk.token_ids) == 4
+            assert chunk.finish_reason == pb.FINISH_REASON_UNSPECIFIED
 
     async def test_calls_that_arrive_together_are_one_batch_in_order_of_id(self, service: Service) -> None:
         answers = [asyncio.create_task(collect(service, request(name, sample_count=2))) for name in ("b", "a")]
@@ -89,7 +100,7 @@ class TestGenerate:
         service.engine.tick(4)
         await asyncio.gather(*answers)
 
-    async def test_the_version_that_sampled_is_on_every_response(self, service: Service) -> None:
+    async def test_the_version_that_sampled_is_on_every_chunk(self, service: Service) -> None:
         await service.publish(3)
         answer = asyncio.create_task(collect(service, request(min_policy_version=3)))
         await service.running(1)
@@ -221,8 +232,8 @@ class TestLeaving:
         await service.running(0)
 
     async def test_leaving_in_the_middle_of_a_stream_aborts_the_rest(self, service: Service) -> None:
-        async with aclosing(service.client.generate(request(flush_seconds=0), timeout=60)) as responses:
-            first = asyncio.ensure_future(anext(responses))
+        async with aclosing(service.client.generate(request(flush_seconds=0), timeout=60)) as chunks:
+            first = asyncio.ensure_future(anext(chunks))
             await service.running(1)
             service.engine.tick()
             await first

@@ -60,8 +60,8 @@ class Reward(reward_grpc.RewardServiceServicer):
 class Rollout(rollout_grpc.RolloutServiceServicer):
     """Streams what it is given; remembers how its generator ended."""
 
-    def __init__(self, *responses: rollout.GenerateResponse | Exception, hang: bool = False) -> None:
-        self.responses, self.hang = responses, hang
+    def __init__(self, *chunks: rollout.SampleChunk | Exception, hang: bool = False) -> None:
+        self.chunks, self.hang = chunks, hang
         self.closed = asyncio.Event()
         self.how = ""
 
@@ -72,10 +72,10 @@ class Rollout(rollout_grpc.RolloutServiceServicer):
         self, request: rollout.GenerateRequest, context: Context
     ) -> AsyncIterator[rollout.GenerateResponse]:
         try:
-            for response in self.responses:
-                if isinstance(response, Exception):
-                    raise response
-                yield response
+            for chunk in self.chunks:
+                if isinstance(chunk, Exception):
+                    raise chunk
+                yield rollout.GenerateResponse(chunks=[chunk])
             if self.hang:
                 await asyncio.sleep(30)
         except BaseException as error:
@@ -157,8 +157,8 @@ def score_item(sample_id: str, text: str = "") -> reward.ScoreItem:
     return reward.ScoreItem(experience=types.Experience(sample_id=sample_id), prompt_text=text)
 
 
-def generated(index: int, *ids: int, version: int = 0, done: bool = False) -> rollout.GenerateResponse:
-    return rollout.GenerateResponse(
+def generated(index: int, *ids: int, version: int = 0, done: bool = False) -> rollout.SampleChunk:
+    return rollout.SampleChunk(
         sample_index=index,
         token_ids=pack_ints(ids),
         logprobs=pack_floats(np.full(len(ids), -0.5, np.float32)),

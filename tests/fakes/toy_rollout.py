@@ -89,13 +89,14 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         for index in range(request.sample_count):
             answer, logprob = toy_answer(text, request.sampling_params.seed + index, self.weights)
             ids = [*self._encode(answer), END]
-            yield rollout.GenerateResponse(
+            chunk = rollout.SampleChunk(
                 sample_index=index,
                 token_ids=pack_ints(ids),
                 logprobs=pack_floats(np.full(len(ids), logprob / len(ids), np.float32)),
                 policy_version=self.version,
                 finish_reason=rollout.FINISH_REASON_STOP,
             )
+            yield rollout.GenerateResponse(chunks=[chunk])
 
     def _encode(self, text: str) -> list[int]:
         library = Library.from_file(str(Path(self.config.model.source) / "tokenizer.json"))

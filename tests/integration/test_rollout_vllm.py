@@ -209,13 +209,13 @@ class TestSampling:
         packed = await client.complete(request(samples=4, max_tokens=40, seed=5), timeout=60)
         message = request(samples=4, max_tokens=40, seed=5)
         message.flush_interval.FromNanoseconds(0)
-        async with aclosing(client.generate(message, timeout=60)) as responses:
-            parts = [r async for r in responses]
+        async with aclosing(client.generate(message, timeout=60)) as chunks:
+            parts = [c async for c in chunks]
         assert len(parts) > 8
         for sample in packed:
-            mine = [r for r in parts if r.sample_index == sample.sample_index]
-            assert b"".join(r.token_ids for r in mine) == sample.token_ids.tobytes()
-            logprobs = np.frombuffer(b"".join(r.logprobs for r in mine), "<f4")
+            mine = [c for c in parts if c.sample_index == sample.sample_index]
+            assert b"".join(c.token_ids for c in mine) == sample.token_ids.tobytes()
+            logprobs = np.frombuffer(b"".join(c.logprobs for c in mine), "<f4")
             assert np.abs(logprobs - sample.logprobs).max() < 0.02
 
     async def test_the_same_seeds_give_the_same_samples_in_any_order_of_arrival(self, client: RolloutClient) -> None:

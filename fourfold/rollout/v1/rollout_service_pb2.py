@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)fourfold/rollout/v1/rollout_service.proto\x12\x13\x66ourfold.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\"\x10\n\x0eGetInfoRequest\"\xa7\x01\n\x0fGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x02 \x01(\x0c\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\x05\x12\x1e\n\x16max_concurrent_samples\x18\x06 \x01(\x05\"\xd2\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\r\n\x0b_max_tokensB\x07\n\x05_seed\"\x94\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12<\n\x0fsampling_params\x18\x03 \x01(\x0b\x32#.fourfold.rollout.v1.SamplingParams\x12\x19\n\x0csample_count\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x1f\n\x12min_policy_version\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x31\n\x0e\x66lush_interval\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0f\n\r_sample_countB\x15\n\x13_min_policy_version\"\x9f\x01\n\x10GenerateResponse\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x38\n\rfinish_reason\x18\x05 \x01(\x0e\x32!.fourfold.rollout.v1.FinishReason\"=\n\x10WatchLoadRequest\x12)\n\x06period\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x80\x01\n\x11WatchLoadResponse\x12\x1c\n\x14running_sample_count\x18\x01 \x01(\x05\x12\x1b\n\x13sampled_token_count\x18\x02 \x01(\x03\x12\x18\n\x10updating_weights\x18\x03 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x32\x9f\x02\n\x0eRolloutService\x12T\n\x07GetInfo\x12#.fourfold.rollout.v1.GetInfoRequest\x1a$.fourfold.rollout.v1.GetInfoResponse\x12Y\n\x08Generate\x12$.fourfold.rollout.v1.GenerateRequest\x1a%.fourfold.rollout.v1.GenerateResponse0\x01\x12\\\n\tWatchLoad\x12%.fourfold.rollout.v1.WatchLoadRequest\x1a&.fourfold.rollout.v1.WatchLoadResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)fourfold/rollout/v1/rollout_service.proto\x12\x13\x66ourfold.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\"\x10\n\x0eGetInfoRequest\"\xa7\x01\n\x0fGetInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x18\n\x10tokenizer_sha256\x18\x02 \x01(\x0c\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\x05\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\x05\x12\x1e\n\x16max_concurrent_samples\x18\x06 \x01(\x05\"\xd2\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x04\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\r\n\x0b_max_tokensB\x07\n\x05_seed\"\x94\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\x05\x12<\n\x0fsampling_params\x18\x03 \x01(\x0b\x32#.fourfold.rollout.v1.SamplingParams\x12\x19\n\x0csample_count\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x1f\n\x12min_policy_version\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x31\n\x0e\x66lush_interval\x18\x06 \x01(\x0b\x32\x19.google.protobuf.DurationB\x0f\n\r_sample_countB\x15\n\x13_min_policy_version\"D\n\x10GenerateResponse\x12\x30\n\x06\x63hunks\x18\x01 \x03(\x0b\x32 .fourfold.rollout.v1.SampleChunk\"\x9a\x01\n\x0bSampleChunk\x12\x14\n\x0csample_index\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x38\n\rfinish_reason\x18\x05 \x01(\x0e\x32!.fourfold.rollout.v1.FinishReason\"=\n\x10WatchLoadRequest\x12)\n\x06period\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x80\x01\n\x11WatchLoadResponse\x12\x1c\n\x14running_sample_count\x18\x01 \x01(\x05\x12\x1b\n\x13sampled_token_count\x18\x02 \x01(\x03\x12\x18\n\x10updating_weights\x18\x03 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x32\x9f\x02\n\x0eRolloutService\x12T\n\x07GetInfo\x12#.fourfold.rollout.v1.GetInfoRequest\x1a$.fourfold.rollout.v1.GetInfoResponse\x12Y\n\x08Generate\x12$.fourfold.rollout.v1.GenerateRequest\x1a%.fourfold.rollout.v1.GenerateResponse0\x01\x12\\\n\tWatchLoad\x12%.fourfold.rollout.v1.WatchLoadRequest\x1a&.fourfold.rollout.v1.WatchLoadResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fourfold.rollout.v1.rollout_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1134
-  _globals['_FINISHREASON']._serialized_end=1256
+  _globals['_FINISHREASON']._serialized_start=1199
+  _globals['_FINISHREASON']._serialized_end=1321
   _globals['_GETINFOREQUEST']._serialized_start=98
   _globals['_GETINFOREQUEST']._serialized_end=114
   _globals['_GETINFORESPONSE']._serialized_start=117
@@ -42,12 +42,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS']._serialized_end=497
   _globals['_GENERATEREQUEST']._serialized_start=500
   _globals['_GENERATEREQUEST']._serialized_end=776
-  _globals['_GENERATERESPONSE']._serialized_start=779
-  _globals['_GENERATERESPONSE']._serialized_end=938
-  _globals['_WATCHLOADREQUEST']._serialized_start=940
-  _globals['_WATCHLOADREQUEST']._serialized_end=1001
-  _globals['_WATCHLOADRESPONSE']._serialized_start=1004
-  _globals['_WATCHLOADRESPONSE']._serialized_end=1132
-  _globals['_ROLLOUTSERVICE']._serialized_start=1259
-  _globals['_ROLLOUTSERVICE']._serialized_end=1546
+  _globals['_GENERATERESPONSE']._serialized_start=778
+  _globals['_GENERATERESPONSE']._serialized_end=846
+  _globals['_SAMPLECHUNK']._serialized_start=849
+  _globals['_SAMPLECHUNK']._serialized_end=1003
+  _globals['_WATCHLOADREQUEST']._serialized_start=1005
+  _globals['_WATCHLOADREQUEST']._serialized_end=1066
+  _globals['_WATCHLOADRESPONSE']._serialized_start=1069
+  _globals['_WATCHLOADRESPONSE']._serialized_end=1197
+  _globals['_ROLLOUTSERVICE']._serialized_start=1324
+  _globals['_ROLLOUTSERVICE']._serialized_end=1611
 # @@protoc_insertion_point(module_scope)

@@ -243,6 +243,30 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):
+    """What is ready to be sent: a message for every sample would cost both ends more than its tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleChunk]:
+        """At least one; those of one sample in their order."""
+
+    def __init__(
+        self,
+        *,
+        chunks: _abc.Iterable[Global___SampleChunk] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class SampleChunk(_message.Message):
     """The next tokens of one sample."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -255,15 +279,15 @@ class GenerateResponse(_message.Message):
     sample_index: _builtins.int
     """Sample index in [0, sample_count)."""
     token_ids: _builtins.bytes
-    """Tokens since the last response of this sample: little-endian int32."""
+    """Tokens since the last chunk of this sample: little-endian int32."""
     logprobs: _builtins.bytes
     """Natural-log probability of each, after temperature, top-p and top-k, under the weights
     that sampled it: little-endian float32, as many as token_ids.
     """
     policy_version: _builtins.int
-    """Version of the weights that sampled these tokens; a response never spans two."""
+    """Version of the weights that sampled these tokens; a chunk never spans two."""
     finish_reason: Global___FinishReason.ValueType
-    """Set on the last response of the sample, unspecified on the others."""
+    """Set on the last chunk of the sample, unspecified on the others."""
     def __init__(
         self,
         *,
@@ -279,7 +303,7 @@ class GenerateResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+Global___SampleChunk: _TypeAlias = SampleChunk  # noqa: Y015
 
 @_typing.final
 class WatchLoadRequest(_message.Message):

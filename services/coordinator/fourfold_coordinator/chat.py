@@ -190,9 +190,9 @@ class Session:
         words = Words(self._conversation._tokenizer)
         try:
             request = self._request(prompt, min(self._max_tokens, room))
-            async with aclosing(self._client.generate(request, timeout=_ANSWER_SECONDS)) as responses:
-                async for response in responses:
-                    ids = np.frombuffer(response.token_ids, "<i4").tolist()
+            async with aclosing(self._client.generate(request, timeout=_ANSWER_SECONDS)) as chunks:
+                async for chunk in chunks:
+                    ids = np.frombuffer(chunk.token_ids, "<i4").tolist()
                     print(printable(words.add(ids)), end="", flush=True)
             print(flush=True)
         finally:

@@ -2,7 +2,7 @@
 
     Generate -> admission -> lease on the weights -> gatherer -> engine
        ^                                                           |
-       '-- responses <-- queue <-- one task per sample <-- stream -'
+       '-- response <--- queue <-- one task per sample <-- stream -'
 
 The tasks read the engine as fast as it samples, whatever the client does: a client that reads
 slowly delays nobody, and no weight update waits for it.
@@ -43,6 +43,8 @@ _DRAIN_SECONDS: Final = 1.0
 _DRAIN_STEP_SECONDS: Final = 0.05
 _LOAD_PERIOD_SECONDS: Final = 1.0
 _LOAD_PERIODS: Final = (0.01, 60.0)
+# A response stays about this small. Above it, one message more costs next to nothing.
+_RESPONSE_BYTES: Final = 1 << 18
 _RETRY_METADATA: Final = "grpc-previous-rpc-attempts"
 
 
@@ -85,16 +87,17 @@ class RolloutServicer(RolloutServiceServicer):
         call = parse(request, self._model.limits)
         is_retry = any(key == _RETRY_METADATA for key, _ in context.invocation_metadata() or ())
         async with self._admission.enter(call, is_retry=is_retry):
-            responses: asyncio.Queue[pb.GenerateResponse | None] = asyncio.Queue()
-            work = asyncio.get_running_loop().create_task(self._sample(call, responses, _time_left(context)))
-            work.add_done_callback(lambda _: responses.put_nowait(None))
+            chunks: asyncio.Queue[pb.SampleChunk | None] = asyncio.Queue()
+            work = asyncio.get_running_loop().create_task(self._sample(call, chunks, _time_left(context)))
+            work.add_done_callback(lambda _: chunks.put_nowait(None))
             try:
-                while (response := await responses.get()) is not None:
-                    yield response
+                while ready := await _take_ready(chunks):
+                    yield pb.GenerateResponse(chunks=ready)
                 await work  # raises what it raised
             finally:
-                work.cancel()
-                await asyncio.wait({work})
+                if not work.done():
+                    work.cancel()
+                    await asyncio.wait({work})
 
     async def WatchLoad(self, request: pb.WatchLoadRequest, context: Context) -> AsyncIterator[pb.WatchLoadResponse]:
         """Report the load at once and then every period."""
@@ -121,9 +124,7 @@ class RolloutServicer(RolloutServiceServicer):
             await self._engine.interrupt()
             empty = await self._admission.wait_empty(_DRAIN_STEP_SECONDS)
 
-    async def _sample(
-        self, call: GenerateCall, responses: asyncio.Queue[pb.GenerateResponse | None], timeout: float
-    ) -> None:
+    async def _sample(self, call: GenerateCall, chunks: asyncio.Queue[pb.SampleChunk | None], timeout: float) -> None:
         """Have the engine draw a call's samples; returns when it is done with all of them."""
         async with self._weights.serving(timeout) as version:
             if version < call.min_policy_version:
@@ -138,7 +139,7 @@ class RolloutServicer(RolloutServiceServicer):
             try:
                 async with asyncio.TaskGroup() as samples:
                     for index, stream in enumerate(streams):
-                        samples.create_task(self._pump(index, stream, call.flush_seconds, version, responses))
+                        samples.create_task(self._pump(index, stream, call.flush_seconds, version, chunks))
                 done = True
             finally:
                 if not done:
@@ -150,15 +151,15 @@ class RolloutServicer(RolloutServiceServicer):
         stream: SampleStream,
         flush_seconds: float | None,
         version: int,
-        responses: asyncio.Queue[pb.GenerateResponse | None],
+        chunks: asyncio.Queue[pb.SampleChunk | None],
     ) -> None:
-        """Turn one sample's outputs into responses."""
+        """Turn one sample's outputs into chunks."""
         finished = False
         while not finished:
             output = await _next(stream, flush_seconds)
             finished = output.finish is not None
-            responses.put_nowait(
-                pb.GenerateResponse(
+            chunks.put_nowait(
+                pb.SampleChunk(
                     sample_index=index,
                     token_ids=pack_ints(output.token_ids),
                     logprobs=_pack_logprobs(output.logprobs),
@@ -166,6 +167,21 @@ class RolloutServicer(RolloutServiceServicer):
                     finish_reason=_FINISH_REASONS[output.finish],
                 )
             )
+
+
+async def _take_ready(chunks: asyncio.Queue[pb.SampleChunk | None]) -> list[pb.SampleChunk]:
+    """Wait for a chunk; return it and those behind it, up to a message's worth. Nothing: the end has come."""
+    chunk = await chunks.get()
+    ready: list[pb.SampleChunk] = []
+    size = 0
+    while chunk is not None:
+        ready.append(chunk)
+        size += len(chunk.token_ids) + len(chunk.logprobs)
+        if size > _RESPONSE_BYTES or chunks.empty():
+            return ready
+        chunk = chunks.get_nowait()
+    chunks.put_nowait(None)
+    return ready
 
 
 async def _next(stream: SampleStream, flush_seconds: float | None) -> SampleOutput:

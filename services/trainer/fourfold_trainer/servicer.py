@@ -63,9 +63,12 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         # Of the batch; it does not depend on how that was cut into messages.
         digest = hashlib.sha256()
         async for request in request_iterator:
-            size += _check_part(request, step, size)
-            step = request.step
-            samples += await asyncio.to_thread(self._decode_part, request.experiences, digest)
+            step = _check_step(request.step, step)
+            part, part_size = await asyncio.to_thread(self._decode_part, request.experiences, digest)
+            samples += part
+            size += part_size
+            if size > _BATCH_BYTES:
+                raise InvalidInput(f"the batch has more than {_BATCH_BYTES} bytes; train on fewer samples a step")
         if not step:
             raise InvalidInput("the call has no message; send the step and its experiences")
         answer = await self._core.train_step(step, samples, digest.hexdigest(), timeout=time_left(context))
@@ -120,13 +123,18 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             max_context_tokens=self._core.config.model.max_context_tokens,
         )
 
-    def _decode_part(self, experiences: Iterable[experience_pb2.Experience], digest: hashlib._Hash) -> list[Sample]:
-        """Return one message's samples, and add them to the batch's SHA-256."""
-        samples = []
+    def _decode_part(
+        self, experiences: Iterable[experience_pb2.Experience], digest: hashlib._Hash
+    ) -> tuple[list[Sample], int]:
+        """Return one message's samples and their bytes, and add them to the batch's SHA-256."""
+        samples, size = [], 0
         for message in experiences:
             data = message.SerializeToString(deterministic=True)
             digest.update(len(data).to_bytes(8, "little"))
             digest.update(data)
+            size += len(data)
+            if size > _MESSAGE_BYTES:
+                raise InvalidInput(f"a message has more than {_MESSAGE_BYTES} bytes of experiences; send several")
             samples.append(
                 decode(
                     message,
@@ -134,7 +142,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                     max_tokens=self._core.config.model.max_context_tokens,
                 )
             )
-        return samples
+        return samples, size
 
     def _decode_lookup(self, request: pb.ComputeLogprobsRequest) -> list[Sample]:
         """Return samples of which only id, tokens and temperature are read."""
@@ -166,18 +174,13 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         )
 
 
-def _check_part(request: pb.TrainStepRequest, step: int, size: int) -> int:
-    """Return the bytes of one message of a batch, of which `size` bytes have come, all with `step` (0: none yet)."""
-    own = request.ByteSize()
-    if own > _MESSAGE_BYTES + (1 << 10):
-        raise InvalidInput(f"a message has {own} bytes; send at most {_MESSAGE_BYTES} in one")
-    if request.step < 1 or step not in (0, request.step):
+def _check_step(step: int, before: int) -> int:
+    """Return the step of one message of a batch; `before` is that of the message before it, 0 for the first."""
+    if step < 1 or before not in (0, step):
         raise InvalidInput(
-            f"step is {request.step}; it must be at least 1, and the same in every message of a call ({step})"
+            f"step is {step}; it must be at least 1, and the same in every message of a call ({before or step})"
         )
-    if size + own > _BATCH_BYTES:
-        raise InvalidInput(f"the batch has more than {_BATCH_BYTES} bytes; train on fewer samples a step")
-    return own
+    return step
 
 
 def time_left(context: Context) -> float:

@@ -22,7 +22,13 @@ module imports nothing heavy: the command line uses it too.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
+
+# Reasons by which an engine says that it can never take the trainer's weights: another try changes nothing.
+ARCHITECTURE_NOT_VERIFIED: Final = "ARCHITECTURE_NOT_VERIFIED"
+MODEL_MISMATCH: Final = "MODEL_MISMATCH"
+NO_BACKEND: Final = "NO_BACKEND"
+WEIGHTS_REFUSED: Final = frozenset({ARCHITECTURE_NOT_VERIFIED, MODEL_MISMATCH, NO_BACKEND})
 
 
 class FourfoldError(Exception):

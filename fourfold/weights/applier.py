@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fourfold.errors import WrongState
+from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, MODEL_MISMATCH, WrongState
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.transport import Shards, Sink
 
@@ -120,14 +120,14 @@ class ReloadApplier:
                 f"weight updates of {' / '.join(unverified)} are not verified, so they are refused; verified are "
                 f"{', '.join(sorted(VERIFIED_ARCHITECTURES))}: train one of these, or verify yours in "
                 f"tests/integration/test_weight_update.py",
-                reason="ARCHITECTURE_NOT_VERIFIED",
+                reason=ARCHITECTURE_NOT_VERIFIED,
             )
         trace = self._model.trace(meta_tensors(manifest))
         if trace.unused:
-            raise WrongState(f"the engine's model has no place for {_some(trace.unused)}; both must load one model")
+            raise _mismatch(f"the engine's model has no place for {_some(trace.unused)}")
         if trace.missing:
             gaps = [f"{name} ({done} of {count} elements)" for name, (done, count) in trace.missing.items()]
-            raise WrongState(f"the trainer does not send all of {_some(gaps)}; both must load the same model")
+            raise _mismatch(f"the trainer does not send all of {_some(gaps)}")
         self._manifest = manifest
         return ApplyReport(direct_tensor_count=0, reload_tensor_count=len(manifest.tensors))
 
@@ -207,10 +207,10 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         if func in _COPIES:
             source = self._sources.get(_storage(args[1]))
             if source is None or args[1].numel() != target.numel():
-                raise WrongState(f"the loader of {name} fills it with something else than a checkpoint tensor")
+                raise _unverified(f"the loader of {name} fills it with something else than a checkpoint tensor")
             self.read[source] += target.numel()
         elif func not in _FILLS:
-            raise WrongState(f"the loader of {name} changes it by {func}; its update cannot be verified")
+            raise _unverified(f"the loader of {name} changes it by {func}")
         if region not in self._regions:
             self._regions.add(region)
             self.written[name] += target.numel()
@@ -234,4 +234,16 @@ def _some(names: Iterable[str]) -> str:
 def not_fitting(tensor: str, error: Exception) -> WrongState:
     """Return the error for a checkpoint tensor that a loader refuses."""
     why = str(error) or "another shape is needed"
-    return WrongState(f"the engine's model refuses {tensor}: {why}; both must load the same model")
+    return _mismatch(f"the engine's model refuses {tensor}: {why}")
+
+
+def _mismatch(what: str) -> WrongState:
+    return WrongState(
+        f"{what}; trainer and engine must load the same model: start both with one model.source", reason=MODEL_MISMATCH
+    )
+
+
+def _unverified(what: str) -> WrongState:
+    return WrongState(
+        f"{what}; its update cannot be verified: train another architecture", reason=ARCHITECTURE_NOT_VERIFIED
+    )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import pytest
 
+from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, MODEL_MISMATCH
 from tests.fakes.stage import Stage, check_books, until
 from tests.fakes.toy_rollout import FakeRollout
 
@@ -53,6 +55,31 @@ async def test_an_engine_that_dies_while_it_receives_is_left_behind(make_stage: 
     check_books(stage)
     assert stage.rollouts[1].version == stage.trainer.version > 0
     assert stage.rollouts[0].version == 0
+
+
+@pytest.mark.parametrize("reason", [MODEL_MISMATCH, ARCHITECTURE_NOT_VERIFIED])
+async def test_a_model_that_can_never_take_the_weights_ends_the_run_at_once(
+    make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str], reason: str
+) -> None:
+    stage = make_stage(retry={"service_wait_seconds": 600.0})
+    stage.rollouts[0].refuses = reason
+    await stage.start()
+    assert await stage.finish(10.0) == 1
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "no engine can take the trainer's weights: rollout-0" in last and "refuses norm.weight (64,)" in last
+    assert stage.rollouts[0].opened <= 2, "once, and once more to see whose fault it is"
+
+
+async def test_one_engine_with_another_model_is_left_out_for_good(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(rollout={"replicas": 2}, steps=4)
+    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
+    stage.rollouts[1].refuses = MODEL_MISMATCH
+    stage.rollouts[0].on_generate = lambda: asyncio.sleep(0.4)  # long enough for a second chance, if it had one
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.rollouts[0].version == stage.trainer.version > 0
+    assert stage.rollouts[1].version == 0 and stage.rollouts[1].opened <= 2
 
 
 async def test_engines_on_another_host_get_their_weights_by_gloo(make_stage: Callable[..., Stage]) -> None:

@@ -53,8 +53,10 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         """Acknowledges updates and computes with the old weights."""
         self.forgets = False
         """Dies in the middle of a receive."""
+        self.refuses = ""
+        """Its model can never take the weights, for this reason."""
         self.commits: list[int] = []
-        self.aborts = 0
+        self.aborts = self.opened = 0
         self._pending: int | None = None
 
     def services(self) -> Services:
@@ -123,6 +125,9 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
     async def OpenWeights(self, request: control.OpenWeightsRequest, context: Context) -> control.OpenWeightsResponse:
         if request.epoch <= self.epoch:
             raise StaleEpoch(f"epoch {self.epoch} was seen")
+        self.opened += 1
+        if self.refuses:
+            raise WrongState("the engine's model refuses norm.weight (64,)", reason=self.refuses)
         if request.manifest != MANIFEST:
             raise WrongState("another model")
         self.epoch, self.backend = request.epoch, request.backend

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 
-from fourfold.errors import DeadlinePassed, FourfoldError, Internal, StaleEpoch, WrongState
+from fourfold.errors import MODEL_MISMATCH, DeadlinePassed, FourfoldError, Internal, StaleEpoch, WrongState
 from fourfold.weights.applier import VERIFIED_ARCHITECTURES
 from fourfold.weights.digest import combine_digest
 from fourfold.weights.sender import WeightSender
@@ -205,7 +205,8 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
     def refused(trainer: Trainer, says: str) -> None:
         with pytest.raises(FourfoldError, match=says) as caught:
             trainer.open(engine)
-        assert caught.value.code in ("FAILED_PRECONDITION", "INVALID_ARGUMENT")
+        assert caught.value.code == "FAILED_PRECONDITION"
+        assert caught.value.reason == MODEL_MISMATCH
         assert engine.generate() == llama
 
     wider = Trainer(tiny_model("llama", 1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fourfold.errors import DeadlinePassed, InvalidInput, StaleEpoch, WrongState
+from fourfold.errors import WEIGHTS_REFUSED, DeadlinePassed, InvalidInput, StaleEpoch, WrongState
 from fourfold.weights.applier import CopyRecorder, NamedTensors, ReloadApplier, Trace
 from fourfold.weights.digest import combine_digest, differing_tensors
 from fourfold.weights.receiver import WeightReceiver
@@ -202,8 +202,9 @@ def test_what_does_not_fit_changes_nothing_and_the_open_epoch_goes_on(pair: Pair
     wider = make_model(1, big=10)
     other = WeightSender(DenseSource(wider), rank=0, rank_count=1)
     offer = other.make_offer(2, "shm", 1, timeout=5)
-    with pytest.raises(WrongState, match=r"no place for big\.weight"):
+    with pytest.raises(WrongState, match=r"no place for big\.weight") as caught:
         pair.receiver.open(2, "shm", other.manifest().to_bytes(), [offer], 1, 0, 5)
+    assert caught.value.reason in WEIGHTS_REFUSED
     with pytest.raises(InvalidInput, match="0 offers"):
         pair.receiver.open(2, "shm", manifest, [], 1, 0, 5)
     with pytest.raises(InvalidInput, match="body"):
@@ -217,8 +218,9 @@ def test_what_does_not_fit_changes_nothing_and_the_open_epoch_goes_on(pair: Pair
 
 def test_a_model_that_needs_more_is_refused_and_names_what_is_missing(pair: Pair) -> None:
     pair.model.parameters["head.weight"] = torch.zeros(3, dtype=torch.bfloat16)
-    with pytest.raises(WrongState, match=r"does not send all of head\.weight \(0 of 3 elements\)"):
+    with pytest.raises(WrongState, match=r"does not send all of head\.weight \(0 of 3 elements\)") as caught:
         pair.open(1)
+    assert caught.value.reason in WEIGHTS_REFUSED, "the coordinator need not try again"
 
 
 def test_an_architecture_that_is_not_verified_is_refused_by_name(pair: Pair) -> None:

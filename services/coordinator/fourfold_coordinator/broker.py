@@ -2,21 +2,23 @@
 
 An engine is routed to only while it serves the current version and the broker vouches for it:
 because the broker filled it, or because nothing was published yet and its probe agrees with the
-trainer's. One that fails is fenced: not routed to until it was filled. How an update runs is in
-`weight_update.py`.
+trainer's. One that fails is fenced: not routed to until it was filled. One whose model can never
+take the weights is not tried again, and when there is no other the run ends. How an update runs
+is in `weight_update.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import FourfoldError
+from fourfold.errors import WEIGHTS_REFUSED, FourfoldError, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.wire import Int32Array
 
@@ -33,6 +35,10 @@ _TICK_SECONDS: Final = 0.25
 # An engine whose update failed is tried again after this long, twice as long each time.
 _FIRST_REST_SECONDS: Final = 0.5
 _MAX_REST_SECONDS: Final = 60.0
+
+
+class WeightsRefused(WrongState):
+    """Every engine that is there said that it can never take the trainer's weights; the run cannot go on."""
 
 
 class Broker:
@@ -68,6 +74,7 @@ class Broker:
 
         Raises:
             TrainerRestarted: the weights are lost.
+            WeightsRefused: no engine can ever take the weights.
             FourfoldError: the trainer cannot send.
         """
         async with self.lock:
@@ -80,6 +87,7 @@ class Broker:
 
         Raises:
             TrainerRestarted: the weights are lost.
+            WeightsRefused: no engine can ever take the weights.
             FourfoldError: the trainer cannot send.
         """
         self._note(version, step)
@@ -94,6 +102,8 @@ class Broker:
             async with self.lock:
                 try:
                     await self._fill(self._unsettled())
+                except WeightsRefused:
+                    raise  # the run's end: no later try can do better
                 except FourfoldError as error:  # the trainer's trouble: the loop meets it with its next call
                     log.warning("engines wait for weights: %s", error)
                     await self._router.clock.sleep(1.0)
@@ -186,7 +196,19 @@ class Broker:
         return Update(probe_diffs=tuple((mean, largest) for mean, largest, _ in probes.values()))
 
     def _fence(self, replica: Replica, error: FourfoldError) -> None:
-        """Route nothing to an engine until it was filled."""
+        """Route nothing to an engine until it was filled.
+
+        Raises:
+            WeightsRefused: it can never be, and no other engine is left to try.
+        """
+        if error.reason in WEIGHTS_REFUSED:
+            self._failures[replica.key] = (1, math.inf)
+            self._router.hinder(replica, f"it can never take the trainer's weights: {error}")
+            engines = [r for r in self._router.replicas(Role.ROLE_ROLLOUT) if r.vocabulary_size]
+            if all(self._failures.get(engine.key, (0, 0.0))[1] == math.inf for engine in engines):
+                raise WeightsRefused(f"no engine can take the trainer's weights: {error}", reason=error.reason)
+            log.error("%s is left out for good: %s", replica.member.member_id, error)
+            return
         count = self._failures.get(replica.key, (0, 0.0))[0] + 1
         rest = min(_FIRST_REST_SECONDS * 2.0 ** (count - 1), _MAX_REST_SECONDS)
         self._failures[replica.key] = (count, self._router.clock.monotonic() + rest)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from fourfold.config import Config
-from fourfold.errors import FourfoldError, Internal, StaleEpoch, WrongState
+from fourfold.errors import NO_BACKEND, FourfoldError, Internal, StaleEpoch, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.wire import Float32Array
@@ -280,7 +280,8 @@ def choose_backend(wanted: str, trainer: weight.GetManifestResponse, engines: Se
     lacking = {
         engine.key: WrongState(
             f"{engine.replica.member.peer} cannot receive weights by {backend!r}, only by "
-            f"{', '.join(engine.about.backends)}; set weights.backend"
+            f"{', '.join(engine.about.backends)}; set weights.backend",
+            reason=NO_BACKEND,
         )
         for engine in engines
         if backend not in engine.about.backends

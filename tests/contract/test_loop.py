@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -173,6 +174,32 @@ async def test_a_score_that_is_missing_is_no_zero(make_stage: Callable[..., Stag
     metrics = stage.lines("metrics.jsonl")[0]
     assert (metrics["score/abstain_count"], metrics["samples/dropped"]) == (3, 6)
     assert "3 NO_IDEA" in metrics["diagnosis"]
+
+
+async def test_a_sample_that_hangs_the_reward_function_is_dropped_after_one_more_try(
+    make_stage: Callable[..., Stage],
+) -> None:
+    """One answer of each group times out for good; another finds the service busy more often than that."""
+    stage = make_stage(steps=2, retry={"infrastructure": 3, "data": 1})
+    tries = Counter[str]()
+
+    def outcome(item: reward.ScoreItem) -> reward.SampleScore | None:
+        name = item.experience.sample_id
+        tries[name] += 1
+        if not name.startswith("eval") and name.endswith("-1"):
+            return reward.SampleScore(error=reward.SampleError(code=4, reason="TIMEOUT", message="10 s"))
+        if not name.startswith("eval") and name.endswith("-2") and tries[name] <= 3:
+            return reward.SampleScore(error=reward.SampleError(code=14, reason="WORKER_DIED", message="killed"))
+        return None
+
+    stage.reward.outcome = outcome
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.report()["dropped"] == {"TIMEOUT": 6}
+    assert [len(ids) for ids in stage.trainer.batches.values()] == [9, 9]
+    assert {n for name, n in tries.items() if name.endswith("-1") and not name.startswith("eval")} == {2}
+    assert {n for name, n in tries.items() if name.endswith("-2") and not name.startswith("eval")} == {4}
 
 
 async def test_a_lost_group_is_replaced_by_the_next_prompt(make_stage: Callable[..., Stage]) -> None:

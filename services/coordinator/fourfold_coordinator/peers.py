@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -26,8 +26,9 @@ from .samples import Trajectory, build_sample, check_completions, sampling_param
 
 # Time for transport and queues on top of what scoring itself may take.
 _SLACK_SECONDS: Final = 30.0
-# Of a per-sample error: the service's trouble, not the sample's.
-_MAY_HELP: Final = (code_pb2.UNAVAILABLE, code_pb2.DEADLINE_EXCEEDED)
+# Of a per-sample error: the service's trouble, not the sample's. A time-out is the sample's: a function that hangs on
+# it hangs again, and another try costs the whole time once more.
+_SERVICE_TROUBLE: Final = (code_pb2.UNAVAILABLE,)
 
 
 class Decoder(Protocol):
@@ -134,13 +135,8 @@ class Peers:
         while pending:
             answers = await self._score_once(pending, budget)
             outcomes |= answers
-            errors = {name: outcome.error for name, outcome in answers.items() if outcome.error is not None}
-            pending = [t for t in pending if t.sample.sample_id in errors]
-            if pending:
-                try:
-                    budget.lose(errors[pending[0].sample.sample_id])
-                except GivenUp:
-                    break
+            again = _worth_a_try({name: o.error for name, o in answers.items() if o.error is not None}, budget)
+            pending = [t for t in pending if t.sample.sample_id in again]
         return [outcomes[t.sample.sample_id] for t in trajectories]
 
     async def _score_once(self, trajectories: Sequence[Trajectory], budget: Budget) -> Mapping[str, Outcome]:
@@ -171,6 +167,18 @@ class Peers:
         return [t.referenced(row) for t, row in zip(trajectories, rows, strict=True)]
 
 
+def _worth_a_try(errors: Mapping[str, FourfoldError], budget: Budget) -> set[str]:
+    """Take one try off the budget for each kind of error; return the samples whose kind had one left."""
+    again: set[str] = set()
+    for data in (False, True):
+        kind = {name: error for name, error in errors.items() if isinstance(error, InvalidInput) is data}
+        if kind:
+            with suppress(GivenUp):
+                budget.lose(next(iter(kind.values())))
+                again |= kind.keys()
+    return again
+
+
 def _score_item(trajectory: Trajectory, *, with_tokens: bool) -> reward.ScoreItem:
     prompt, sample = trajectory.prompt, trajectory.sample
     ids_alone = Experience(sample_id=sample.sample_id, group_id=sample.group_id)
@@ -192,5 +200,5 @@ def _outcome(score: reward.SampleScore, scorer: str) -> Outcome:
             return Outcome(reason=score.abstain_reason or "ABSTAINED", abstained=True)
     reason = score.error.reason or "SCORE_ERROR"
     text = f"sample {score.sample_id}: {reason}: {score.error.message}"
-    kind = Unavailable if score.error.code in _MAY_HELP else InvalidInput
+    kind = Unavailable if score.error.code in _SERVICE_TROUBLE else InvalidInput
     return Outcome(reason=reason, error=kind(text, reason=reason))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fourfold_coordinator.serve import ADDRESS_FILE
+from fourfold_coordinator.serve import ADDRESS_FILE, main
+from fourfold_coordinator.summary import is_finished
 from tests.fakes.stage import Stage, check_books, fresh_processes, until
 from tests.fakes.toy import write_data
 from tests.fakes.toy_trainer import FakeTrainer
@@ -156,6 +157,28 @@ async def test_a_finished_run_that_is_started_again_only_writes_its_report(make_
     assert await stage.finish() == 0
     check_books(stage)
     assert stage.trainer.batches == trained
+
+
+async def test_a_finished_run_waits_for_nobody_unless_its_steps_were_raised(
+    make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = make_stage(steps=2)
+    await stage.start()
+    assert await stage.finish() == 0
+    for member in stage.members:
+        await member.kill()
+    async with asyncio.timeout(5):
+        assert await asyncio.to_thread(main, stage.options()) == 0
+    said = capsys.readouterr().out
+    assert f"{stage.folder} is finished already: its report is {stage.folder / 'report.json'}." in said
+
+    stage.config = stage.config.model_copy(update={"steps": 4})
+    await fresh_processes(stage)
+    assert not is_finished(stage.folder, stage.config)
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.trainer.loaded == [2] and stage.report()["steps"] == 4
 
 
 async def test_a_run_does_not_go_on_with_other_data(

@@ -45,20 +45,23 @@ class Stage:
     async def start(self, *, start_seconds: float = 5.0, join: bool = True) -> None:
         """Start a coordinator in this folder, and let the services register."""
         (self.folder / ADDRESS_FILE).unlink(missing_ok=True)
-        options = ServeOptions(
-            role="coordinator",
-            recipe=self.folder / "config.toml",
-            config=self.config,
-            member_id="coordinator",
-            run_dir=self.folder,
-        )
-        coordinator = Coordinator(options, self.folder, start_seconds=start_seconds)
+        coordinator = Coordinator(self.options(), self.folder, start_seconds=start_seconds)
         self.run = asyncio.create_task(coordinator.run())
         await until(lambda: (self.folder / ADDRESS_FILE).exists() or self.ended)
         self.address = (self.folder / ADDRESS_FILE).read_text().strip()
         if join:
             for member in self.members:
                 await member.join(self.address)
+
+    def options(self) -> ServeOptions:
+        """What a coordinator in this folder is started with."""
+        return ServeOptions(
+            role="coordinator",
+            recipe=self.folder / "config.toml",
+            config=self.config,
+            member_id="coordinator",
+            run_dir=self.folder,
+        )
 
     @property
     def ended(self) -> bool:

@@ -53,6 +53,11 @@ def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[.
     again = stage.start("--resume", "runs/toy")
     output, _ = again.communicate(timeout=20)
     assert again.returncode == 0 and "runs/toy is finished already." in output
+    recipe = stage.run_dir / "config.toml"
+    recipe.write_text(recipe.read_text().replace("steps = 6", "steps = 7"))
+    longer = stage.start("--resume", "runs/toy")
+    output, errors = longer.communicate(timeout=40)
+    assert longer.returncode == 0 and "toy is done: 7 steps" in output, errors
 
 
 def test_interrupt_ends_everything_soon_and_resume_goes_on(make_stage: Callable[..., Stage]) -> None:

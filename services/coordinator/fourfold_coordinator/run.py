@@ -30,7 +30,7 @@ from .dashboard import Dashboard
 from .fleet import Ending, Fleet, Launcher, launched, serve_arguments, started_by_hand
 from .follow import follow
 from .local_launcher import LocalLauncher, assign_gpus, shared_gpus, visible_gpus
-from .summary import report_lines
+from .summary import is_finished, report_lines
 
 _TICK_SECONDS: Final = 0.1
 _DRAWINGS_PER_SECOND: Final = 2
@@ -66,8 +66,8 @@ def main(args: argparse.Namespace) -> int:
             models.check(config.model.source)  # a missing model is found before a folder is made
             run_dir, config = make_run_dir(config, args.name or config.name)
         with _locked(run_dir):
-            if args.resume is not None and (run_dir / "report.json").exists():
-                print(f"{run_dir} is finished already.")
+            if args.resume is not None and is_finished(run_dir, config):
+                print(f"{run_dir} is finished already. To go on with it, raise steps in {run_dir / 'config.toml'}.")
                 return _print_report(run_dir)
             models.resolve(config.model.source)
             launcher = _launcher(args, config, run_dir)

@@ -3,7 +3,7 @@
     listen -> tokenizer -> coordinator.address, so that the services can register
            -> prompts (seconds, while the services load their models) -> the loop -> exit code
 
-Exit code 0 when the report is written, 1 when the run failed; the reason is then the last line
+Exit code 0 when the report is written, or was before; 1 when the run failed; the reason is then the last line
 on stderr, and in the last state that `WatchRun` sends.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import sys
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,7 @@ from .prompts import Prompts, load_prompts
 from .registry import Registry
 from .routing import Router
 from .run_service import RunBoard, RunServicer
+from .summary import is_finished
 from .trainer_session import TrainerSession
 
 log = logging.getLogger("fourfold.coordinator")
@@ -55,10 +57,16 @@ _TICK_SECONDS: Final = 0.25
 
 
 def main(options: ServeOptions) -> int:
-    """Run the coordinator; return the exit code."""
+    """Run the coordinator; return the exit code. A run that is finished waits for nobody."""
     folder = options.run_dir or Path("runs") / options.config.name
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
+        if is_finished(folder, options.config):
+            sys.stdout.write(
+                f"{folder} is finished already: its report is {folder / 'report.json'}. Raise steps to go on with it, "
+                f"or give --run-dir for another run.\n"
+            )
+            return 0
         if not (folder / _CONFIG_FILE).exists():  # started by hand, not by the launcher
             write_atomically(folder / _CONFIG_FILE, dump(options.config))
         return asyncio.run(Coordinator(options, folder).run())

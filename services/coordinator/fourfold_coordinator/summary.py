@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from fourfold.config import Config
 from fourfold.errors import ConfigError
 
 from .dashboard import clock
@@ -16,6 +17,15 @@ _SPECIAL: Final = re.compile(r"<\|[^|<>]*\|>|</?s>|<[a-z_]+_of_turn>")
 _ROLES: Final = frozenset({"", "assistant", "model", "user", "system"})
 _QUESTION: Final = 44
 _ANSWER: Final = 24
+
+
+def is_finished(run_dir: Path, config: Config) -> bool:
+    """Whether the run in `run_dir` has done all steps of `config` and its report is there: nothing is left to do."""
+    try:
+        done = json.loads((run_dir / "report.json").read_text(encoding="utf-8"))["steps"]
+    except (OSError, ValueError, KeyError, TypeError):  # none, or one that must be written again
+        return False
+    return isinstance(done, int) and done >= config.steps
 
 
 def report_lines(run_dir: Path) -> list[str]:

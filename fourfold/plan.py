@@ -169,7 +169,7 @@ def _reward(config: Config) -> str:
 
 def _reference(config: Config) -> str:
     if not config.needs_reference:
-        return "none, because algorithm.kl_coef is 0."
+        return "none, because algorithm.kl.coef is 0."
     device = "GPU" if config.reference.device == "cuda" else "CPU"
     return f"{_services(config.reference.replicas)} on {device}, with the weights of {config.model.source}, frozen."
 

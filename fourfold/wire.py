@@ -14,7 +14,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,6 +59,8 @@ class Sample:
     score: float | None = None
     scorer: str = ""
     reference_logprobs: Float32Array = field(default_factory=lambda: EMPTY_FLOATS)  # [n] or [0]
+    token_rewards: Float32Array = field(default_factory=lambda: EMPTY_FLOATS)  # [n] or [0]
+    baseline_score: float | None = None
 
     @property
     def oldest_version(self) -> int:
@@ -81,6 +83,7 @@ def encode(sample: Sample) -> pb.Experience:
         end_reason=pb.END_REASON_TRUNCATED if sample.truncated else pb.END_REASON_TERMINATED,
         scorer=sample.scorer,
         reference_logprobs=_little_endian(sample.reference_logprobs, "<f4"),
+        token_rewards=_little_endian(sample.token_rewards, "<f4"),
     )
     if sample.loss_mask is not sample.action_mask and not np.array_equal(sample.loss_mask, sample.action_mask):
         message.loss_mask = sample.loss_mask.tobytes()
@@ -90,6 +93,8 @@ def encode(sample: Sample) -> pb.Experience:
         message.top_k = sample.top_k
     if sample.score is not None:
         message.score = sample.score
+    if sample.baseline_score is not None:
+        message.baseline_score = sample.baseline_score
     return message
 
 
@@ -122,14 +127,18 @@ def decode(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> 
     _check_spans(spans, action_bytes, who)
     if message.end_reason not in (pb.END_REASON_TERMINATED, pb.END_REASON_TRUNCATED):
         raise InvalidInput(f"sample {who}: end_reason is {message.end_reason}; it must be TERMINATED or TRUNCATED")
-    score = message.score if message.HasField("score") else None
-    if score is not None and not math.isfinite(score):
-        raise InvalidInput(f"sample {who}: score is {score}; it must be finite")
+    score = _score(message, "score")
+    baseline_score = _score(message, "baseline_score")
     reference = EMPTY_FLOATS
     if message.reference_logprobs:
         reference = floats(message.reference_logprobs, n, who, "reference_logprobs")
         if not np.isfinite(reference[1:]).all():
             raise InvalidInput(f"sample {who}: reference_logprobs must be finite after the first token")
+    token_rewards = EMPTY_FLOATS
+    if message.token_rewards:
+        token_rewards = floats(message.token_rewards, n, who, "token_rewards")
+        if not np.isfinite(token_rewards).all() or token_rewards[~action_mask].any():
+            raise InvalidInput(f"sample {who}: token_rewards must be finite, and 0 where action_mask is 0")
     return Sample(
         sample_id=who,
         group_id=message.group_id,
@@ -145,7 +154,19 @@ def decode(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> 
         score=score,
         scorer=message.scorer,
         reference_logprobs=reference,
+        token_rewards=token_rewards,
+        baseline_score=baseline_score,
     )
+
+
+def _score(message: pb.Experience, field: Literal["score", "baseline_score"]) -> float | None:
+    """Return a score, or None when it is absent."""
+    if not message.HasField(field):
+        return None
+    value: float = getattr(message, field)
+    if not math.isfinite(value):
+        raise InvalidInput(f"sample {message.sample_id}: {field} is {value}; it must be finite")
+    return value
 
 
 def decode_token_ids(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> Int32Array:

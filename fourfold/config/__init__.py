@@ -1,12 +1,20 @@
 """The one configuration of a run. A recipe is a TOML file: `load` reads and checks it, `dump` writes it back."""
 
+from fourfold.config.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    FilterConfig,
+    KlConfig,
+    ShapingConfig,
+)
 from fourfold.config.dump import dump
 from fourfold.config.load import load
+from fourfold.config.presets import PRESETS
 from fourfold.config.schema import (
-    AlgorithmConfig,
     BatchConfig,
     CheckpointConfig,
     Config,
+    CriticConfig,
     DataConfig,
     DataSourceConfig,
     EvaluationConfig,
@@ -23,14 +31,19 @@ from fourfold.config.schema import (
 )
 
 __all__ = [
+    "PRESETS",
     "AlgorithmConfig",
     "BatchConfig",
     "CheckpointConfig",
     "Config",
+    "CorrectionConfig",
+    "CriticConfig",
     "DataConfig",
     "DataSourceConfig",
     "EvaluationConfig",
+    "FilterConfig",
     "HoldoutConfig",
+    "KlConfig",
     "ModelConfig",
     "ReferenceConfig",
     "RetryConfig",
@@ -38,6 +51,7 @@ __all__ = [
     "RolloutConfig",
     "SamplingConfig",
     "SecurityConfig",
+    "ShapingConfig",
     "TrainerConfig",
     "WeightsConfig",
     "dump",

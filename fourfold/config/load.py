@@ -10,7 +10,8 @@ from typing import Any
 
 import pydantic
 
-from fourfold.config.schema import Config, Table
+from fourfold.config.schema import Config
+from fourfold.config.table import Table
 from fourfold.errors import ConfigError
 
 

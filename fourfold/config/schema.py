@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from fourfold.config.algorithm import AlgorithmConfig
+from fourfold.config.table import Table
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
-
-
-class Table(BaseModel):
-    """A table of the recipe: unknown keys are errors, values never change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelConfig(Table):
@@ -38,7 +35,7 @@ class DataSourceConfig(Table):
     """JSONL or Parquet file, or a Hugging Face dataset folder (`save_to_disk`)."""
     reasoning_gym: str = ""
     """Name of a reasoning-gym task."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
     """Options of the reasoning-gym task."""
     size: int = Field(default=0, ge=0)
     """Rows to take; 0: all of a file. A generator needs a size."""
@@ -92,32 +89,28 @@ class DataConfig(Table):
 
 
 class BatchConfig(Table):
-    """The three batch knobs; everything else is derived and printed by `fourfold plan`."""
+    """The batch knobs; everything else is derived and printed by `fourfold plan`."""
 
     prompts_per_step: int = Field(ge=1)
     """Prompts, each sampled `group_size` times, that make one step."""
-    group_size: int = Field(ge=2, le=256)
-    """Samples of one prompt; advantages compare them."""
+    group_size: int = Field(ge=1, le=256)
+    """Samples of one prompt; most advantages compare them."""
     tokens_per_micro_batch: int = Field(default=4096, ge=16)
-    """Most padded tokens in one forward and backward pass of one rank."""
+    """Most tokens in one forward and backward pass of one rank."""
+    mini_batches_per_step: int = Field(default=1, ge=1)
+    """Optimizer steps on one pass over the batch, each on an equal part of its samples, drawn at random."""
+    epochs_per_step: int = Field(default=1, ge=1)
+    """Passes over the batch."""
 
     @property
     def samples_per_step(self) -> int:
         """prompts_per_step * group_size."""
         return self.prompts_per_step * self.group_size
 
-
-class AlgorithmConfig(Table):
-    """What the trainer minimises. Formulas: `services/trainer/fourfold_trainer/algorithm.py`."""
-
-    preset: Literal["grpo"] = "grpo"
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: float = Field(default=0.2, gt=0)
-    kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL loss to the reference policy; 0: no reference is started."""
-    advantage_epsilon: float = Field(default=1e-6, ge=0)
-    """Added to a group's standard deviation."""
+    @property
+    def updates_per_step(self) -> int:
+        """mini_batches_per_step * epochs_per_step: optimizer steps of one training step."""
+        return self.mini_batches_per_step * self.epochs_per_step
 
 
 class SamplingConfig(Table):
@@ -183,6 +176,22 @@ class TrainerConfig(Table):
     """Longest time one step, checkpoint or export may take."""
 
 
+class CriticConfig(Table):
+    """The critic, in the trainer's ranks; there is one when `algorithm.advantage` is `gae`."""
+
+    source: str = ""
+    """A folder as for `model.source`; a reward or value model keeps its head. Empty: the policy's, with a new head."""
+    learning_rate: float = Field(default=9e-6, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    value_clip: float = Field(default=0.5, ge=0)
+    """A value may move by this much in one step; 0: any."""
+    policy_starts_at_step: int = Field(default=1, ge=1)
+    """Before this step only the critic is trained."""
+
+
 class RewardConfig(Table):
     """The reward services."""
 
@@ -197,12 +206,12 @@ class RewardConfig(Table):
 
 
 class ReferenceConfig(Table):
-    """The reference services; started only when `algorithm.kl_coef` is above 0."""
+    """The reference services; started only when `algorithm.kl.coef` is above 0."""
 
     replicas: int = Field(default=1, ge=0)
     device: Literal["cpu", "cuda"] = "cpu"
     tokens_per_batch: int = Field(default=8192, ge=16)
-    """Most padded tokens in one forward pass."""
+    """Most tokens in one forward pass."""
 
 
 class WeightsConfig(Table):
@@ -274,6 +283,7 @@ class Config(Table):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig = RolloutConfig()
     trainer: TrainerConfig = TrainerConfig()
+    critic: CriticConfig = CriticConfig()
     reward: RewardConfig = RewardConfig()
     reference: ReferenceConfig = ReferenceConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -285,7 +295,7 @@ class Config(Table):
     @property
     def needs_reference(self) -> bool:
         """Whether the algorithm compares with the reference policy."""
-        return self.algorithm.kl_coef > 0
+        return self.algorithm.kl.coef > 0
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -304,10 +314,13 @@ class Config(Table):
                 f"reference.tokens_per_batch = {self.reference.tokens_per_batch} cannot hold one sample of "
                 f"model.max_context_tokens = {self.model.max_context_tokens}; raise the first or lower the second"
             )
-        if self.batch.samples_per_step < self.trainer.ranks:
+        batch = self.batch
+        self.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)
+        if batch.samples_per_step < self.trainer.ranks * batch.mini_batches_per_step:
             raise ValueError(
-                f"{self.batch.prompts_per_step} prompts x {self.batch.group_size} per group = "
-                f"{self.batch.samples_per_step} samples cannot feed {self.trainer.ranks} trainer ranks; "
-                f"raise batch.prompts_per_step to at least {-(-self.trainer.ranks // self.batch.group_size)}"
+                f"{batch.prompts_per_step} prompts x {batch.group_size} per group = {batch.samples_per_step} samples "
+                f"cannot feed {self.trainer.ranks} trainer ranks in {batch.mini_batches_per_step} mini-batches; raise "
+                f"batch.prompts_per_step to at least "
+                f"{-(-self.trainer.ranks * batch.mini_batches_per_step // batch.group_size)}"
             )
         return self

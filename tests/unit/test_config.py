@@ -59,7 +59,7 @@ def test_a_minimal_recipe_gets_defaults(tmp_path: Path) -> None:
     assert settings.trainer.zero_stage == 3
     assert settings.security.directory == ""
     assert not settings.needs_reference
-    assert config.load(write(tmp_path, RECIPE + "[algorithm]\nkl_coef = 0.1\n")).needs_reference
+    assert config.load(write(tmp_path, RECIPE + "[algorithm]\nkl.coef = 0.1\n")).needs_reference
 
 
 def test_values_never_change(tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ def test_values_never_change(tmp_path: Path) -> None:
         ("steps = 3", "", "DIR/recipe.toml:1  steps: missing; it has no default. Add it."),
         ("group_size = 4", "groupsize = 4", ":13  batch.groupsize: no such key. Did you mean `group_size`?"),
         ("group_size = 4", "learning_rate = 1", ":13  batch.learning_rate: no such key. Did you mean `trainer.learn"),
-        ("group_size = 4", "zzz = 1", ":13  batch.zzz: no such key. Known here: group_size, prompts_per_step, tokens"),
-        ("group_size = 4", "group_size = 1", ":13  batch.group_size = 1: input should be greater than or equal to 2"),
+        ("group_size = 4", "zzz = 1", ":13  batch.zzz: no such key. Known here: epochs_per_step, group_size, mini_ba"),
+        ("group_size = 4", "group_size = 0", ":13  batch.group_size = 0: input should be greater than or equal to 1"),
         ("group_size = 4", 'group_size = "4x"', ":13  batch.group_size = '4x': input should be a valid integer"),
         ("[batch]", "[bach]", ":11  bach: no such key. Did you mean `batch`?"),
         ('name = "tiny"', 'name = "a b"', ":1  name = 'a b': string should match pattern"),
@@ -91,7 +91,11 @@ def test_values_never_change(tmp_path: Path) -> None:
             "group_size = 4\ntokens_per_micro_batch = 32",
             "cannot hold one sample of model.max_context",
         ),
-        ("[batch]", "[trainer]\nranks = 9\n[batch]", "= 8 samples cannot feed 9 trainer ranks; raise batch.prompts"),
+        (
+            "[batch]",
+            "[trainer]\nranks = 9\n[batch]",
+            "= 8 samples cannot feed 9 trainer ranks in 1 mini-batches; raise batch.prompts",
+        ),
         ("steps = 3", "steps = 3 4", "DIR/recipe.toml: not valid TOML: "),
         ("steps = 3", "steps = true", ":2  steps = True"),
         ("steps = 3", "steps = 2.5", ":2  steps = 2.5"),
@@ -107,8 +111,25 @@ def test_values_never_change(tmp_path: Path) -> None:
             "[weights]\ntimeout_seconds = nan\n[sampling]",
             "weights.timeout_seconds = nan: input should be",
         ),
-        ("[sampling]", "[algorithm]\nkl_coef = inf\n[sampling]", "algorithm.kl_coef = inf: input should be"),
+        ("[sampling]", "[algorithm.kl]\ncoef = inf\n[sampling]", "algorithm.kl.coef = inf: input should be"),
         ("[sampling]", "[trainer]\nlearning_rate = nan\n[sampling]", "trainer.learning_rate = nan: input should be"),
+        ("[sampling]", '[algorithm]\npreset = "grop"\n[sampling]', ":15  algorithm: preset 'grop' is unknown; choose"),
+        (
+            "[sampling]",
+            '[algorithm.kl]\ncoef = 0.1\nestimator = "k1"\n[sampling]',
+            ":15  algorithm.kl: estimator k1 has no gradient",
+        ),
+        ("[sampling]", "[algorithm.kl]\ntarget = 0.1\n[sampling]", "algorithm.kl: a target needs a coef above 0"),
+        ("[sampling]", "[algorithm]\nclip_hihg = 0.1\n[sampling]", ":16  algorithm.clip_hihg: no such key. Did you"),
+        ("[sampling]", "[algorithm.correction]\nlow = 3\n[sampling]", "algorithm.correction: low = 3"),
+        ("[sampling]", "[algorithm]\ndual_clip = 0.5\n[sampling]", "dual_clip = 0.5 must be above 1, or 0 for none"),
+        ("[sampling]", "[algorithm]\ngamma = 0.9\n[sampling]", "gamma = 0.9 has no meaning for advantage = `grpo`"),
+        ("group_size = 4", "group_size = 1", "`grpo` compares the samples of a prompt; raise it to at least 2"),
+        (
+            "[sampling]",
+            "[algorithm.kl]\ncoef = 0.1\ntarget = 0.1\nhorizon = 1\n[sampling]",
+            "algorithm.kl.horizon = 1 is too short for 8 samples a step",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_line_rule_and_fix(tmp_path: Path, change: str, to: str, message: str) -> None:
@@ -117,7 +138,7 @@ def test_a_mistake_is_named_with_line_rule_and_fix(tmp_path: Path, change: str, 
 
 
 def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
-    text = RECIPE.replace("steps = 3", "steps = 0").replace("group_size = 4", "group_size = 1")
+    text = RECIPE.replace("steps = 3", "steps = 0").replace("group_size = 4", "group_size = 0")
     assert len(refused(tmp_path, text).splitlines()) == 2
 
 
@@ -162,3 +183,20 @@ def test_what_dump_writes_load_reads(
     path = tmp_path_factory.getbasetemp() / "dumped.toml"
     path.write_text(config.dump(settings), encoding="utf-8")
     assert config.load(path) == settings
+
+
+@pytest.mark.parametrize("name", config.PRESETS)
+def test_a_preset_gives_every_key_its_value_and_the_recipe_may_change_one(tmp_path: Path, name: str) -> None:
+    plain = config.load(write(tmp_path, f'{RECIPE}[algorithm]\npreset = "{name}"\n')).algorithm
+    for key, value in config.PRESETS[name].items():
+        found = getattr(plain, key)
+        assert (found.model_dump(include=set(value)) if isinstance(value, dict) else found) == value
+    text = f'{RECIPE}[algorithm]\npreset = "{name}"\n[algorithm.kl]\ncoef = 0.5\n'
+    changed = config.load(write(tmp_path, text)).algorithm
+    assert changed.kl.coef == 0.5
+    assert changed.model_dump(exclude={"kl": {"coef"}}) == plain.model_dump(exclude={"kl": {"coef"}})
+
+
+def test_a_group_of_one_is_for_estimators_that_compare_nothing(tmp_path: Path) -> None:
+    text = RECIPE.replace("group_size = 4", "group_size = 1") + '[algorithm]\npreset = "ppo"\n'
+    assert config.load(write(tmp_path, text)).algorithm.needs_critic

@@ -62,6 +62,8 @@ def samples(draw: st.DrawFn) -> Sample:
         score=draw(st.none() | st.floats(-1000, 1000, width=32)),
         scorer=draw(st.sampled_from(["", "exact@1"])),
         reference_logprobs=draw(st.sampled_from([reference, wire.EMPTY_FLOATS])),
+        token_rewards=draw(st.sampled_from([sample.action_mask.astype(np.float32), wire.EMPTY_FLOATS])),
+        baseline_score=draw(st.none() | st.floats(-1000, 1000, width=32)),
     )
 
 
@@ -69,7 +71,7 @@ def samples(draw: st.DrawFn) -> Sample:
 @given(samples())
 def test_a_sample_comes_back_bit_by_bit(sample: Sample) -> None:
     back = read(pb.Experience.FromString(encode(sample).SerializeToString()))
-    for name in ("token_ids", "behavior_logprobs", "action_mask", "loss_mask", "reference_logprobs"):
+    for name in ("token_ids", "behavior_logprobs", "action_mask", "loss_mask", "reference_logprobs", "token_rewards"):
         before, after = getattr(sample, name), getattr(back, name)
         assert before.dtype == after.dtype and before.tobytes() == after.tobytes(), name
     for name in (
@@ -82,6 +84,7 @@ def test_a_sample_comes_back_bit_by_bit(sample: Sample) -> None:
         "truncated",
         "score",
         "scorer",
+        "baseline_score",
     ):
         assert getattr(sample, name) == getattr(back, name), name
     assert back.oldest_version == 7
@@ -159,6 +162,10 @@ BAD: list[tuple[str, Callable[[pb.Experience], object], str]] = [
         lambda m: setattr(m, "reference_logprobs", floats(NAN, -1, -1, -1, -1, NAN, -1, -1)),
         "finite after the first token",
     ),
+    ("baseline", lambda m: setattr(m, "baseline_score", NAN), "baseline_score is nan; it must be finite"),
+    ("rewards length", lambda m: setattr(m, "token_rewards", b"\0" * 4), "token_rewards has 4 bytes"),
+    ("prompt reward", lambda m: setattr(m, "token_rewards", floats(1, *[0] * 7)), "0 where action_mask is 0"),
+    ("reward nan", lambda m: setattr(m, "token_rewards", floats(*[0] * 7, NAN)), "token_rewards must be finite"),
 ]
 
 

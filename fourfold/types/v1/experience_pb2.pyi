@@ -67,6 +67,8 @@ class Experience(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     SCORER_FIELD_NUMBER: _builtins.int
     REFERENCE_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOKEN_REWARDS_FIELD_NUMBER: _builtins.int
+    BASELINE_SCORE_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
     """1 to 128 characters of [A-Za-z0-9_-], unique in a run; the deduplication key."""
     group_id: _builtins.str
@@ -108,6 +110,14 @@ class Experience(_message.Message):
     temperature: n little-endian float32, NaN for the first token. Empty when the
     algorithm needs none.
     """
+    token_rewards: _builtins.bytes
+    """Rewards of single tokens or turns, beside the score: n little-endian float32, finite, 0
+    where action_mask is 0; that of a turn stands at the last token of the turn. Empty: none.
+    """
+    baseline_score: _builtins.float
+    """Score of a greedy completion of the same prompt, which itself is not trained on. Needed
+    by ReMax alone.
+    """
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
         """Policy versions of the tokens as consecutive spans; their token_count adds up to n."""
@@ -129,17 +139,23 @@ class Experience(_message.Message):
         score: _builtins.float | None = ...,
         scorer: _builtins.str = ...,
         reference_logprobs: _builtins.bytes = ...,
+        token_rewards: _builtins.bytes = ...,
+        baseline_score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_top_k", b"_top_k", "_top_p", b"_top_p", "score", b"score", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline_score", b"_baseline_score", "_score", b"_score", "_top_k", b"_top_k", "_top_p", b"_top_p", "baseline_score", b"baseline_score", "score", b"score", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "_top_k", b"_top_k", "_top_p", b"_top_p", "action_mask", b"action_mask", "behavior_logprobs", b"behavior_logprobs", "end_reason", b"end_reason", "group_id", b"group_id", "loss_mask", b"loss_mask", "reference_logprobs", b"reference_logprobs", "sample_id", b"sample_id", "score", b"score", "scorer", b"scorer", "temperature", b"temperature", "token_ids", b"token_ids", "top_k", b"top_k", "top_p", b"top_p", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline_score", b"_baseline_score", "_score", b"_score", "_top_k", b"_top_k", "_top_p", b"_top_p", "action_mask", b"action_mask", "baseline_score", b"baseline_score", "behavior_logprobs", b"behavior_logprobs", "end_reason", b"end_reason", "group_id", b"group_id", "loss_mask", b"loss_mask", "reference_logprobs", b"reference_logprobs", "sample_id", b"sample_id", "score", b"score", "scorer", b"scorer", "temperature", b"temperature", "token_ids", b"token_ids", "token_rewards", b"token_rewards", "top_k", b"top_k", "top_p", b"top_p", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__baseline_score: _TypeAlias = _typing.Literal["baseline_score"]  # noqa: Y015
+    _WhichOneofArgType__baseline_score: _TypeAlias = _typing.Literal["_baseline_score", b"_baseline_score"]  # noqa: Y015
     _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
     _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
     _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
     _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
     _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
     _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__baseline_score) -> _WhichOneofReturnType__baseline_score | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
     @_typing.overload

@@ -1,0 +1,76 @@
+"""Algorithms by name: the values that a preset gives to the keys of [algorithm]. What it leaves out keeps its default.
+
+`openrlhf-*` compute what OpenRLHF computes with its defaults, term by term; the others follow the paper,
+or where it is silent what has become usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+_OPENRLHF: Final[Mapping[str, Any]] = {
+    "hole_mode": "decay",
+    "advantage_epsilon": 1e-9,
+    "kl": {"coef": 0.01, "placement": "reward", "estimator": "k1"},
+    "shaping": {"clip": 10.0},
+}
+
+PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
+    # arXiv 1707.06347 with a critic, as InstructGPT (2203.02155) uses it.
+    "ppo": {
+        "advantage": "gae",
+        "whiten": "full",
+        "kl": {"coef": 0.01, "placement": "reward", "estimator": "k1"},
+        "shaping": {"clip": 10.0},
+    },
+    # arXiv 2501.03262.
+    "reinforce++": {
+        "advantage": "reinforce",
+        "whiten": "full",
+        "kl": {"coef": 0.01, "placement": "reward", "estimator": "k1"},
+        "shaping": {"clip": 10.0},
+    },
+    "reinforce++-baseline": {
+        "advantage": "reinforce-baseline",
+        "whiten": "full",
+        "kl": {"coef": 1e-5, "placement": "loss", "estimator": "k2"},
+        "correction": {"kind": "icepop", "low": 0.5, "high": 5.0},
+        "filter": {"keep": "varied"},
+    },
+    # arXiv 2402.14740.
+    "rloo": {
+        "advantage": "rloo",
+        "aggregation": "sequence-sum",
+        "kl": {"coef": 0.03, "placement": "reward", "estimator": "k1"},
+    },
+    # arXiv 2402.03300 with DAPO's token mean and without its KL term: what most people mean by GRPO today.
+    "grpo": {},
+    "grpo-paper": {
+        "aggregation": "sequence-mean",
+        "kl": {"coef": 0.04, "placement": "loss", "estimator": "k3"},
+    },
+    # arXiv 2503.20783.
+    "dr-grpo": {"advantage": "dr-grpo", "aggregation": "constant-length"},
+    # arXiv 2503.14476.
+    "dapo": {
+        "clip_high": 0.28,
+        "shaping": {"overlong_buffer": 0.2},
+        "filter": {"keep": "varied"},
+    },
+    # arXiv 2507.18071.
+    "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence-mean"},
+    # arXiv 2506.13585; the bound of the ratio and the correction as in ScaleRL, 2510.13786.
+    "cispo": {"loss": "cispo", "ratio_max": 5.0, "correction": {"kind": "tis", "high": 2.0}},
+    # arXiv 2511.20347.
+    "sapo": {"loss": "sapo", "aggregation": "sequence-mean"},
+    # arXiv 2505.24298.
+    "decoupled": {"clip_high": 0.28, "correction": {"kind": "tis", "high": 2.0}},
+    "openrlhf-ppo": {**_OPENRLHF, "advantage": "gae", "whiten": "full"},
+    "openrlhf-reinforce++": {**_OPENRLHF, "advantage": "reinforce", "whiten": "full"},
+    "openrlhf-reinforce++-baseline": {**_OPENRLHF, "advantage": "reinforce-baseline", "whiten": "full"},
+    "openrlhf-rloo": {**_OPENRLHF, "advantage": "rloo"},
+    "openrlhf-grpo": {**_OPENRLHF},
+    "openrlhf-dr-grpo": {**_OPENRLHF, "advantage": "dr-grpo"},
+    "openrlhf-gspo": {**_OPENRLHF, "loss": "gspo", "gspo_form": "sequence", "aggregation": "sequence-mean"},
+}

@@ -47,7 +47,7 @@ async def test_a_run_goes_to_its_end_and_leaves_everything_behind(make_stage: Ca
 
 
 async def test_the_reference_is_asked_when_the_algorithm_needs_it(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=1, algorithm={"kl_coef": 0.1})
+    stage = make_stage(steps=1, algorithm={"kl": {"coef": 0.1}})
     stage.others.append(FakeReference("reference-0", stage.config))
     seen: list[bool] = []
     stage.trainer.on_batch = lambda samples: seen.extend(len(s.reference_logprobs) > 0 for s in samples)

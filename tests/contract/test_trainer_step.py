@@ -113,7 +113,7 @@ async def test_a_sample_longer_than_the_context_is_refused(trainer: Trainer) -> 
 
 
 async def test_missing_reference_logprobs_are_refused_when_the_loss_needs_them(start_trainer: Start) -> None:
-    trainer = await start_trainer(algorithm={"kl_coef": 0.1})
+    trainer = await start_trainer(algorithm={"kl": {"coef": 0.1}})
     with pytest.raises(InvalidInput, match="sample g-0 has no reference_logprobs"):
         await trainer.train(1, USEFUL)
     answer = await trainer.train(1, group_of([1, 1], reference=True))  # no advantage, but a KL loss

@@ -25,7 +25,7 @@ model = {{ source = "{folder}", max_context_tokens = 64 }}
 data = {{ train = {{ path = "none.jsonl" }} }}
 sampling = {{ max_new_tokens = 4 }}
 batch = {{ prompts_per_step = 1, group_size = 2 }}
-algorithm = {{ kl_coef = 0.1 }}
+algorithm = {{ kl = {{ coef = 0.1 }} }}
 """
 MAIN = """
 import sys

@@ -89,4 +89,4 @@ def test_rollout_on_a_gpu_takes_its_share_and_on_a_cpu_its_cache() -> None:
 
 def test_reference_is_counted_only_when_it_is_needed() -> None:
     assert "reference" not in [row.role for row in memory_plan(recipe(), SHAPE)]
-    assert "reference" in [row.role for row in memory_plan(recipe(algorithm={"kl_coef": 0.1}), SHAPE)]
+    assert "reference" in [row.role for row in memory_plan(recipe(algorithm={"kl": {"coef": 0.1}}), SHAPE)]

@@ -100,7 +100,7 @@ def test_services_of_a_recipe() -> None:
     assert [(s.name, s.gpus) for s in launched(config)] == [
         ("rollout-0", 2), ("rollout-1", 2), ("trainer-0", 4), ("reward-0", 0),
     ]  # fmt: skip
-    assert "reference-0" in [s.name for s in launched(recipe(algorithm={"kl_coef": 0.1}))]
+    assert "reference-0" in [s.name for s in launched(recipe(algorithm={"kl": {"coef": 0.1}}))]
     by_hand = recipe(rollout={"replicas": 0}, trainer={"replicas": 0})
     assert [s.name for s in launched(by_hand)] == ["reward-0"]
     assert [s.name for s in started_by_hand(by_hand)] == ["rollout-0", "trainer-0"]

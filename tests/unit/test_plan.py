@@ -34,7 +34,7 @@ trainer     1 rank on CPU, ZeRO stage 3. The 96 trajectories go, in micro-batche
 rollout     1 service on CPU: 1 GiB of KV cache = 46,603 tokens = 364 samples of full length. At most 256
             samples run at once in each.
 reward      1 service, 1 worker process: `last_number`, at most 10 s for a sample.
-reference   none, because algorithm.kl_coef is 0.
+reference   none, because algorithm.kl.coef is 0.
 weights     0.25 GiB reach the engine after every step, through shared memory, or by gloo between containers
             of one machine.
 policy lag  0: each step is sampled by the weights that the step before it made.
@@ -90,7 +90,7 @@ def test_plan_of_gpus_and_ranks() -> None:
 
 
 def test_plan_tells_what_is_started_by_hand_and_the_reference() -> None:
-    text = changed(rollout={"replicas": 0}, algorithm={"kl_coef": 0.01})
+    text = changed(rollout={"replicas": 0}, algorithm={"kl": {"coef": 0.01}})
     assert "rollout started by hand on CPU" in text
     assert "reference 1 service on CPU, with the weights of builtin:smollm2-135m-instruct, frozen." in text
 

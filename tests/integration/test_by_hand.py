@@ -237,6 +237,8 @@ def test_the_run_is_watched_and_finished(by_hand: ByHand) -> None:
     run = by_hand.root / "runs" / "by-hand"
     report = json.loads((run / "report.json").read_text())
     assert (report["steps"], report["skipped_steps"], report["policy_version"]) == (2, 0, 2)
+    assert report["peak_memory_bytes"] > 1 << 30, "trainer and rollout service are counted, whoever started them"
+    assert report["peak_memory_without"] == []
     rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["mismatch/logprob_diff_mean"] < 0.05 for row in rows)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
 from fourfold_coordinator.memory import MemoryMeter, pss_bytes
+from fourfold_coordinator.registry import Member
 from fourfold_coordinator.serve import check, locked, write_atomically
 from tests.fakes.toy import make_config
 
@@ -44,3 +48,32 @@ def test_memory_is_the_sum_over_the_processes_of_the_run(monkeypatch: pytest.Mon
     assert meter.sample() > len(blob)
     assert pss_bytes(2**22 + 1) == 0, "a process that is gone"
     assert MemoryMeter(pss=lambda pid: 7).sample() % 7 == 0
+
+
+def test_memory_counts_services_that_were_started_by_hand_and_names_those_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    serve = (
+        "import socket, sys; server = socket.create_server(('127.0.0.1', 0)); "
+        "print(server.getsockname()[1], flush=True); sys.stdin.read()"
+    )
+    with (
+        subprocess.Popen([sys.executable, "-c", serve], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as service,
+        subprocess.Popen([sys.executable, "-c", serve], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher,
+    ):
+        assert service.stdout is not None
+        port = int(service.stdout.readline())
+        monkeypatch.setenv("FOURFOLD_PARENT_PID", str(launcher.pid))  # which the service is not below
+        meter = MemoryMeter(pss=lambda pid: 7)
+        assert meter.sample() == 7
+        here, there = member("reward-0", f"127.0.0.1:{port}"), member("trainer-0", f"gpu-node.invalid:{port}")
+        assert meter.sample([here, there]) == 14
+        assert meter.sample([there]) == 7, "its pid may be another's by now"
+        assert meter.uncounted == ["trainer-0"]
+        for process in (service, launcher):
+            process.kill()
+
+
+def member(member_id: str, target: str) -> Member:
+    role = Role.ROLE_REWARD
+    return Member(member_id=member_id, incarnation="0" * 32, role=role, target=target, tokenizer_sha256=b"")

@@ -311,6 +311,7 @@ class Loop:
             self.ledger,
             seconds=self._seconds(),
             peak_memory_bytes=self.memory.peak_bytes,
+            uncounted=self.memory.uncounted,
             model=model,
         )
         await asyncio.to_thread(report.write, self.folder, facts, self.ledger.steps(), self.ledger.evals())

@@ -7,7 +7,8 @@ report.json, all times in seconds, sizes in bytes:
     name, seed, steps            of the recipe; steps done
     seconds                      of the whole run, over all its lives
     seconds_per_step             mean, from the first prompt of a step to its published weights
-    peak_memory_bytes            largest sum of the PSS of the run's processes on this machine
+    peak_memory_bytes            largest sum of the PSS of the run's processes on the coordinator's machine
+    peak_memory_without          services that are not in that sum: on other machines, or in other containers
     eval_before, eval_after      {"step", "score", "half_width", "n"} or null; 95 %, clustered by task group
     evals                        all of them
     first_step                   SHA-256 of its prompts, request seeds and sampled tokens
@@ -52,8 +53,25 @@ def first_step_facts(groups: Sequence[Group]) -> str:
     )
 
 
-def build(config: Config, ledger: Ledger, *, seconds: float, peak_memory_bytes: int, model: str) -> dict[str, Any]:
-    """Return the report."""
+def build(
+    config: Config,
+    ledger: Ledger,
+    *,
+    seconds: float,
+    peak_memory_bytes: int,
+    model: str,
+    uncounted: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the report.
+
+    Args:
+        config: of the run.
+        ledger: of the run.
+        seconds: that the run took.
+        peak_memory_bytes: largest sum over its processes.
+        model: folder of the export.
+        uncounted: services whose memory is not in that sum.
+    """
     steps, evals = ledger.steps(), ledger.evals()
     before = next((row for row in evals if row.step == 0), None)
     after = next((row for row in evals if row.step == len(steps)), None)
@@ -64,6 +82,7 @@ def build(config: Config, ledger: Ledger, *, seconds: float, peak_memory_bytes: 
         "seconds": round(seconds, 3),
         "seconds_per_step": round(math.fsum(s.seconds for s in steps) / len(steps), 3) if steps else None,
         "peak_memory_bytes": peak_memory_bytes,
+        "peak_memory_without": list(uncounted),
         "eval_before": _eval(before),
         "eval_after": _eval(after),
         "evals": [_eval(row) for row in evals],

@@ -138,7 +138,7 @@ class Coordinator:
         return 0
 
     async def _loop(self, ledger: Ledger) -> None:
-        memory = MemoryMeter(peak_bytes=int(ledger.get(PEAK_MEMORY) or 0))
+        memory = MemoryMeter(peak_bytes=int(ledger.get(PEAK_MEMORY) or 0), members=self._registry.members)
         background = [
             asyncio.create_task(self._router.run()),
             asyncio.create_task(self._show_members()),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import textwrap
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,8 +17,13 @@ from .dashboard import clock
 
 _SPECIAL: Final = re.compile(r"<\|[^|<>]*\|>|</?s>|<[a-z_]+_of_turn>")
 _ROLES: Final = frozenset({"", "assistant", "model", "user", "system"})
-_QUESTION: Final = 44
-_ANSWER: Final = 24
+_WIDTH: Final = 80
+_GAP: Final = "  "
+_FRAME: Final = 200
+_QUESTION: Final = 24
+_RIGHT: Final = 8
+_LINES: Final = 3  # of a prompt, and of an answer
+_NO_BREAK: Final = "\N{NO-BREAK SPACE}"  # keeps the mark on the answer's last line
 
 
 def is_finished(run_dir: Path, config: Config) -> bool:
@@ -59,10 +66,12 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
 
 def _headline(report: dict[str, Any]) -> str:
     each = f" ({report['seconds_per_step']:.1f} s each)" if report.get("seconds_per_step") else ""
-    memory = report["peak_memory_bytes"] / 1e9
+    memory = f"at most {report['peak_memory_bytes'] / 1e9:.1f} GB of memory"
+    if without := report.get("peak_memory_without"):
+        memory += f" (without {', '.join(without)}: not on the coordinator's machine)"
     return (
         f"{report['name']} is done: {report['steps']} steps{each} in {clock(report['seconds'])}, seed {report['seed']}"
-        f", at most {memory:.1f} GB of memory."
+        f", {memory}."
     )
 
 
@@ -81,18 +90,40 @@ def _distance(twin: dict[str, Any]) -> str:
 
 
 def answer_table(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[str]:
-    """Return answers to the same prompts side by side; right ones end with *."""
+    """Return answers to the same prompts side by side, in at most 80 columns; right ones end with *."""
     later = {row["prompt"]: row for row in after}
     pairs = [(row, later[row["prompt"]]) for row in before if row["prompt"] in later]
     if not pairs:
         return []
-    questions = _shorten([_question(old["prompt"]) for old, _ in pairs])
-    width = min(max(len("held-out prompt"), *map(len, questions)), _QUESTION)
-    lines = ["", f"{'held-out prompt':{width}}  {'right':>8}  {'before':{_ANSWER}}  after     (* scored 1)"]
-    for question, (old, new) in zip(questions, pairs, strict=True):
-        right = _cut(old["answer"], 8)
-        lines.append(f"{_cut(question, width):{width}}  {right:>8}  {_answer(old):{_ANSWER}}  {_answer(new)}")
+    frame, questions = _split([_question(old["prompt"]) for old, _ in pairs])
+    title = f'Answers to the held-out prompts "{_cut(frame, _FRAME)}"' if frame else "Answers to held-out prompts"
+    rights = [_cut(printable(old["answer"]), _RIGHT) for old, _ in pairs]
+    question_width = min(max(len("prompt"), *map(len, questions)), _QUESTION)
+    right_width = max(len("right"), *map(len, rights))
+    answer_width = (_WIDTH - question_width - right_width - 3 * len(_GAP)) // 2
+    widths = (question_width, right_width, answer_width, answer_width)
+    lines = ["", *textwrap.wrap(f"{title} (* scored 1):", _WIDTH), ""]
+    lines.append(_row(["prompt", "right", "before", "after"], widths))
+    for question, right, (old, new) in zip(questions, rights, pairs, strict=True):
+        answers = [_wrapped(_answer(row), answer_width) for row in (old, new)]
+        cells = zip_longest(_wrapped(question, question_width), [right], *answers, fillvalue="")
+        lines += [_row(line, widths) for line in cells]
     return lines
+
+
+def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
+    question, right, before, after = cells
+    columns = question.ljust(widths[0]), right.rjust(widths[1]), before.ljust(widths[2]), after
+    return _GAP.join(columns).rstrip()
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return a text as a few lines; of a long one the beginning and the end, where an answer often is."""
+    lines = textwrap.wrap(text, width, break_on_hyphens=False)
+    if len(lines) > _LINES:
+        end = text[-(width - len("... ")) :]
+        lines = [*lines[: _LINES - 1], f"... {end.partition(' ')[2] or end}"]
+    return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
 def _question(prompt: str) -> str:
@@ -101,10 +132,11 @@ def _question(prompt: str) -> str:
     return next((line for line in reversed(lines) if line not in _ROLES), "")
 
 
-def _shorten(texts: list[str]) -> list[str]:
-    """Where texts are too long, put dots for the words that all begin or end with: what differs is what matters."""
+def _split(texts: list[str]) -> tuple[str, list[str]]:
+    """Return what long texts all begin and end with, said once, and what is left of each: what differs matters."""
+    texts = [printable(text) for text in texts]
     if len(texts) < 2 or max(map(len, texts)) <= _QUESTION:
-        return texts
+        return "", texts
     words = [text.split() for text in texts]
     before, after = 0, 0
     shortest = min(map(len, words))
@@ -112,14 +144,16 @@ def _shorten(texts: list[str]) -> list[str]:
         before += 1
     while before + after < shortest - 1 and len({line[-1 - after] for line in words}) == 1:
         after += 1
-    head, tail = "... " if before > 1 else "", " ..." if after > 1 else ""
-    before, after = before if before > 1 else 0, after if after > 1 else 0
-    return [head + " ".join(line[before : len(line) - after]) + tail for line in words]
+    if before + after < 2:  # one word in common is no frame
+        return "", texts
+    first = words[0]
+    frame = " ".join([*first[:before], "...", *first[len(first) - after :]])
+    return frame, [" ".join(line[before : len(line) - after]) for line in words]
 
 
 def _answer(row: dict[str, Any]) -> str:
-    mark = " *" if row.get("score") == 1 else ""
-    return _cut(printable(" ".join(row["completion"].split())), _ANSWER - len(mark)) + mark
+    mark = f"{_NO_BREAK}*" if row.get("score") == 1 else ""
+    return printable(" ".join(row["completion"].split())) + mark
 
 
 def printable(text: str) -> str:
@@ -128,7 +162,7 @@ def printable(text: str) -> str:
 
 
 def _cut(text: str, width: int) -> str:
-    """Cut the middle out of a long text: an answer is often at its end."""
+    """Cut the middle out of a long text."""
     half = (width - 3) // 2
     return text if len(text) <= width else f"{text[: width - 3 - half]}...{text[-half:]}"
 

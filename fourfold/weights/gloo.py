@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import shutil
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -27,6 +25,7 @@ import torch
 from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
 from fourfold.errors import DeadlinePassed, InvalidInput, Unavailable, WrongState
+from fourfold.scratch import Scratch
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source import WeightSource
 from fourfold.weights.transport import (
@@ -124,9 +123,9 @@ class GlooSender:
         """Make the meeting place."""
         self._group, self._rank = group, rank
         self._spans = sorted(group.manifest.spans_of_rank(rank), key=lambda span: span.offset)
-        self._folder = Path(tempfile.mkdtemp(prefix="fourfold-gloo-"))  # mode 0700
+        self._scratch = Scratch("gloo")
         self._nonce = secrets.token_hex(_NONCE_BYTES)
-        self._marker = self._folder / self._nonce
+        self._marker = self._scratch.path / self._nonce
         self._marker.touch()
         self._stop = threading.Event()
         size = 1 + group.receiver_count
@@ -135,7 +134,7 @@ class GlooSender:
 
     def offer(self) -> bytes:
         """Return nonce and folder."""
-        return pack_offer(Backend.GLOO, self._group, self._rank, (self._nonce + str(self._folder)).encode())
+        return pack_offer(Backend.GLOO, self._group, self._rank, (self._nonce + str(self._scratch.path)).encode())
 
     def open(self, deadline: Deadline) -> None:
         """Wait for all receivers."""
@@ -164,7 +163,7 @@ class GlooSender:
         self._closed = True
         self.abort()
         self._member.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.remove()
 
 
 class GlooReceiver:

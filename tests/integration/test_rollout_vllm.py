@@ -75,8 +75,8 @@ class Service:
         return child
 
 
-def start(model: Path, folder: Path) -> Service:
-    """Start a service and wait for its READY line."""
+def start(model: Path, folder: Path, temporary: Path | None = None) -> Service:
+    """Start a service and wait for its READY line; its temporary files go to `temporary`."""
     recipe, errors = folder / "tiny.toml", folder / "stderr.log"
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -84,6 +84,7 @@ def start(model: Path, folder: Path) -> Service:
     recipe.write_text(RECIPE.format(model=model, context=CONTEXT, samples=SAMPLES, public=public))
     env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_"))}
     env |= {PARENT_PID_VARIABLE: str(os.getpid()), "PYTHONPATH": os.pathsep.join(sys.path)}
+    env |= {"TMPDIR": str(temporary)} if temporary else {}
     with errors.open("w") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", "fourfold", "serve", "rollout", str(recipe)],
@@ -371,8 +372,10 @@ class TestProcess:
 
 @pytest.mark.slow
 async def test_a_fresh_engine_repeats_the_samples_and_dies_with_its_service(
-    tiny_model: TinyModel, tmp_path: Path
+    tiny_model: TinyModel, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    temporary = tmp_path_factory.mktemp("t")  # short: sockets are in it
+
     async def sample(service: Service) -> list[Any]:
         channel = open_channel(service.target, None)
         client = RolloutClient(channel, peer="rollout-0")
@@ -385,11 +388,15 @@ async def test_a_fresh_engine_repeats_the_samples_and_dies_with_its_service(
     for ending in (signal.SIGKILL, signal.SIGTERM):
         folder = tmp_path / ending.name
         folder.mkdir()
-        service = start(tiny_model("qwen2"), folder)
+        service = start(tiny_model("qwen2"), folder, temporary)
         engine = service.engine
+        places = list(temporary.glob("fourfold-engine-*"))
+        assert len(places) == 1, "what the killed one left is gone"
+        os.utime(places[0], (0, 0))  # a minute later
         results.append(await sample(service))
         service.process.send_signal(ending)
         assert gone(engine, 5)
         assert service.process.wait(5) == (0 if ending == signal.SIGTERM else -signal.SIGKILL)
         service.close()
     assert results[0] == results[1]
+    assert [*temporary.glob("fourfold-engine-*"), *temporary.glob("vllm_dist_*")] == []

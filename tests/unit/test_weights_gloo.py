@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -215,3 +217,18 @@ def test_closing_leaves_no_folder_and_no_descriptor(tmp_path: Path, monkeypatch:
             peer.call("close")
         assert psutil.Process().num_fds() <= before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_a_killed_sender_goes_with_the_next_one() -> None:
+    temporary = Path(tempfile.gettempdir())
+    before = set(temporary.glob("fourfold-gloo-*"))
+    trainer = Peer(sender, 1, 0, 0, 1)
+    with _peers(trainer):
+        trainer.call("make_offer", 1, "gloo", 1)
+        (left,) = set(temporary.glob("fourfold-gloo-*")) - before
+        trainer.kill()
+    os.utime(left, (0, 0))  # a minute later
+    weights = _weights()
+    weights.make_offer(1, "gloo", 1, timeout=_TIMEOUT)
+    assert not left.exists()
+    weights.close()

@@ -12,7 +12,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import tempfile
 import threading
 import time
 import traceback
@@ -27,6 +26,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from fourfold.errors import ConfigError, Unavailable
+from fourfold.scratch import Scratch
 from fourfold.weights.host import die_with_parent
 from fourfold_rollout.engine import EngineSettings
 
@@ -50,6 +50,8 @@ class LaunchedEngine:
     processes: tuple[BaseProcess, ...]
     """Direct children: the core process."""
     note: CrashNote
+    scratch: Scratch
+    """Where its workers met."""
     vocabulary_size: int
     kv_cache_tokens: int
     """0: not known."""
@@ -77,12 +79,13 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
     before = set(multiprocessing.active_children())
     # vLLM itself chose in the lines above: "spawn" on CPU, "fork" with CUDA.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if fork and threading.active_count() == 1 else "spawn"
-    meet_by_file()
+    scratch = meet_by_file()
     _ForkGuard.arm()
     try:
         llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     except (RuntimeError, ValueError, OSError) as error:
         cause = note.read() or _one_line(error)
+        scratch.remove()
         raise Unavailable(f"the engine of model {settings.folder} did not start: {cause}") from error
     finally:
         _ForkGuard.disarm()
@@ -93,6 +96,7 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
         llm=llm,
         processes=processes,
         note=note,
+        scratch=scratch,
         vocabulary_size=config.model_config.get_vocab_size(),
         kv_cache_tokens=int(tokens),
         version=vllm.__version__,
@@ -122,19 +126,23 @@ def end_processes(engine: LaunchedEngine, *, timeout: float) -> None:
         if process.pid is not None and process.is_alive():
             _kill_group(process.pid)
         process.join(timeout=0.5)
+    engine.scratch.remove()
     # vLLM calls shutdown() again when the object is collected, at a time when its modules may be gone.
     engine.llm.shutdown = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
 
 
-def meet_by_file() -> None:
-    """Let the workers of an engine meet in a file. vLLM before 0.32 has them meet at a TCP port of all interfaces."""
+def meet_by_file() -> Scratch:
+    """Let the workers of an engine meet in a file; return its folder, to be removed after the engine's end.
+
+    vLLM before 0.32 has them meet at a TCP port of all interfaces, and later ones leave their file in the system's
+    temporary folder.
+    """
+    scratch = Scratch("engine")
     for module in (uniproc_executor, multiproc_executor):
-        if not hasattr(module, "get_file_store_init_method"):
-            module.get_distributed_init_method = _file_rendezvous  # type: ignore[attr-defined]
-
-
-def _file_rendezvous(_ip: str, _port: int) -> str:
-    return f"file://{tempfile.gettempdir()}/fourfold-engine-{uuid.uuid4().hex}"
+        by_file = hasattr(module, "get_file_store_init_method")
+        name = "get_file_store_init_method" if by_file else "get_distributed_init_method"
+        setattr(module, name, lambda *_address: f"file://{scratch.path}/{uuid.uuid4().hex}")
+    return scratch
 
 
 class CrashNote:

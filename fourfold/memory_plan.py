@@ -2,11 +2,14 @@
 
 With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4):
 
-    trainer, per rank    weights     b P        divided by N at ZeRO stage 3
-                         gradients   b P        divided by N from stage 2
+    trainer, per rank    weights     b P        at ZeRO stage 3 b P / N, and those that DeepSpeed holds together for
+                                                the passes: b P, of the first 1e9 parameters
+                         gradients   4 P        summed in float32, divided by N from stage 2; b P at stage 0
                          optimizer   12 P       divided by N from stage 1: float32 master, both Adam moments; with
-                                                bfloat16 4 P more, the gradients in float32 during the update
+                                                bfloat16 4 P more, a flat copy of the gradients during the update
                          activations of one micro-batch, kept for the backward pass, and its logits
+    transfer             weights     b P        one copy on its way: the trainer's shared memory, which the engines
+                                                read in place; by gloo one in every engine worker
     rollout, reference   weights     b P        divided by the GPUs of a tensor-parallel engine
                          KV cache    2 * layers * kv_heads * head_dim * b per token
 
@@ -26,12 +29,14 @@ _MIB: Final = 1 << 20
 # fourfold/nn/logprobs.py makes the logits of 2^26 elements at once, in float32, and a few copies of them.
 _LOGITS_ELEMENTS: Final = 1 << 26
 _LOGITS_COPIES: Final = 3
+# DeepSpeed's stage3_max_reuse_distance: weights that are needed again this soon are not let go in between.
+_GATHERED_PARAMETERS: Final = 10**9
 # Measured: what each process holds after its imports (proportional set size).
 _TRAINER_PROGRAM: Final = 700 * _MIB
 _ROLLOUT_PROGRAM: Final = 1300 * _MIB
 _REFERENCE_PROGRAM: Final = 600 * _MIB
 _REWARD_PROGRAM: Final = 60 * _MIB
-_COORDINATOR_PROGRAM: Final = 200 * _MIB
+_COORDINATOR_PROGRAM: Final = 240 * _MIB  # with the launcher and its guard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +78,8 @@ def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def memory_plan(config: Config, shape: ModelShape) -> list[MemoryRow]:
-    """Return one row per role that the recipe uses, the trainer first."""
-    rows = [_trainer(config, shape), _rollout(config, shape)]
+    """Return one row per role that the recipe uses, the trainer first, and one for weights between two of them."""
+    rows = [_trainer(config, shape), _rollout(config, shape), _transfer(config, shape)]
     if config.needs_reference:
         rows.append(_reference(config, shape))
     workers = max(config.reward.replicas, 1) * (1 + config.reward.processes)
@@ -90,8 +95,8 @@ def _trainer(config: Config, shape: ModelShape) -> MemoryRow:
         role="trainer",
         count=ranks,
         on_gpu=config.trainer.device == "cuda",
-        weights=weights // (ranks if stage == 3 else 1),
-        gradients=weights // (ranks if stage >= 2 else 1),
+        weights=weights // ranks + _gathered_bytes(config, shape) if stage == 3 else weights,
+        gradients=4 * shape.parameter_count // (ranks if stage >= 2 else 1) if stage else weights,
         optimizer=(16 if config.model.dtype == "bfloat16" else 12)
         * shape.parameter_count
         // (ranks if stage >= 1 else 1),
@@ -115,6 +120,16 @@ def _rollout(config: Config, shape: ModelShape) -> MemoryRow:
         kv_cache=config.rollout.kv_cache_gib * GIB,
         programs=_ROLLOUT_PROGRAM,
     )
+
+
+def _gathered_bytes(config: Config, shape: ModelShape) -> int:
+    return min(shape.parameter_count, _GATHERED_PARAMETERS) * _bytes_of(config)
+
+
+def _transfer(config: Config, shape: ModelShape) -> MemoryRow:
+    workers = max(config.rollout.replicas, 1) * max(config.rollout.gpus_per_replica, 1)
+    copies = workers if config.weights.backend == "gloo" else 1
+    return MemoryRow(role="transfer", count=copies, on_gpu=False, weights=weight_bytes(config, shape))
 
 
 def _reference(config: Config, shape: ModelShape) -> MemoryRow:

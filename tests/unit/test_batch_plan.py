@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fourfold.batch_plan import batch_plan
-from fourfold.config import Config
+from fourfold.config import Config, load
 from fourfold.memory_plan import GIB, activation_bytes, kv_bytes_per_token, memory_plan
-from fourfold.models import ModelShape
+from fourfold.models import ModelShape, shape
 
 SHAPE = ModelShape(
     hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocabulary=512, tied=False,
@@ -55,7 +56,7 @@ def test_evaluations_begin_before_the_first_step_and_need_data() -> None:
 
 @pytest.mark.parametrize(
     ("stage", "weights", "gradients", "optimizer"),
-    [(0, 2, 2, 16), (1, 2, 2, 16 / 4), (2, 2, 2 / 4, 16 / 4), (3, 2 / 4, 2 / 4, 16 / 4)],
+    [(0, 2, 2, 16), (1, 2, 4, 16 / 4), (2, 2, 4 / 4, 16 / 4), (3, 2 / 4 + 2, 4 / 4, 16 / 4)],
 )
 def test_zero_stages_divide_what_they_say(stage: int, weights: float, gradients: float, optimizer: float) -> None:
     config = recipe(trainer={"ranks": 4, "zero_stage": stage})
@@ -85,6 +86,19 @@ def test_rollout_on_a_gpu_takes_its_share_and_on_a_cpu_its_cache() -> None:
     assert memory_plan(cpu, SHAPE)[1].kv_cache == 3 * GIB
     row = memory_plan(gpu, SHAPE)[1]
     assert (row.on_gpu, row.count, row.share_of_gpu, row.weights) == (True, 4, 0.85, SHAPE.parameter_count)
+
+
+def test_weights_on_their_way_are_counted_once_and_by_gloo_in_every_engine_worker() -> None:
+    for backend, workers in (("auto", 1), ("shm", 1), ("gloo", 6)):
+        config = recipe(rollout={"replicas": 3, "gpus_per_replica": 2}, weights={"backend": backend})
+        (row,) = [row for row in memory_plan(config, SHAPE) if row.role == "transfer"]
+        assert (row.count, row.on_gpu, row.total) == (workers, False, 2 * SHAPE.parameter_count)
+
+
+def test_the_plan_of_the_quickstart_is_near_what_was_measured() -> None:
+    config = load(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
+    planned = sum(row.total * row.count for row in memory_plan(config, shape(config.model.source)))
+    assert planned == pytest.approx(9.8e9, rel=0.08), "the peak that the README shows, on two cores"
 
 
 def test_reference_is_counted_only_when_it_is_needed() -> None:

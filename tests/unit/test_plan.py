@@ -40,11 +40,12 @@ weights     0.25 GiB reach the engine after every step, through shared memory, o
 policy lag  0: each step is sampled by the weights that the step before it made.
 
 GiB each     number  weights  gradients  optimizer  activations  kv cache  programs  total
-trainer           1     0.25       0.25       2.00         1.70         -      0.68   4.89
+trainer           1     0.50       0.50       2.00         1.70         -      0.68   5.39
 rollout           1     0.25          -          -         0.21      1.00      1.27   2.73
+transfer          1     0.25          -          -            -         -         -   0.25
 reward            2        -          -          -            -         -      0.06   0.06
-coordinator       1        -          -          -            -         -      0.20   0.20
-Main memory, all of them together: about 7.9 GiB.
+coordinator       1        -          -          -            -         -      0.23   0.23
+Main memory, all of them together: about 8.7 GiB.
 """
 
 

@@ -142,7 +142,7 @@ class _Serve:
         from fourfold.process import die_with_parent
 
         die_with_parent()
-        # What an environment brings (ninja, for DeepSpeed) is found even when nobody activated it.
+        # What an environment brings (ninja, for vLLM's kernels on GPUs) is found even when nobody activated it.
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         if args.list:
             return self._list(args.role)

@@ -117,7 +117,7 @@ def machine() -> Iterator[Check]:
     yield Check(state="ok", text=f"{cores} {'core' if cores == 1 else 'cores'}")
     yield _memory()
     yield _disk()
-    yield from _compiler()
+    yield _compiler()
     yield _gpus()
     yield _ports()
 
@@ -149,22 +149,15 @@ def _disk() -> Check:
     return Check(state="ok", text=f"{shutil.disk_usage(runs).free / _GIB:.0f} GiB of disk free at {runs}")
 
 
-def _compiler() -> Iterator[Check]:
-    why = "packages and operators that come without a binary are compiled"
+def _compiler() -> Check:
+    why = "packages that come without a binary are compiled, and so are vLLM's kernels for the CPU"
     compiler = shutil.which("g++") or shutil.which("c++")
     headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
     if compiler is None:
-        yield Check(state="missing", text=f"no g++: {why}", fix="apt install g++    (or your system's C++ compiler)")
-    elif not headers:
-        yield Check(state="missing", text=f"no Python.h: {why}", fix="apt install python3-dev")
-    else:
-        yield Check(state="ok", text=f"g++ {_first_number(compiler)} and Python's headers")
-    # `fourfold serve` puts the folder of this interpreter on the PATH.
-    ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    if ninja is None:
-        yield Check(state="missing", text=f"no ninja: {why}", fix="pip install ninja")
-    else:
-        yield Check(state="ok", text=f"ninja {_first_number(ninja)}")
+        return Check(state="missing", text=f"no g++: {why}", fix="apt install g++    (or your system's C++ compiler)")
+    if not headers:
+        return Check(state="missing", text=f"no Python.h: {why}", fix="apt install python3-dev")
+    return Check(state="ok", text=f"g++ {_first_number(compiler)} and Python's headers")
 
 
 def _gpus() -> Check:

@@ -63,11 +63,10 @@ def test_vllm_outside_the_supported_range_is_told(monkeypatch: pytest.MonkeyPatc
     assert next(iter(doctor.services())).state == state
 
 
-def test_missing_compiler_and_ninja_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
-    assert [(check.state, check.fix.split()[-1]) for check in doctor._compiler()] == [
-        ("missing", "compiler)"), ("missing", "ninja"),
-    ]  # fmt: skip
+    check = doctor._compiler()
+    assert check.state == "missing" and "no g++" in check.text and "apt install g++" in check.fix
 
 
 def test_little_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -372,7 +372,7 @@ class TestProcess:
 
 @pytest.mark.slow
 async def test_a_fresh_engine_repeats_the_samples_and_dies_with_its_service(
-    tiny_model: TinyModel, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     temporary = tmp_path_factory.mktemp("t")  # short: sockets are in it
 
@@ -386,13 +386,11 @@ async def test_a_fresh_engine_repeats_the_samples_and_dies_with_its_service(
 
     results = []
     for ending in (signal.SIGKILL, signal.SIGTERM):
-        folder = tmp_path / ending.name
-        folder.mkdir()
+        folder = tmp_path_factory.mktemp(ending.name)
         service = start(tiny_model("qwen2"), folder, temporary)
         engine = service.engine
-        places = list(temporary.glob("fourfold-engine-*"))
-        assert len(places) == 1, "what the killed one left is gone"
-        os.utime(places[0], (0, 0))  # a minute later
+        (place,) = temporary.glob("fourfold-engine-*")  # what the killed one left is gone
+        os.utime(place, (0, 0))  # a minute later
         results.append(await sample(service))
         service.process.send_signal(ending)
         assert gone(engine, 5)

@@ -108,7 +108,7 @@ class BatchConfig(Table):
 
 
 class AlgorithmConfig(Table):
-    """What the trainer minimises. Formulas: `services/trainer/fourfold_trainer/algorithm.py`."""
+    """What the trainer minimises. Formulas: `services/trainer/fourfold_trainer/algorithm/`."""
 
     preset: Literal["grpo"] = "grpo"
     clip_low: float = Field(default=0.2, gt=0, lt=1)

@@ -31,6 +31,8 @@ POLICY_LOSS: Final = "policy/loss"
 APPROX_KL: Final = "policy/approx_kl"
 CLIP_FRACTION_LOW: Final = "policy/clip_fraction_low"
 CLIP_FRACTION_HIGH: Final = "policy/clip_fraction_high"
+DUAL_CLIP_FRACTION: Final = "policy/dual_clip_fraction"
+VALUE_CLIP_FRACTION: Final = "value/clip_fraction"
 REFERENCE_KL: Final = "kl/reference"
 MISMATCH_MEAN: Final = "mismatch/logprob_diff_mean"
 MISMATCH_MAX: Final = "mismatch/logprob_diff_max"
@@ -74,6 +76,8 @@ METRICS: Final[dict[str, str]] = {
     APPROX_KL: "nats per token: k3 estimate of KL(old || current) during the update",
     CLIP_FRACTION_LOW: "share in [0, 1]: trained tokens whose ratio is below 1 - clip_low and is clipped",
     CLIP_FRACTION_HIGH: "share in [0, 1]: trained tokens whose ratio is above 1 + clip_high and is clipped",
+    DUAL_CLIP_FRACTION: "share in [0, 1]: trained tokens of negative advantage whose loss the dual clip bounds",
+    VALUE_CLIP_FRACTION: "share in [0, 1]: trained tokens whose value has moved too far for the critic to learn from",
     REFERENCE_KL: "nats per token: k3 estimate of KL(current || reference)",
     MISMATCH_MEAN: "nats: mean |trainer logprob - engine logprob| over sampled tokens, same weights",
     MISMATCH_MAX: "nats: largest |trainer logprob - engine logprob|",

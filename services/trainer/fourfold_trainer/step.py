@@ -4,7 +4,7 @@
     every rank   train       micro-batches -> gradient -> optimizer -> sums over tokens
     rank 0       summarise   sums of all ranks -> metrics
 
-The formulas are in algorithm.py, the split into micro-batches in batching.py.
+The formulas are in algorithm/, the split into micro-batches in batching.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from fourfold import metrics
 from fourfold.config import AlgorithmConfig, Config, TrainerConfig
 from fourfold.errors import InvalidInput
 from fourfold.wire import Sample, check_unique
-from fourfold_trainer.algorithm import Float64Array, clipped_loss, group_advantages, group_members, k3, reference_kl
+from fourfold_trainer.algorithm import kl as kl_estimates
+from fourfold_trainer.algorithm import losses
+from fourfold_trainer.algorithm.advantages import group_members, group_normalised
+from fourfold_trainer.algorithm.kl import k3
+from fourfold_trainer.algorithm.packed import Float64Array
 from fourfold_trainer.batching import MicroBatch, padding_fraction
 from fourfold_trainer.engine import Policy, UpdateSettings, UpdateSums
 
@@ -75,7 +79,7 @@ def check(samples: Sequence[Sample], algorithm: AlgorithmConfig, *, policy_versi
 def prepare(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> Plan:
     """Compute advantages over the whole batch, and choose what to forward."""
     scores = np.array([sample.score for sample in samples], np.float64)
-    advantages = group_advantages(scores, [s.group_id for s in samples], epsilon=algorithm.advantage_epsilon)
+    advantages = group_normalised(scores, [s.group_id for s in samples], epsilon=algorithm.advantage_epsilon)
     counts = [int(sample.loss_mask.sum()) for sample in samples]
     # Without a KL loss, a sample with advantage 0 has gradient 0: its tokens count in N, but need no pass.
     trained = [i for i, n in enumerate(counts) if n and (advantages[i] or algorithm.kl_coef > 0)]
@@ -115,16 +119,17 @@ def _loss(logprobs: Tensor, batch: MicroBatch, settings: UpdateSettings) -> tupl
     device = logprobs.device
     advantages = torch.from_numpy(batch.advantages).to(device)
     old_logprobs = logprobs.detach()  # one update per batch: the policy has not moved since the step began
-    policy = clipped_loss(logprobs, old_logprobs, advantages, clip_low=settings.clip_low, clip_high=settings.clip_high)
+    policy = losses.ppo(logprobs, old_logprobs, advantages, clip_low=settings.clip_low, clip_high=settings.clip_high)
     policy_loss = loss = policy.loss.sum() / settings.token_count
     kl = torch.zeros_like(logprobs)
     if settings.kl_coef > 0:
-        kl = reference_kl(logprobs, torch.from_numpy(batch.reference_logprobs).to(device))
+        kl = kl_estimates.estimate(logprobs, torch.from_numpy(batch.reference_logprobs).to(device), "k3")
         loss = loss + settings.kl_coef * kl.sum() / settings.token_count
     with torch.no_grad():
         mismatch = old_logprobs - torch.from_numpy(batch.behavior_logprobs).to(device)
         mismatch_kl = torch.where(torch.isfinite(mismatch), k3(mismatch), 0.0)
-        parts = (k3(policy.log_ratio), policy.clipped_low, policy.clipped_high, kl, mismatch_kl)
+        clipped = (policy.means[metrics.CLIP_FRACTION_LOW], policy.means[metrics.CLIP_FRACTION_HIGH])
+        parts = (k3(logprobs - old_logprobs), *clipped, kl, mismatch_kl)
         sums = torch.stack([policy_loss.double(), *(part.double().sum() for part in parts)])
     return loss, _Measures(token_count=len(logprobs), sums=sums, mismatches=mismatch.abs())
 

@@ -1,0 +1,74 @@
+"""KL: how far the policy is from the reference. torch, except for the controller.
+
+    current p    [k]  log-probability of each token under the policy; carries the gradient if it is a loss
+    reference f  [k]  the same under the frozen reference policy
+    d            [k]  p - f
+
+Each token was sampled by the policy, so the mean over tokens estimates KL(policy || reference)
+(Schulman, "Approximating KL divergence", 2020):
+
+          value            slope in p    use
+    k1    d                1             in the reward; useless as a loss, its expected gradient is 0
+    k2    d^2 / 2          d             as a loss: its expected gradient is that of the KL divergence
+    k3    e^-d - 1 + d     1 - e^-d      as a loss: at least 0, unbiased in value (GRPO, arXiv 2402.03300, eq. 4)
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, assert_never
+
+import torch
+from torch import Tensor
+
+from fourfold_trainer.algorithm.ratios import clamp
+
+Kind = Literal["k1", "k2", "k3"]
+
+# A token that the reference finds impossible would otherwise outweigh the whole batch.
+_MAX_KL: Final = 10.0
+_MAX_ERROR: Final = 0.2
+
+
+def estimate(p: Tensor, f: Tensor, kind: Kind) -> Tensor:
+    """Return the estimate of every token, [k]: d clamped to +-20, the value to +-10, gradient 0 outside.
+
+    Args:
+        p: [k].
+        f: [k]; its gradient is cut.
+        kind: see above.
+    """
+    d = clamp(p - f.detach())
+    match kind:
+        case "k1":
+            value = d
+        case "k2":
+            value = d.square() / 2
+        case "k3":
+            value = k3(-d)
+        case _:
+            assert_never(kind)
+    return value.clamp(-_MAX_KL, _MAX_KL)
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """Return exp(x) - 1 - x for each x, at least 0, without clamps: for metrics.
+
+    `expm1` keeps small values exact, where exp(x) - 1 has lost them.
+    """
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def adapted_coef(coef: float, kl: float, *, target: float, horizon: int, sample_count: int) -> float:
+    """Return the next KL coefficient: larger after a step with more KL than the target, smaller after less.
+
+    arXiv 1909.08593, section 2.2: coef * (1 + clip(kl / target - 1, +-0.2) * sample_count / horizon).
+
+    Args:
+        coef: that of the step that was made.
+        kl: mean over its samples of each sample's token mean.
+        target: above 0.
+        horizon: in samples; more than 0.2 * sample_count, or the coefficient could fall to 0.
+        sample_count: samples of the step.
+    """
+    error = min(max(kl / target - 1, -_MAX_ERROR), _MAX_ERROR)
+    return coef * (1 + error * sample_count / horizon)

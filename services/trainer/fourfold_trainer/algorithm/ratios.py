@@ -1,0 +1,42 @@
+"""Ratios of probabilities, and means over samples. torch, inside the update.
+
+    k              tokens of a micro-batch; samples are never split over micro-batches
+    s              samples of it
+    segments       int64 [k]  sample of each token, 0 to s - 1
+    log-ratio d    [k]  difference of two log-probabilities of the same token
+
+A log-ratio beyond +-20 is one of +-20: neither its exp nor its gradient may take part in a sum.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+MAX_LOG_RATIO: Final = 20.0
+
+
+def clamp(log_ratio: Tensor) -> Tensor:
+    """Return d within +-20, with gradient 0 outside."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def segment_mean(values: Tensor, segments: Tensor, segment_count: int, selected: Tensor | None = None) -> Tensor:
+    """Return the mean of each sample's values, float64 [s]; 0 for a sample without any.
+
+    Sums in float64: a thousand float32 differences of 1e-4 leave few digits, and the clip range of
+    GSPO is as small as that.
+
+    Args:
+        values: [k].
+        segments: int64 [k].
+        segment_count: s.
+        selected: bool [k]; the tokens that count, None for all.
+    """
+    counted = torch.ones_like(segments, dtype=torch.float64) if selected is None else selected.double()
+    chosen = values.double() if selected is None else torch.where(selected, values, 0.0).double()
+    empty = chosen.new_zeros(segment_count)
+    counts = empty.index_add(0, segments, counted).clamp(min=1)
+    return empty.index_add(0, segments, chosen) / counts

@@ -1,0 +1,354 @@
+"""Group baselines, returns, GAE and whitening, against arithmetic by hand and sums written out over positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold_trainer.algorithm.advantages import (
+    discounted_returns,
+    gae,
+    group_centred,
+    group_members,
+    group_normalised,
+    leave_one_out,
+    length_weighted,
+    whiten,
+)
+from fourfold_trainer.algorithm.packed import Float64Array, Int64Array
+
+Baseline = Callable[[Float64Array, list[str]], Float64Array]
+
+BASELINES: dict[str, Baseline] = {
+    "normalised": lambda scores, groups: group_normalised(scores, groups, epsilon=0.0),
+    "centred": group_centred,
+    "leave_one_out": leave_one_out,
+    "length_weighted": lambda scores, groups: length_weighted(scores, groups, np.arange(3, 3 + len(scores))),
+}
+# In float64 the mean of three 0.1 is not 0.1, in float32 not that of eight: whoever divides by the deviation of such a
+# group gives every member the same large advantage.
+CONSTANT = [(0.1, 3), (0.2, 6), (0.7, 7), (0.9, 9), (0.1, 8), (0.3, 6), (0.7, 16), (1e6, 3), (-0.1, 7), (0.0, 2)]
+
+every_baseline = pytest.mark.parametrize("baseline", BASELINES.values(), ids=BASELINES)
+
+
+def f64(values: list[float]) -> Float64Array:
+    return np.array(values, np.float64)
+
+
+def i64(values: list[int]) -> Int64Array:
+    return np.array(values, np.int64)
+
+
+def normalised(scores: list[float], groups: str, epsilon: float) -> list[float]:
+    return [float(a) for a in group_normalised(f64(scores), list(groups), epsilon=epsilon)]
+
+
+# Group baselines
+
+
+def test_the_constants_have_means_that_are_off() -> None:
+    assert [np.full(count, value).mean() != value for value, count in CONSTANT[:4]] == [True] * 4
+
+
+def test_members_keep_the_order_in_which_groups_and_samples_come() -> None:
+    assert group_members(["b", "a", "b", "c", "a"]) == [[0, 2], [1, 4], [3]]
+    assert group_members([]) == []
+
+
+def test_grpo_divides_by_the_unbiased_deviation() -> None:
+    # mean 2, deviations -2 -1 0 3, squares 4 + 1 + 0 + 9 = 14, s = sqrt(14 / 3)
+    s = math.sqrt(14 / 3)
+    assert normalised([0, 1, 2, 5], "aaaa", 0.0) == pytest.approx([-2 / s, -1 / s, 0, 3 / s], abs=1e-15)
+    by_hand = [-2 / (s + 0.5), -1 / (s + 0.5), 0, 3 / (s + 0.5)]
+    assert normalised([0, 1, 2, 5], "aaaa", 0.5) == pytest.approx(by_hand, abs=1e-15)
+
+
+def test_grpo_gives_a_pair_plus_and_minus_one_over_root_two() -> None:
+    # s = |r1 - r2| / sqrt(2), deviations are half the difference
+    assert normalised([3, 7], "aa", 0.0) == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)], abs=1e-15)
+
+
+def test_centred_scores_are_not_divided() -> None:
+    assert group_centred(f64([0, 1, 2, 5]), list("aaaa")).tolist() == [-2, -1, 0, 3]
+    assert group_centred(f64([3, 7]), list("aa")).tolist() == [-2, 2]  # half the difference
+
+
+def test_leave_one_out_compares_with_the_others() -> None:
+    # others' means: (1+2+5)/3 = 8/3, (0+2+5)/3 = 7/3, (0+1+5)/3 = 2, (0+1+2)/3 = 1
+    by_hand = [0 - 8 / 3, 1 - 7 / 3, 2 - 2, 5 - 1]
+    assert leave_one_out(f64([0, 1, 2, 5]), list("aaaa")).tolist() == pytest.approx(by_hand, abs=1e-15)
+    assert leave_one_out(f64([3, 7]), list("aa")).tolist() == [-4, 4]  # the whole difference
+
+
+def test_a_long_sample_weighs_more_in_the_baseline_of_opo() -> None:
+    # (1 * 6 + 3 * 2 + 0 * 100) / (1 + 3 + 0) = 3; the score of the empty sample has weight 0
+    result = length_weighted(f64([6, 2, 100]), list("aaa"), i64([1, 3, 0]))
+    assert result.tolist() == [3, -1, 97]
+
+
+def test_a_group_without_tokens_has_no_weighted_baseline() -> None:
+    # group a has no tokens at all; b: (2 * 1 + 2 * 5) / 4 = 3
+    result = length_weighted(f64([6, 2, 1, 5]), list("aabb"), i64([0, 0, 2, 2]))
+    assert result.tolist() == [0, 0, -2, 2]
+
+
+@every_baseline
+def test_groups_are_found_by_id_wherever_their_samples_are(baseline: Baseline) -> None:
+    scores = f64([0, 10, 1, 30])
+    mixed = baseline(scores, list("abab"))
+    # Lengths of the weighted baseline are those of the first call: the same samples, in the same places.
+    alone_a, alone_b = baseline(scores, list("axay")), baseline(scores, list("xbyb"))
+    assert mixed.tolist() == [alone_a[0], alone_b[1], alone_a[2], alone_b[3]]
+    assert all(mixed[[0, 1]] < 0) and all(mixed[[2, 3]] > 0)
+
+
+@every_baseline
+@pytest.mark.parametrize(("value", "count"), [*CONSTANT, (5.0, 1)])
+def test_a_constant_group_is_exactly_zero(baseline: Baseline, value: float, count: int) -> None:
+    assert baseline(f64([value] * count), ["a"] * count).tolist() == [0.0] * count
+
+
+@every_baseline
+def test_a_group_of_one_is_zero_beside_others(baseline: Baseline) -> None:
+    result = baseline(f64([5, 1, 2]), list("abb"))
+    assert result[0] == 0
+    assert result[1] < 0 < result[2]
+
+
+@every_baseline
+def test_no_samples_give_no_advantages(baseline: Baseline) -> None:
+    assert baseline(f64([]), []).tolist() == []
+
+
+@every_baseline
+def test_differences_too_small_to_square_stay_finite(baseline: Baseline) -> None:
+    assert np.isfinite(baseline(f64([1e-200, 2e-200, 3e-200]), list("aaa"))).all()
+
+
+SCORES = st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(0, 3)), min_size=1, max_size=20)
+
+
+@given(SCORES)
+def test_advantages_are_finite_and_as_the_formulas_say(rows: list[tuple[float, int]]) -> None:
+    scores, groups = [r for r, _ in rows], [str(g) for _, g in rows]
+    results = {name: baseline(f64(scores), groups) for name, baseline in BASELINES.items()}
+    for index, (score, group) in enumerate(zip(scores, groups, strict=True)):
+        members = [i for i, g in enumerate(groups) if g == group]
+        values = [scores[i] for i in members]
+        if min(values) == max(values):
+            assert all(result[index] == 0 for result in results.values())
+            continue
+        mean = math.fsum(values) / len(values)
+        others = [scores[i] for i in members if i != index]
+        weighted = math.fsum((3 + i) * scores[i] for i in members) / sum(3 + i for i in members)
+        tolerance = 1e-9 * (1 + max(abs(value) for value in values))
+        assert results["centred"][index] == pytest.approx(score - mean, abs=tolerance)
+        assert results["leave_one_out"][index] == pytest.approx(score - math.fsum(others) / len(others), abs=tolerance)
+        assert results["length_weighted"][index] == pytest.approx(score - weighted, abs=tolerance)
+        # |deviation| <= (n - 1) / sqrt(n) unbiased standard deviations, whatever the scores
+        assert abs(results["normalised"][index]) <= len(members) ** 0.5
+
+
+# Returns and GAE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A random batch in packed form, and the position of every action in its sample."""
+
+    lengths: Int64Array
+    gaps: Int64Array
+    positions: list[list[int]]
+    rewards: Float64Array
+    values: Float64Array
+
+    def samples(self) -> list[slice]:
+        ends = np.cumsum(self.lengths)
+        return [slice(int(end - n), int(end)) for n, end in zip(self.lengths, ends, strict=True)]
+
+
+def random_case(seed: int) -> Case:
+    """Holes of 0 to 3 positions, samples without actions, and nonsense in the gaps that nobody may read."""
+    random = np.random.default_rng(seed)
+    lengths = random.integers(0, 7, random.integers(1, 6)).astype(np.int64)
+    gaps, positions = [], []
+    for n in lengths:
+        steps = random.choice([1, 1, 2, 3, 4], n)
+        positions.append([int(p) for p in 2 + np.cumsum(np.r_[0, steps[:-1]])[:n]])  # the prompt has 2
+        gaps.append(np.r_[steps[:-1], random.choice([-3, 0, 1, 10**12])][-n:] if n else steps)
+    count = int(lengths.sum())
+    return Case(
+        lengths=lengths,
+        gaps=np.concatenate(gaps).astype(np.int64),
+        positions=positions,
+        rewards=random.normal(size=count),
+        values=random.normal(size=count),
+    )
+
+
+def spread(numbers: Float64Array, positions: list[int]) -> list[float]:
+    """Return one number per position of a sample, 0 wherever the policy did not write, and some positions after it."""
+    row = [0.0] * (positions[-1] + 4)
+    for number, position in zip(numbers, positions, strict=True):
+        row[position] = float(number)
+    return row
+
+
+def paper_returns(rewards: list[float], gamma: float) -> list[float]:
+    """G_t = sum over k >= t of gamma^(k - t) R_k."""
+    return [
+        sum(gamma ** (later - now) * rewards[later] for later in range(now, len(rewards)))
+        for now in range(len(rewards))
+    ]
+
+
+def paper_gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    """A_t = sum over l of (gamma lam)^l delta_{t+l}; delta_t = R_t + gamma V_{t+1} - V_t (1506.02438, eq. 16)."""
+    ahead = [*values, 0.0][1:]
+    deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, ahead, strict=True)]
+    return paper_returns(deltas, gamma * lam)
+
+
+SEEDS = range(40)
+DISCOUNTS = [(1.0, 1.0), (1.0, 0.95), (0.9, 0.8), (0.97, 1.0), (0.9, 0.0), (0.0, 0.5), (0.0, 0.0)]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), DISCOUNTS)
+def test_decaying_through_holes_is_the_sum_over_all_positions(gamma: float, lam: float) -> None:
+    for case in map(random_case, SEEDS):
+        returns = discounted_returns(case.rewards, case.lengths, case.gaps, gamma=gamma)
+        advantages, targets = gae(case.rewards, case.values, case.lengths, case.gaps, gamma=gamma, lam=lam)
+        for sample, positions in zip(case.samples(), case.positions, strict=True):
+            if not positions:
+                continue
+            rewards, values = spread(case.rewards[sample], positions), spread(case.values[sample], positions)
+            by_hand = np.array(paper_returns(rewards, gamma))[positions]
+            np.testing.assert_allclose(returns[sample], by_hand, rtol=0, atol=1e-12)
+            by_hand = np.array(paper_gae(rewards, values, gamma, lam))[positions]
+            np.testing.assert_allclose(advantages[sample], by_hand, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(targets[sample], by_hand + case.values[sample], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), DISCOUNTS)
+def test_skipping_holes_is_the_sum_over_actions(gamma: float, lam: float) -> None:
+    for case in map(random_case, SEEDS):
+        returns = discounted_returns(case.rewards, case.lengths, None, gamma=gamma)
+        advantages, targets = gae(case.rewards, case.values, case.lengths, None, gamma=gamma, lam=lam)
+        for sample in case.samples():
+            rewards, values = case.rewards[sample].tolist(), case.values[sample].tolist()
+            np.testing.assert_allclose(returns[sample], paper_returns(rewards, gamma), rtol=0, atol=1e-12)
+            by_hand = np.array(paper_gae(rewards, values, gamma, lam))
+            np.testing.assert_allclose(advantages[sample], by_hand, rtol=0, atol=1e-12)
+            np.testing.assert_allclose(targets[sample], by_hand + case.values[sample], rtol=0, atol=1e-12)
+
+
+def test_without_discount_both_ways_across_a_hole_agree() -> None:
+    for case in map(random_case, SEEDS):
+        skip = gae(case.rewards, case.values, case.lengths, None, gamma=1.0, lam=1.0)
+        decay = gae(case.rewards, case.values, case.lengths, case.gaps, gamma=1.0, lam=1.0)
+        np.testing.assert_allclose(skip, decay, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("decay", [False, True])
+def test_gae_with_a_blind_critic_and_lambda_one_is_the_return(decay: bool) -> None:
+    for case in map(random_case, SEEDS):
+        gaps = case.gaps if decay else None
+        advantages, returns = gae(case.rewards, np.zeros_like(case.values), case.lengths, gaps, gamma=0.9, lam=1.0)
+        by_sum = discounted_returns(case.rewards, case.lengths, gaps, gamma=0.9)
+        np.testing.assert_allclose(advantages, by_sum, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(returns, by_sum, rtol=0, atol=1e-12)
+
+
+def test_gae_across_one_hole_by_hand() -> None:
+    # Two actions, two positions of environment between them: gap 3. gamma .9, lambda .8, gamma lambda .72
+    #   A_1 = 1 - .25                                     = .75
+    #   A_0 = .2 + .72^2 * .9 * .25 - .5 + .72^3 * .75
+    first = 0.2 + 0.72**2 * 0.9 * 0.25 - 0.5 + 0.72**3 * 0.75
+    advantages, returns = gae(f64([0.2, 1]), f64([0.5, 0.25]), i64([2]), i64([3, 1]), gamma=0.9, lam=0.8)
+    assert advantages.tolist() == pytest.approx([first, 0.75], abs=1e-15)
+    assert returns.tolist() == pytest.approx([first + 0.5, 1.0], abs=1e-15)
+    # Skipped, it is one step: A_0 = .2 + .9 * .25 - .5 + .72 * .75
+    advantages, _ = gae(f64([0.2, 1]), f64([0.5, 0.25]), i64([2]), None, gamma=0.9, lam=0.8)
+    assert advantages.tolist() == pytest.approx([0.2 + 0.9 * 0.25 - 0.5 + 0.72 * 0.75, 0.75], abs=1e-15)
+
+
+def test_returns_end_with_their_sample() -> None:
+    # 1 + .5 * 2 = 2; the empty sample between them takes no place
+    returns = discounted_returns(f64([1, 2, 4]), i64([2, 0, 1, 0]), None, gamma=0.5)
+    assert returns.tolist() == [2, 2, 4]
+    returns = discounted_returns(f64([1, 2, 4]), i64([2, 0, 1, 0]), i64([3, 9, 9]), gamma=0.5)
+    assert returns.tolist() == [1 + 0.5**3 * 2, 2, 4]
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
+def test_a_batch_without_actions_is_empty(lengths: list[int]) -> None:
+    nothing, no_gaps = f64([]), i64([])
+    for gaps in (None, no_gaps):
+        assert len(discounted_returns(nothing, i64(lengths), gaps, gamma=0.9)) == 0
+        assert [len(part) for part in gae(nothing, nothing, i64(lengths), gaps, gamma=0.9, lam=0.9)] == [0, 0]
+
+
+def test_inputs_are_left_as_they_were() -> None:
+    case = random_case(3)
+    copies = [case.rewards.copy(), case.values.copy(), case.gaps.copy(), case.lengths.copy()]
+    gae(case.rewards, case.values, case.lengths, case.gaps, gamma=0.9, lam=0.8)
+    for before, after in zip(copies, [case.rewards, case.values, case.gaps, case.lengths], strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+# Whitening
+
+
+def test_whitening_uses_the_population_variance_of_the_selected_tokens() -> None:
+    # of 1 2 3 6: mean 3, deviations -2 -1 0 3, squares 14, variance 14 / 4
+    s = math.sqrt(14 / 4)
+    advantages = f64([1, math.nan, 2, 3, math.inf, 6])
+    selected = np.array([True, False, True, True, False, True])
+    by_hand = [-2 / s, 0, -1 / s, 0, 0, 3 / s]
+    assert whiten(advantages, selected, scale=True).tolist() == pytest.approx(by_hand, abs=1e-15)
+    assert whiten(advantages, selected, scale=False).tolist() == [-2, 0, -1, 0, 0, 3]
+
+
+def test_a_tiny_variance_is_taken_as_one_hundred_millionth() -> None:
+    # deviations +-5e-6, variance 2.5e-11: divided by sqrt(1e-8) = 1e-4, not by 5e-6
+    result = whiten(f64([0, 1e-5]), np.array([True, True]), scale=True)
+    assert result.tolist() == pytest.approx([-0.05, 0.05], rel=1e-12)
+
+
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize(("value", "count"), CONSTANT)
+def test_equal_advantages_become_exactly_zero(value: float, count: int, scale: bool) -> None:
+    assert whiten(f64([value] * count), np.ones(count, np.bool_), scale=scale).tolist() == [0.0] * count
+
+
+@pytest.mark.parametrize("scale", [True, False])
+def test_fewer_than_two_tokens_stay_as_they_are(scale: bool) -> None:
+    assert whiten(f64([5, 3]), np.array([False, True]), scale=scale).tolist() == [0, 3]
+    assert whiten(f64([5, 3]), np.array([False, False]), scale=scale).tolist() == [0, 0]
+    assert whiten(f64([]), np.array([], np.bool_), scale=scale).tolist() == []
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_whitened_tokens_have_mean_zero_and_variance_one(offset: float) -> None:
+    for seed in SEEDS:
+        random = np.random.default_rng(seed)
+        count = int(random.integers(4, 200))
+        advantages, selected = offset + random.normal(size=count), random.random(count) < 0.7
+        selected[:2] = True
+        result = whiten(advantages, selected, scale=True)
+        assert (result[~selected] == 0).all()
+        assert result[selected].mean() == pytest.approx(0, abs=1e-9)
+        assert np.square(result[selected]).mean() == pytest.approx(1, abs=1e-8)
+
+
+@given(st.lists(st.tuples(st.floats(-1e6, 1e6), st.booleans()), max_size=20), st.booleans())
+def test_whitened_tokens_are_finite(rows: list[tuple[float, bool]], scale: bool) -> None:
+    advantages, selected = f64([a for a, _ in rows]), np.array([s for _, s in rows], np.bool_)
+    assert np.isfinite(whiten(advantages, selected, scale=scale)).all()

@@ -1,0 +1,120 @@
+"""KL estimates with their gradients, and the controller of the coefficient."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from fourfold_trainer.algorithm.kl import Kind, adapted_coef, estimate, k3
+
+F64 = torch.float64
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+def slopes(loss: Tensor, leaf: Tensor) -> list[float]:
+    (gradient,) = torch.autograd.grad(loss.sum(), leaf)
+    return [float(number) for number in gradient]
+
+
+@pytest.mark.parametrize("d", [-3.0, -2.2, -0.1, -1e-3, 0.0, 0.5, 2.0, 4.0])
+def test_the_estimates_and_their_gradients(d: float) -> None:
+    # d = p - f.  k1 d, slope 1;  k2 d^2 / 2, slope d;  k3 exp(-d) - 1 + d, slope 1 - exp(-d)
+    by_hand = {"k1": (d, 1.0), "k2": (d * d / 2, d), "k3": (math.exp(-d) - 1 + d, 1 - math.exp(-d))}
+    if d == -3.0:
+        by_hand["k3"] = (10.0, 0.0)  # exp(3) - 4 = 16.1
+    for kind in KINDS:
+        p = torch.tensor([-5.0 + d], dtype=F64, requires_grad=True)
+        result = estimate(p, torch.tensor([-5.0], dtype=F64), kind)
+        number, slope = by_hand[kind]
+        assert result.tolist() == pytest.approx([number], rel=1e-12, abs=1e-12)
+        assert slopes(result, p) == pytest.approx([slope], rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("d", [11.0, 25.0, 100.0, -11.0, -25.0, -100.0])
+def test_values_end_at_ten_without_gradient(kind: Kind, d: float) -> None:
+    p = torch.tensor([-5.0 + d], requires_grad=True)
+    result = estimate(p, torch.tensor([-5.0]), kind)
+    assert result.item() == (-10 if kind == "k1" and d < 0 else 10)
+    assert slopes(result, p) == [0.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_one_policy_finds_impossible_stays_finite(kind: Kind) -> None:
+    p = torch.tensor([-1.0, -math.inf], requires_grad=True)
+    result = estimate(p, torch.tensor([-math.inf, -1.0]), kind)
+    assert result.tolist() == [10, -10 if kind == "k1" else 10]
+    assert slopes(result, p) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_gets_no_gradient(kind: Kind) -> None:
+    p = torch.tensor([-1.0, -2.0], requires_grad=True)
+    f = torch.tensor([-1.5, -1.5], requires_grad=True)
+    estimate(p, f, kind).sum().backward()  # type: ignore[no-untyped-call]
+    assert p.grad is not None and p.grad.all()
+    assert f.grad is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_precision_and_empty_batches(kind: Kind, dtype: torch.dtype) -> None:
+    assert estimate(torch.zeros(3, dtype=dtype), torch.zeros(3, dtype=dtype), kind).dtype == dtype
+    assert estimate(torch.zeros(0, dtype=dtype), torch.zeros(0, dtype=dtype), kind).tolist() == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_agree_with_finite_differences(kind: Kind) -> None:
+    d = torch.linspace(-2, 4, 25, dtype=F64)
+    f = -torch.rand(25, generator=torch.Generator().manual_seed(0), dtype=F64)
+    p = (f + d).requires_grad_()
+    assert torch.autograd.gradcheck(lambda current: estimate(current, f, kind), (p,))
+
+
+def test_means_over_the_policy_are_the_divergence() -> None:
+    # sum over tokens of pi * estimate: KL(pi || f) for k1 and k3, and its gradient is sum of pi * grad p * slope of k2
+    logits = torch.tensor([0.3, -0.2, 0.9, -1.0], dtype=F64, requires_grad=True)
+    f = torch.log_softmax(torch.tensor([0.1, 0.4, 0.2, -0.5], dtype=F64), 0)
+    p = torch.log_softmax(logits, 0)
+    pi = p.exp()
+    by_hand = sum(math.exp(a) * (a - b) for a, b in zip(p.tolist(), f.tolist(), strict=True))
+    for kind in ("k1", "k3"):
+        assert (pi * estimate(p, f, kind)).sum().item() == pytest.approx(by_hand, rel=1e-12)
+    (exact,) = torch.autograd.grad((pi * (p - f)).sum(), logits, retain_graph=True)
+    sampled = slopes(pi.detach() * estimate(p, f, "k2"), logits)
+    assert sampled == pytest.approx(exact.tolist(), rel=1e-10)
+
+
+def test_k3_keeps_small_differences_in_float32() -> None:
+    # x^2 / 2 to leading order; exp(x) - 1 - x in float32 is off by more than its value at 1e-4
+    small = torch.tensor([1e-4, -1e-4, 1e-3])
+    assert k3(small).tolist() == pytest.approx([5e-9, 5e-9, 5e-7], rel=2e-2)
+    assert k3(torch.zeros(1)).item() == 0
+    p = torch.tensor([-1e-3])
+    assert estimate(p, torch.zeros(1), "k3").tolist() == pytest.approx([math.expm1(1e-3) - 1e-3], rel=1e-3)
+
+
+def test_k3_for_metrics_has_no_clamps() -> None:
+    x = torch.tensor([-30.0, 5.0, 25.0], dtype=F64)
+    by_hand = [math.exp(v) - 1 - v for v in (-30.0, 5.0, 25.0)]
+    assert k3(x).tolist() == pytest.approx(by_hand, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"),
+    [  # target 6; the error is clipped to +-0.2, then * 500 / 10000 = 0.05
+        (6.0, 1.0),
+        (6.6, 1 + 0.1 * 0.05),
+        (5.4, 1 - 0.1 * 0.05),
+        (60.0, 1 + 0.2 * 0.05),
+        (0.0, 1 - 0.2 * 0.05),
+        (-3.0, 1 - 0.2 * 0.05),
+    ],
+)
+def test_the_coefficient_follows_the_target(kl: float, factor: float) -> None:
+    result = adapted_coef(0.02, kl, target=6.0, horizon=10_000, sample_count=500)
+    assert result == pytest.approx(0.02 * factor, rel=1e-12)

@@ -60,7 +60,8 @@ def build(name: str, dtype: torch.dtype) -> Any:
     """Return a model in evaluation mode; the same name gives the same weights."""
     family, changes = ARCHITECTURES[name]
     config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    model.eval()
     model.set_experts_implementation("eager")  # the others have no float64
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():

@@ -185,9 +185,10 @@ def _varlen(
         arguments["enable_gqa"] = repeats > 1
     else:
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
-    kernel: Callable[..., Tensor] = varlen.varlen_attn
+    kernel: Callable[..., Any] = varlen.varlen_attn
     offsets, longest = segments.offsets, segments.longest
-    return kernel(query, key, value, offsets, offsets, longest, longest, **arguments)
+    result: Tensor = kernel(query, key, value, offsets, offsets, longest, longest, **arguments)
+    return result
 
 
 # ---- everywhere ----------------------------------------------------------------------

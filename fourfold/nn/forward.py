@@ -35,7 +35,7 @@ _PROBE_LENGTHS: Final = (5, 8)
 # Largest difference to the model's own logits that rounding explains: nats, and units in the last place of a logit.
 _PROBE_NATS: Final = 1e-3
 _PROBE_ULPS: Final = 4
-# The same for hidden states: length of the difference over length of the state.
+# The same for hidden states: longest difference over the mean length of a state.
 _PROBE_SHARE: Final = 1e-3
 _PROBE_SHARE_ULPS: Final = 16
 
@@ -62,9 +62,9 @@ class LogprobHead(nn.Module):
 class ValueHead(nn.Linear):
     """One number from a hidden state."""
 
-    def __init__(self, body: nn.Parameter, weight: Tensor | None) -> None:
-        """Start with `weight` [1, h], or with zeros; device and dtype are those of `body` [v, h]."""
-        super().__init__(body.shape[1], 1, bias=False, device=body.device, dtype=body.dtype)
+    def __init__(self, embedding: Tensor, weight: Tensor | None) -> None:
+        """Start with `weight` [1, h], or with zeros; device and dtype are those of `embedding` [v, h]."""
+        super().__init__(embedding.shape[1], 1, bias=False, device=embedding.device, dtype=embedding.dtype)
         with torch.no_grad():
             self.weight.zero_() if weight is None else self.weight.copy_(weight)
 
@@ -137,7 +137,7 @@ def install_values(model: Any, weight: Tensor | None = None) -> None:
         probe = _probe_arguments(ids)
         found = _hidden(model, probe["token_ids"], probe["lengths"])[probe["rows"]].float()
         model(**probe)
-    share = float(((found - own).norm(dim=1) / own.norm(dim=1)).max())
+    share = float((found - own).norm(dim=1).max() / own.norm(dim=1).mean())
     if not share <= max(_PROBE_SHARE_ULPS * torch.finfo(linear.weight.dtype).eps, _PROBE_SHARE):
         raise ConfigError(
             f"the architecture {type(model).__name__} makes its hidden states in a way that is not known here: those "
@@ -245,10 +245,13 @@ def _replace_attention(model: Any) -> None:
 
 
 def _probe_ids(linear: nn.Linear) -> Tensor:
-    """Return the two segments as [2, longest], padded on the right: no token of a causal model sees that."""
-    count, width = len(_PROBE_LENGTHS), max(_PROBE_LENGTHS)
-    ids = torch.arange(1, count * width + 1, device=linear.weight.device) % linear.out_features
-    return ids.view(count, width)
+    """Return the two segments as [2, longest], padded on the right: no token of a causal model sees that.
+
+    The ids are spread over the vocabulary: the first ones are often special and untrained, hence alike.
+    """
+    shape = len(_PROBE_LENGTHS), max(_PROBE_LENGTHS)
+    ids = torch.arange(1, shape[0] * shape[1] + 1, device=linear.weight.device)
+    return (ids * max(1, linear.out_features // (len(ids) + 1)) % linear.out_features).view(shape)
 
 
 def _unpad(padded: Tensor) -> list[Tensor]:

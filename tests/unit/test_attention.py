@@ -34,13 +34,15 @@ def segments(lengths: list[int] = LENGTHS) -> Segments:
     return Segments(torch.tensor(lengths), CPU)
 
 
-def inputs(heads: int, lengths: list[int] = LENGTHS, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def inputs(heads: int, lengths: list[int] = LENGTHS) -> tuple[Tensor, Tensor, Tensor]:
     """Return query [1, h, t, d], key and value [1, g, t, d]."""
     generator = torch.Generator().manual_seed(0)
-    return [
-        torch.randn(1, n, sum(lengths), SIZE, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-        for n in (HEADS, heads, heads)
-    ]
+
+    def random(count: int) -> Tensor:
+        shape = (1, count, sum(lengths), SIZE)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    return random(HEADS), random(heads), random(heads)
 
 
 def dense(
@@ -160,9 +162,9 @@ class Kernel:
         assert window_size[1] == 0  # causal
         self.calls.append({"enable_gqa": enable_gqa})
         lengths = torch.diff(cu_seq_q).tolist()
-        rows = [x[None].transpose(1, 2) for x in (query, key, value)]
+        q, k, v = (x[None].transpose(1, 2) for x in (query, key, value))
         width = window_size[0] + 1 or 1000
-        return dense(*rows, lengths, window=width, scale=scale or 0.0, softcap=None)[0]
+        return dense(q, k, v, lengths, window=width, scale=scale or 0.0, softcap=None)[0]
 
     def old(
         self,

@@ -100,10 +100,11 @@ def test_entropy_of_the_uniform_and_of_the_certain() -> None:
 @pytest.mark.parametrize("chunk_rows", [0, 3])
 def test_float64_gradients_are_those_of_finite_differences(chunk_rows: int, softcap: float) -> None:
     hidden, weight, offset, targets, temperatures = inputs(torch.float64, True)
+    assert offset is not None
 
-    def outputs(*leaves: Tensor) -> tuple[Tensor, ...]:
+    def outputs(hidden: Tensor, weight: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
         logprobs, entropies = token_logprobs(
-            *leaves, targets, temperatures, softcap=softcap, chunk_rows=chunk_rows, entropy=True
+            hidden, weight, offset, targets, temperatures, softcap=softcap, chunk_rows=chunk_rows, entropy=True
         )
         assert logprobs.dtype == torch.float64 and entropies is not None
         return logprobs, entropies
@@ -114,7 +115,12 @@ def test_float64_gradients_are_those_of_finite_differences(chunk_rows: int, soft
 def test_entropies_that_nothing_depends_on_cost_nothing_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor | None] = []
     real = logprobs_module._grad_logits
-    monkeypatch.setattr(logprobs_module, "_grad_logits", lambda *args: (seen.append(args[4]), real(*args))[1])
+
+    def spy(*args: Any) -> Tensor:
+        seen.append(args[-1])
+        return real(*args)
+
+    monkeypatch.setattr(logprobs_module, "_grad_logits", spy)
     hidden, weight, _, targets, temperatures = inputs(torch.float32, False)
     logprobs, _ = token_logprobs(hidden, weight, None, targets, temperatures, entropy=True)
     torch.autograd.grad(logprobs.sum(), weight)

@@ -199,6 +199,25 @@ def test_the_kernel_gets_the_same_segments_and_window(
     torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
 
 
-def test_the_kernel_is_for_16_bit_on_cuda() -> None:
-    rows = torch.empty(3, 2, 8, dtype=torch.bfloat16)
-    assert not attention._has_varlen(rows, rows)
+class OnCuda(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_the_kernel_is_for_16_bit_on_cuda_and_the_head_sizes_it_has() -> None:
+    def has(dtype: torch.dtype, size: int, value_size: int) -> bool:
+        query, value = (torch.empty(1, 2, 3, n, dtype=dtype).as_subclass(OnCuda) for n in (size, value_size))
+        return attention._has_varlen(query, value)
+
+    assert has(torch.bfloat16, 64, 64) and has(torch.float16, 256, 256)
+    assert not has(torch.float32, 64, 64)
+    assert not has(torch.bfloat16, 264, 264) and not has(torch.bfloat16, 12, 12) and not has(torch.bfloat16, 64, 32)
+    on_cpu = torch.empty(1, 2, 3, 64, dtype=torch.bfloat16)
+    assert not attention._has_varlen(on_cpu, on_cpu)
+
+
+def test_capped_scores_are_refused_on_cuda_by_name() -> None:
+    query, key, value = (x.as_subclass(OnCuda) for x in inputs(2))
+    with pytest.raises(ConfigError, match=r"Linear caps attention scores at 50\.0, which the CUDA kernel"):
+        attention.attend(torch.nn.Linear(1, 1), query, key, value, None, softcap=50.0, segments=segments())

@@ -88,7 +88,7 @@ METRICS: Final[dict[str, str]] = {
     SKIPPED_STEPS: "steps: that had nothing to learn, since the start of the run",
     TRAINED_TOKENS: "tokens: with a non-zero loss mask in the update",
     TRAINED_SAMPLES: "samples: in the update",
-    PADDING_FRACTION: "share in [0, 1]: padding in the trainer's micro-batches",
+    PADDING_FRACTION: "share in [0, 1]: dummies in the trainer's micro-batches",
     POLICY_LAG_MEAN: "policy versions: mean of the trainer's version minus the oldest that sampled the trajectory",
     POLICY_LAG_MAX: "policy versions: largest of them",
     PROBE_DIFF_MEAN: "nats: mean |trainer - engine| on the probe prompt after the update, worst engine",

@@ -1,8 +1,9 @@
-"""Shared tensor code (extra `torch`): batches of samples, and their log-probabilities under a causal LM.
+"""Shared tensor code (extra `torch`): packed samples, and what a causal LM says about them.
 
-    batching.py   samples of any length -> padded batches under a token budget   (numpy only)
-    forward.py    batch -> hidden states -> log-probabilities at the asked rows
-    logprobs.py   hidden states -> log-probabilities, a few rows of the vocabulary at a time
+    batching.py   samples of any length -> packed batches under a token budget   (numpy only)
+    attention.py  every sample of a packed batch attends to itself alone
+    forward.py    batch -> hidden states -> log-probabilities, entropies or values at the asked rows
+    logprobs.py   hidden states -> log-probabilities and entropies, a few rows of the vocabulary at a time
 
-Trainer and reference use the same three files, so that their numbers can be compared.
+Trainer and reference use the same files, so that their numbers can be compared.
 """

@@ -1,13 +1,15 @@
-"""Samples of any length as padded batches under a token budget. No torch here.
+"""Samples of any length packed one after another, in batches under a token budget. No torch here.
 
-Samples are sorted by length, so that a batch pads little, and padded on the right: in a
-causal model no real token then sees a padding token, and no attention mask is needed.
+A packed batch has no padding: its samples are *segments* of one long row. Each segment has its
+own positions and attends to itself alone (see attention.py), so what a sample gives does not
+depend on its neighbours.
 
-Legend: b samples in a batch, t padded length, k rows (tokens whose log-probability is asked).
+Legend: s samples in a batch, t tokens of all of them, k rows (tokens whose log-probability is asked).
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,43 +26,48 @@ Int64Array = NDArray[np.int64]
 class TokenBatch:
     """One forward pass. The logits of a token are made at the position before it: that is the shift in `rows`."""
 
-    token_ids: Int32Array  # [b, t], padded with 0 on the right
-    rows: Int64Array  # [k], index into the flattened [b * t] hidden states that predict `targets`
+    token_ids: Int32Array  # [t], all samples one after another
+    lengths: Int32Array  # [s], tokens of each sample, each at least 1; their sum is t
+    rows: Int64Array  # [k], index into the [t] hidden states that predict `targets`
     targets: Int32Array  # [k], token ids
     temperatures: Float32Array  # [k], divide the logits
 
     @property
-    def padded_tokens(self) -> int:
-        """b * t: what the pass costs."""
+    def token_count(self) -> int:
+        """t: what the pass costs."""
         return self.token_ids.size
 
 
-def split_by_length(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Return indices of samples in batches of similar length, the longest first.
+def split_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
+    """Return indices of samples in batches under a budget, about equal in tokens.
+
+    First-fit-decreasing says how many batches there are. The samples are then dealt anew, the
+    longest first, each to the batch with the fewest tokens. Where that breaks the budget, which
+    takes samples of nearly its size, the batches of first-fit stay.
 
     Args:
         lengths: tokens of each sample.
-        max_tokens: most padded tokens in one batch.
+        max_tokens: most tokens in one batch.
+
+    Returns:
+        Batches, the one with the longest sample first; in each the longest sample first.
 
     Raises:
         InvalidInput: one sample alone is longer.
     """
-    batches: list[list[int]] = []
-    width = 0
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if lengths[index] > max_tokens:
-            raise InvalidInput(
-                f"a sample of {lengths[index]} tokens does not fit a batch of {max_tokens}; "
-                f"raise batch.tokens_per_micro_batch"
-            )
-        if not batches or (len(batches[-1]) + 1) * width > max_tokens:
-            batches.append([])
-            width = lengths[index]
-        batches[-1].append(index)
-    return batches
+    longest = max(lengths, default=0)
+    if longest > max_tokens:
+        raise InvalidInput(
+            f"a sample of {longest} tokens does not fit a batch of {max_tokens}; raise batch.tokens_per_micro_batch"
+        )
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    tight = _first_fit(lengths, order, max_tokens)
+    even = _deal(lengths, order, len(tight))
+    fits = all(sum(lengths[i] for i in batch) <= max_tokens for batch in even)
+    return even if fits else tight
 
 
-def pad(token_ids: Sequence[Int32Array], positions: Sequence[Int64Array], temperatures: Sequence[float]) -> TokenBatch:
+def pack(token_ids: Sequence[Int32Array], positions: Sequence[Int64Array], temperatures: Sequence[float]) -> TokenBatch:
     """Make one batch.
 
     Args:
@@ -71,13 +78,39 @@ def pad(token_ids: Sequence[Int32Array], positions: Sequence[Int64Array], temper
     Returns:
         A batch whose rows are in the order of `positions`, sample by sample.
     """
-    width = max(len(ids) for ids in token_ids)
-    padded = np.zeros((len(token_ids), width), np.int32)
-    for row, ids in zip(padded, token_ids, strict=True):
-        row[: len(ids)] = ids
+    lengths = np.array([len(ids) for ids in token_ids], np.int32)
+    starts = np.cumsum(lengths, dtype=np.int64) - lengths
     return TokenBatch(
-        token_ids=padded,
-        rows=np.concatenate([i * width + p - 1 for i, p in enumerate(positions)]).astype(np.int64, copy=False),
+        token_ids=np.concatenate(token_ids).astype(np.int32, copy=False),
+        lengths=lengths,
+        rows=np.concatenate([start + p - 1 for start, p in zip(starts, positions, strict=True)]).astype(
+            np.int64, copy=False
+        ),
         targets=np.concatenate([ids[p] for ids, p in zip(token_ids, positions, strict=True)]),
         temperatures=np.repeat(np.asarray(temperatures, np.float32), [len(p) for p in positions]),
     )
+
+
+def _first_fit(lengths: Sequence[int], order: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Put each sample into the first batch that has room for it."""
+    batches: list[list[int]] = []
+    room: list[int] = []
+    for index in order:
+        place = next((b for b, left in enumerate(room) if left >= lengths[index]), len(batches))
+        if place == len(batches):
+            batches.append([])
+            room.append(max_tokens)
+        batches[place].append(index)
+        room[place] -= lengths[index]
+    return batches
+
+
+def _deal(lengths: Sequence[int], order: Sequence[int], count: int) -> list[list[int]]:
+    """Put each sample into the batch with the fewest tokens."""
+    batches: list[list[int]] = [[] for _ in range(count)]
+    lightest = [(0, batch) for batch in range(count)]
+    for index in order:
+        tokens, batch = lightest[0]
+        batches[batch].append(index)
+        heapq.heapreplace(lightest, (tokens + lengths[index], batch))
+    return batches

@@ -1,32 +1,47 @@
-"""A Hugging Face causal LM that returns log-probabilities of given tokens instead of logits.
+"""A Hugging Face causal LM that returns log-probabilities or values of packed samples instead of logits.
 
-`install` changes a model in place: its output embedding becomes a `LogprobHead`, which holds
-the same parameters under the same names, and `model(token_ids, rows, targets, temperatures)`
-runs the body once and the head on the asked rows alone. The head stays a module of the model
-because ZeRO-3 gathers the parameters of a module when that module is called.
+`install` and `install_values` change a model in place. Its attention becomes that of
+attention.py, its output embedding a head of ours, and calling it runs the body once over the
+packed row and the head on the asked rows alone:
+
+    install         model(token_ids, lengths, rows, targets, temperatures, entropy) -> (logprobs, entropies or None)
+    install_values  model(token_ids, lengths, rows) -> values
+
+Both then compare with what the architecture itself gives for two short segments, one per row:
+a token that sees the other segment, or has another position, is found there. The heads are
+modules of the model because ZeRO-3 gathers the parameters of a module when that module is called.
+
+Legend: t tokens of all samples, s samples, k asked rows, h hidden size, v vocabulary size.
 """
 
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any, Final
 
+import safetensors
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from fourfold.errors import ConfigError
+from fourfold.nn import attention
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.logprobs import token_logprobs
 
-_PROBE_TOKENS: Final = 8
+# Tokens of the two segments that are compared.
+_PROBE_LENGTHS: Final = (5, 8)
 # Largest difference to the model's own logits that rounding explains: nats, and units in the last place of a logit.
 _PROBE_NATS: Final = 1e-3
 _PROBE_ULPS: Final = 4
+# The same for hidden states: longest difference over the mean length of a state.
+_PROBE_SHARE: Final = 1e-3
+_PROBE_SHARE_ULPS: Final = 16
 
 
 class LogprobHead(nn.Module):
-    """The output embedding. Called with targets it returns log-probabilities, without them logits."""
+    """The output embedding."""
 
     def __init__(self, linear: nn.Module, softcap: float) -> None:
         """Take over the parameters of `linear`."""
@@ -35,11 +50,28 @@ class LogprobHead(nn.Module):
         self.bias: nn.Parameter | None = getattr(linear, "bias", None)  # [v]
         self.softcap = softcap
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, temperatures: Tensor | None = None) -> Tensor:
-        """Return [k] float32 log-probabilities of `targets` at the rows `hidden` [k, h]; or logits [..., v]."""
-        if targets is None or temperatures is None:
-            return functional.linear(hidden, self.weight, self.bias)
-        return token_logprobs(hidden, self.weight, self.bias, targets, temperatures, softcap=self.softcap)
+    def forward(
+        self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return float32 [k] log-probabilities of `targets`, and entropies, at the rows `hidden` [k, h]."""
+        return token_logprobs(
+            hidden, self.weight, self.bias, targets, temperatures, softcap=self.softcap, entropy=entropy
+        )
+
+
+class ValueHead(nn.Linear):
+    """One number from a hidden state."""
+
+    def __init__(self, embedding: Tensor, weight: Tensor | None) -> None:
+        """Start with `weight` [1, h], or with zeros; device and dtype are those of `embedding` [v, h]."""
+        super().__init__(embedding.shape[1], 1, bias=False, device=embedding.device, dtype=embedding.dtype)
+        with torch.no_grad():
+            self.weight.zero_() if weight is None else self.weight.copy_(weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return [k] values at the rows `hidden` [k, h]; float32, or float64 from float64."""
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return functional.linear(hidden.to(wide), self.weight.to(wide)).squeeze(1)
 
 
 def install(model: Any) -> None:
@@ -49,40 +81,96 @@ def install(model: Any) -> None:
         model: a `PreTrainedModel` with an output embedding, whole in memory.
 
     Raises:
-        ConfigError: the architecture makes its logits in a way that is not known here.
+        ConfigError: the architecture is one whose samples cannot be packed, or makes its logits in
+            a way that is not known here.
     """
-    name = type(model).__name__
-    linear = model.get_output_embeddings()
-    if not isinstance(linear, nn.Linear) or model.base_model is model:
-        raise ConfigError(
-            f"the architecture {name} has no plain output embedding behind a model body; "
-            f"use a decoder-only language model such as LlamaForCausalLM or Qwen2ForCausalLM"
-        )
-    device = linear.weight.device
-    ids = torch.arange(1, _PROBE_TOKENS + 1, device=device)[None] % linear.out_features
+    linear = _output_embedding(model)
+    ids = _probe_ids(linear)
     with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        expected = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None]).squeeze(1)
+        model.set_attn_implementation("eager")  # what defines an architecture: others leave parts of some out
+        logits = [rows.float() for rows in _unpad(model(input_ids=ids, use_cache=False).logits)]
+        own = torch.cat([torch.log_softmax(z[:-1], -1) for z in logits])
+        _replace_attention(model)
         model.set_output_embeddings(LogprobHead(linear, _softcap(model)))
-        model.forward = types.MethodType(_forward, model)
-        rows = torch.arange(_PROBE_TOKENS - 1, device=device)
-        found = model(ids, rows, ids[0, 1:], torch.ones(_PROBE_TOKENS - 1, device=device))
-    difference = float((found - expected).abs().max())
-    rounding = _PROBE_ULPS * torch.finfo(linear.weight.dtype).eps * float(logits.abs().max())
+        model.forward = types.MethodType(_forward_logprobs, model)
+        probe = _probe_arguments(ids)
+        targets = probe["token_ids"][probe["rows"] + 1]
+        found, _ = model(**probe, targets=targets, temperatures=torch.ones(len(targets), device=ids.device))
+    difference = float((found - own.gather(1, targets[:, None]).squeeze(1)).abs().max())
+    largest = max(float(z.abs().max()) for z in logits)
+    rounding = _PROBE_ULPS * torch.finfo(linear.weight.dtype).eps * largest
     if not difference <= max(rounding, _PROBE_NATS):
         raise ConfigError(
-            f"the architecture {name} makes its logits in a way that is not known here: log-probabilities differ by "
-            f"{difference:.3g} nats from its own; use another architecture, or teach fourfold/nn/forward.py this one"
+            f"the architecture {type(model).__name__} makes its logits in a way that is not known here: of packed "
+            f"samples, log-probabilities differ by {difference:.3g} nats from its own; use another architecture, or "
+            f"teach fourfold/nn/forward.py this one"
         )
+
+
+def install_values(model: Any, weight: Tensor | None = None) -> None:
+    """Make `model` return one value per row, and check its hidden states against its own on a few tokens.
+
+    The output embedding goes, and `score` comes: the names of a ...ForSequenceClassification.
+
+    Args:
+        model: a `PreTrainedModel` with an output embedding, whole in memory.
+        weight: [1, h] of the head; None: zeros, so that every value is 0 at first.
+
+    Raises:
+        ConfigError: the architecture is one whose samples cannot be packed, or `weight` is of another size.
+    """
+    linear = _output_embedding(model)
+    if weight is not None and weight.shape != (1, linear.in_features):
+        raise ConfigError(
+            f"the value head has shape {tuple(weight.shape)}, but {type(model).__name__} needs (1, "
+            f"{linear.in_features}); use a reward model of the same base model, with one label"
+        )
+    ids = _probe_ids(linear)
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        own = torch.cat([rows[:-1] for rows in _unpad(model.base_model(input_ids=ids, use_cache=False)[0])]).float()
+        _replace_attention(model)
+        name = next(name for name, module in model.named_children() if module is linear)
+        delattr(model, name)
+        model.score = ValueHead(linear.weight, weight)
+        model.forward = types.MethodType(_forward_values, model)
+        probe = _probe_arguments(ids)
+        found = _hidden(model, probe["token_ids"], probe["lengths"])[probe["rows"]].float()
+        model(**probe)
+    share = float((found - own).norm(dim=1).max() / own.norm(dim=1).mean())
+    if not share <= max(_PROBE_SHARE_ULPS * torch.finfo(linear.weight.dtype).eps, _PROBE_SHARE):
+        raise ConfigError(
+            f"the architecture {type(model).__name__} makes its hidden states in a way that is not known here: those "
+            f"of packed samples differ by {share:.3g} of their length from its own; use another architecture, or teach "
+            f"fourfold/nn/forward.py this one"
+        )
+
+
+def read_value_head(folder: Path) -> Tensor | None:
+    """Return `score.weight` [1, h] from the safetensors of a reward model's folder, or None if there is none."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safetensors.safe_open(path, framework="pt") as file:
+            if "score.weight" in file.keys():  # noqa: SIM118
+                weight: Tensor = file.get_tensor("score.weight")
+                return weight
+    return None
 
 
 def batch_arguments(batch: TokenBatch, device: torch.device) -> dict[str, Tensor]:
-    """Return `batch` as the arguments of an installed model, on its device."""
+    """Return `batch` as the arguments of a model that gives log-probabilities, on its device."""
     return {
-        "token_ids": torch.from_numpy(batch.token_ids).to(device, torch.int64),
-        "rows": torch.from_numpy(batch.rows).to(device),
+        **value_arguments(batch, device),
         "targets": torch.from_numpy(batch.targets).to(device, torch.int64),
         "temperatures": torch.from_numpy(batch.temperatures).to(device),
+    }
+
+
+def value_arguments(batch: TokenBatch, device: torch.device) -> dict[str, Tensor]:
+    """Return `batch` as the arguments of a model that gives values. Lengths stay on the CPU, where they are read."""
+    return {
+        "token_ids": torch.from_numpy(batch.token_ids).to(device, torch.int64),
+        "lengths": torch.from_numpy(batch.lengths),
+        "rows": torch.from_numpy(batch.rows).to(device),
     }
 
 
@@ -91,26 +179,94 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in ("attention_dropout", "dropout", "activation_dropout"):
+        for name in ("attention_dropout", "dropout", "activation_dropout", "jitter_noise"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
 
 
-def _forward(self: Any, token_ids: Tensor, rows: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-    """Return log-probabilities [k] float32.
+def _forward_logprobs(
+    self: Any,
+    token_ids: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probabilities [k], and entropies [k] or None, float32.
 
     Args:
         self: the model.
-        token_ids: [b, t], padded on the right. No attention mask: in a causal model the
-            padding is after everything that is read.
-        rows: [k], index into the flattened b * t positions.
+        token_ids: [t], all samples one after another.
+        lengths: [s], on the CPU.
+        rows: [k], index into the t hidden states.
         targets: [k] token ids.
         temperatures: [k].
+        entropy: ask for entropies.
     """
-    hidden = self.base_model(input_ids=token_ids, use_cache=False)[0]
-    chosen = hidden.flatten(0, 1).index_select(0, rows)
-    logprobs: Tensor = self.get_output_embeddings()(chosen, targets, temperatures)
-    return logprobs
+    chosen = _hidden(self, token_ids, lengths).index_select(0, rows)
+    result: tuple[Tensor, Tensor | None] = self.get_output_embeddings()(chosen, targets, temperatures, entropy)
+    return result
+
+
+def _forward_values(self: Any, token_ids: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
+    """Return values [k], float32; arguments as in `_forward_logprobs`."""
+    values: Tensor = self.score(_hidden(self, token_ids, lengths).index_select(0, rows))
+    return values
+
+
+def _hidden(model: Any, token_ids: Tensor, lengths: Tensor) -> Tensor:
+    """Return the last hidden states [t, h] of packed samples."""
+    segments = attention.Segments(lengths, token_ids.device)
+    hidden: Tensor = model.base_model(
+        input_ids=token_ids[None], position_ids=segments.positions[None], use_cache=False, segments=segments
+    )[0]
+    return hidden[0]
+
+
+def _output_embedding(model: Any) -> nn.Linear:
+    linear = model.get_output_embeddings()
+    if not isinstance(linear, nn.Linear) or model.base_model is model:
+        raise ConfigError(
+            f"the architecture {type(model).__name__} has no plain output embedding behind a model body; "
+            f"use a decoder-only language model such as LlamaForCausalLM or Qwen2ForCausalLM"
+        )
+    return linear
+
+
+def _replace_attention(model: Any) -> None:
+    attention.register()
+    model.set_attn_implementation(attention.NAME)
+    if model.base_model.config._attn_implementation != attention.NAME:
+        raise ConfigError(
+            f"the architecture {type(model).__name__} has an attention that cannot be replaced, so samples cannot be "
+            f"packed in one row; use another architecture, such as LlamaForCausalLM or Qwen2ForCausalLM"
+        )
+
+
+def _probe_ids(linear: nn.Linear) -> Tensor:
+    """Return the two segments as [2, longest], padded on the right: no token of a causal model sees that.
+
+    The ids are spread over the vocabulary: the first ones are often special and untrained, hence alike.
+    """
+    shape = len(_PROBE_LENGTHS), max(_PROBE_LENGTHS)
+    ids = torch.arange(1, shape[0] * shape[1] + 1, device=linear.weight.device)
+    return (ids * max(1, linear.out_features // (len(ids) + 1)) % linear.out_features).view(shape)
+
+
+def _unpad(padded: Tensor) -> list[Tensor]:
+    return [row[:length] for row, length in zip(padded, _PROBE_LENGTHS, strict=True)]
+
+
+def _probe_arguments(ids: Tensor) -> dict[str, Tensor]:
+    """Return the two segments packed, and all rows but each segment's last."""
+    ends = [sum(_PROBE_LENGTHS[: i + 1]) - 1 for i in range(len(_PROBE_LENGTHS))]
+    rows = [row for row in range(ends[-1]) if row not in ends]
+    return {
+        "token_ids": torch.cat(_unpad(ids)),
+        "lengths": torch.tensor(_PROBE_LENGTHS),
+        "rows": torch.tensor(rows, device=ids.device),
+    }
 
 
 def _softcap(model: Any) -> float:

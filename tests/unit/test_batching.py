@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold.errors import InvalidInput
-from fourfold.nn.batching import pad, split_by_length
+from fourfold.nn.batching import pack, split_by_tokens
 from fourfold.wire import Sample
 from fourfold_trainer.batching import MicroBatch, deal, padding_fraction, split_lookup, split_step
 from tests.fakes.trainer_engine import sample
@@ -23,21 +23,47 @@ def samples(lengths: list[tuple[int, int]], *, reference: bool = False) -> list[
     ]
 
 
-def test_batches_hold_similar_lengths_and_keep_the_budget() -> None:
-    assert split_by_length([3, 9, 4, 8, 2], max_tokens=18) == [[1, 3], [2, 0, 4]]
-    assert split_by_length([], max_tokens=4) == []
+def test_batches_are_as_few_as_first_fit_makes_them_and_about_equal() -> None:
+    # First fit fills 18 with 9 + 8 and leaves 4 + 3 + 2; dealt anew: 9 + 3 + 2 and 8 + 4.
+    assert split_by_tokens([3, 9, 4, 8, 2], max_tokens=18) == [[1, 0, 4], [3, 2]]
+    assert split_by_tokens([5, 5, 5, 5], max_tokens=10) == [[0, 2], [1, 3]]
+    assert split_by_tokens([], max_tokens=4) == []
     with pytest.raises(InvalidInput, match="9 tokens does not fit a batch of 8"):
-        split_by_length([3, 9], max_tokens=8)
+        split_by_tokens([3, 9], max_tokens=8)
 
 
-def test_padding_is_on_the_right_and_rows_point_at_the_position_before_the_token() -> None:
-    ids = [np.array([5, 6, 7], np.int32), np.array([8, 9], np.int32)]
-    batch = pad(ids, [np.array([1, 2]), np.array([1])], [1.0, 0.5])
-    assert batch.token_ids.tolist() == [[5, 6, 7], [8, 9, 0]]
-    assert batch.rows.tolist() == [0, 1, 3]
-    assert batch.token_ids.reshape(-1)[batch.rows + 1].tolist() == batch.targets.tolist() == [6, 7, 9]
+def test_batches_stay_under_the_budget_where_dealing_would_break_it() -> None:
+    # Dealt to the emptier batch: 6 + 4 + 4 and 6 + 4. First fit: 6 + 6 and 4 + 4 + 4.
+    assert split_by_tokens([6, 6, 4, 4, 4], max_tokens=12) == [[0, 1], [2, 3, 4]]
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 200))
+def test_every_sample_is_in_one_batch_under_the_budget(lengths: list[int], budget: int) -> None:
+    batches = split_by_tokens(lengths, max_tokens=budget)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    sums = [sum(lengths[i] for i in batch) for batch in batches]
+    assert all(0 < total <= budget for total in sums)
+    assert len(batches) < 1 + 2 * sum(lengths) / budget or not lengths  # all but one are more than half full
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60))
+def test_batches_differ_by_one_sample_at_most_where_samples_are_short(lengths: list[int]) -> None:
+    batches = split_by_tokens(lengths, max_tokens=sum(lengths) // 3 + 40)
+    sums = [sum(lengths[i] for i in batch) for batch in batches]
+    assert max(sums) - min(sums) <= max(lengths)
+
+
+def test_samples_follow_each_other_and_rows_point_at_the_position_before_the_token() -> None:
+    ids = [np.array([5, 6, 7], np.int32), np.array([4], np.int32), np.array([8, 9], np.int32)]
+    batch = pack(ids, [np.array([1, 2]), np.array([], np.int64), np.array([1])], [1.0, 2.0, 0.5])
+    assert batch.token_ids.tolist() == [5, 6, 7, 4, 8, 9]
+    assert batch.lengths.tolist() == [3, 1, 2]
+    assert batch.rows.tolist() == [0, 1, 4]
+    assert batch.token_ids[batch.rows + 1].tolist() == batch.targets.tolist() == [6, 7, 9]
     assert batch.temperatures.tolist() == [1.0, 1.0, 0.5]
-    assert batch.padded_tokens == 6
+    assert batch.token_count == 6
+    assert [a.dtype for a in (batch.token_ids, batch.lengths, batch.targets)] == [np.int32] * 3
+    assert batch.rows.dtype == np.int64 and batch.temperatures.dtype == np.float32
 
 
 def test_samples_are_dealt_back_and_forth() -> None:
@@ -55,7 +81,7 @@ def test_every_loss_token_is_in_exactly_one_micro_batch(
     assert len({len(share) for share in shares}) == 1 and len(shares) == rank_count
     seen: list[tuple[float, int, float, float, float]] = []
     for micro in (m for share in shares for m in share):
-        assert micro.tokens.padded_tokens <= budget
+        assert micro.tokens.token_count <= budget
         assert len(micro.tokens.targets) == len(micro.advantages) == len(micro.behavior_logprobs)
         if not micro.dummy:
             parts = (micro.advantages, micro.tokens.targets, micro.behavior_logprobs, micro.reference_logprobs)
@@ -71,10 +97,10 @@ def test_every_loss_token_is_in_exactly_one_micro_batch(
 def test_ranks_without_samples_run_dummies() -> None:
     shares = split_step(samples([(3, 2)]), [1.0], rank_count=3, max_tokens=16, with_reference=False)
     assert [[m.dummy for m in share] for share in shares] == [[False], [True], [True]]
-    assert shares[1][0].tokens.padded_tokens == 2 and len(shares[1][0].reference_logprobs) == 0
+    assert shares[1][0].tokens.token_count == 2 and len(shares[1][0].reference_logprobs) == 0
 
 
-def test_padding_counts_dummies() -> None:
+def test_what_is_wasted_is_dummies() -> None:
     shares = split_step(samples([(3, 2), (1, 1)]), [1.0, 1.0], rank_count=2, max_tokens=5, with_reference=False)
     assert padding_fraction(shares, 7) == 0
     shares = split_step(samples([(3, 2)]), [1.0], rank_count=2, max_tokens=5, with_reference=False)
@@ -111,5 +137,6 @@ def test_a_micro_batch_survives_the_way_to_another_rank() -> None:
     )
     again = MicroBatch.from_arrays(micro.to_arrays())
     assert again.tokens.token_ids.tolist() == micro.tokens.token_ids.tolist()
+    assert again.tokens.lengths.tolist() == micro.tokens.lengths.tolist() == [5, 4]
     assert again.reference_logprobs.tolist() == micro.reference_logprobs.tolist()
     assert again.dummy is False

@@ -1,7 +1,8 @@
-"""Chunked log-probabilities against the plain computation: values and gradients."""
+"""Chunked log-probabilities and entropies against the plain computation: values and gradients."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from fourfold.errors import ConfigError
 from fourfold.nn import forward
-from fourfold.nn.batching import pad
+from fourfold.nn import logprobs as logprobs_module
+from fourfold.nn.batching import pack
 from fourfold.nn.logprobs import token_logprobs
 from tests.tiny_models import write_tiny_model
 
@@ -39,32 +41,98 @@ def inputs(dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor, Tensor | Non
 
 def plain(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor, softcap: float
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
     if softcap:
         logits = torch.tanh(logits / softcap) * softcap
-    return torch.log_softmax(logits / temperatures[:, None], -1).gather(1, targets[:, None]).squeeze(1)
+    logs = torch.log_softmax(logits / temperatures[:, None], -1)
+    return logs.gather(1, targets[:, None]).squeeze(1), -(logs.exp() * logs).sum(1)
 
 
+@pytest.mark.parametrize("asked", ["logprobs", "entropies", "both"])
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("chunk_rows", [0, 1, 4, ROWS])
-def test_values_and_gradients_equal_the_plain_computation(chunk_rows: int, bias: bool, softcap: float) -> None:
-    upstream = torch.linspace(-1, 1, ROWS)
+def test_values_and_gradients_equal_the_plain_computation(
+    chunk_rows: int, bias: bool, softcap: float, asked: str
+) -> None:
+    upstream = torch.linspace(-1, 1, ROWS), torch.linspace(2, -1, ROWS)
     hidden, weight, offset, targets, temperatures = inputs(torch.float32, bias)
     leaves = [leaf for leaf in (hidden, weight, offset) if leaf is not None]
+
+    def gradients(logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, ...]:
+        loss = torch.zeros(())
+        if asked != "entropies":
+            loss = loss + (logprobs * upstream[0]).sum()
+        if asked != "logprobs":
+            assert entropies is not None
+            loss = loss + (entropies * upstream[1]).sum()
+        return torch.autograd.grad(loss, leaves)
+
     wanted = plain(hidden, weight, offset, targets, temperatures, softcap)
-    wanted_gradients = torch.autograd.grad((wanted * upstream).sum(), leaves)
-    found = token_logprobs(hidden, weight, offset, targets, temperatures, softcap=softcap, chunk_rows=chunk_rows)
+    found = token_logprobs(
+        hidden, weight, offset, targets, temperatures, softcap=softcap, chunk_rows=chunk_rows, entropy=True
+    )
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
-    gradients = torch.autograd.grad((found * upstream).sum(), leaves)
-    torch.testing.assert_close(gradients, wanted_gradients, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients(*found), gradients(*wanted), atol=1e-5, rtol=1e-5)
+
+
+def test_entropies_by_hand() -> None:
+    # Logits 0 and log(3) at temperature 1: probabilities 1/4 and 3/4. At temperature 1/2: 1/10 and 9/10.
+    hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [math.log(3)]])
+    targets = torch.tensor([0, 1])
+    logprobs, entropies = token_logprobs(hidden, weight, None, targets, torch.tensor([1.0, 0.5]), entropy=True)
+    torch.testing.assert_close(logprobs, torch.tensor([math.log(0.25), math.log(0.9)]))
+    wanted = [-0.25 * math.log(0.25) - 0.75 * math.log(0.75), -0.1 * math.log(0.1) - 0.9 * math.log(0.9)]
+    torch.testing.assert_close(entropies, torch.tensor(wanted))
+
+
+def test_entropy_of_the_uniform_and_of_the_certain() -> None:
+    hidden = torch.tensor([[0.0], [1.0]])
+    weight = torch.tensor([[200.0], [0.0], [-200.0], [0.0]], requires_grad=True)
+    _, entropies = token_logprobs(hidden, weight, None, torch.tensor([1, 1]), torch.ones(2), entropy=True)
+    assert entropies is not None
+    torch.testing.assert_close(entropies, torch.tensor([math.log(4), 0.0]))
+    assert torch.isfinite(torch.autograd.grad(entropies.sum(), weight)[0]).all()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("chunk_rows", [0, 3])
+def test_float64_gradients_are_those_of_finite_differences(chunk_rows: int, softcap: float) -> None:
+    hidden, weight, offset, targets, temperatures = inputs(torch.float64, True)
+    assert offset is not None
+
+    def outputs(hidden: Tensor, weight: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
+        logprobs, entropies = token_logprobs(
+            hidden, weight, offset, targets, temperatures, softcap=softcap, chunk_rows=chunk_rows, entropy=True
+        )
+        assert logprobs.dtype == torch.float64 and entropies is not None
+        return logprobs, entropies
+
+    assert torch.autograd.gradcheck(outputs, (hidden, weight, offset))
+
+
+def test_entropies_that_nothing_depends_on_cost_nothing_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor | None] = []
+    real = logprobs_module._grad_logits
+
+    def spy(*args: Any) -> Tensor:
+        seen.append(args[-1])
+        return real(*args)
+
+    monkeypatch.setattr(logprobs_module, "_grad_logits", spy)
+    hidden, weight, _, targets, temperatures = inputs(torch.float32, False)
+    logprobs, _ = token_logprobs(hidden, weight, None, targets, temperatures, entropy=True)
+    torch.autograd.grad(logprobs.sum(), weight)
+    assert seen == [None]
 
 
 def test_bfloat16_gradients_do_not_depend_on_the_chunks() -> None:
     hidden, weight, _, targets, temperatures = inputs(torch.bfloat16, False)
     whole, chunked = (
-        torch.autograd.grad(token_logprobs(hidden, weight, None, targets, temperatures, chunk_rows=n).sum(), weight)[0]
+        torch.autograd.grad(token_logprobs(hidden, weight, None, targets, temperatures, chunk_rows=n)[0].sum(), weight)[
+            0
+        ]
         for n in (0, 2)
     )
     assert whole.dtype == chunked.dtype == torch.bfloat16
@@ -73,18 +141,19 @@ def test_bfloat16_gradients_do_not_depend_on_the_chunks() -> None:
 
 def test_only_what_needs_a_gradient_gets_one() -> None:
     hidden, weight, _, targets, temperatures = inputs(torch.float32, False)
-    result = token_logprobs(hidden, weight.detach(), None, targets, temperatures, chunk_rows=3)
+    result, none = token_logprobs(hidden, weight.detach(), None, targets, temperatures, chunk_rows=3)
+    assert none is None
     assert torch.autograd.grad(result.sum(), hidden)[0].any()
     with torch.no_grad():
-        assert not token_logprobs(hidden, weight, None, targets, temperatures).requires_grad
+        assert not token_logprobs(hidden, weight, None, targets, temperatures)[0].requires_grad
 
 
 def test_no_rows_give_no_values_and_zero_gradients() -> None:
     hidden, weight, _, _, _ = inputs(torch.float32, False)
     none = torch.empty(0, dtype=torch.int64)
-    result = token_logprobs(hidden[:0], weight, None, none, torch.empty(0))
-    assert result.shape == (0,)
-    assert not torch.autograd.grad(result.sum(), weight)[0].any()
+    result, entropies = token_logprobs(hidden[:0], weight, None, none, torch.empty(0), entropy=True)
+    assert result.shape == (0,) and entropies is not None and entropies.shape == (0,)
+    assert not torch.autograd.grad(result.sum() + entropies.sum(), weight)[0].any()
 
 
 def load(folder: Path) -> Any:
@@ -106,8 +175,8 @@ def test_an_installed_model_gives_the_logprobs_of_its_own_logits(tmp_path: Path,
     assert [name for name, _ in model.named_parameters()] == names
     ids = [torch.arange(3, 12, dtype=torch.int32).numpy(), torch.arange(40, 44, dtype=torch.int32).numpy()]
     positions = [torch.tensor([1, 5, 8]).numpy(), torch.tensor([3]).numpy()]
-    batch = pad(ids, positions, [1.0, 0.7])
-    found = model(**forward.batch_arguments(batch, torch.device("cpu")))
+    batch = pack(ids, positions, [1.0, 0.7])
+    found, _ = model(**forward.batch_arguments(batch, torch.device("cpu")))
     wanted = []
     for row, chosen, temperature in zip(ids, positions, [1.0, 0.7], strict=True):
         logits = original(input_ids=torch.from_numpy(row)[None].long()).logits[0].float() / temperature

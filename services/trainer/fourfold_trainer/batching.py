@@ -1,9 +1,9 @@
 """A step's samples as micro-batches for every rank.
 
 Samples are dealt to the ranks by length, so that each gets about the same number of tokens;
-each rank's part is cut into padded batches under the token budget. Collectives run inside a
+each rank's part is packed into batches under the token budget. Collectives run inside a
 forward pass under ZeRO-3, so all ranks must run the same number of passes: a rank with fewer
-gets dummies, one short row that counts for nothing.
+gets dummies, one short sample that counts for nothing.
 
 Legend: k loss tokens of a micro-batch.
 """
@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.nn.batching import TokenBatch, pad, split_by_length
+from fourfold.nn.batching import TokenBatch, pack, split_by_tokens
 from fourfold.wire import EMPTY_FLOATS, Float32Array, Sample
 
 _DUMMY_TOKENS: Final = np.zeros(2, np.int32)
@@ -53,19 +53,19 @@ class MicroBatch:
         )
 
 
-TOKEN_ARRAYS: Final = 4
+TOKEN_ARRAYS: Final = 5
 MICRO_BATCH_ARRAYS: Final = TOKEN_ARRAYS + 4
 
 
 def tokens_to_arrays(batch: TokenBatch) -> list[NDArray[Any]]:
     """Return the TOKEN_ARRAYS arrays of a batch."""
-    return [batch.token_ids, batch.rows, batch.targets, batch.temperatures]
+    return [batch.token_ids, batch.lengths, batch.rows, batch.targets, batch.temperatures]
 
 
 def tokens_from_arrays(arrays: Sequence[NDArray[Any]]) -> TokenBatch:
     """Take what `tokens_to_arrays` gave."""
-    token_ids, rows, targets, temperatures = arrays
-    return TokenBatch(token_ids=token_ids, rows=rows, targets=targets, temperatures=temperatures)
+    token_ids, lengths, rows, targets, temperatures = arrays
+    return TokenBatch(token_ids=token_ids, lengths=lengths, rows=rows, targets=targets, temperatures=temperatures)
 
 
 def split_step(
@@ -77,7 +77,7 @@ def split_step(
         samples: to train on, each with at least one loss token.
         advantages: of each sample.
         rank_count: number of ranks.
-        max_tokens: most padded tokens in one micro-batch.
+        max_tokens: most tokens in one micro-batch.
         with_reference: carry the reference log-probabilities along.
     """
 
@@ -86,7 +86,7 @@ def split_step(
         positions = [np.flatnonzero(s.loss_mask) for s in chosen]
         counts = [len(p) for p in positions]
         return MicroBatch(
-            tokens=pad([s.token_ids for s in chosen], positions, [s.temperature for s in chosen]),
+            tokens=pack([s.token_ids for s in chosen], positions, [s.temperature for s in chosen]),
             advantages=np.repeat(np.asarray([advantages[i] for i in members], np.float32), counts),
             behavior_logprobs=_gather([s.behavior_logprobs for s in chosen], positions),
             reference_logprobs=_gather([s.reference_logprobs for s in chosen], positions)
@@ -95,7 +95,7 @@ def split_step(
         )
 
     shares = [
-        [make([share[i] for i in part]) for part in split_by_length(_lengths(samples, share), max_tokens=max_tokens)]
+        [make([share[i] for i in part]) for part in split_by_tokens(_lengths(samples, share), max_tokens=max_tokens)]
         for share in deal([len(s.token_ids) for s in samples], rank_count)
     ]
     passes = max(len(share) for share in shares)
@@ -114,7 +114,7 @@ def split_lookup(
     orders: list[list[int]] = []
     shares: list[list[TokenBatch]] = []
     for share in deal([len(s.token_ids) for s in samples], rank_count):
-        parts = split_by_length(_lengths(samples, share), max_tokens=max_tokens)
+        parts = split_by_tokens(_lengths(samples, share), max_tokens=max_tokens)
         orders.append([share[i] for part in parts for i in part])
         shares.append([_lookup_batch([samples[share[i]] for i in part]) for part in parts])
     passes = max(len(batches) for batches in shares)
@@ -132,8 +132,8 @@ def deal(lengths: Sequence[int], rank_count: int) -> list[list[int]]:
 
 
 def padding_fraction(shares: Sequence[Sequence[MicroBatch]], real_tokens: int) -> float:
-    """Return the share of what the ranks compute that is padding or dummies, in [0, 1]."""
-    computed = sum(batch.tokens.padded_tokens for share in shares for batch in share)
+    """Return the share of what the ranks compute that is dummies, in [0, 1]: packed samples have no padding."""
+    computed = sum(batch.tokens.token_count for share in shares for batch in share)
     return 1 - real_tokens / computed if computed else 0.0
 
 
@@ -147,11 +147,11 @@ def _gather(arrays: Sequence[Float32Array], positions: Sequence[NDArray[np.int64
 
 def _lookup_batch(samples: Sequence[Sample]) -> TokenBatch:
     positions = [np.arange(1, len(s.token_ids), dtype=np.int64) for s in samples]
-    return pad([s.token_ids for s in samples], positions, [s.temperature for s in samples])
+    return pack([s.token_ids for s in samples], positions, [s.temperature for s in samples])
 
 
 def _dummy_tokens() -> TokenBatch:
-    return pad([_DUMMY_TOKENS], [_DUMMY_POSITIONS], [1.0])
+    return pack([_DUMMY_TOKENS], [_DUMMY_POSITIONS], [1.0])
 
 
 def _dummy(with_reference: bool) -> MicroBatch:

@@ -86,7 +86,7 @@ class DeepSpeedPolicy:
         """Return float32 [k] log-probabilities."""
         if self._engine.training != torch.is_grad_enabled():  # gradient checkpoints are for gradients alone
             self._engine.train(torch.is_grad_enabled())
-        result: Tensor = self._engine(**forward.batch_arguments(batch, self._device))
+        result: Tensor = self._engine(**forward.batch_arguments(batch, self._device))[0]
         return result
 
     def backward(self, loss: Tensor, *, last: bool) -> None:

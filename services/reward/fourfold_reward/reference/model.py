@@ -1,4 +1,4 @@
-"""A frozen causal language model that looks tokens up: padded batches under a token budget, in inference mode.
+"""A frozen causal language model that looks tokens up: packed batches under a token budget, in inference mode.
 
 The forward pass and the chunked log-probabilities are those of the trainer (`fourfold.nn`), so
 that both give the same numbers for the same weights.
@@ -16,7 +16,7 @@ import transformers
 
 from fourfold.errors import ConfigError
 from fourfold.nn import forward
-from fourfold.nn.batching import pad, split_by_length
+from fourfold.nn.batching import pack, split_by_tokens
 from fourfold.wire import Float32Array, Int32Array
 
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -46,7 +46,7 @@ class ReferenceModel:
             folder: with config.json and safetensors.
             dtype: "bfloat16" or "float32", of the weights.
             device: "cpu" or "cuda".
-            tokens_per_batch: most padded tokens in one forward pass.
+            tokens_per_batch: most tokens in one forward pass.
             max_context_tokens: longest sample.
 
         Raises:
@@ -100,14 +100,15 @@ class ReferenceModel:
             Stopped: `stopped` said so.
         """
         results = [np.full(len(ids), np.nan, np.float32) for ids in token_ids]
-        batches = split_by_length([len(ids) for ids in token_ids], max_tokens=self._tokens_per_batch)
+        batches = split_by_tokens([len(ids) for ids in token_ids], max_tokens=self._tokens_per_batch)
         for indices in batches:
             if stopped():
                 raise Stopped
             ids = [token_ids[i] for i in indices]
-            batch = pad(ids, [np.arange(1, len(i)) for i in ids], [temperatures[i] for i in indices])
+            batch = pack(ids, [np.arange(1, len(i)) for i in ids], [temperatures[i] for i in indices])
             with torch.inference_mode():
-                found = self._model(**forward.batch_arguments(batch, self._device)).cpu().numpy()
+                logprobs, _ = self._model(**forward.batch_arguments(batch, self._device))
+            found = logprobs.cpu().numpy()
             ends = np.cumsum([len(i) - 1 for i in ids])
             for index, row in zip(indices, np.split(found, ends[:-1]), strict=True):
                 results[index][1:] = row

@@ -57,6 +57,11 @@ class FakeReference(Member, reference_grpc.ReferenceServiceServicer):
 
     role = Role.ROLE_REFERENCE
 
+    def __init__(self, member_id: str, config: Config) -> None:
+        super().__init__(member_id, config)
+        self.asked: list[str] = []
+        """Sample ids."""
+
     def services(self) -> Services:
         service = reference.DESCRIPTOR.services_by_name["ReferenceService"]
         return [(service, reference_grpc.add_ReferenceServiceServicer_to_server)]
@@ -67,5 +72,6 @@ class FakeReference(Member, reference_grpc.ReferenceServiceServicer):
     async def ComputeLogprobs(
         self, request: reference.ComputeLogprobsRequest, context: Context
     ) -> reference.ComputeLogprobsResponse:
+        self.asked += [e.sample_id for e in request.experiences]
         rows = [toy_logprobs(0, np.frombuffer(e.token_ids, "<i4")) for e in request.experiences]
         return reference.ComputeLogprobsResponse(logprobs=[pack_floats(row) for row in rows])

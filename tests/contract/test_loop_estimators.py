@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from fourfold.reward.v1 import reward_service_pb2 as reward
-from fourfold.wire import Sample
+from fourfold.wire import Sample, decode
 from tests.fakes.stage import Stage, check_books, fresh_processes, until
+from tests.fakes.toy import VOCABULARY
 from tests.fakes.toy_scorers import FakeReference
 
 REMAX = {"advantage": "remax"}
@@ -67,6 +68,23 @@ async def test_the_greedy_answer_is_sampled_and_scored_beside_its_group(make_sta
     await stage.start()
     assert await stage.finish() == 0
     check_books(stage)
+
+
+async def test_a_scorer_that_reads_tokens_takes_the_greedy_answer_as_any_other(
+    make_stage: Callable[..., Stage],
+) -> None:
+    stage = make_stage(steps=1, algorithm=REMAX, sampling={"temperature": 0.5})
+    stage.reward.tokenizer_sha256 = stage.trainer.tokenizer_sha256
+    temperatures: dict[bool, set[float]] = {False: set(), True: set()}
+
+    def look(item: reward.ScoreItem) -> None:
+        sample = decode(item.experience, vocabulary_size=VOCABULARY, max_tokens=64)
+        temperatures[is_baseline(sample.sample_id)].add(sample.temperature)
+
+    stage.reward.outcome = look
+    await stage.start()
+    assert await stage.finish() == 0
+    assert temperatures == {False: {0.5}, True: {1.0}}, "the log-probabilities of a greedy answer are those at 1"
 
 
 @pytest.mark.parametrize("trouble", ["score", "sampling"])

@@ -24,7 +24,7 @@ class FakeReward(Member, reward_grpc.RewardServiceServicer):
 
     def __init__(self, member_id: str, config: Config) -> None:
         super().__init__(member_id, config)
-        self.tokenizer_sha256 = b""
+        self.tokenizer_sha256 = b""  # it reads texts alone
         self.outcome: Callable[[reward.ScoreItem], reward.SampleScore | None] = lambda item: None
         self.calls = 0
         self.on_score: Callable[[], Any] | None = None
@@ -35,7 +35,7 @@ class FakeReward(Member, reward_grpc.RewardServiceServicer):
         return [(service, reward_grpc.add_RewardServiceServicer_to_server)]
 
     async def GetInfo(self, request: reward.GetInfoRequest, context: Context) -> reward.GetInfoResponse:
-        return reward.GetInfoResponse(name="toy@1", max_sample_count=3)
+        return reward.GetInfoResponse(name="toy@1", max_sample_count=3, tokenizer_sha256=self.tokenizer_sha256)
 
     async def Score(self, request: reward.ScoreRequest, context: Context) -> reward.ScoreResponse:
         self.calls += 1

@@ -23,7 +23,7 @@ from fourfold_coordinator.filter import teaches
         ({"keep": "mean-inside"}, [0.5, 0.5], True),  # OpenRLHF's rule
         ({"keep": "mean-inside", "low": 0.2, "high": 0.8}, [0, 0, 0, 0, 1], False),
         ({"keep": "mean-inside"}, [0.1] * 10, True),
-        ({"keep": "mean-inside", "low": 0.1}, [0.1] * 10, False),  # a sum from left to right is 0.9999999999999999
+        ({"keep": "mean-inside", "high": 0.1}, [0.1] * 10, False),  # added from left to right: 0.9999999999999999
     ],
 )
 def test_a_group_is_kept_for_its_scores(rule: dict[str, object], scores: list[float], kept: bool) -> None:

@@ -17,12 +17,14 @@ class BatchPlan:
     """When every sample fills the context."""
     sampled_tokens_per_step: int
     """When every completion fills max_new_tokens: these are trained on."""
+    samples_per_mini_batch: int
+    """Of one optimizer step, at most."""
     samples_per_rank: int
     """Of one step, on the trainer rank that has the most."""
     samples_per_micro_batch: int
     """Of full length; more when they are short."""
     micro_batches_per_step: int
-    """Forward and backward passes of one rank when all samples are of full length."""
+    """Forward and backward passes of one rank, in all epochs, when all samples are of full length."""
     samples_in_run: int
     evaluations: tuple[int, ...]
     """Steps done when held-out accuracy is measured; empty without held-out data."""
@@ -34,15 +36,18 @@ def batch_plan(config: Config) -> BatchPlan:
     """Derive the plan of a checked recipe."""
     samples = config.batch.samples_per_step
     per_rank = -(-samples // config.trainer.ranks)
+    per_mini_batch = -(-samples // config.batch.mini_batches_per_step)
     per_micro_batch = config.batch.tokens_per_micro_batch // config.model.max_context_tokens
     evaluated = config.data.eval is not None or config.data.holdout is not None
     return BatchPlan(
         samples_per_step=samples,
         tokens_per_step=samples * config.model.max_context_tokens,
         sampled_tokens_per_step=samples * config.sampling.max_new_tokens,
+        samples_per_mini_batch=per_mini_batch,
         samples_per_rank=per_rank,
         samples_per_micro_batch=per_micro_batch,
-        micro_batches_per_step=-(-per_rank // per_micro_batch),
+        micro_batches_per_step=config.batch.updates_per_step
+        * -(-per_mini_batch // (config.trainer.ranks * per_micro_batch)),
         samples_in_run=samples * config.steps,
         evaluations=(0, *_every(config.evaluation.every_steps, config.steps)) if evaluated else (),
         checkpoints=_every(config.checkpoint.every_steps, config.steps),

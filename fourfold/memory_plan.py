@@ -8,6 +8,7 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
                          optimizer   12 P       divided by N from stage 1: float32 master, both Adam moments; with
                                                 bfloat16 4 P more, a flat copy of the gradients during the update
                          activations of one micro-batch, kept for the backward pass, and its logits
+    critic, per rank     weights, gradients and optimizer as the trainer's; its passes come after the policy's
     transfer             weights     b P        one copy on its way: the trainer's shared memory, which the engines
                                                 read in place; by gloo one in every engine worker
     rollout, reference   weights     b P        divided by the GPUs of a tensor-parallel engine
@@ -18,7 +19,7 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from fourfold.config import Config
@@ -72,14 +73,23 @@ def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * _bytes_of(config)
 
 
-def checkpoint_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of one checkpoint: weights, masters and both moments."""
-    return weight_bytes(config, shape) + 12 * shape.parameter_count
+def checkpoint_bytes(config: Config, shape: ModelShape, critic: ModelShape | None = None) -> int:
+    """Return the bytes of one checkpoint: weights, masters and both moments, of the critic, too, if there is one."""
+    shapes = [shape, critic or shape] if config.algorithm.needs_critic else [shape]
+    return sum(weight_bytes(config, one) + 12 * one.parameter_count for one in shapes)
 
 
-def memory_plan(config: Config, shape: ModelShape) -> list[MemoryRow]:
-    """Return one row per role that the recipe uses, the trainer first, and one for weights between two of them."""
+def memory_plan(config: Config, shape: ModelShape, critic: ModelShape | None = None) -> list[MemoryRow]:
+    """Return one row per role that the recipe uses, the trainer first, and one for weights between two of them.
+
+    Args:
+        config: of the run.
+        shape: of the policy.
+        critic: its shape, when it is not the policy's.
+    """
     rows = [_trainer(config, shape), _rollout(config, shape), _transfer(config, shape)]
+    if config.algorithm.needs_critic:
+        rows.insert(1, _critic(config, critic or shape))
     if config.needs_reference:
         rows.append(_reference(config, shape))
     workers = max(config.reward.replicas, 1) * (1 + config.reward.processes)
@@ -103,6 +113,11 @@ def _trainer(config: Config, shape: ModelShape) -> MemoryRow:
         activations=activation_bytes(config, shape) + logits_bytes(config, shape),
         programs=_TRAINER_PROGRAM,
     )
+
+
+def _critic(config: Config, shape: ModelShape) -> MemoryRow:
+    """Return what the critic adds to each of the trainer's ranks: it has no process of its own."""
+    return replace(_trainer(config, shape), role="critic", activations=0, programs=0)
 
 
 def _rollout(config: Config, shape: ModelShape) -> MemoryRow:

@@ -21,11 +21,17 @@ log = logging.getLogger("fourfold.metrics")
 
 REWARD_MEAN: Final = "reward/mean"
 REWARD_STD: Final = "reward/std"
+REWARD_MIN: Final = "reward/min"
+REWARD_MAX: Final = "reward/max"
 ABSTAIN_COUNT: Final = "score/abstain_count"
 USEFUL_GROUPS: Final = "groups/useful"
 GROUPS_ALL_MAX: Final = "groups/all_max"
 GROUPS_ALL_MIN: Final = "groups/all_min"
+FILTER_ACCEPT_RATE: Final = "groups/filter_accept_rate"
+PROMPTS_CONSUMED: Final = "groups/prompts_consumed"
 RESPONSE_LENGTH: Final = "length/response_mean"
+RESPONSE_LENGTH_P95: Final = "length/response_p95"
+RESPONSE_LENGTH_MAX: Final = "length/response_max"
 TRUNCATION_RATE: Final = "length/truncation_rate"
 POLICY_LOSS: Final = "policy/loss"
 APPROX_KL: Final = "policy/approx_kl"
@@ -64,14 +70,22 @@ EVAL_SCORE: Final = "eval/score"
 EVAL_HALF_WIDTH: Final = "eval/half_width"
 
 METRICS: Final[dict[str, str]] = {
-    REWARD_MEAN: "score units: mean score of the step's samples",
-    REWARD_STD: "score units: standard deviation of the step's scores",
+    # Rewards, groups and lengths are those of everything that was generated, before [algorithm.filter]: of the groups
+    # that it lets through alone, a pass rate would be that of prompts of medium difficulty.
+    REWARD_MEAN: "score units: mean score of all samples generated for the step, before the filter and any penalty",
+    REWARD_STD: "score units: standard deviation of these scores",
+    REWARD_MIN: "score units: lowest of these scores",
+    REWARD_MAX: "score units: highest of these scores",
     ABSTAIN_COUNT: "samples: on which the scorer had nothing to say",
-    USEFUL_GROUPS: "share in [0, 1]: groups whose scores differ, so that there is something to learn",
-    GROUPS_ALL_MAX: "share in [0, 1]: groups in which every sample has the step's highest score",
-    GROUPS_ALL_MIN: "share in [0, 1]: groups in which every sample has the step's lowest score",
-    RESPONSE_LENGTH: "tokens: mean length of a completion",
-    TRUNCATION_RATE: "share in [0, 1]: completions that a budget ended",
+    USEFUL_GROUPS: "share in [0, 1]: groups whose scores differ, of all generated for the step, before the filter",
+    GROUPS_ALL_MAX: "share in [0, 1]: groups in which every sample has the step's highest score, before the filter",
+    GROUPS_ALL_MIN: "share in [0, 1]: groups in which every sample has the step's lowest score, before the filter",
+    FILTER_ACCEPT_RATE: "share in [0, 1]: groups that the filter let through, of all generated; 1 without a filter",
+    PROMPTS_CONSUMED: "prompts: drawn for the step, those of filtered and lost groups included",
+    RESPONSE_LENGTH: "tokens: mean length of a completion, before the filter",
+    RESPONSE_LENGTH_P95: "tokens: 95th percentile of the lengths of completions, before the filter",
+    RESPONSE_LENGTH_MAX: "tokens: length of the longest completion, before the filter",
+    TRUNCATION_RATE: "share in [0, 1]: completions that a budget ended, before the filter",
     POLICY_LOSS: "nats: value of the minimised policy loss, token mean",
     APPROX_KL: "nats per token: k3 estimate of KL(old || current) during the update",
     CLIP_FRACTION_LOW: "share in [0, 1]: trained tokens whose ratio is below 1 - clip_low and is clipped",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import textwrap
+from itertools import zip_longest
 from pathlib import Path
 from typing import Final
 
 from fourfold import config as configuration
 from fourfold import models
+from fourfold.algorithm_plan import algorithm_plan
 from fourfold.batch_plan import BatchPlan, batch_plan
 from fourfold.config import Config, DataSourceConfig
 from fourfold.memory_plan import GIB, MemoryRow, checkpoint_bytes, kv_bytes_per_token, memory_plan, weight_bytes
@@ -39,12 +41,15 @@ def describe(config: Config) -> str:
         ConfigError: the model is not there.
     """
     shape, plan = models.shape(config.model.source), batch_plan(config)
+    own_critic = config.algorithm.needs_critic and config.critic.source
+    critic = models.shape(config.critic.source) if own_critic else shape
     sentences = [
         ("model", _model(config, shape)),
         ("data", _data(config)),
         ("held out", _held_out(config, plan)),
         ("one step", _step(config, plan)),
-        ("the run", _run(config, plan, shape)),
+        *zip_longest(["algorithm"], algorithm_plan(config), fillvalue=""),
+        ("the run", _run(config, plan, checkpoint_bytes(config, shape, critic))),
         ("trainer", _trainer(config, plan)),
         ("rollout", _rollout(config, shape)),
         ("reward", _reward(config)),
@@ -52,13 +57,13 @@ def describe(config: Config) -> str:
         ("weights", _weights(config, shape)),
         ("policy lag", "0: each step is sampled by the weights that the step before it made."),
     ]
-    title = f"{config.name}: {config.steps} steps of {config.algorithm.preset.upper()} on {config.model.source}"
+    title = f"{config.name}: {config.steps} steps of {config.algorithm.preset} on {config.model.source}"
     lines = [title, ""]
     for label, text in sentences:
         lines += textwrap.wrap(
             text, _WIDTH, initial_indent=label.ljust(_LABEL), subsequent_indent=" " * _LABEL, break_on_hyphens=False
         )
-    return "\n".join([*lines, "", *memory_table(memory_plan(config, shape))]) + "\n"
+    return "\n".join([*lines, "", *memory_table(memory_plan(config, shape, critic))]) + "\n"
 
 
 def _model(config: Config, shape: ModelShape) -> str:
@@ -112,15 +117,31 @@ def _held_out(config: Config, plan: BatchPlan) -> str:
 
 def _step(config: Config, plan: BatchPlan) -> str:
     batch = config.batch
+    prompts = f"{batch.prompts_per_step} {'prompt' if batch.prompts_per_step == 1 else 'prompts'}"
+    samples = f"{batch.group_size} {'sample' if batch.group_size == 1 else 'samples'}"
     return (
-        f"{batch.prompts_per_step} prompts x {batch.group_size} samples = {plan.samples_per_step:,} trajectories of at "
-        f"most {config.model.max_context_tokens:,} tokens, {config.sampling.max_new_tokens:,} of them sampled: at most "
-        f"{plan.tokens_per_step:,} tokens, {plan.sampled_tokens_per_step:,} to train on, in one optimizer step."
+        f"{prompts} x {samples} = {plan.samples_per_step:,} trajectories of at most "
+        f"{config.model.max_context_tokens:,} tokens, {config.sampling.max_new_tokens:,} of them sampled: at most "
+        f"{plan.tokens_per_step:,} tokens, {plan.sampled_tokens_per_step:,} to train on, {_updates(config, plan)}."
     )
 
 
-def _run(config: Config, plan: BatchPlan, shape: ModelShape) -> str:
-    size = f"{checkpoint_bytes(config, shape) / GIB:.1f} GiB"
+def _updates(config: Config, plan: BatchPlan) -> str:
+    """How many optimizer steps a step makes, of how many samples each."""
+    batch = config.batch
+    if batch.updates_per_step == 1:
+        return "in one optimizer step"
+    each = f"{plan.samples_per_mini_batch:,} samples"
+    if batch.samples_per_step % batch.mini_batches_per_step:
+        each = f"at most {each}"
+    if batch.epochs_per_step == 1:
+        return f"in {batch.updates_per_step} optimizer steps of {each}"
+    passes = f"{batch.epochs_per_step} times over all of them"
+    return f"in {batch.updates_per_step} optimizer steps of {each}, {passes}"
+
+
+def _run(config: Config, plan: BatchPlan, checkpoint: int) -> str:
+    size = f"{checkpoint / GIB:.1f} GiB"
     return (
         f"{config.steps} steps = {plan.samples_in_run:,} trajectories. {len(plan.checkpoints)} "
         f"{'checkpoint' if len(plan.checkpoints) == 1 else 'checkpoints'} of about {size}; the newest "
@@ -134,9 +155,10 @@ def _trainer(config: Config, plan: BatchPlan) -> str:
     device = "GPU" if trainer.device == "cuda" else "CPU"
     ranks = f"{trainer.ranks} {'rank' if trainer.ranks == 1 else 'ranks'}"
     each = f"{plan.samples_per_rank:,} of them on each rank, " if trainer.ranks > 1 else ""
+    both = " for policy and critic" if config.algorithm.needs_critic else ""
     return (
-        f"{where}{ranks} on {device}, ZeRO stage {trainer.zero_stage}. The {plan.samples_per_step:,} trajectories go, "
-        f"{each}in micro-batches of at most {config.batch.tokens_per_micro_batch:,} padded tokens: "
+        f"{where}{ranks} on {device}{both}, ZeRO stage {trainer.zero_stage}. The {plan.samples_per_step:,} "
+        f"trajectories go, {each}in micro-batches of at most {config.batch.tokens_per_micro_batch:,} tokens: "
         f"{plan.samples_per_micro_batch:,} of full length, so {plan.micro_batches_per_step:,} passes at most. How they "
         f"are split changes nothing in the result."
     )

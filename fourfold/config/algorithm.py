@@ -95,6 +95,12 @@ class FilterConfig(Table):
     max_rounds: int = Field(default=10, ge=1)
     """Most prompts drawn for one step, in multiples of prompts_per_step; then the step trains on what it has."""
 
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.keep == "mean-inside" and self.low >= self.high:
+            raise ValueError(f"low = {self.low} must be below high = {self.high}")
+        return self
+
 
 class AlgorithmConfig(Table):
     """What the trainer minimises. Formulas: `services/trainer/fourfold_trainer/algorithm/`."""
@@ -168,6 +174,11 @@ class AlgorithmConfig(Table):
             raise ValueError(
                 f"batch.group_size = {group_size}, but algorithm.advantage = `{self.advantage}` compares the samples "
                 f"of a prompt; raise it to at least 2, or use `gae` or `reinforce`"
+            )
+        if self.filter.keep == "varied" and group_size < 2:
+            raise ValueError(
+                f"batch.group_size = {group_size}, but algorithm.filter.keep = `varied` keeps groups whose scores "
+                f"differ; raise it to at least 2, or use keep = `mean-inside` or `all`"
             )
         step = _KL_STEP * samples_per_step / self.kl.horizon
         if self.kl.target and not step < 1:

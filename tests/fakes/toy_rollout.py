@@ -89,7 +89,8 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         prompt = bytes(i for i in request.prompt_token_ids if i < 256)
         text = Library.from_file(str(Path(self.config.model.source) / "tokenizer.json")).decode(list(prompt))
         for index in range(request.sample_count):
-            answer, logprob = toy_answer(text, request.sampling_params.seed + index, self.weights)
+            seed = request.sampling_params.seed + index if request.sampling_params.temperature else 0  # 0: greedy
+            answer, logprob = toy_answer(text, seed, self.weights)
             ids = [*self._encode(answer), END]
             chunk = rollout.SampleChunk(
                 sample_index=index,

@@ -24,7 +24,7 @@ class FakeReward(Member, reward_grpc.RewardServiceServicer):
 
     def __init__(self, member_id: str, config: Config) -> None:
         super().__init__(member_id, config)
-        self.tokenizer_sha256 = b""
+        self.tokenizer_sha256 = b""  # it reads texts alone
         self.outcome: Callable[[reward.ScoreItem], reward.SampleScore | None] = lambda item: None
         self.calls = 0
         self.on_score: Callable[[], Any] | None = None
@@ -35,7 +35,7 @@ class FakeReward(Member, reward_grpc.RewardServiceServicer):
         return [(service, reward_grpc.add_RewardServiceServicer_to_server)]
 
     async def GetInfo(self, request: reward.GetInfoRequest, context: Context) -> reward.GetInfoResponse:
-        return reward.GetInfoResponse(name="toy@1", max_sample_count=3)
+        return reward.GetInfoResponse(name="toy@1", max_sample_count=3, tokenizer_sha256=self.tokenizer_sha256)
 
     async def Score(self, request: reward.ScoreRequest, context: Context) -> reward.ScoreResponse:
         self.calls += 1
@@ -57,6 +57,11 @@ class FakeReference(Member, reference_grpc.ReferenceServiceServicer):
 
     role = Role.ROLE_REFERENCE
 
+    def __init__(self, member_id: str, config: Config) -> None:
+        super().__init__(member_id, config)
+        self.asked: list[str] = []
+        """Sample ids."""
+
     def services(self) -> Services:
         service = reference.DESCRIPTOR.services_by_name["ReferenceService"]
         return [(service, reference_grpc.add_ReferenceServiceServicer_to_server)]
@@ -67,5 +72,6 @@ class FakeReference(Member, reference_grpc.ReferenceServiceServicer):
     async def ComputeLogprobs(
         self, request: reference.ComputeLogprobsRequest, context: Context
     ) -> reference.ComputeLogprobsResponse:
+        self.asked += [e.sample_id for e in request.experiences]
         rows = [toy_logprobs(0, np.frombuffer(e.token_ids, "<i4")) for e in request.experiences]
         return reference.ComputeLogprobsResponse(logprobs=[pack_floats(row) for row in rows])

@@ -92,7 +92,8 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         self.on_batch(samples)
         groups: dict[str, set[float]] = {}
         for s in samples:
-            groups.setdefault(s.group_id, set()).add(s.score or 0.0)
+            if s.loss_mask.any():
+                groups.setdefault(s.group_id, set()).add(s.score or 0.0)
         learned = any(len(scores) > 1 for scores in groups.values())
         self.step, self._bytes = step, body
         self.weights += learned
@@ -103,8 +104,10 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         self._answer = trainer.TrainStepResponse(
             step=step,
             policy_version=self.version,
-            skipped_reason="" if learned else "NO_ADVANTAGE",
-            metrics={"train/trained_samples": float(len(samples)), "mismatch/logprob_diff_mean": 0.01},
+            skipped_reason="" if learned else "NO_ADVANTAGE" if groups else "NO_ACTION_TOKENS",
+            # The real one measures what it is sent, too.
+            metrics={"train/trained_samples": float(len(samples)), "mismatch/logprob_diff_mean": 0.01}
+            | {"reward/mean": float(np.mean([s.score for s in samples]))},
         )
         if self.lost_answers:
             self.lost_answers -= 1

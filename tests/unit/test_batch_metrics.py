@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from fourfold.wire import VersionSpan, decode, encode
 from fourfold_coordinator.batch_metrics import diagnose, summarize
 from fourfold_coordinator.probe import Probe
 from fourfold_coordinator.prompts import Prompt
-from fourfold_coordinator.samples import Group, Trajectory, build_sample, check_completions, digest
+from fourfold_coordinator.samples import Batch, Group, Trajectory, build_sample, check_completions, digest
 
 PROMPT = Prompt(
     index=0,
@@ -48,6 +49,11 @@ def group(*scores: float | None, tokens: int = 3, **changes: Any) -> Group:
         trajectory = Trajectory(prompt=PROMPT, sample=sample, completion="6")
         trajectories.append(trajectory.without_score("NO_IDEA") if score is None else trajectory.scored(score, "x@1"))
     return Group(position=0, seed=1, trajectories=tuple(trajectories))
+
+
+def collected(*groups: Group, filtered: Sequence[Group] = ()) -> Batch:
+    drawn = len(groups) + len(filtered)
+    return Batch(groups=list(groups), filtered=list(filtered), prompts_drawn=drawn, groups_accepted=len(groups))
 
 
 def test_a_sample_is_the_prompt_and_what_was_sampled() -> None:
@@ -90,13 +96,32 @@ def test_the_digest_sees_every_token_and_no_order() -> None:
 
 def test_a_batch_in_numbers() -> None:
     batch = [group(1, 0, 1, 0), group(1, 1), group(0, 0, None), group(0.5, 0.5, tokens=7)]
-    numbers = summarize(batch, policy_version=3)
+    numbers = summarize(collected(*batch), policy_version=3)
     assert numbers["reward/mean"] == pytest.approx(0.5)
     assert numbers["groups/useful"] == 0.25
     assert (numbers["groups/all_max"], numbers["groups/all_min"]) == (0.25, 0.25)
     assert numbers["length/response_mean"] == pytest.approx((8 * 3 + 2 * 7) / 10)
     assert (numbers["train/policy_lag_mean"], numbers["train/policy_lag_max"]) == (1, 1)
     assert set(numbers) <= set(METRICS)
+
+
+def test_the_numbers_of_a_batch_are_those_of_all_that_was_generated() -> None:
+    batch = collected(group(1, 0, tokens=2), filtered=[group(3, 3), group(0, 0, tokens=7)])
+    numbers = summarize(batch, policy_version=2)
+    assert (numbers["reward/mean"], numbers["reward/min"], numbers["reward/max"]) == (7 / 6, 0, 3)
+    assert numbers["groups/useful"] == pytest.approx(1 / 3)
+    assert numbers["groups/filter_accept_rate"] == pytest.approx(1 / 3) and numbers["groups/prompts_consumed"] == 3
+    assert numbers["length/response_max"] == 7
+    assert numbers["length/response_p95"] == pytest.approx(np.percentile([2, 2, 3, 3, 7, 7], 95))
+
+
+def test_groups_of_one_have_nothing_to_differ_from() -> None:
+    numbers = summarize(collected(group(1), group(1)), policy_version=2)
+    assert not [name for name in numbers if name in ("groups/useful", "groups/all_max", "groups/all_min")]
+    same = summarize(collected(group(1, 1), group(0, 0)), policy_version=2)
+    assert diagnose(same, skipped_reason="", dropped={"BASELINE": 2}, compares_samples=False) == ""
+    assert "2 RAISED" in diagnose(same, skipped_reason="", dropped={"FILTERED": 4, "RAISED": 2})
+    assert "FILTERED" not in diagnose(same, skipped_reason="", dropped={"FILTERED": 4, "RAISED": 2})
 
 
 @pytest.mark.parametrize(
@@ -114,7 +139,7 @@ def test_a_batch_in_numbers() -> None:
 def test_what_is_wrong_with_a_step_is_said_in_words(
     scores: list[tuple[float, float]], extra: dict[str, float], words: str
 ) -> None:
-    numbers = summarize([group(*s) for s in scores], policy_version=2) | extra
+    numbers = summarize(collected(*(group(*s) for s in scores)), policy_version=2) | extra
     text = diagnose(numbers, skipped_reason="", dropped={})
     assert len(text) > 20
     with pytest.raises(AssertionError, match=words):
@@ -122,7 +147,7 @@ def test_what_is_wrong_with_a_step_is_said_in_words(
 
 
 def test_nothing_is_said_of_a_healthy_step() -> None:
-    numbers = summarize([group(1, 0), group(0, 1)], policy_version=2)
+    numbers = summarize(collected(group(1, 0), group(0, 1)), policy_version=2)
     assert diagnose(numbers, skipped_reason="", dropped={}) == ""
     assert "2 RAISED" in diagnose(numbers, skipped_reason="NO_ADVANTAGE", dropped={"RAISED": 2})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from fourfold.batch_plan import batch_plan
 from fourfold.config import Config, load
-from fourfold.memory_plan import GIB, activation_bytes, kv_bytes_per_token, memory_plan
+from fourfold.memory_plan import GIB, activation_bytes, checkpoint_bytes, kv_bytes_per_token, memory_plan
 from fourfold.models import ModelShape, shape
 
 SHAPE = ModelShape(
@@ -41,6 +42,12 @@ def test_batches_are_split_over_ranks_and_micro_batches() -> None:
     assert plan.samples_in_run == 200
 
 
+def test_mini_batches_and_epochs_multiply_the_passes() -> None:
+    plan = batch_plan(recipe(trainer={"ranks": 3}, batch={"mini_batches_per_step": 2, "epochs_per_step": 3}))
+    assert plan.samples_per_mini_batch == 10
+    assert plan.micro_batches_per_step == 2 * 3 * 2  # 4 on a rank: 3 + 1
+
+
 @pytest.mark.parametrize(
     ("every", "steps", "expected"), [(5, 10, (5, 10)), (4, 10, (4, 8, 10)), (20, 10, (10,)), (1, 3, (1, 2, 3))]
 )
@@ -66,6 +73,16 @@ def test_zero_stages_divide_what_they_say(stage: int, weights: float, gradients:
     assert (trainer.weights, trainer.gradients, trainer.optimizer) == (
         weights * million, gradients * million, optimizer * million,
     )  # fmt: skip
+
+
+def test_a_critic_takes_as_much_again_in_the_same_ranks() -> None:
+    config = recipe(trainer={"ranks": 4}, algorithm={"preset": "ppo"})
+    trainer, critic = memory_plan(config, SHAPE)[:2]
+    assert (critic.role, critic.count) == ("critic", 4)
+    assert critic.total == trainer.weights + trainer.gradients + trainer.optimizer
+    half = replace(SHAPE, parameter_count=SHAPE.parameter_count // 2)
+    assert memory_plan(config, SHAPE, half)[1].total == critic.total / 2
+    assert checkpoint_bytes(config, SHAPE, half) == 1.5 * checkpoint_bytes(recipe(), SHAPE)
 
 
 def test_float32_doubles_weights_and_cache() -> None:

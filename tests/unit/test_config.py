@@ -127,6 +127,16 @@ def test_values_never_change(tmp_path: Path) -> None:
         ("group_size = 4", "group_size = 1", "`grpo` compares the samples of a prompt; raise it to at least 2"),
         (
             "[sampling]",
+            '[algorithm.filter]\nkeep = "mean-inside"\nlow = 1\n[sampling]',
+            "algorithm.filter: low = 1.0 must be below high = 1.0",
+        ),
+        (
+            "group_size = 4",
+            'group_size = 1\n[algorithm]\npreset = "reinforce++"\nfilter.keep = "varied"',
+            "algorithm.filter.keep = `varied` keeps groups whose scores differ; raise it to at least 2",
+        ),
+        (
+            "[sampling]",
             "[algorithm.kl]\ncoef = 0.1\ntarget = 0.1\nhorizon = 1\n[sampling]",
             "algorithm.kl.horizon = 1 is too short for 8 samples a step",
         ),

@@ -202,10 +202,12 @@ def test_a_restore_forgets_what_came_later_and_keeps_versions(ledger: Ledger) ->
     ledger.publishing(2, 2)
     ledger.add_eval(EvalRow(step=2, score=0.7, half_width=0.1, answer_count=4, missing_count=0, answers=[]))
     unfinished = ledger.issue(step=3, position=2, count=2).sample_ids
+    ledger.drop(ledger.issue(step=1, position=3, count=1).sample_ids, "NO_IDEA")
+    ledger.drop(ledger.issue(step=2, position=4, count=3).sample_ids, "FILTERED")  # its prompt is issued again
     assert ledger.restore(1) == 4
     assert {ledger.state(name) for name in (*lost, *unfinished)} == {State.DROPPED}
     assert {ledger.state(name) for name in kept} == {State.TRAINED}
-    assert ledger.dropped() == {TRAINER_RESTORED: 4}
+    assert ledger.dropped() == {TRAINER_RESTORED: 4 + 3, "NO_IDEA": 1}
     assert [row.step for row in ledger.evals()] == [0, 1]
     assert (ledger.last_step(), ledger.highest_version()) == (1, 2)
     again = ledger.issue(step=2, position=1, count=2)

@@ -11,12 +11,13 @@ from fourfold import config as configuration
 from fourfold import models, plan
 from fourfold.cli import main
 from fourfold.config import Config
+from fourfold.errors import ConfigError
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 
 # Word for word what the command prints: the README quotes it.
 QUICKSTART_PLAN = """\
-quickstart: 24 steps of GRPO on builtin:smollm2-135m-instruct
+quickstart: 24 steps of grpo on builtin:smollm2-135m-instruct
 
 model       134.5M parameters: 30 layers of 576, 9 heads (3 for keys and values), vocabulary 49,152, tied
             embeddings. Trained in bfloat16 with float32 masters.
@@ -27,10 +28,17 @@ held out    11 groups of rows, drawn with seed 17 and never trained on; rows wit
             before step 1 and after steps 8, 16, 24.
 one step    12 prompts x 8 samples = 96 trajectories of at most 128 tokens, 16 of them sampled: at most 12,288
             tokens, 1,536 to train on, in one optimizer step.
+algorithm   p is the log-probability of a sampled token now, o before the step; ratio = exp(p - o).
+            reward: r = score.
+            advantage: A = (r - mean(r)) / (std(r) + 1e-06), mean and std over the samples of a prompt; 0 when
+            all scored the same; the same for each token of a sample.
+            loss of a token: l = -min(ratio A, clip(ratio, 0.8, 1.2) A).
+            loss: l summed over all sampled tokens / their number: every token weighs the same (token-mean).
+            updates: 1 a step, in which p = o, so that no clip binds.
 the run     24 steps = 2,304 trajectories. 2 checkpoints of about 1.8 GiB; the newest 2 stay in
             runs/quickstart/checkpoints.
-trainer     1 rank on CPU, ZeRO stage 3. The 96 trajectories go, in micro-batches of at most 2,048 padded
-            tokens: 16 of full length, so 6 passes at most. How they are split changes nothing in the result.
+trainer     1 rank on CPU, ZeRO stage 3. The 96 trajectories go, in micro-batches of at most 2,048 tokens: 16
+            of full length, so 6 passes at most. How they are split changes nothing in the result.
 rollout     1 service on CPU: 1 GiB of KV cache = 46,603 tokens = 364 samples of full length. At most 256
             samples run at once in each.
 reward      1 service, 1 worker process: `last_number`, at most 10 s for a sample.
@@ -53,7 +61,8 @@ def changed(**tables: dict[str, Any]) -> str:
     """The quickstart's plan with some keys changed, on one line per sentence."""
     data = configuration.load(QUICKSTART).model_dump()
     for name, table in tables.items():
-        data[name] = {**data[name], **table}
+        keep = {} if "preset" in table else data[name]  # every key is written out, and would win over the preset's
+        data[name] = {**keep, **table}
     return " ".join(plan.describe(Config.model_validate(data)).split())
 
 
@@ -102,3 +111,24 @@ def test_plan_of_files() -> None:
     assert "data all rows of train.jsonl, as chat" in text
     assert "the first 100 rows of test.parquet. 1 sampled answer to the first 50 of their prompts before step 1" in text
     assert "held out nothing, so that no accuracy is measured" in changed(data={"holdout": None})
+
+
+def test_plan_tells_how_a_batch_is_used() -> None:
+    four = changed(batch={"mini_batches_per_step": 4})
+    assert "1,536 to train on, in 4 optimizer steps of 24 samples." in four
+    assert "16 of full length, so 8 passes at most" in four
+    twice = changed(batch={"mini_batches_per_step": 5, "epochs_per_step": 2})
+    assert "in 10 optimizer steps of at most 20 samples, 2 times over all of them." in twice
+    one = changed(batch={"prompts_per_step": 1, "group_size": 1}, algorithm={"preset": "reinforce++"})
+    assert "one step 1 prompt x 1 sample = 1 trajectories" in one
+
+
+def test_plan_counts_the_critic() -> None:
+    plain, text = changed(), changed(algorithm={"preset": "ppo"})
+    assert "quickstart: 24 steps of ppo on" in text
+    assert "1 rank on CPU for policy and critic, ZeRO stage 3." in text
+    assert "checkpoints of about 1.8 GiB" in plain and "checkpoints of about 3.5 GiB" in text
+    assert "critic 1 0.50 0.50 2.00 - - - 3.01 rollout" in text and "critic" not in plain
+    with pytest.raises(ConfigError, match="no such folder"):
+        changed(algorithm={"preset": "ppo"}, critic={"source": "no/such/folder"})
+    assert changed(critic={"source": "no/such/folder"}) == plain, "there is none to load"

@@ -169,6 +169,17 @@ def test_there_are_recipes() -> None:
     assert ROOT / "recipes/quickstart.toml" in RECIPES
 
 
+def test_every_preset_has_a_recipe_that_says_what_is_special() -> None:
+    recipes = {path.stem: path for path in (ROOT / "recipes/presets").iterdir()}
+    assert sorted(recipes) == sorted(config.PRESETS)
+    for preset, path in recipes.items():
+        recipe, lines = config.load(path), path.read_text().splitlines()
+        assert recipe.algorithm.preset == preset
+        assert recipe.name == preset.replace("++", "-pp"), "a run's name, and its folder"
+        assert lines[1] == f"# Run it: fourfold run recipes/presets/{preset}.toml"
+        assert lines[0].startswith("# ") and len(lines) <= 45, "short, and its first line says what is special"
+
+
 def test_distributions_move_together() -> None:
     loaded = [tomllib.loads(path.read_text())["project"] for path in PROJECTS]
     versions = {project["version"] for project in loaded}

@@ -24,6 +24,12 @@ from typing import Any, Final
 from fourfold.errors import AlreadyExists, NotFound, WrongState
 
 TRAINER_RESTORED: Final = "TRAINER_RESTORED"
+FILTERED: Final = "FILTERED"
+"""Its group teaches nothing."""
+BASELINE: Final = "BASELINE"
+"""A greedy answer, which the sampled ones of its prompt were compared with."""
+BY_DESIGN: Final = (FILTERED, BASELINE)
+"""Reasons that are part of the algorithm; the others are troubles."""
 
 
 class State(StrEnum):
@@ -336,7 +342,9 @@ class Ledger:
 
         Everything after it is forgotten: samples are DROPPED with reason TRAINER_RESTORED (those of later steps
         went into weights that are lost, unfinished ones were in the memory of a process that is gone), rows of
-        later steps, evaluations and checkpoints are deleted. Published versions stay: versions never go back.
+        later steps, evaluations and checkpoints are deleted. Samples that those steps had dropped before take the
+        same reason: their prompts are issued again, and would be counted twice. Published versions stay: versions
+        never go back.
         """
         with self._transaction() as db:
             unfinished = [s for s in State if s not in (State.TRAINED, State.DROPPED)]
@@ -345,6 +353,9 @@ class Ledger:
                 f"UPDATE samples SET state = ?, reason = ? WHERE state IN ({marks}) OR (state = ? AND step > ?)",
                 (State.DROPPED, TRAINER_RESTORED, *unfinished, State.TRAINED, step),
             ).rowcount
+            db.execute(
+                "UPDATE samples SET reason = ? WHERE state = ? AND step > ?", (TRAINER_RESTORED, State.DROPPED, step)
+            )
             for table in ("steps", "evals", "checkpoints"):
                 db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
         return int(dropped)

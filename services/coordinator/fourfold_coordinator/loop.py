@@ -4,7 +4,7 @@
       ^          |
       '----------'  the trainer was restarted: back to the last checkpoint
 
-    a step:  collect     prompts -> rollout -> reward -> reference, every group as fast as it can
+    a step:  collect     prompts -> rollout -> reward -> filter -> reference, every group as fast as it can
              train       one TrainStep, idempotent
              publish     the new weights into every engine
              evaluate    every k steps, on held-out prompts
@@ -22,7 +22,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -30,20 +30,17 @@ from fourfold import metrics as m
 from fourfold.config import Config
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import Internal, WrongState
+from fourfold.errors import Internal
 from fourfold.metrics import MetricsWriter
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
 from . import report
 from .batch_metrics import diagnose, summarize
-from .ledger import TRAINER_RESTORED, State
+from .collect import Collector
+from .ledger import TRAINER_RESTORED
 from .parts import Parts
-from .peers import Outcome
-from .prompts import derive_seed
 from .recovery import restore
-from .replica import Budget, GivenUp
-from .samples import Batch, Group, SampleWriter, Trajectory
-from .tasks import all_of
+from .samples import Batch, SampleWriter
 from .trainer_session import TrainerRestarted
 from .weight_update import Update
 
@@ -52,26 +49,21 @@ log = logging.getLogger("fourfold.coordinator")
 MODEL_FOLDER: Final = "model"
 _SECONDS: Final = "seconds"  # of the run's earlier lives, in the ledger
 PEAK_MEMORY: Final = "peak_memory_bytes"
-_MIN_GROUP: Final = 2  # an advantage compares samples
 
 
 class Loop:
     """One run, from its services' first sign of life to the report."""
 
     def __init__(self, parts: Parts) -> None:
-        self.config, self.folder, self.prompts = parts.config, parts.folder, parts.prompts
+        self.config, self.folder, self.collector = parts.config, parts.folder, Collector(parts)
         self.ledger, self.board, self.router = parts.ledger, parts.board, parts.router
         self.session, self.broker = parts.session, parts.broker
-        self.peers, self.evaluator, self.memory = parts.peers, parts.evaluator, parts.memory
+        self.evaluator, self.memory = parts.evaluator, parts.memory
         self.needed, self.start_seconds = needed_services(parts.config), parts.start_seconds
         self.samples_file = SampleWriter(parts.folder / "samples.jsonl")
         self.metrics_file = MetricsWriter(parts.folder / "metrics.jsonl")
         self.step = 0
         """Steps done."""
-        self.position = 0
-        """Prompts drawn."""
-        self.spare = 0
-        """Lost groups that this step may still replace."""
         self._life_began = time.monotonic()
         self._seconds_before = float(self.ledger.get(_SECONDS) or 0.0)
 
@@ -107,7 +99,7 @@ class Loop:
         self.metrics_file.close()
         restored = await restore(self.config, self.folder, self.ledger, self.session)
         self.metrics_file = MetricsWriter(self.folder / "metrics.jsonl")
-        self.step, self.position = restored.step, restored.data_position
+        self.step, self.collector.position = restored.step, restored.data_position
         self.board.set_history(((row.step, row.metrics) for row in self.ledger.steps()), self.ledger.evals())
         await self.broker.settle(self.session.policy_version, step=self.step)
         self.board.begin()
@@ -118,9 +110,8 @@ class Loop:
     async def one_step(self) -> None:
         """Collect, train, publish; then evaluate and checkpoint when it is time."""
         step, began = self.step + 1, time.monotonic()
-        metrics: dict[str, float] = {}
         batch = await self.collect(step)
-        metrics |= summarize(batch.groups, policy_version=self.broker.version) | batch.times()
+        metrics = summarize(batch, policy_version=self.broker.version) | batch.times()
         async with self.broker.lock:  # no engine is filled while the weights change
             with timed(metrics, m.TIME_TRAIN):
                 trained = await self.train(step, batch)
@@ -129,7 +120,8 @@ class Loop:
         seconds = time.monotonic() - began
         self.step = step
         self.board.at(step=step, policy_version=self.broker.version)
-        metrics |= dict(trained.metrics) | self._counted(step, batch) | _update_metrics(update)
+        # The trainer measures the batch, too, but sees only what the filter let through: ours win.
+        metrics = dict(trained.metrics) | metrics | self._counted(step, batch) | _update_metrics(update)
         last = step == self.config.steps
         if last or step % self.config.evaluation.every_steps == 0:
             with timed(metrics, m.TIME_EVALUATE):
@@ -143,100 +135,15 @@ class Loop:
             self._keep_metrics(step, metrics, trained, seconds)
         self._show_metrics(step)
 
-    # -- collect: prompts -> rollout -> reward -> reference -------------------------------------------------------
+    # -- collect, train, publish ----------------------------------------------------------------------------------
 
     async def collect(self, step: int) -> Batch:
-        """Return the groups of one step. Each goes its way as soon as it can; they are issued in a fixed order."""
+        """Return the groups of one step; `collect.py` says how they come about."""
         self.board.phase(run_pb.RUN_PHASE_GENERATING)
-        count, batch = self.config.batch.prompts_per_step, Batch()
-        self.spare = count
-        work = [self.one_group(step, self.draw(), batch) for _ in range(count)]
-        await all_of(work, beside=self.session.watch())
-        batch.groups.sort(key=lambda group: group.position)
-        batch.done = time.monotonic()
-        if not batch.groups:
-            reasons = ", ".join(f"{n} {reason}" for reason, n in self.ledger.dropped(step).items())
-            raise WrongState(f"step {step}: no group is left to train on; dropped samples: {reasons}; see the log")
-        if len(batch.groups) < count:
-            log.warning("step %d goes on with %d of %d groups", step, len(batch.groups), count)
+        batch = await self.collector.collect(step, version=self.broker.version)
         if step == 1:
             self.ledger.put({report.FIRST_STEP: report.first_step_facts(batch.groups)})
         return batch
-
-    def draw(self) -> int:
-        """Return the next position in the endless order of prompts."""
-        self.position += 1
-        return self.position - 1
-
-    async def one_group(self, step: int, position: int, batch: Batch) -> None:
-        """Add one finished group to the batch; a lost one is replaced by the next prompt, unless too many were lost."""
-        while (group := await self.try_group(step, position, batch)) is None:
-            if self.spare == 0:
-                return
-            self.spare -= 1
-            position = self.draw()
-        batch.groups.append(group)
-        self.board.progress(len(batch.groups) / self.config.batch.prompts_per_step)
-
-    async def try_group(self, step: int, position: int, batch: Batch) -> Group | None:
-        """Sample one prompt and score the answers; None when fewer than two samples are left to compare."""
-        prompt, budget = self.prompts.at(position), self.peers.budget()
-        seed = derive_seed(self.config.seed, "train", position, prompt.index)
-        issued = self.ledger.issue(step=step, position=position, count=self.config.batch.group_size)
-        alive, trajectories = set(issued.sample_ids), list[Trajectory]()
-        try:
-            trajectories = await self.peers.generate(
-                prompt,
-                group_id=issued.group_id,
-                sample_ids=issued.sample_ids,
-                seed=seed,
-                version=self.broker.version,
-                budget=budget,
-                on_try=lambda: self._running(issued.sample_ids),
-            )
-            batch.rolled = time.monotonic()
-            self.ledger.move(issued.sample_ids, State.ROLLED)
-            outcomes = await self.peers.score(trajectories, budget)
-            batch.scored = time.monotonic()
-            trajectories = [self._judge(t, outcome, alive) for t, outcome in zip(trajectories, outcomes, strict=True)]
-            if len(alive) < _MIN_GROUP:
-                raise GivenUp(f"{len(alive)} of its samples have a score", reason="GROUP_TOO_SMALL")
-            if self.config.needs_reference:
-                trajectories = await self.reference(trajectories, budget)
-        except GivenUp as error:
-            log.warning("group %s is lost: %s", issued.group_id, error, extra={"reason": error.reason})
-            self.ledger.drop(sorted(alive), error.reason)
-            batch.lost += [t if t.dropped else t.without_score(error.reason) for t in trajectories]
-            return None
-        self.ledger.move(sorted(alive), State.READY)
-        return Group(position=position, seed=seed, trajectories=tuple(trajectories))
-
-    async def reference(self, trajectories: list[Trajectory], budget: Budget) -> list[Trajectory]:
-        """Return the trajectories, those that will be trained on with their reference log-probabilities."""
-        kept = iter(await self.peers.reference([t for t in trajectories if not t.dropped], budget))
-        return [trajectory if trajectory.dropped else next(kept) for trajectory in trajectories]
-
-    def _judge(self, trajectory: Trajectory, outcome: Outcome, alive: set[str]) -> Trajectory:
-        """Return a trajectory with its score, or drop it with the reason why it has none: no score is no zero."""
-        if outcome.score is not None:
-            return trajectory.scored(outcome.score, outcome.scorer)
-        alive.discard(trajectory.sample.sample_id)
-        self.ledger.drop([trajectory.sample.sample_id], outcome.reason)
-        return trajectory.without_score(outcome.reason, abstained=outcome.abstained)
-
-    @contextmanager
-    def _running(self, sample_ids: Sequence[str]) -> Iterator[None]:
-        """One try of sampling: RUNNING within; ISSUED again when it is lost."""
-        self.ledger.move(sample_ids, State.RUNNING)
-        arrived = False
-        try:
-            yield
-            arrived = True
-        finally:
-            if not arrived:
-                self.ledger.move(sample_ids, State.ISSUED)
-
-    # -- train, publish -------------------------------------------------------------------------------------------
 
     async def train(self, step: int, batch: Batch) -> TrainStepResponse:
         """Train one step; after a lost answer the same step is sent again with the same bytes.
@@ -260,7 +167,7 @@ class Loop:
             step,
             policy_version=response.policy_version,
             skipped_reason=response.skipped_reason,
-            data_position=self.position,
+            data_position=self.collector.position,
         )
         return response
 
@@ -294,7 +201,7 @@ class Loop:
             raise Internal(f"the trainer wrote a checkpoint of step {saved} after step {step}")
         self._keep_facts()
         self.ledger.commit_checkpoint(
-            step=step, data_position=self.position, policy_version=self.session.policy_version
+            step=step, data_position=self.collector.position, policy_version=self.session.policy_version
         )
 
     async def finish(self) -> None:
@@ -334,7 +241,12 @@ class Loop:
         return {reason: count for reason, count in self.ledger.dropped(step).items() if reason != TRAINER_RESTORED}
 
     def _keep_metrics(self, step: int, metrics: dict[str, float], trained: TrainStepResponse, seconds: float) -> None:
-        text = diagnose(metrics, skipped_reason=trained.skipped_reason, dropped=self._dropped(step))
+        text = diagnose(
+            metrics,
+            skipped_reason=trained.skipped_reason,
+            dropped=self._dropped(step),
+            compares_samples=self.config.algorithm.compares_samples,
+        )
         finite = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
         self.ledger.record_metrics(step, {**finite, "diagnosis": text}, seconds=seconds)
 

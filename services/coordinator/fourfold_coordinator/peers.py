@@ -72,6 +72,7 @@ class Peers:
         seed: int,
         version: int,
         budget: Budget,
+        greedy: bool = False,
         on_try: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> list[Trajectory]:
         """Sample answers to one prompt, one for each id, in one call; each try runs in `on_try()`.
@@ -83,6 +84,7 @@ class Peers:
             seed: of the request, in [0, 2^52).
             version: of the weights, at least.
             budget: of the group.
+            greedy: always take the likeliest token.
             on_try: context of one try.
 
         Raises:
@@ -90,11 +92,14 @@ class Peers:
             ServiceMissing: no rollout service came in time.
         """
         params, timeout = sampling_params(self._config, prompt, seed), self._config.trainer.step_timeout_seconds
+        name = group_id
+        if greedy:  # runs beside the sampled answers of its group
+            params.temperature, name = 0.0, f"{group_id}-greedy"
         tries = iter(range(1 << 30))  # every try has an id of its own: the lost one may still be live
 
         async def work(replica: Replica) -> list[Completion]:
             request = rollout.GenerateRequest(
-                request_id=f"{group_id}-{next(tries)}",
+                request_id=f"{name}-{next(tries)}",
                 prompt_token_ids=prompt.token_ids.tolist(),
                 sampling_params=params,
                 sample_count=len(sample_ids),
@@ -114,12 +119,14 @@ class Peers:
             Role.ROLE_ROLLOUT, work, samples=len(sample_ids), budget=budget, version=version
         )
         return [
-            self._trajectory(prompt, completion, sample_id=sample_id, group_id=group_id)
+            self._trajectory(prompt, completion, sample_id=sample_id, group_id=group_id, greedy=greedy)
             for sample_id, completion in zip(sample_ids, completions, strict=True)
         ]
 
-    def _trajectory(self, prompt: Prompt, completion: Completion, *, sample_id: str, group_id: str) -> Trajectory:
-        temperature = self._config.sampling.temperature
+    def _trajectory(
+        self, prompt: Prompt, completion: Completion, *, sample_id: str, group_id: str, greedy: bool
+    ) -> Trajectory:
+        temperature = 1.0 if greedy else self._config.sampling.temperature  # greedy log-probabilities are those at 1
         sample = build_sample(prompt, completion, sample_id=sample_id, group_id=group_id, temperature=temperature)
         return Trajectory(prompt=prompt, sample=sample, completion=self._decoder.decode(completion.token_ids.tolist()))
 

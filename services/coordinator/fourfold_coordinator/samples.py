@@ -5,8 +5,8 @@
      "truncated": false, "score": 1.0, "scorer": "last_number@0.1.0", "dropped": ""}
 
 `logprobs` are those of the sampled tokens alone, in nats, rounded to 6 decimals; a span is
-(policy version, tokens), -1 for the prompt. A trajectory that was dropped has no score and its
-reason in `dropped`.
+(policy version, tokens), -1 for the prompt. A trajectory that was dropped has its reason in
+`dropped`, and a score when it came that far: FILTERED and BASELINE always do.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.types.v1.experience_pb2 import Experience
 from fourfold.wire import Float32Array, Sample, VersionSpan, encode
 
+from .ledger import FILTERED
 from .prompts import Prompt
 
 
@@ -54,6 +55,18 @@ class Trajectory:
         """Return it dropped."""
         return replace(self, dropped=reason, abstained=abstained)
 
+    def given_up(self, reason: str) -> Trajectory:
+        """Return it dropped, with what it has; one that was dropped before keeps its reason."""
+        return self if self.dropped else replace(self, dropped=reason)
+
+    def compared_with(self, baseline_score: float) -> Trajectory:
+        """Return it with the score of the greedy answer to its prompt."""
+        return replace(self, sample=replace(self.sample, baseline_score=baseline_score))
+
+    def without_loss(self) -> Trajectory:
+        """Return it with no token to train on."""
+        return replace(self, sample=replace(self.sample, loss_mask=np.zeros_like(self.sample.action_mask)))
+
     def referenced(self, logprobs: Float32Array) -> Trajectory:
         """Return it with its reference log-probabilities, [n]."""
         return replace(self, sample=replace(self.sample, reference_logprobs=logprobs))
@@ -68,11 +81,17 @@ class Group:
     seed: int
     """Of the request."""
     trajectories: tuple[Trajectory, ...]
+    baseline: Trajectory | None = None
+    """The greedy answer to the prompt, dropped."""
 
     @property
     def samples(self) -> list[Sample]:
         """Those to train on."""
         return [t.sample for t in self.trajectories if not t.dropped]
+
+    def everything(self) -> list[Trajectory]:
+        """Return all that was sampled for it."""
+        return [*self.trajectories, self.baseline] if self.baseline else list(self.trajectories)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,8 +99,14 @@ class Batch:
     """The groups of one step, and when its parts were done, in seconds of `time.monotonic`."""
 
     groups: list[Group] = field(default_factory=list)
+    filtered: list[Group] = field(default_factory=list)
+    """Of which every sample has a score, and none teaches anything: not trained on."""
     lost: list[Trajectory] = field(default_factory=list)
     """Of groups that were given up after they were sampled."""
+    prompts_drawn: int = 0
+    groups_lost: int = 0
+    groups_accepted: int = 0
+    """Those that the filter let through; fewer than `groups` when it let none through."""
     began: float = field(default_factory=time.monotonic)
     rolled: float = 0.0
     scored: float = 0.0
@@ -97,7 +122,12 @@ class Batch:
 
     def trajectories(self) -> list[Trajectory]:
         """Return everything that was sampled, dropped ones included."""
-        return [t for group in self.groups for t in group.trajectories] + self.lost
+        kept = [t for group in self.groups for t in group.everything()]
+        return kept + [t.given_up(FILTERED) for group in self.filtered for t in group.everything()] + self.lost
+
+    def generated(self) -> list[Group]:
+        """Return the groups as they were before the filter, in order."""
+        return sorted([*self.groups, *self.filtered], key=lambda group: group.position)
 
     def times(self) -> dict[str, float]:
         """Return how long each part took that was not hidden behind the one before it."""

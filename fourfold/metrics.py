@@ -38,14 +38,36 @@ APPROX_KL: Final = "policy/approx_kl"
 CLIP_FRACTION_LOW: Final = "policy/clip_fraction_low"
 CLIP_FRACTION_HIGH: Final = "policy/clip_fraction_high"
 DUAL_CLIP_FRACTION: Final = "policy/dual_clip_fraction"
-VALUE_CLIP_FRACTION: Final = "value/clip_fraction"
+RATIO_MEAN: Final = "policy/ratio_mean"
+RATIO_MIN: Final = "policy/ratio_min"
+RATIO_MAX: Final = "policy/ratio_max"
+ENTROPY: Final = "policy/entropy"
 REFERENCE_KL: Final = "kl/reference"
+REWARD_KL: Final = "kl/reward"
+KL_COEF: Final = "kl/coef"
+ADVANTAGE_MEAN: Final = "advantage/mean"
+ADVANTAGE_STD: Final = "advantage/std"
+ADVANTAGE_ABSMAX: Final = "advantage/absmax"
+REWARD_PENALTY: Final = "reward/penalty_mean"
+VALUE_LOSS: Final = "value/loss"
+VALUE_CLIP_FRACTION: Final = "value/clip_fraction"
+EXPLAINED_VARIANCE: Final = "value/explained_variance"
+RETURN_MEAN: Final = "return/mean"
 MISMATCH_MEAN: Final = "mismatch/logprob_diff_mean"
 MISMATCH_MAX: Final = "mismatch/logprob_diff_max"
 MISMATCH_P99: Final = "mismatch/logprob_diff_p99"
 MISMATCH_KL: Final = "mismatch/kl_k3"
+MISMATCH_KL_K1: Final = "mismatch/kl_k1"
+MISMATCH_CHI2: Final = "mismatch/chi2"
+EFFECTIVE_SAMPLE_SIZE: Final = "mismatch/ess"
+CORRECTION_WEIGHT: Final = "mismatch/is_weight_mean"
+REJECTED_TOKENS: Final = "mismatch/rejected_token_fraction"
 GRAD_NORM: Final = "train/grad_norm"
+CRITIC_GRAD_NORM: Final = "train/critic_grad_norm"
 LEARNING_RATE: Final = "train/lr"
+CRITIC_LEARNING_RATE: Final = "train/critic_lr"
+UPDATES: Final = "train/updates"
+TRAIN_SPEED: Final = "train/tokens_per_second"
 SKIPPED_STEPS: Final = "train/skipped_steps"
 TRAINED_TOKENS: Final = "train/tokens"
 TRAINED_SAMPLES: Final = "train/trained_samples"
@@ -88,21 +110,43 @@ METRICS: Final[dict[str, str]] = {
     TRUNCATION_RATE: "share in [0, 1]: completions that a budget ended, before the filter",
     POLICY_LOSS: "nats: value of the minimised policy loss, token mean",
     APPROX_KL: "nats per token: k3 estimate of KL(old || current) during the update",
-    CLIP_FRACTION_LOW: "share in [0, 1]: trained tokens whose ratio is below 1 - clip_low and is clipped",
-    CLIP_FRACTION_HIGH: "share in [0, 1]: trained tokens whose ratio is above 1 + clip_high and is clipped",
-    DUAL_CLIP_FRACTION: "share in [0, 1]: trained tokens of negative advantage whose loss the dual clip bounds",
-    VALUE_CLIP_FRACTION: "share in [0, 1]: trained tokens whose value has moved too far for the critic to learn from",
-    REFERENCE_KL: "nats per token: k3 estimate of KL(current || reference)",
+    CLIP_FRACTION_LOW: "share in [0, 1]: trained tokens whose ratio is below 1 - clip_low, and is clipped",
+    CLIP_FRACTION_HIGH: "share in [0, 1]: trained tokens whose ratio is above 1 + clip_high, and is clipped",
+    DUAL_CLIP_FRACTION: "share in [0, 1]: trained tokens whose loss the dual clip bounds",
+    RATIO_MEAN: "mean importance ratio, current to old, of trained tokens",
+    RATIO_MIN: "smallest of them",
+    RATIO_MAX: "largest of them",
+    ENTROPY: "nats: mean entropy of the policy at the sampling temperature, over trained tokens",
+    REFERENCE_KL: "nats per token: k3 estimate of KL(old || reference), over trained tokens",
+    REWARD_KL: "nats per token: the estimate that is subtracted from the rewards",
+    KL_COEF: "coefficient of the KL term in this step",
+    ADVANTAGE_MEAN: "mean advantage over the step's loss tokens",
+    ADVANTAGE_STD: "standard deviation of the advantages over the step's loss tokens",
+    ADVANTAGE_ABSMAX: "largest absolute advantage",
+    REWARD_PENALTY: "score units: mean of what shaping took from the scores before samples were compared",
+    VALUE_LOSS: "score units squared: value of the critic's loss",
+    VALUE_CLIP_FRACTION: "share in [0, 1]: tokens whose value loss is that of the clipped value",
+    EXPLAINED_VARIANCE: "share, at most 1: of the variance of the returns that the critic foresaw; 0 or less is of no use",
+    RETURN_MEAN: "score units: mean return, what the critic learns to predict",
     MISMATCH_MEAN: "nats: mean |trainer logprob - engine logprob| over sampled tokens, same weights",
     MISMATCH_MAX: "nats: largest |trainer logprob - engine logprob|",
     MISMATCH_P99: "nats: 99th percentile of |trainer logprob - engine logprob|",
     MISMATCH_KL: "nats per token: k3 estimate of KL(engine || trainer)",
-    GRAD_NORM: "L2 norm of the gradient before clipping",
+    MISMATCH_KL_K1: "nats per token: k1 estimate of KL(engine || trainer)",
+    MISMATCH_CHI2: "mean squared ratio of trainer to engine, minus 1",
+    EFFECTIVE_SAMPLE_SIZE: "share in (0, 1]: of trained tokens that count after weighting with that ratio",
+    CORRECTION_WEIGHT: "mean weight that the correction gives to a token; a rejected one has 0",
+    REJECTED_TOKENS: "share in [0, 1]: tokens that the correction rejects",
+    GRAD_NORM: "L2 norm of the gradient before clipping, mean over the step's updates",
+    CRITIC_GRAD_NORM: "the same of the critic",
     LEARNING_RATE: "learning rate of the update",
+    CRITIC_LEARNING_RATE: "learning rate of the critic's update",
+    UPDATES: "optimizer steps of the policy in this step",
+    TRAIN_SPEED: "tokens per second: of all samples of the step, prompts included, by the time in the trainer",
     SKIPPED_STEPS: "steps: that had nothing to learn, since the start of the run",
     TRAINED_TOKENS: "tokens: with a non-zero loss mask in the update",
     TRAINED_SAMPLES: "samples: in the update",
-    PADDING_FRACTION: "share in [0, 1]: dummies in the trainer's micro-batches",
+    PADDING_FRACTION: "share in [0, 1]: dummies in the trainer's micro-batches; there is no padding",
     POLICY_LAG_MEAN: "policy versions: mean of the trainer's version minus the oldest that sampled the trajectory",
     POLICY_LAG_MAX: "policy versions: largest of them",
     PROBE_DIFF_MEAN: "nats: mean |trainer - engine| on the probe prompt after the update, worst engine",

@@ -107,18 +107,10 @@ class BatchConfig(Table):
         """prompts_per_step * group_size."""
         return self.prompts_per_step * self.group_size
 
-
-class AlgorithmConfig(Table):
-    """What the trainer minimises. Formulas: `services/trainer/fourfold_trainer/algorithm/`."""
-
-    preset: Literal["grpo"] = "grpo"
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: float = Field(default=0.2, gt=0)
-    kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL loss to the reference policy; 0: no reference is started."""
-    advantage_epsilon: float = Field(default=1e-6, ge=0)
-    """Added to a group's standard deviation."""
+    @property
+    def updates_per_step(self) -> int:
+        """mini_batches_per_step * epochs_per_step: optimizer steps of one training step."""
+        return self.mini_batches_per_step * self.epochs_per_step
 
 
 class SamplingConfig(Table):

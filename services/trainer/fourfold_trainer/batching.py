@@ -1,165 +1,161 @@
-"""A step's samples as micro-batches for every rank.
+"""Samples as micro-batches for every rank.
 
-Samples are dealt to the ranks by length, so that each gets about the same number of tokens;
-each rank's part is packed into batches under the token budget. Collectives run inside a
-forward pass under ZeRO-3, so all ranks must run the same number of passes: a rank with fewer
-gets dummies, one short sample that counts for nothing.
+Samples are dealt to the ranks so that each gets about the same number of tokens; each rank's
+part is packed under the token budget. Collectives run inside a forward pass under ZeRO-3, so
+all ranks must run the same number of passes: a rank with fewer gets dummies, two tokens whose
+weight is 0.
 
 Legend: k loss tokens of a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.nn.batching import TokenBatch, pack, split_by_tokens
-from fourfold.wire import EMPTY_FLOATS, Float32Array, Sample
+from fourfold.nn.batching import Int64Array, TokenBatch, pack, split_by_tokens
+from fourfold.wire import EMPTY_FLOATS, Float32Array, Int32Array, Sample
+
+Array = NDArray[Any]
+Batch: TypeAlias = "TokenBatch | PolicyBatch | ValueBatch"
+T = TypeVar("T")
 
 _DUMMY_TOKENS: Final = np.zeros(2, np.int32)
 _DUMMY_POSITIONS: Final = np.ones(1, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MicroBatch:
-    """One forward and backward pass of one rank."""
+class PolicyBatch:
+    """One forward and backward pass of the policy on one rank."""
 
     tokens: TokenBatch
+    segments: Int32Array  # [k], the sample of each token, 0 for the first
+    weights: Float32Array  # [k], of each token's loss; 0: a dummy, which counts nowhere
     advantages: Float32Array  # [k]
     behavior_logprobs: Float32Array  # [k]
+    old_logprobs: Float32Array  # [k], or [0]: the present ones, because the policy has not moved yet
     reference_logprobs: Float32Array  # [k], or [0] where the loss needs none
-    dummy: bool = False
-    """Runs so that the collectives match; its tokens count nowhere."""
-
-    def to_arrays(self) -> list[NDArray[Any]]:
-        """Return the arrays of `from_arrays`, in its order."""
-        extra = [self.advantages, self.behavior_logprobs, self.reference_logprobs]
-        return [*tokens_to_arrays(self.tokens), *extra, np.array([self.dummy], np.uint8)]
-
-    @classmethod
-    def from_arrays(cls, arrays: Sequence[NDArray[Any]]) -> MicroBatch:
-        """Take what `to_arrays` gave."""
-        *tokens, advantages, behavior, reference, dummy = arrays
-        return cls(
-            tokens=tokens_from_arrays(tokens),
-            advantages=advantages,
-            behavior_logprobs=behavior,
-            reference_logprobs=reference,
-            dummy=bool(dummy[0]),
-        )
 
 
-TOKEN_ARRAYS: Final = 5
-MICRO_BATCH_ARRAYS: Final = TOKEN_ARRAYS + 4
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ValueBatch:
+    """One forward and backward pass of the critic on one rank."""
+
+    tokens: TokenBatch
+    weights: Float32Array  # [k]; 0: a dummy
+    returns: Float32Array  # [k]
+    old_values: Float32Array  # [k]
 
 
-def tokens_to_arrays(batch: TokenBatch) -> list[NDArray[Any]]:
-    """Return the TOKEN_ARRAYS arrays of a batch."""
-    return [batch.token_ids, batch.lengths, batch.rows, batch.targets, batch.temperatures]
+def to_arrays(batch: Batch) -> list[Array]:
+    """Return the arrays of a batch, in the order of its fields; those of its tokens first."""
+    arrays: list[Array] = []
+    for name in batch.__slots__:
+        value = getattr(batch, name)
+        arrays += to_arrays(value) if isinstance(value, TokenBatch) else [value]
+    return arrays
 
 
-def tokens_from_arrays(arrays: Sequence[NDArray[Any]]) -> TokenBatch:
-    """Take what `tokens_to_arrays` gave."""
-    token_ids, lengths, rows, targets, temperatures = arrays
-    return TokenBatch(token_ids=token_ids, lengths=lengths, rows=rows, targets=targets, temperatures=temperatures)
+def token_batches(arrays: Sequence[Array]) -> list[TokenBatch]:
+    """Return the batches that `to_arrays` took apart."""
+    return _assemble(arrays, len(TokenBatch.__slots__), _tokens)
 
 
-def split_step(
-    samples: Sequence[Sample], advantages: Sequence[float], *, rank_count: int, max_tokens: int, with_reference: bool
-) -> list[list[MicroBatch]]:
-    """Return each rank's micro-batches, the same number on every rank.
+def policy_batches(arrays: Sequence[Array]) -> list[PolicyBatch]:
+    """Return the batches that `to_arrays` took apart."""
+    return _with_columns(PolicyBatch, PolicyBatch.__slots__[1:], arrays)
+
+
+def value_batches(arrays: Sequence[Array]) -> list[ValueBatch]:
+    """Return the batches that `to_arrays` took apart."""
+    return _with_columns(ValueBatch, ValueBatch.__slots__[1:], arrays)
+
+
+def split(lengths: Sequence[int], *, rank_count: int, max_tokens: int) -> list[list[list[int]]]:
+    """Return for each rank its passes, and for each pass its samples; none: a dummy pass.
 
     Args:
-        samples: to train on, each with at least one loss token.
-        advantages: of each sample.
+        lengths: tokens of each sample.
         rank_count: number of ranks.
-        max_tokens: most tokens in one micro-batch.
-        with_reference: carry the reference log-probabilities along.
-    """
-
-    def make(members: list[int]) -> MicroBatch:
-        chosen = [samples[i] for i in members]
-        positions = [np.flatnonzero(s.loss_mask) for s in chosen]
-        counts = [len(p) for p in positions]
-        return MicroBatch(
-            tokens=pack([s.token_ids for s in chosen], positions, [s.temperature for s in chosen]),
-            advantages=np.repeat(np.asarray([advantages[i] for i in members], np.float32), counts),
-            behavior_logprobs=_gather([s.behavior_logprobs for s in chosen], positions),
-            reference_logprobs=_gather([s.reference_logprobs for s in chosen], positions)
-            if with_reference
-            else EMPTY_FLOATS,
-        )
-
-    shares = [
-        [make([share[i] for i in part]) for part in split_by_tokens(_lengths(samples, share), max_tokens=max_tokens)]
-        for share in deal([len(s.token_ids) for s in samples], rank_count)
-    ]
-    passes = max(len(share) for share in shares)
-    return [[*share, *[_dummy(with_reference)] * (passes - len(share))] for share in shares]
-
-
-def split_lookup(
-    samples: Sequence[Sample], *, rank_count: int, max_tokens: int
-) -> tuple[list[list[int]], list[list[TokenBatch]]]:
-    """Split samples whose every log-probability is asked.
+        max_tokens: most tokens in one pass.
 
     Returns:
-        For each rank the samples in the order of its rows, and its batches; the same number of
-        batches on every rank, dummies last.
+        As many passes for every rank; every sample is in one of them.
+
+    Raises:
+        InvalidInput: a sample is longer than a pass.
     """
-    orders: list[list[int]] = []
-    shares: list[list[TokenBatch]] = []
-    for share in deal([len(s.token_ids) for s in samples], rank_count):
-        parts = split_by_tokens(_lengths(samples, share), max_tokens=max_tokens)
-        orders.append([share[i] for part in parts for i in part])
-        shares.append([_lookup_batch([samples[share[i]] for i in part]) for part in parts])
-    passes = max(len(batches) for batches in shares)
-    return orders, [[*batches, *[_dummy_tokens()] * (passes - len(batches))] for batches in shares]
+    shares = []
+    for share in deal(lengths, rank_count):
+        parts = split_by_tokens([lengths[i] for i in share], max_tokens=max_tokens)
+        shares.append([[share[i] for i in part] for part in parts])
+    passes = max(len(share) for share in shares)
+    return [[*share, *[list[int]()] * (passes - len(share))] for share in shares]
 
 
 def deal(lengths: Sequence[int], rank_count: int) -> list[list[int]]:
-    """Return the samples of each rank: sorted by length and dealt back and forth, 0 1 2 2 1 0 0 1 2 ..."""
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    """Return the samples of each rank: the longest first, each to the rank that has the fewest tokens."""
     shares: list[list[int]] = [[] for _ in range(rank_count)]
-    for turn, index in enumerate(order):
-        lap, seat = divmod(turn, rank_count)
-        shares[rank_count - 1 - seat if lap % 2 else seat].append(index)
+    tokens = [0] * rank_count
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = tokens.index(min(tokens))
+        shares[rank].append(index)
+        tokens[rank] += lengths[index]
     return shares
 
 
-def padding_fraction(shares: Sequence[Sequence[MicroBatch]], real_tokens: int) -> float:
-    """Return the share of what the ranks compute that is dummies, in [0, 1]: packed samples have no padding."""
-    computed = sum(batch.tokens.token_count for share in shares for batch in share)
-    return 1 - real_tokens / computed if computed else 0.0
+def fill(shares: Sequence[Sequence[Sequence[int]]], make: Callable[[Sequence[int]], T], dummy: T) -> list[list[T]]:
+    """Return the passes of `split` as batches."""
+    return [[make(members) if members else dummy for members in share] for share in shares]
 
 
-def _lengths(samples: Sequence[Sample], members: Sequence[int]) -> list[int]:
-    return [len(samples[i].token_ids) for i in members]
-
-
-def _gather(arrays: Sequence[Float32Array], positions: Sequence[NDArray[np.int64]]) -> Float32Array:
-    return np.concatenate([a[p] for a, p in zip(arrays, positions, strict=True)]).astype(np.float32, copy=False)
-
-
-def _lookup_batch(samples: Sequence[Sample]) -> TokenBatch:
-    positions = [np.arange(1, len(s.token_ids), dtype=np.int64) for s in samples]
+def pack_tokens(samples: Sequence[Sample], positions: Sequence[Int64Array]) -> TokenBatch:
+    """Return one pass over `samples` that asks for the tokens at `positions`, each in [1, n)."""
     return pack([s.token_ids for s in samples], positions, [s.temperature for s in samples])
 
 
-def _dummy_tokens() -> TokenBatch:
+def dummy_tokens() -> TokenBatch:
+    """Return the cheapest pass there is."""
     return pack([_DUMMY_TOKENS], [_DUMMY_POSITIONS], [1.0])
 
 
-def _dummy(with_reference: bool) -> MicroBatch:
+def dummy_policy_batch(*, with_old: bool, with_reference: bool) -> PolicyBatch:
+    """Return a dummy with the columns that the real ones have."""
     zero = np.zeros(1, np.float32)
-    return MicroBatch(
-        tokens=_dummy_tokens(),
+    return PolicyBatch(
+        tokens=dummy_tokens(),
+        segments=np.zeros(1, np.int32),
+        weights=zero,
         advantages=zero,
         behavior_logprobs=zero,
+        old_logprobs=zero if with_old else EMPTY_FLOATS,
         reference_logprobs=zero if with_reference else EMPTY_FLOATS,
-        dummy=True,
     )
+
+
+def dummy_value_batch() -> ValueBatch:
+    """Return a dummy."""
+    zero = np.zeros(1, np.float32)
+    return ValueBatch(tokens=dummy_tokens(), weights=zero, returns=zero, old_values=zero)
+
+
+def _tokens(arrays: Sequence[Array]) -> TokenBatch:
+    return TokenBatch(**dict(zip(TokenBatch.__slots__, arrays, strict=True)))
+
+
+def _with_columns(make: Callable[..., T], names: Sequence[str], arrays: Sequence[Array]) -> list[T]:
+    """Return batches whose first field is a TokenBatch, and whose others have `names`."""
+    count = len(TokenBatch.__slots__)
+
+    def one(part: Sequence[Array]) -> T:
+        return make(tokens=_tokens(part[:count]), **dict(zip(names, part[count:], strict=True)))
+
+    return _assemble(arrays, count + len(names), one)
+
+
+def _assemble(arrays: Sequence[Array], size: int, make: Callable[[Sequence[Array]], T]) -> list[T]:
+    return [make(arrays[i : i + size]) for i in range(0, len(arrays), size)]

@@ -2,8 +2,9 @@
 
     checkpoints/step-000012/
         trainer.json            step, policy version, last answer, layout; names every other file
-        rank-000.safetensors    float32 weights, Adam's moments, random state of rank 0
-        rank-001.safetensors    ...
+        policy-000.safetensors  float32 weights, Adam's moments, random state of rank 0
+        policy-001.safetensors  ...
+        critic-000.safetensors  the same of the critic, where there is one
 
 A checkpoint is written into a hidden folder, each file and folder flushed to the disk, and
 renamed when it is complete: a crash leaves the folder of before. The same is done for exports.
@@ -26,8 +27,10 @@ import safetensors.torch
 from torch import Tensor
 
 from fourfold.errors import NotFound, Unavailable, WrongState
+from fourfold_trainer.algorithm.rewards import RunningMoments
+from fourfold_trainer.credit import Memory
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 STATE_FILE: Final = "trainer.json"
 _PREFIX: Final = "step-"
 _HIDDEN: Final = ".partial-"
@@ -60,6 +63,8 @@ class TrainerState:
     """SHA-256 over the batches of all steps so far: two states of one step and other batches differ in it."""
     answer: StepAnswer | None = None
     """Of the last step."""
+    memory: Memory = field(default_factory=Memory)
+    """Of the algorithm."""
 
 
 class CheckpointStore:
@@ -130,8 +135,7 @@ class CheckpointStore:
             path = folder / name
             if not path.is_file() or path.stat().st_size != size:
                 raise WrongState(f"{path} should have {size} bytes; the checkpoint is damaged: restore another one")
-        answer = record["state"].pop("answer")
-        return TrainerState(**record["state"], answer=StepAnswer(**answer) if answer else None), folder
+        return _state(record["state"]), folder
 
     def _is_there(self, state: TrainerState) -> bool:
         """Whether this very state was saved; one of the same step from a lost future is another one."""
@@ -152,6 +156,15 @@ class CheckpointStore:
 
     def _path(self, step: int) -> Path:
         return self._folder / f"{_PREFIX}{step:06d}"
+
+
+def _state(fields: dict[str, Any]) -> TrainerState:
+    """Return the state that was written as JSON."""
+    answer, memory = fields.pop("answer"), fields.pop("memory")
+    scores = RunningMoments(**memory.pop("scores"))
+    return TrainerState(
+        **fields, answer=StepAnswer(**answer) if answer else None, memory=Memory(**memory, scores=scores)
+    )
 
 
 class whole:
@@ -201,9 +214,9 @@ def _exchange(first: Path, second: Path) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def rank_file(rank: int) -> str:
-    """Return the name of a rank's file."""
-    return f"rank-{rank:03d}.safetensors"
+def rank_file(model: str, rank: int) -> str:
+    """Return the name of the file of a rank's part of `policy` or `critic`."""
+    return f"{model}-{rank:03d}.safetensors"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

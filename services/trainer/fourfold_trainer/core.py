@@ -28,16 +28,18 @@ from fourfold.config import Config
 from fourfold.errors import AlreadyExists, DeadlinePassed, FourfoldError, InvalidInput, Unavailable, WrongState
 from fourfold.weights.manifest import Manifest
 from fourfold.wire import Float32Array, Sample
+from fourfold_trainer import report
 from fourfold_trainer import step as steps
-from fourfold_trainer.batching import split_lookup, split_step
 from fourfold_trainer.checkpoint import CheckpointStore, StepAnswer, TrainerState, whole
-from fourfold_trainer.engine import Engine, Sent, UpdateSettings
+from fourfold_trainer.engine import Engine, Sent
 from fourfold_trainer.engine_thread import EngineThread, Phase
+from fourfold_trainer.passes import look_up
 
 _log = logging.getLogger("fourfold.trainer")
 
 T = TypeVar("T")
 
+_NAN: Final = np.full(1, np.nan, np.float32)
 # A transfer must end before its caller gives up, so that the caller learns why.
 _MARGIN_SECONDS: Final = 0.05
 _LEAVE_SECONDS: Final = 1.0
@@ -237,16 +239,20 @@ class TrainerCore:
             raise WrongState(
                 f"step {step} cannot be trained; the trainer is at step {state.step}: send {state.step + 1}"
             )
-        steps.check(samples, self._config.algorithm, policy_version=state.policy_version)
+        config = self._config
+        steps.check(samples, config.algorithm, policy_version=state.policy_version)
         began = time.monotonic()
-        reason, measured = self._update(step, samples)
-        skipped = state.skipped_step_count + bool(reason)
+        result = steps.train_step(self._running, samples, config, step=step, memory=state.memory)
+        seconds = time.monotonic() - began
+        skipped = state.skipped_step_count + bool(result.skipped_reason)
+        measured = report.summarise(result, config, step=step)
         measured[metrics.SKIPPED_STEPS] = float(skipped)
-        measured[metrics.TIME_TRAIN] = time.monotonic() - began
+        measured[metrics.TIME_TRAIN] = seconds
+        measured[metrics.TRAIN_SPEED] = sum(len(s.token_ids) for s in samples) / seconds
         answer = StepAnswer(
             step=step,
-            policy_version=state.policy_version + (not reason),
-            skipped_reason=reason,
+            policy_version=state.policy_version + bool(result.policy_updates),
+            skipped_reason=result.skipped_reason,
             metrics=measured,
         )
         self._set(
@@ -257,51 +263,15 @@ class TrainerCore:
                 batch_sha256=batch_sha256,
                 lineage=hashlib.sha256(f"{state.lineage}{batch_sha256}".encode()).hexdigest(),
                 answer=answer,
+                memory=result.memory,
             )
         )
         return answer
 
-    def _update(self, step: int, samples: list[Sample]) -> tuple[str, dict[str, float]]:
-        """Train on a checked batch; return why it was skipped, if it was, and the metrics."""
-        config = self._config
-        plan = steps.prepare(samples, config.algorithm)
-        learning_rate = steps.learning_rate(config.trainer, step, config.steps)
-        measured = steps.summarise_batch(samples, self._status.state.policy_version)
-        measured[metrics.LEARNING_RATE] = learning_rate
-        if plan.skipped_reason:
-            return plan.skipped_reason, measured
-        shares = split_step(
-            [samples[i] for i in plan.trained],
-            [float(plan.advantages[i]) for i in plan.trained],
-            rank_count=config.trainer.ranks,
-            max_tokens=config.batch.tokens_per_micro_batch,
-            with_reference=config.algorithm.kl_coef > 0,
-        )
-        settings = UpdateSettings(
-            learning_rate=learning_rate,
-            token_count=plan.token_count,
-            rank_count=config.trainer.ranks,
-            clip_low=config.algorithm.clip_low,
-            clip_high=config.algorithm.clip_high,
-            kl_coef=config.algorithm.kl_coef,
-        )
-        sums = self._running.update(shares, settings)
-        measured |= steps.summarise_update(sums, plan, samples, shares, config)
-        return ("" if np.isfinite(sums.grad_norm) else steps.NOT_FINITE), measured
-
     def _do_compute_logprobs(self, samples: list[Sample]) -> tuple[list[Float32Array], int]:
-        config = self._config
-        orders, shares = split_lookup(
-            samples, rank_count=config.trainer.ranks, max_tokens=config.batch.tokens_per_micro_batch
-        )
-        rows: list[Float32Array] = [np.full(len(s.token_ids), np.nan, np.float32) for s in samples]
-        for order, answers in zip(orders, self._running.compute_logprobs(shares), strict=True):
-            values, offset = np.concatenate(answers), 0
-            for index in order:
-                count = len(rows[index]) - 1
-                rows[index][1:] = values[offset : offset + count]
-                offset += count
-        return rows, self._status.state.policy_version
+        every = [np.arange(1, len(s.token_ids), dtype=np.int64) for s in samples]
+        found = look_up(self._running.compute_logprobs, samples, every, self._config)
+        return [np.concatenate([_NAN, row]) for row in found], self._status.state.policy_version
 
     def _do_save(self) -> int:
         state = self._status.state

@@ -1,4 +1,4 @@
-"""One rank's model and optimizer in DeepSpeed, ZeRO stages 0 to 3. The only user of `deepspeed` here.
+"""One rank's models and optimizers in DeepSpeed, ZeRO stages 0 to 3. The only user of `deepspeed` here.
 
 What DeepSpeed does on its own and we do not want: it divides the loss by its accumulation
 steps (set to 1, boundaries are given explicitly, which stages 1 and 2 need) and averages
@@ -27,7 +27,7 @@ import transformers
 from deepspeed.comm import comm as deepspeed_comm
 from torch import Tensor
 
-from fourfold.config import Config
+from fourfold.config import Config, CriticConfig, TrainerConfig
 from fourfold.errors import ConfigError, WrongState
 from fourfold.nn import forward
 from fourfold.nn.batching import TokenBatch
@@ -43,51 +43,36 @@ _GATHER_ELEMENTS: Final = 1 << 28
 _ADAM_STATE: Final = ("exp_avg", "exp_avg_sq", "step")
 
 
-class DeepSpeedPolicy:
-    """The `Policy` of one rank. All methods belong to the thread that made it."""
+class _Trained:
+    """One rank's part of one model and its optimizer. All methods belong to the thread that made it."""
 
-    def __init__(self, config: Config, model_folder: Path, *, rank: int, rank_count: int, rendezvous: Path) -> None:
-        """Join the process group and load the model.
+    def __init__(self, config: Config, table: TrainerConfig | CriticConfig, model: Any, *, rank: int) -> None:
+        """Give the model to DeepSpeed.
 
         Args:
             config: of the run.
-            model_folder: a Hugging Face causal LM.
+            table: where the optimizer's settings are.
+            model: whole, on this rank.
             rank: of this process.
-            rank_count: number of ranks.
-            rendezvous: path of a file that all ranks see, in a folder of this run alone.
-
-        Raises:
-            ConfigError: the folder holds no model that can be trained.
         """
-        self._config, self._rank, self._rank_count = config, rank, rank_count
+        self._config, self._rank = config, rank
         self._stage = config.trainer.zero_stage
-        self._source_folder = model_folder
-        self._device = torch.device(f"cuda:{rank}" if config.trainer.device == "cuda" else "cpu")
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        _join(config, rank=rank, rank_count=rank_count, rendezvous=rendezvous)
-        torch.manual_seed(config.seed * rank_count + rank)
-        model = load_model(config, model_folder)
-        self._vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
+        self._device = device_of(config, rank)
         self._engine: Any = deepspeed.initialize(
-            model=model, optimizer=_optimizer(config, model), config=_settings(config), dist_init_required=False
+            model=model,
+            optimizer=_optimizer(table, config.trainer.adam_betas, model),
+            config=_settings(config, max_grad_norm=table.max_grad_norm),
+            dist_init_required=False,
         )[0]
         self._model: Any = self._engine.module
         # Some stages have made an empty step: Adam must not count it.
         self._inner.state.clear()
         self._engine.train()
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids."""
-        return self._vocabulary_size
-
-    def logprobs(self, batch: TokenBatch) -> Tensor:
-        """Return float32 [k] log-probabilities."""
+    def _forward(self, **arguments: Any) -> Any:
         if self._engine.training != torch.is_grad_enabled():  # gradient checkpoints are for gradients alone
             self._engine.train(torch.is_grad_enabled())
-        result: Tensor = self._engine(**forward.batch_arguments(batch, self._device))[0]
-        return result
+        return self._engine(**arguments)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`, averaged over ranks."""
@@ -111,18 +96,17 @@ class DeepSpeedPolicy:
         norm = float(self._engine.get_global_grad_norm())
         return norm if self._engine.was_step_applied() else math.nan
 
-    def save(self, folder: Path) -> None:
+    def save(self, path: Path) -> None:
         """Write this rank's masters, Adam's moments and random state."""
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._state()}
         tensors["rng.cpu"] = torch.get_rng_state()
         if self._device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self._device)
-        checkpoint.write_tensors(folder / checkpoint.rank_file(self._rank), tensors)
+        checkpoint.write_tensors(path, tensors)
 
     @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Nothing changes on any rank unless all ranks could read their file."""
-        tensors = self._read_together(folder / checkpoint.rank_file(self._rank))
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Go back to what `read` returned."""
         masters = self._masters()
         self._inner.state.clear()
         for index, master in enumerate(masters):
@@ -134,28 +118,6 @@ class DeepSpeedPolicy:
         torch.set_rng_state(tensors["rng.cpu"])
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(tensors["rng.cuda"], self._device)
-
-    def export(self, folder: Path) -> None:
-        """Gather the weights; rank 0 writes them as a Hugging Face folder."""
-        state: dict[str, Tensor] = {}
-        for names, parameters in self._gather_groups():
-            with deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
-                if self._rank == 0:
-                    state.update({n: p.detach().cpu().clone() for n, p in zip(names, parameters, strict=True)})
-        if self._rank == 0:
-            checkpoint.write_model(self._model, state, folder, source=self._source_folder)
-
-    def weight_source(self) -> WeightSource:
-        """Return where this rank's weights are."""
-        if self._stage == 3:
-            return Zero3Source(self._engine)
-        return DenseSource(self._model, rank_count=self._rank_count)
-
-    def close(self) -> None:
-        """Leave the process group."""
-        self._engine.destroy()
-        deepspeed_comm.destroy_process_group()
-        deepspeed_comm.cdb = None  # so that a later `_join` of this process starts afresh
 
     @property
     def _is_plain(self) -> bool:
@@ -180,7 +142,7 @@ class DeepSpeedPolicy:
             for key, value in self._inner.state.get(master, {}).items():
                 yield f"{key}.{index}", value
 
-    def _read_together(self, path: Path) -> dict[str, Tensor]:
+    def read(self, path: Path) -> dict[str, Tensor]:
         """Read this rank's file; raise on every rank when one of them cannot."""
         failure: WrongState | None = None
         tensors: dict[str, Tensor] = {}
@@ -211,6 +173,62 @@ class DeepSpeedPolicy:
                 for master, weight in zip(masters, weights, strict=True):
                     weight.data.copy_(master)
 
+
+class DeepSpeedPolicy(_Trained):
+    """The `Policy` of one rank."""
+
+    def __init__(self, config: Config, model_folder: Path, *, rank: int, rank_count: int) -> None:
+        """Load the model; `join` was called before.
+
+        Raises:
+            ConfigError: the folder holds no model that can be trained.
+        """
+        self._rank_count, self._source_folder = rank_count, model_folder
+        torch.manual_seed(config.seed * rank_count + rank)
+        model = load_model(config, model_folder)
+        forward.install(model)
+        self._vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
+        super().__init__(config, config.trainer, model, rank=rank)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids."""
+        return self._vocabulary_size
+
+    def logprobs(self, batch: TokenBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return float32 [k] log-probabilities, and entropies where asked."""
+        arguments = forward.batch_arguments(batch, self._device)
+        result: tuple[Tensor, Tensor | None] = self._forward(**arguments, entropy=entropy)
+        return result
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
+        count = torch.tensor([int(flag)], device=self._device)
+        torch.distributed.all_reduce(count)
+        return bool(count.item())
+
+    def export(self, folder: Path) -> None:
+        """Gather the weights; rank 0 writes them as a Hugging Face folder."""
+        state: dict[str, Tensor] = {}
+        for names, parameters in self._gather_groups():
+            with deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
+                if self._rank == 0:
+                    state.update({n: p.detach().cpu().clone() for n, p in zip(names, parameters, strict=True)})
+        if self._rank == 0:
+            checkpoint.write_model(self._model, state, folder, source=self._source_folder)
+
+    def weight_source(self) -> WeightSource:
+        """Return where this rank's weights are."""
+        if self._stage == 3:
+            return Zero3Source(self._engine)
+        return DenseSource(self._model, rank_count=self._rank_count)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self._engine.destroy()
+        deepspeed_comm.destroy_process_group()
+        deepspeed_comm.cdb = None  # so that a later `_join` of this process starts afresh
+
     def _gather_groups(self) -> Iterator[tuple[list[str], list[Any]]]:
         """Yield names and parameters, as many at once as the gather limit allows."""
         names: list[str] = []
@@ -225,6 +243,25 @@ class DeepSpeedPolicy:
             parameters.append(parameter)
             size += count
         yield names, parameters
+
+
+class DeepSpeedCritic(_Trained):
+    """The `Critic` of one rank: a body with a value head, of another folder or of the policy's."""
+
+    def __init__(self, config: Config, model_folder: Path, *, rank: int) -> None:
+        """Load the model; `join` was called before.
+
+        Raises:
+            ConfigError: the folder holds no model that can be trained.
+        """
+        model = load_model(config, model_folder)
+        forward.install_values(model, forward.read_value_head(model_folder))
+        super().__init__(config, config.critic, model, rank=rank)
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """Return float32 [k]: the value of the state before each asked token."""
+        result: Tensor = self._forward(**forward.value_arguments(batch, self._device))
+        return result
 
 
 def load_model(config: Config, folder: Path) -> Any:
@@ -249,15 +286,28 @@ def load_model(config: Config, folder: Path) -> Any:
             f"{longest} tokens; lower it"
         )
     forward.disable_dropout(model)
-    forward.install(model)
     if config.trainer.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
         model.enable_input_require_grads()  # type: ignore[no-untyped-call]
     return model.train()
 
 
-def _join(config: Config, *, rank: int, rank_count: int, rendezvous: Path) -> None:
-    """Join the process group: gloo or NCCL, over loopback alone (see `ranks.environment`)."""
+def device_of(config: Config, rank: int) -> torch.device:
+    """Return the device of a rank."""
+    return torch.device(f"cuda:{rank}" if config.trainer.device == "cuda" else "cpu")
+
+
+def join(config: Config, *, rank: int, rank_count: int, rendezvous: Path) -> None:
+    """Join the process group: gloo or NCCL, over loopback alone (see `ranks.environment`).
+
+    Args:
+        config: of the run.
+        rank: of this process.
+        rank_count: number of ranks.
+        rendezvous: path of a file that all ranks see, in a folder of this run alone.
+    """
+    if config.trainer.device == "cuda":
+        torch.cuda.set_device(device_of(config, rank))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # torch 2.13 has new names for two collectives, and says so at every call of DeepSpeed's.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
@@ -275,26 +325,27 @@ def _join(config: Config, *, rank: int, rank_count: int, rendezvous: Path) -> No
     )
 
 
-def _optimizer(config: Config, model: torch.nn.Module) -> torch.optim.Optimizer:
+def _optimizer(
+    table: TrainerConfig | CriticConfig, betas: tuple[float, float], model: torch.nn.Module
+) -> torch.optim.Optimizer:
     """Return AdamW; weight decay, where there is any, spares biases and norms."""
     parameters = [p for p in model.parameters() if p.requires_grad]
-    decay = config.trainer.weight_decay
+    decay = table.weight_decay
     groups = [{"params": parameters, "weight_decay": 0.0}]
     if decay:
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": decay},
             {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
         ]
-    betas = config.trainer.adam_betas
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=_ADAM_EPSILON, fused=True)
 
 
-def _settings(config: Config) -> dict[str, Any]:
+def _settings(config: Config, *, max_grad_norm: float) -> dict[str, Any]:
     stage = config.trainer.zero_stage
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.trainer.max_grad_norm,
+        "gradient_clipping": max_grad_norm,
         "bf16": {"enabled": config.model.dtype == "bfloat16"},
         "zero_optimization": {
             "stage": stage,

@@ -1,10 +1,10 @@
-"""What the trainer asks of its engine: all ranks as one (`Engine`), and one rank's model (`Policy`).
+"""What the trainer asks of its engine: all ranks as one (`Engine`), and one rank's models (`Policy`, `Critic`).
 
-    servicer -> core -> Engine --- RankGroup --- link ---> RankWorker -> Policy     (every rank)
-                                                           step.train
+    servicer -> core -> step -> Engine --- RankGroup --- link ---> RankWorker -> Policy, Critic     (every rank)
+                                                                   update.py
 
-`core` knows `Engine` alone and is tested with a fake one; `step` and the worker know `Policy`
-alone. `deepspeed_engine` is the one implementation of `Policy`, `ranks` the one of `Engine`.
+`core` and `step` know `Engine` alone and are tested with a fake one; `update` and the worker
+know `Policy` and `Critic` alone. `deepspeed_engine` implements those two, `ranks` the `Engine`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -21,51 +21,57 @@ from fourfold.nn.batching import TokenBatch
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.source import WeightSource
 from fourfold.wire import EMPTY_FLOATS, Float32Array
-from fourfold_trainer.batching import MicroBatch
+from fourfold_trainer.batching import PolicyBatch, ValueBatch
+
+# Sums over tokens that metrics are made of, besides those that carry a metric's own name.
+RATIO_SUM: Final = "sum of the ratio of trainer to engine"
+RATIO_SQUARE_SUM: Final = "sum of its square"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
-    """What every rank must know of a step besides its micro-batches."""
+    """What every rank must know of one optimizer step besides its batches and the recipe."""
 
     learning_rate: float
-    token_count: int
-    """N: loss tokens of the whole step."""
-    rank_count: int
-    clip_low: float
-    clip_high: float
-    kl_coef: float
+    kl_coef: float = 0.0
+    """Of a KL term in the loss; the controller may have moved it away from the recipe's."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class UpdateSums:
-    """What a step did, as sums over tokens, so that those of all ranks can be added."""
+    """What optimizer steps did, so that those of all ranks, and of several steps, can be added."""
 
     loss: float = 0.0
-    """Policy loss, already divided by N."""
+    """Value of what was minimised, policy term or value term."""
     token_count: int = 0
     """Loss tokens that were forwarded."""
-    approx_kl: float = 0.0
-    clipped_low: int = 0
-    clipped_high: int = 0
-    reference_kl: float = 0.0
-    mismatch_kl: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
+    """By metric name: sum over the tokens."""
+    lowest: dict[str, float] = field(default_factory=dict)
+    highest: dict[str, float] = field(default_factory=dict)
     mismatches: Float32Array = field(default_factory=lambda: EMPTY_FLOATS)
     """|old - behavior| of every token that has a finite behavior log-probability."""
     grad_norm: float = 0.0
     """L2 norm before clipping, the same on all ranks; not finite: no weight was changed."""
+    all_rejected: bool = False
+    """No weight was changed because the correction rejected every token."""
+
+    def add_rank(self, other: UpdateSums) -> None:
+        """Add another rank's part of the same optimizer step."""
+        self.add(other)
+        self.grad_norm, self.all_rejected = other.grad_norm, other.all_rejected
 
     def add(self, other: UpdateSums) -> None:
-        """Add another rank's sums."""
+        """Add another optimizer step; its gradient's norm is not added."""
         self.loss += other.loss
         self.token_count += other.token_count
-        self.approx_kl += other.approx_kl
-        self.clipped_low += other.clipped_low
-        self.clipped_high += other.clipped_high
-        self.reference_kl += other.reference_kl
-        self.mismatch_kl += other.mismatch_kl
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        for name, value in other.lowest.items():
+            self.lowest[name] = min(self.lowest.get(name, value), value)
+        for name, value in other.highest.items():
+            self.highest[name] = max(self.highest.get(name, value), value)
         self.mismatches = np.concatenate([self.mismatches, other.mismatches])
-        self.grad_norm = other.grad_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +89,17 @@ class Engine(Protocol):
     def vocabulary_size(self) -> int:
         """Number of token ids."""
 
-    def update(self, shares: Sequence[Sequence[MicroBatch]], settings: UpdateSettings) -> UpdateSums:
-        """Train one step: each rank its share, the same number of micro-batches on every rank."""
+    def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
+        """Make one optimizer step: each rank its share, the same number of batches on every rank."""
+
+    def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
+        """The same for the critic."""
 
     def compute_logprobs(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
         """Return the log-probabilities of each rank's batches under the present weights."""
+
+    def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
+        """Return the critic's value of the state before each asked token."""
 
     def save(self, folder: Path) -> None:
         """Write every rank's state into an existing folder, durably."""
@@ -120,15 +132,8 @@ class Engine(Protocol):
         """End all ranks, whatever they do. From any thread."""
 
 
-class Policy(Protocol):
+class Trained(Protocol):
     """One rank's model and optimizer. Collectives run inside: all ranks call the same method at the same time."""
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids."""
-
-    def logprobs(self, batch: TokenBatch) -> Tensor:
-        """Return float32 [k] log-probabilities; they carry the gradient unless torch.no_grad is on."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`, averaged over ranks; `last` says that no more comes before `update`."""
@@ -136,11 +141,31 @@ class Policy(Protocol):
     def update(self, learning_rate: float) -> float:
         """Clip and step; return the gradient's norm before clipping. Not finite: nothing was changed."""
 
-    def save(self, folder: Path) -> None:
-        """Write this rank's file, durably."""
+    def save(self, path: Path) -> None:
+        """Write this rank's part into a file, durably."""
 
-    def load(self, folder: Path) -> None:
-        """Restore this rank's file."""
+    def read(self, path: Path) -> dict[str, Tensor]:
+        """Return what `save` wrote. Raises WrongState on every rank when one of them cannot."""
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Go back to what `read` returned."""
+
+
+class Policy(Trained, Protocol):
+    """The model that samples and is trained."""
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of token ids."""
+
+    def logprobs(self, batch: TokenBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return float32 [k] log-probabilities and, where asked, entropies; with gradients unless torch.no_grad is on.
+
+        Entropies are in nats, of the distribution at the token's temperature.
+        """
+
+    def any_rank(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank."""
 
     def export(self, folder: Path) -> None:
         """Gather the weights; rank 0 writes them."""
@@ -150,3 +175,10 @@ class Policy(Protocol):
 
     def close(self) -> None:
         """Leave the process group."""
+
+
+class Critic(Trained, Protocol):
+    """The model that estimates what will be scored."""
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """Return float32 [k]: the value of the state before each asked token."""

@@ -30,6 +30,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from fourfold import models
 from fourfold.config import Config
 from fourfold.errors import DeadlinePassed, FourfoldError, Unavailable
 from fourfold.nn.batching import TokenBatch
@@ -37,7 +38,7 @@ from fourfold.process import Command, Supervisor
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import combine_digest
 from fourfold.wire import Float32Array
-from fourfold_trainer.batching import MicroBatch, tokens_to_arrays
+from fourfold_trainer.batching import Batch, PolicyBatch, ValueBatch, to_arrays
 from fourfold_trainer.engine import Sent, UpdateSettings, UpdateSums
 from fourfold_trainer.link import Array, Link, Message
 from fourfold_trainer.worker import RankWorker, read_error, read_sums
@@ -105,19 +106,21 @@ class RankGroup:
         """Number of token ids."""
         return self._worker.policy.vocabulary_size
 
-    def update(self, shares: Sequence[Sequence[MicroBatch]], settings: UpdateSettings) -> UpdateSums:
-        """Train one step: each rank its share."""
-        arrays = [[a for batch in share for a in batch.to_arrays()] for share in shares]
-        answers = self._call("update", fields=asdict(settings), arrays=arrays)
-        sums = read_sums(answers[0])
-        for answer in answers[1:]:
-            sums.add(read_sums(answer))
-        return sums
+    def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
+        """Make one optimizer step: each rank its share."""
+        return self._update("update_policy", shares, settings)
+
+    def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
+        """The same for the critic."""
+        return self._update("update_critic", shares, settings)
 
     def compute_logprobs(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
         """Return the log-probabilities of each rank's batches."""
-        arrays = [[a for batch in share for a in tokens_to_arrays(batch)] for share in shares]
-        return [list(answer.arrays) for answer in self._call("compute_logprobs", arrays=arrays)]
+        return [list(answer.arrays) for answer in self._call("compute_logprobs", arrays=_arrays(shares))]
+
+    def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
+        """Return the critic's values of each rank's batches."""
+        return [list(answer.arrays) for answer in self._call("compute_values", arrays=_arrays(shares))]
 
     def save(self, folder: Path) -> None:
         """Write every rank's state into `folder`."""
@@ -174,6 +177,13 @@ class RankGroup:
         for link in self._links:
             link.send(Message(name="close"))
         self._worker.close()
+
+    def _update(self, name: str, shares: Sequence[Sequence[Batch]], settings: UpdateSettings) -> UpdateSums:
+        answers = self._call(name, fields=asdict(settings), arrays=_arrays(shares))
+        sums = read_sums(answers[0])
+        for answer in answers[1:]:
+            sums.add_rank(read_sums(answer))
+        return sums
 
     def _start_children(self, config: Config, model_folder: Path, member_id: str) -> None:
         path = self._folder / "link"
@@ -315,13 +325,18 @@ def make_worker(config: Config, model_folder: Path, *, rank: int, rank_count: in
     # Imported here, because DeepSpeed reads the environment when it is imported.
     import torch
 
-    from fourfold_trainer.deepspeed_engine import DeepSpeedPolicy
+    from fourfold_trainer.deepspeed_engine import DeepSpeedCritic, DeepSpeedPolicy, join
 
     if config.trainer.device == "cpu":
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, cores // rank_count))
-    policy = DeepSpeedPolicy(config, model_folder, rank=rank, rank_count=rank_count, rendezvous=rendezvous)
-    return RankWorker(policy, rank=rank, rank_count=rank_count)
+    join(config, rank=rank, rank_count=rank_count, rendezvous=rendezvous)
+    policy = DeepSpeedPolicy(config, model_folder, rank=rank, rank_count=rank_count)
+    critic = None
+    if config.algorithm.needs_critic:
+        source = models.resolve(config.critic.source) if config.critic.source else model_folder
+        critic = DeepSpeedCritic(config, source, rank=rank)
+    return RankWorker(config, policy, critic, rank=rank, rank_count=rank_count)
 
 
 def environment(config: Config, *, rank: int) -> dict[str, str]:
@@ -335,6 +350,11 @@ def environment(config: Config, *, rank: int) -> dict[str, str]:
         "NCCL_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def _arrays(shares: Sequence[Sequence[Batch]]) -> list[list[Array]]:
+    """Return each rank's batches as the arrays of one message."""
+    return [[array for batch in share for array in to_arrays(batch)] for share in shares]
 
 
 def _bytes(answer: Message) -> bytes:

@@ -1,4 +1,4 @@
-"""One rank: carries out rank 0's commands on its model and its weight sender.
+"""One rank: carries out rank 0's commands on its models and its weight sender.
 
 Every command is a `Message`, and so is its answer, on rank 0 (a plain call) and on the others
 (over the link) alike. Errors of `fourfold.errors` travel back as an answer; anything else ends
@@ -7,7 +7,7 @@ the process, because its peers wait in a collective that it will never reach.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Final
@@ -16,17 +16,13 @@ import numpy as np
 import torch
 
 from fourfold import errors
+from fourfold.config import Config
 from fourfold.errors import FourfoldError, Internal
 from fourfold.weights.sender import WeightSender
-from fourfold_trainer import step
-from fourfold_trainer.batching import (
-    MICRO_BATCH_ARRAYS,
-    TOKEN_ARRAYS,
-    MicroBatch,
-    tokens_from_arrays,
-)
-from fourfold_trainer.engine import Policy, UpdateSettings, UpdateSums
-from fourfold_trainer.link import Array, Message, from_bytes
+from fourfold_trainer import batching, checkpoint
+from fourfold_trainer.engine import Critic, Policy, Trained, UpdateSettings, UpdateSums
+from fourfold_trainer.link import Message, from_bytes
+from fourfold_trainer.update import update_critic, update_policy
 
 ANSWER: Final = "answer"
 ERROR: Final = "error"
@@ -35,12 +31,15 @@ ERROR: Final = "error"
 class RankWorker:
     """Commands of one rank. All methods but `abort_weights` belong to one thread."""
 
-    def __init__(self, policy: Policy, *, rank: int, rank_count: int) -> None:
-        self._policy = policy
+    def __init__(self, config: Config, policy: Policy, critic: Critic | None, *, rank: int, rank_count: int) -> None:
+        self._config, self._rank, self._rank_count = config, rank, rank_count
+        self._policy, self._critic = policy, critic
         self._sender = WeightSender(policy.weight_source(), rank=rank, rank_count=rank_count)
         self._commands: dict[str, Callable[[Message], Message]] = {
-            "update": self._update,
+            "update_policy": self._update_policy,
+            "update_critic": self._update_critic,
             "compute_logprobs": self._compute_logprobs,
+            "compute_values": self._compute_values,
             "save": self._save,
             "load": self._load,
             "export": self._export,
@@ -76,25 +75,48 @@ class RankWorker:
         self._sender.close()
         self._policy.close()
 
-    def _update(self, command: Message) -> Message:
-        batches = [MicroBatch.from_arrays(part) for part in _parts(command.arrays, MICRO_BATCH_ARRAYS)]
-        sums = step.train(self._policy, batches, UpdateSettings(**command.fields))
-        fields = asdict(sums)
-        return Message(name=ANSWER, arrays=[fields.pop("mismatches")], fields=fields)
+    def _update_policy(self, command: Message) -> Message:
+        batches, settings = batching.policy_batches(command.arrays), UpdateSettings(**command.fields)
+        algorithm = self._config.algorithm
+        return _sums_answer(update_policy(self._policy, batches, settings, algorithm, rank_count=self._rank_count))
+
+    def _update_critic(self, command: Message) -> Message:
+        batches, settings = batching.value_batches(command.arrays), UpdateSettings(**command.fields)
+        config = self._config.critic
+        return _sums_answer(update_critic(self._needed_critic, batches, settings, config, rank_count=self._rank_count))
 
     def _compute_logprobs(self, command: Message) -> Message:
-        batches = [tokens_from_arrays(part) for part in _parts(command.arrays, TOKEN_ARRAYS)]
         with torch.no_grad():
-            rows = [self._policy.logprobs(batch).cpu().numpy() for batch in batches]
+            rows = [self._policy.logprobs(batch)[0].cpu().numpy() for batch in batching.token_batches(command.arrays)]
+        return Message(name=ANSWER, arrays=rows)
+
+    def _compute_values(self, command: Message) -> Message:
+        with torch.no_grad():
+            rows = [self._needed_critic.values(b).cpu().numpy() for b in batching.token_batches(command.arrays)]
         return Message(name=ANSWER, arrays=rows)
 
     def _save(self, command: Message) -> Message:
-        self._policy.save(Path(command.fields["folder"]))
+        for path, model in self._files(command):
+            model.save(path)
         return Message(name=ANSWER)
 
     def _load(self, command: Message) -> Message:
-        self._policy.load(Path(command.fields["folder"]))
+        # All files are read before the first model changes, on every rank.
+        read = [(model, model.read(path)) for path, model in self._files(command)]
+        for model, tensors in read:
+            model.restore(tensors)
         return Message(name=ANSWER)
+
+    def _files(self, command: Message) -> list[tuple[Path, Trained]]:
+        """Return the file of each model in a checkpoint's folder."""
+        folder = Path(command.fields["folder"])
+        models: dict[str, Trained | None] = {"policy": self._policy, "critic": self._critic}
+        return [(folder / checkpoint.rank_file(name, self._rank), m) for name, m in models.items() if m is not None]
+
+    @property
+    def _needed_critic(self) -> Critic:
+        assert self._critic is not None, "rank 0 asks only where the recipe has a critic"
+        return self._critic
 
     def _export(self, command: Message) -> Message:
         self._policy.export(Path(command.fields["folder"]))
@@ -128,5 +150,6 @@ def read_error(answer: Message) -> FourfoldError | None:
     return error
 
 
-def _parts(arrays: Sequence[Array], size: int) -> list[Sequence[Array]]:
-    return [arrays[i : i + size] for i in range(0, len(arrays), size)]
+def _sums_answer(sums: UpdateSums) -> Message:
+    fields = asdict(sums)
+    return Message(name=ANSWER, arrays=[fields.pop("mismatches")], fields=fields)

@@ -58,7 +58,7 @@ class RunningMoments:
         return centred / std if std > 0 else centred
 
 
-def overlong_penalty(lengths: Int64Array, *, max_tokens: int, buffer_tokens: int, factor: float) -> Float64Array:
+def overlong_penalty(lengths: Int64Array, *, max_tokens: int, buffer_tokens: float, factor: float) -> Float64Array:
     """Return what is added to each score, [B], at most 0: a ramp down to -factor over the last `buffer_tokens`.
 
     DAPO, arXiv 2503.14476, eq. 13, with its cap: longer than max_tokens costs no more than max_tokens.

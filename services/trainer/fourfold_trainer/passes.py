@@ -1,0 +1,174 @@
+"""What the ranks are sent: a step's samples as the passes of a look-up or of one optimizer step.
+
+look_up        a number for each asked token, from the policy or the critic
+mini_batches   the samples of each optimizer step
+LossTokens     what the loss sees of every sample, made into batches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.config import Config
+from fourfold.nn.batching import TokenBatch
+from fourfold.wire import EMPTY_FLOATS, Float32Array, Sample
+from fourfold_trainer import batching
+from fourfold_trainer.algorithm import aggregation
+from fourfold_trainer.batching import PolicyBatch, ValueBatch
+from fourfold_trainer.credit import Batch, Credit, Int64Array
+
+
+class Compute(Protocol):
+    """Of the engine: a number for each asked token of each rank's batches."""
+
+    def __call__(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]: ...
+
+
+def look_up(
+    compute: Compute, samples: Sequence[Sample], positions: Sequence[Int64Array], config: Config
+) -> list[Float32Array]:
+    """Return a float32 number for each asked token of each sample, in order.
+
+    Args:
+        compute: of the engine.
+        samples: any number.
+        positions: of each sample, tokens in [1, n); may be none.
+        config: of the run.
+    """
+    asked = [i for i, p in enumerate(positions) if len(p)]
+    rows: list[Float32Array] = [EMPTY_FLOATS] * len(samples)
+    if not asked:
+        return rows
+    shares = _split(samples, asked, config)
+
+    def make(members: Sequence[int]) -> TokenBatch:
+        return batching.pack_tokens([samples[i] for i in members], [positions[i] for i in members])
+
+    answers = compute(batching.fill(shares, make, batching.dummy_tokens()))
+    for share, found in zip(shares, answers, strict=True):
+        for members, numbers in zip(share, found, strict=True):
+            ends = np.cumsum([len(positions[i]) for i in members])  # none for a dummy
+            for i, part in zip(members, np.split(numbers, ends[:-1]), strict=False):
+                rows[i] = part
+    return rows
+
+
+def mini_batches(sample_count: int, config: Config, *, step: int) -> list[list[int]]:
+    """Return the samples of each optimizer step: every epoch deals all of them anew, at random."""
+    if config.batch.updates_per_step == 1:
+        return [list(range(sample_count))]
+    parts = []
+    for epoch in range(config.batch.epochs_per_step):
+        order = np.random.default_rng([config.seed, step, epoch]).permutation(sample_count)
+        parts += [p.tolist() for p in np.array_split(order, config.batch.mini_batches_per_step) if len(p)]
+    return parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossTokens:
+    """The tokens that the loss sees, sample by sample."""
+
+    config: Config
+    samples: Sequence[Sample]
+    positions: list[Int64Array]
+    advantages: list[NDArray[Any]]
+    old: list[NDArray[Any]] | None
+    reference: list[NDArray[Any]] | None
+    """Where the loss has a KL term."""
+    returns: list[NDArray[Any]] | None
+    values: list[NDArray[Any]] | None
+
+    @classmethod
+    def of(cls, batch: Batch, credit: Credit, config: Config, *, kl_in_loss: bool) -> LossTokens:
+        """Choose them from the action tokens."""
+        masks = batch.unpack(batch.selected)
+
+        def chosen(packed: NDArray[Any]) -> list[NDArray[Any]]:
+            return [part[mask] for part, mask in zip(batch.unpack(packed), masks, strict=True)]
+
+        return cls(
+            config=config,
+            samples=batch.samples,
+            positions=[p[mask] for p, mask in zip(batch.positions, masks, strict=True)],
+            advantages=chosen(credit.advantages),
+            old=None if credit.old_logprobs is None else chosen(credit.old_logprobs),
+            reference=chosen(batch.gather("reference_logprobs")) if kl_in_loss else None,
+            returns=None if credit.returns is None else chosen(credit.returns),
+            values=None if credit.values is None else chosen(credit.values),
+        )
+
+    def weights(self, members: Sequence[int]) -> dict[int, float]:
+        """Return the weight of each token's loss, by sample, when `members` make one optimizer step."""
+        weights = aggregation.sample_weights(
+            np.array([len(self.positions[i]) for i in members], np.int64),
+            mode=self.config.algorithm.aggregation,
+            constant_length=self.config.sampling.max_new_tokens,
+        )
+        return dict(zip(members, weights.tolist(), strict=True))
+
+    def to_train(self, members: Sequence[int]) -> list[int]:
+        """Return those that have a gradient.
+
+        Without a term for all tokens, that of a sample without advantage is 0: its tokens count
+        in the weights, but need no pass.
+        """
+        every = self.reference is not None or self.config.algorithm.entropy_coef > 0
+        return [i for i in members if len(self.positions[i]) and (every or self.advantages[i].any())]
+
+    def policy_passes(self, members: Sequence[int], weights: dict[int, float]) -> list[list[PolicyBatch]]:
+        """Return each rank's passes over `members`; each has loss tokens."""
+        dummy = batching.dummy_policy_batch(with_old=self.old is not None, with_reference=self.reference is not None)
+        shares = _split(self.samples, members, self.config)
+        return batching.fill(shares, lambda ids: self._policy_batch(ids, weights), dummy)
+
+    def value_passes(self, members: Sequence[int], weights: dict[int, float]) -> list[list[ValueBatch]]:
+        """The same for the critic."""
+        shares = _split(self.samples, members, self.config)
+        return batching.fill(shares, lambda ids: self._value_batch(ids, weights), batching.dummy_value_batch())
+
+    def _policy_batch(self, members: Sequence[int], weights: dict[int, float]) -> PolicyBatch:
+        samples, positions = [self.samples[i] for i in members], [self.positions[i] for i in members]
+        return PolicyBatch(
+            tokens=batching.pack_tokens(samples, positions),
+            segments=np.repeat(np.arange(len(members), dtype=np.int32), [len(p) for p in positions]),
+            weights=_repeat([weights[i] for i in members], positions),
+            advantages=_join(self.advantages, members),
+            behavior_logprobs=np.concatenate([s.behavior_logprobs[p] for s, p in zip(samples, positions, strict=True)]),
+            old_logprobs=_join(self.old, members),
+            reference_logprobs=_join(self.reference, members),
+        )
+
+    def _value_batch(self, members: Sequence[int], weights: dict[int, float]) -> ValueBatch:
+        samples, positions = [self.samples[i] for i in members], [self.positions[i] for i in members]
+        return ValueBatch(
+            tokens=batching.pack_tokens(samples, positions),
+            weights=_repeat([weights[i] for i in members], positions),
+            returns=_join(self.returns, members),
+            old_values=_join(self.values, members),
+        )
+
+
+def _split(samples: Sequence[Sample], members: Sequence[int], config: Config) -> list[list[list[int]]]:
+    """Return for each rank its passes over `members`, each as a list of them; none: a dummy."""
+    shares = batching.split(
+        [len(samples[i].token_ids) for i in members],
+        rank_count=config.trainer.ranks,
+        max_tokens=config.batch.tokens_per_micro_batch,
+    )
+    return [[[members[i] for i in ids] for ids in share] for share in shares]
+
+
+def _join(parts: Sequence[NDArray[Any]] | None, members: Sequence[int]) -> Float32Array:
+    if parts is None:
+        return EMPTY_FLOATS
+    joined: Float32Array = np.concatenate([parts[i] for i in members]).astype(np.float32, copy=False)
+    return joined
+
+
+def _repeat(values: Sequence[float], positions: Sequence[Int64Array]) -> Float32Array:
+    return np.repeat(np.asarray(values, np.float32), [len(p) for p in positions])

@@ -1,0 +1,223 @@
+"""One optimizer step on one rank: micro-batches -> gradient -> optimizer -> sums over tokens.
+
+    p current, o old, u behavior, f reference log-probability; A advantage; V value, G return; H entropy
+    c weight of a token's loss; w weight for the distance of o to u
+
+    policy      sum over tokens of   c * ( w * loss(p, o, A) + kl_coef * kl(p, f) - entropy_coef * H )
+    critic      sum over tokens of   c * value_loss(V, G)
+
+The weights c are known before the first pass (algorithm/aggregation.py), so that the gradient
+does not depend on how the step is split; w is that of algorithm/corrections.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fourfold import metrics
+from fourfold.config import AlgorithmConfig, CriticConfig
+from fourfold_trainer.algorithm import corrections, kl, losses
+from fourfold_trainer.algorithm.losses import TokenLoss
+from fourfold_trainer.batching import PolicyBatch, ValueBatch
+from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, Critic, Policy, UpdateSettings, UpdateSums
+
+_MAX_LOG_RATIO: Final = 20.0
+
+
+def update_policy(
+    policy: Policy,
+    batches: Sequence[PolicyBatch],
+    settings: UpdateSettings,
+    algorithm: AlgorithmConfig,
+    *,
+    rank_count: int,
+) -> UpdateSums:
+    """Run one rank's part of an optimizer step of the policy; all ranks run as many micro-batches."""
+    tally = _Tally()
+    for index, batch in enumerate(batches):
+        logprobs, entropy = policy.logprobs(batch.tokens, entropy=True)
+        assert entropy is not None, "asked for"
+        loss = _policy_objective(logprobs, entropy, _Columns.of(batch, logprobs), algorithm, settings, tally)
+        last = index == len(batches) - 1
+        if last and algorithm.correction.kind != "none" and not policy.any_rank(tally.any_accepted()):
+            # Nothing is left to learn from. A gradient that is not finite is what every ZeRO stage drops a step for.
+            tally.all_rejected = True
+            loss = loss + math.nan * logprobs.sum()
+        # The gradient is averaged over the ranks, but c is that of the whole step.
+        policy.backward(loss * rank_count, last=last)
+    return tally.sums(grad_norm=policy.update(settings.learning_rate))
+
+
+def update_critic(
+    critic: Critic, batches: Sequence[ValueBatch], settings: UpdateSettings, config: CriticConfig, *, rank_count: int
+) -> UpdateSums:
+    """Run one rank's part of an optimizer step of the critic."""
+    tally = _Tally()
+    for index, batch in enumerate(batches):
+        values = critic.values(batch.tokens)
+        old, returns, weights = (
+            torch.from_numpy(part).to(values.device) for part in (batch.old_values, batch.returns, batch.weights)
+        )
+        term = losses.value(values, old, returns, clip=config.value_clip)
+        loss = _weighted_sum(term.loss, weights)
+        tally.add(loss=loss.detach(), real=weights > 0, means=term.means)
+        critic.backward(loss * rank_count, last=index == len(batches) - 1)
+    return tally.sums(grad_norm=critic.update(settings.learning_rate))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Columns:
+    """A micro-batch on the device, [k] each."""
+
+    segments: Tensor  # int64
+    segment_count: int
+    weights: Tensor
+    advantages: Tensor
+    behavior: Tensor
+    old: Tensor
+    reference: Tensor | None
+
+    @classmethod
+    def of(cls, batch: PolicyBatch, logprobs: Tensor) -> _Columns:
+        device = logprobs.device
+        with_reference = len(batch.reference_logprobs) > 0
+        return cls(
+            segments=torch.from_numpy(batch.segments).to(device, torch.int64),
+            segment_count=int(batch.segments[-1]) + 1,
+            weights=torch.from_numpy(batch.weights).to(device),
+            advantages=torch.from_numpy(batch.advantages).to(device),
+            behavior=torch.from_numpy(batch.behavior_logprobs).to(device),
+            # Without a pass of its own: the policy has not moved since the step began.
+            old=torch.from_numpy(batch.old_logprobs).to(device) if len(batch.old_logprobs) else logprobs.detach(),
+            reference=torch.from_numpy(batch.reference_logprobs).to(device) if with_reference else None,
+        )
+
+
+def _policy_objective(
+    logprobs: Tensor,
+    entropy: Tensor,
+    columns: _Columns,
+    algorithm: AlgorithmConfig,
+    settings: UpdateSettings,
+    tally: _Tally,
+) -> Tensor:
+    """Return a micro-batch's part of the step's loss, a scalar, and note what the metrics need of it."""
+    real = columns.weights > 0
+    term = _policy_loss(logprobs, columns, algorithm)
+    token_loss, means, accepted = term.loss, dict(term.means), real
+    if algorithm.correction.kind != "none":
+        correction = corrections.correct(
+            columns.old,
+            columns.behavior,
+            columns.segments,
+            columns.segment_count,
+            kind=algorithm.correction.kind,
+            low=algorithm.correction.low,
+            high=algorithm.correction.high,
+        )
+        token_loss = torch.where(correction.rejected, 0.0, correction.weights * token_loss)
+        if columns.reference is None and not algorithm.entropy_coef:  # these terms reject nothing
+            accepted = real & ~correction.rejected
+        means |= {metrics.CORRECTION_WEIGHT: correction.weights, metrics.REJECTED_TOKENS: correction.rejected}
+    loss = policy_loss = _weighted_sum(token_loss, columns.weights)
+    if columns.reference is not None:
+        distance = kl.estimate(logprobs, columns.reference, algorithm.kl.estimator)
+        loss = loss + settings.kl_coef * _weighted_sum(distance, columns.weights)
+        means[metrics.REFERENCE_KL] = kl.k3(columns.reference - columns.old)
+    if algorithm.entropy_coef:
+        loss = loss - algorithm.entropy_coef * _weighted_sum(entropy, columns.weights)
+    means[metrics.ENTROPY] = entropy.detach()
+    means |= _distances(logprobs.detach(), columns)
+    tally.add(loss=policy_loss.detach(), real=real, means=means)
+    tally.note(log_ratio=logprobs.detach() - columns.old, mismatch=columns.old - columns.behavior, real=real)
+    tally.accepted.append(accepted.any())
+    return loss
+
+
+def _policy_loss(logprobs: Tensor, columns: _Columns, algorithm: AlgorithmConfig) -> TokenLoss:
+    """Return the loss that the recipe names, token by token."""
+    old, advantages = columns.old, columns.advantages
+    low, high = algorithm.clip_low, algorithm.clip_high
+    match algorithm.loss:
+        case "ppo":
+            return losses.ppo(logprobs, old, advantages, clip_low=low, clip_high=high, dual_clip=algorithm.dual_clip)
+        case "gspo":
+            samples = (columns.segments, columns.segment_count)
+            form = algorithm.gspo_form
+            return losses.gspo(logprobs, old, advantages, *samples, clip_low=low, clip_high=high, form=form)
+        case "cispo":
+            return losses.cispo(logprobs, old, advantages, ratio_min=algorithm.ratio_min, ratio_max=algorithm.ratio_max)
+        case "sapo":
+            taus = {"tau_positive": algorithm.sapo_tau_positive, "tau_negative": algorithm.sapo_tau_negative}
+            return losses.sapo(logprobs, old, advantages, **taus)
+        case "reinforce":
+            return losses.reinforce(logprobs, advantages)
+
+
+def _distances(logprobs: Tensor, columns: _Columns) -> dict[str, Tensor]:
+    """Return, token by token, how far the policies are from each other."""
+    moved, mismatch = logprobs - columns.old, columns.old - columns.behavior
+    finite = torch.isfinite(mismatch)
+    ratio = mismatch.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
+    return {
+        metrics.APPROX_KL: kl.k3(moved),
+        metrics.RATIO_MEAN: moved.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp(),
+        metrics.MISMATCH_KL: torch.where(finite, kl.k3(mismatch), 0.0),
+        metrics.MISMATCH_KL_K1: torch.where(finite, -mismatch, 0.0),
+        RATIO_SUM: torch.where(finite, ratio, 0.0),
+        RATIO_SQUARE_SUM: torch.where(finite, ratio.square(), 0.0),
+    }
+
+
+def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of weights * values over the tokens that count; an exact 0 with a gradient when none does."""
+    return (weights * torch.where(weights > 0, values, 0.0)).sum()
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Adds up what the metrics need. Tensors are read once, at the end: reading one waits for the device."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    counts: list[Tensor] = field(default_factory=list)
+    means: dict[str, list[Tensor]] = field(default_factory=dict)
+    log_ratios: list[Tensor] = field(default_factory=list)
+    mismatches: list[Tensor] = field(default_factory=list)
+    accepted: list[Tensor] = field(default_factory=list)
+    """Whether a micro-batch has a token that was not rejected."""
+    all_rejected: bool = False
+
+    def add(self, *, loss: Tensor, real: Tensor, means: dict[str, Tensor]) -> None:
+        """Add a micro-batch: its part of the loss, which tokens count, and what is averaged over them."""
+        self.losses.append(loss.double())
+        self.counts.append(real.sum())
+        for name, values in means.items():
+            self.means.setdefault(name, []).append(torch.where(real, values, 0).double().sum())
+
+    def note(self, *, log_ratio: Tensor, mismatch: Tensor, real: Tensor) -> None:
+        """Keep what has a distribution of interest, [k] each."""
+        self.log_ratios.append(log_ratio[real])
+        self.mismatches.append(mismatch[real & torch.isfinite(mismatch)].abs())
+
+    def any_accepted(self) -> bool:
+        """Whether there is a token to learn from on this rank."""
+        return bool(torch.stack(self.accepted).any())
+
+    def sums(self, *, grad_norm: float) -> UpdateSums:
+        """Read everything."""
+        result = UpdateSums(grad_norm=grad_norm, all_rejected=self.all_rejected)
+        result.loss = float(torch.stack(self.losses).sum())
+        result.token_count = int(torch.stack(self.counts).sum())
+        result.sums = {name: float(torch.stack(values).sum()) for name, values in self.means.items()}
+        if self.log_ratios and len(ratio := torch.cat(self.log_ratios).exp()):
+            result.lowest[metrics.RATIO_MIN] = float(ratio.min())
+            result.highest[metrics.RATIO_MAX] = float(ratio.max())
+        if self.mismatches:
+            result.mismatches = torch.cat(self.mismatches).float().cpu().numpy()
+        return result

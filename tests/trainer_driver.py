@@ -8,10 +8,11 @@ to OUT/<name>.npz. Ranks above 0 are children of this process, as in the service
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ import numpy as np
 
 from fourfold.config import Config
 from fourfold.wire import Float32Array, Sample
-from fourfold_trainer import step
-from fourfold_trainer.batching import split_lookup, split_step
-from fourfold_trainer.engine import UpdateSettings, UpdateSums
+from fourfold_trainer.credit import Memory
+from fourfold_trainer.passes import Compute, look_up
 from fourfold_trainer.ranks import RankGroup
+from fourfold_trainer.step import Result, train_step
 from tests.fakes.trainer_engine import group_of
 
+REPOSITORY = Path(__file__).parents[1]
+SERVICES = ("rollout", "trainer", "reward", "coordinator")
 LEARNING_RATE = 1e-3
 VOCABULARY = 512
 
@@ -39,7 +42,8 @@ class Case:
     ranks: int = 1
     dtype: str = "float32"
     budget: int = 512
-    kl_coef: float = 0.0
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    mini_batches: int = 1
     checkpointing: bool = False
     does: str = "train"
     """train: three steps. restore: two, save, two more; then back, and the third again. resume: the same, and a
@@ -68,12 +72,19 @@ def config_of(case: Case) -> Config:
             "steps": 10,
             "model": {"source": case.model, "dtype": case.dtype, "max_context_tokens": 32},
             "data": {"train": {"path": "train.jsonl"}},
-            "batch": {"prompts_per_step": 5, "group_size": 4, "tokens_per_micro_batch": case.budget},
+            "batch": {
+                "prompts_per_step": 5,
+                "group_size": 4,
+                "tokens_per_micro_batch": case.budget,
+                "mini_batches_per_step": case.mini_batches,
+            },
             "sampling": {"max_new_tokens": 8},
-            "algorithm": {"kl_coef": min(case.kl_coef, 1.0)},
+            "algorithm": case.algorithm,
+            "critic": {"learning_rate": LEARNING_RATE, "weight_decay": 0.01},
             "trainer": {
                 "ranks": case.ranks,
                 "zero_stage": case.stage,
+                "learning_rate": LEARNING_RATE,
                 "gradient_checkpointing": case.checkpointing,
                 "step_timeout_seconds": 60,
                 "weight_decay": 0.01,
@@ -93,42 +104,27 @@ class Run:
             self.config, Path(case.model), run_dir=folder, member_id="trainer-0", on_death=self._on_death
         )
 
-    def train(self, number: int, *, kl_coef: float | None = None) -> UpdateSums:
+    def train(self, number: int, *, kl_coef: float | None = None) -> Result:
         """Train step `number`."""
-        samples = batch(number)
-        plan = step.prepare(samples, self.config.algorithm)
-        shares = split_step(
-            [samples[i] for i in plan.trained],
-            [float(plan.advantages[i]) for i in plan.trained],
-            rank_count=self.case.ranks,
-            max_tokens=self.case.budget,
-            with_reference=self.case.kl_coef > 0,
-        )
-        settings = UpdateSettings(
-            learning_rate=LEARNING_RATE,
-            token_count=plan.token_count,
-            rank_count=self.case.ranks,
-            clip_low=0.2,
-            clip_high=0.2,
-            kl_coef=self.case.kl_coef if kl_coef is None else kl_coef,
-        )
-        sums = self.engine.update(shares, settings)
-        self.losses.append(sums.loss)
-        self.norms.append(sums.grad_norm)
-        return sums
+        result = train_step(self.engine, batch(number), self.config, step=number, memory=Memory(kl_coef=kl_coef))
+        self.losses += [result.policy.loss, result.critic.loss]
+        self.norms += result.policy_norms + result.critic_norms
+        return result
 
     def logprobs(self) -> Float32Array:
         """Return the log-probabilities of a fixed batch, all samples one after another."""
+        return self._look_up(self.engine.compute_logprobs)
+
+    def values(self) -> Float32Array:
+        """Return the critic's values of a fixed batch; none without a critic."""
+        if not self.config.algorithm.needs_critic:
+            return np.zeros(0, np.float32)
+        return self._look_up(self.engine.compute_values)
+
+    def _look_up(self, compute: Compute) -> Float32Array:
         samples = batch(99)
-        orders, shares = split_lookup(samples, rank_count=self.case.ranks, max_tokens=self.case.budget)
-        rows: dict[int, Float32Array] = {}
-        for order, answers in zip(orders, self.engine.compute_logprobs(shares), strict=True):
-            values, offset = np.concatenate(answers), 0
-            for index in order:
-                count = len(samples[index].token_ids) - 1
-                rows[index] = values[offset : offset + count]
-                offset += count
-        return np.concatenate([rows[i] for i in range(len(samples))])
+        every = [np.arange(1, len(s.token_ids)) for s in samples]
+        return np.concatenate(look_up(compute, samples, every, self.config))
 
     def close(self) -> None:
         """End the engine so that another one can be made."""
@@ -145,7 +141,7 @@ def perform(case: Case, folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {"before": run.logprobs()}
     if case.does == "poison":
         poisoned = run.train(9, kl_coef=1e39)
-        seen["poisoned_norm"] = poisoned.grad_norm
+        seen["poisoned_norm"] = poisoned.policy_norms[0]
         seen["after_poison"] = run.logprobs()
         run.losses.clear()
         run.norms.clear()
@@ -154,7 +150,7 @@ def perform(case: Case, folder: Path) -> dict[str, Any]:
     if case.does in ("restore", "resume"):
         run.engine.save(Path(case.folder))
         run.train(3)
-        seen["straight"] = run.logprobs()
+        seen["straight"], seen["straight_values"] = run.logprobs(), run.values()
         run.train(4)
         run.engine.load(Path(case.folder))  # back, in the same engine
         run.train(3)
@@ -166,7 +162,7 @@ def perform(case: Case, folder: Path) -> dict[str, Any]:
         seen["loaded"] = run.logprobs()
     if case.does != "restore":
         run.train(3)
-    seen |= {"after": run.logprobs(), "losses": run.losses, "norms": run.norms}
+    seen |= {"after": run.logprobs(), "values": run.values(), "losses": run.losses, "norms": run.norms}
     run.close()
     return seen
 
@@ -177,6 +173,13 @@ def main(cases: Sequence[Case], out: Path) -> None:
         began = time.monotonic()
         np.savez(out / case.name, **perform(case, out))
         sys.stderr.write(f"{case.name}: {time.monotonic() - began:.1f} s\n")
+
+
+def trainer_environment() -> dict[str, str]:
+    """Return the environment of a trainer's process in tests."""
+    paths = [str(REPOSITORY), *(str(REPOSITORY / "services" / name) for name in SERVICES)]
+    # One thread: tiny models gain nothing from more, and threads that wait for each other crawl on a busy machine.
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
 def write_cases(path: Path, cases: Sequence[Case]) -> None:

@@ -160,7 +160,7 @@ async def test_a_checkpoint_of_another_layout_is_refused(start_trainer: Start) -
 
 async def test_a_damaged_checkpoint_is_refused(trainer: Trainer) -> None:
     await trainer.client.save_checkpoint(timeout=SECONDS)
-    (trainer.run_dir / "checkpoints/step-000000/rank-000.safetensors").write_text("torn")
+    (trainer.run_dir / "checkpoints/step-000000/policy-000.safetensors").write_text("torn")
     with pytest.raises(WrongState, match="damaged"):
         await trainer.client.load_checkpoint(0, timeout=SECONDS)
 

@@ -37,13 +37,13 @@ async def trainer(start_trainer: Start) -> Trainer:
 async def test_a_step_raises_step_and_version_and_reports_metrics(trainer: Trainer) -> None:
     answer = await trainer.train(1, [*USEFUL, *group_of([1, 1], group="same")])
     assert (answer.step, answer.policy_version, answer.skipped_reason) == (1, 1, "")
-    assert answer.metrics[metrics.USEFUL_GROUPS] == 0.5
-    assert answer.metrics[metrics.GROUPS_ALL_MAX] == 0.5
     assert answer.metrics[metrics.GRAD_NORM] == 1.5
+    assert answer.metrics[metrics.ADVANTAGE_ABSMAX] == pytest.approx(0.7071, abs=1e-4)
     assert answer.metrics[metrics.MISMATCH_MEAN] == 0.5
     assert answer.metrics[metrics.TRAINED_SAMPLES] == 2
     assert set(answer.metrics) <= set(metrics.METRICS)
-    assert trainer.engine.settings[0].token_count == 8  # samples without advantage count, too
+    weights = trainer.engine.shares[0][0][0].weights
+    assert weights.tolist() == [pytest.approx(1 / 8)] * 4  # samples without advantage count, too
     status = await trainer.status()
     assert (status.step, status.policy_version) == (1, 1)
 
@@ -175,7 +175,7 @@ async def test_a_gradient_that_is_not_finite_is_skipped_and_counted(trainer: Tra
 async def test_samples_without_advantage_are_not_forwarded(trainer: Trainer) -> None:
     await trainer.train(1, [*group_of([1, 1], group="same"), *USEFUL])
     (share,) = trainer.engine.shares[0]
-    assert sum(len(batch.tokens.token_ids) for batch in share) == 2
+    assert sum(len(batch.tokens.lengths) for batch in share) == 2
 
 
 async def test_a_step_that_outlives_its_caller_is_found_by_the_next_call(trainer: Trainer) -> None:
@@ -199,7 +199,7 @@ async def test_a_call_whose_deadline_passes_in_the_queue_is_dropped(trainer: Tra
     trainer.engine.gate.set()
     await running
     await trainer.client.save_checkpoint(timeout=SECONDS)
-    assert trainer.engine.order == ["update", "save"]
+    assert trainer.engine.order == ["update_policy", "save"]
 
 
 async def test_calls_run_in_the_order_of_their_arrival(trainer: Trainer) -> None:
@@ -212,7 +212,7 @@ async def test_calls_run_in_the_order_of_their_arrival(trainer: Trainer) -> None
     await asyncio.sleep(0.1)
     trainer.engine.gate.set()
     await asyncio.gather(step, save, lookup)
-    assert trainer.engine.order == ["update", "save", "compute_logprobs"]
+    assert trainer.engine.order == ["update_policy", "save", "compute_logprobs"]
     assert await save == 1
 
 

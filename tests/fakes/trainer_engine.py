@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from fourfold import metrics
 from fourfold.errors import StaleEpoch
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.manifest import Manifest, Span, TensorSpec
 from fourfold.wire import Float32Array, Sample, VersionSpan
-from fourfold_trainer.batching import MicroBatch
-from fourfold_trainer.engine import Sent, UpdateSettings, UpdateSums
+from fourfold_trainer.batching import PolicyBatch, ValueBatch
+from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, Sent, UpdateSettings, UpdateSums
 
 VOCABULARY = 100
 MANIFEST = Manifest(
@@ -30,7 +31,8 @@ class FakeEngine:
         self.rank_count = rank_count
         self.updates = 0
         self.settings: list[UpdateSettings] = []
-        self.shares: list[Sequence[Sequence[MicroBatch]]] = []
+        self.shares: list[Sequence[Sequence[PolicyBatch]]] = []
+        self.critic_updates = 0
         self.grad_norm = 1.5
         self.error: BaseException | None = None
         """Raised by the next call of any kind."""
@@ -47,8 +49,8 @@ class FakeEngine:
     def vocabulary_size(self) -> int:
         return VOCABULARY
 
-    def update(self, shares: Sequence[Sequence[MicroBatch]], settings: UpdateSettings) -> UpdateSums:
-        self._enter("update")
+    def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
+        self._enter("update_policy")
         self.entered.set()
         if not self.gate.wait(20):
             raise RuntimeError("the test never opened the gate")
@@ -56,16 +58,24 @@ class FakeEngine:
         self.settings.append(settings)
         if np.isfinite(self.grad_norm):
             self.updates += 1
-        live = [batch for share in shares for batch in share if not batch.dummy]
-        count = sum(len(batch.advantages) for batch in live)
+        count = sum(int((batch.weights > 0).sum()) for share in shares for batch in share)
+        sums = {metrics.MISMATCH_KL: 0.125, metrics.MISMATCH_KL_K1: 0.0, metrics.REFERENCE_KL: 2.0}
         return UpdateSums(
             loss=0.25,
             token_count=count,
+            sums={name: value * count for name, value in (sums | {RATIO_SUM: 1.0, RATIO_SQUARE_SUM: 1.0}).items()},
             mismatches=np.full(count, 0.5, np.float32),
-            mismatch_kl=0.125 * count,
-            reference_kl=2.0 * count,
             grad_norm=self.grad_norm,
         )
+
+    def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
+        self._enter("update_critic")
+        self.critic_updates += 1
+        return UpdateSums(loss=0.5, token_count=1, grad_norm=2.5)
+
+    def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
+        self._enter("compute_values")
+        return [[np.zeros(len(b.targets), np.float32) for b in share] for share in shares]
 
     def compute_logprobs(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
         self._enter("compute_logprobs")
@@ -73,11 +83,11 @@ class FakeEngine:
 
     def save(self, folder: Path) -> None:
         self._enter("save")
-        (folder / "rank-000.safetensors").write_text(str(self.updates))
+        (folder / "policy-000.safetensors").write_text(str(self.updates))
 
     def load(self, folder: Path) -> None:
         self._enter("load")
-        self.updates = int((folder / "rank-000.safetensors").read_text())
+        self.updates = int((folder / "policy-000.safetensors").read_text())
 
     def export(self, folder: Path) -> None:
         (folder / "config.json").write_text("{}")

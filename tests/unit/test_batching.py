@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fourfold.config import Config
 from fourfold.errors import InvalidInput
-from fourfold.nn.batching import pack, split_by_tokens
-from fourfold.wire import Sample
-from fourfold_trainer.batching import MicroBatch, deal, padding_fraction, split_lookup, split_step
+from fourfold.nn.batching import TokenBatch, pack, split_by_tokens
+from fourfold.wire import Float32Array, Sample
+from fourfold_trainer.batching import deal, policy_batches, to_arrays, token_batches, value_batches
+from fourfold_trainer.credit import Batch, Credit
+from fourfold_trainer.passes import LossTokens, look_up
 from tests.fakes.trainer_engine import sample
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=30)
@@ -66,9 +72,28 @@ def test_samples_follow_each_other_and_rows_point_at_the_position_before_the_tok
     assert batch.rows.dtype == np.int64 and batch.temperatures.dtype == np.float32
 
 
-def test_samples_are_dealt_back_and_forth() -> None:
+def test_each_sample_is_dealt_to_the_rank_with_the_fewest_tokens() -> None:
     assert deal([10, 20, 30, 40, 50, 60], 3) == [[5, 0], [4, 1], [3, 2]]
+    assert deal([9, 1, 1, 1], 2) == [[0], [1, 2, 3]]
     assert deal([7], 3) == [[0], [], []]
+
+
+def loss_tokens(batch: list[Sample], advantages: list[float], **batch_table: int) -> LossTokens:
+    config = Config.model_validate(
+        {
+            "name": "toy",
+            "steps": 1,
+            "model": {"source": "toy", "max_context_tokens": 32},
+            "data": {"train": {"path": "train.jsonl"}},
+            "sampling": {"max_new_tokens": 8},
+            "batch": {"prompts_per_step": 8, "group_size": 2, "tokens_per_micro_batch": batch_table["budget"]},
+            "trainer": {"ranks": batch_table["ranks"]},
+        }
+    )
+    step = Batch.of(batch, config.algorithm)
+    every = np.repeat(advantages, step.lengths)
+    credit = Credit(advantages=every, returns=every, values=every.astype(np.float32), old_logprobs=None, kl=None)
+    return LossTokens.of(step, credit, config, kl_in_loss=all(len(s.reference_logprobs) for s in batch))
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(32, 100))
@@ -77,13 +102,18 @@ def test_every_loss_token_is_in_exactly_one_micro_batch(
 ) -> None:
     batch = samples(lengths, reference=True)
     advantages = [float(i + 1) for i in range(len(batch))]  # names the sample
-    shares = split_step(batch, advantages, rank_count=rank_count, max_tokens=budget, with_reference=True)
+    tokens = loss_tokens(batch, advantages, ranks=rank_count, budget=budget)
+    members = list(range(len(batch)))
+    shares = tokens.policy_passes(members, tokens.weights(members))
     assert len({len(share) for share in shares}) == 1 and len(shares) == rank_count
     seen: list[tuple[float, int, float, float, float]] = []
     for micro in (m for share in shares for m in share):
         assert micro.tokens.token_count <= budget
-        assert len(micro.tokens.targets) == len(micro.advantages) == len(micro.behavior_logprobs)
-        if not micro.dummy:
+        assert len(micro.tokens.targets) == len(micro.advantages) == len(micro.segments)
+        if micro.weights.any():
+            assert (
+                micro.segments.tolist() == sorted(micro.segments) and len(set(micro.segments)) == micro.segments[-1] + 1
+            )
             parts = (micro.advantages, micro.tokens.targets, micro.behavior_logprobs, micro.reference_logprobs)
             seen += list(zip(*(p.tolist() for p in parts), micro.tokens.temperatures.tolist(), strict=True))
     wanted = []
@@ -94,49 +124,47 @@ def test_every_loss_token_is_in_exactly_one_micro_batch(
     assert sorted(seen) == sorted(wanted)
 
 
-def test_ranks_without_samples_run_dummies() -> None:
-    shares = split_step(samples([(3, 2)]), [1.0], rank_count=3, max_tokens=16, with_reference=False)
-    assert [[m.dummy for m in share] for share in shares] == [[False], [True], [True]]
+def test_ranks_without_samples_run_dummies_that_weigh_nothing() -> None:
+    tokens = loss_tokens(samples([(3, 2)]), [1.0], ranks=3, budget=32)
+    shares = tokens.policy_passes([0], tokens.weights([0]))
+    assert [[m.weights.tolist() for m in share] for share in shares] == [[[0.5, 0.5]], [[0.0]], [[0.0]]]
     assert shares[1][0].tokens.token_count == 2 and len(shares[1][0].reference_logprobs) == 0
-
-
-def test_what_is_wasted_is_dummies() -> None:
-    shares = split_step(samples([(3, 2), (1, 1)]), [1.0, 1.0], rank_count=2, max_tokens=5, with_reference=False)
-    assert padding_fraction(shares, 7) == 0
-    shares = split_step(samples([(3, 2)]), [1.0], rank_count=2, max_tokens=5, with_reference=False)
-    assert padding_fraction(shares, 5) == pytest.approx(2 / 7)
-    assert padding_fraction([], 0) == 0
 
 
 def test_a_loss_mask_smaller_than_the_action_mask_is_obeyed() -> None:
     one = sample("a", prompt=2, completion=4)
     mask = one.loss_mask.copy()
     mask[3] = False
-    object.__setattr__(one, "loss_mask", mask)
-    ((micro,),) = split_step([one], [1.0], rank_count=1, max_tokens=8, with_reference=False)
+    tokens = loss_tokens([replace(one, loss_mask=mask)], [1.0], ranks=1, budget=32)
+    ((micro,),) = tokens.policy_passes([0], tokens.weights([0]))
     assert micro.tokens.rows.tolist() == [1, 3, 4]
+    ((values,),) = tokens.value_passes([0], tokens.weights([0]))
+    assert values.tokens.rows.tolist() == [1, 3, 4] and values.weights.tolist() == pytest.approx([1 / 3] * 3)
 
 
 @given(LENGTHS, st.integers(1, 4))
-def test_a_lookup_asks_every_token_but_the_first_in_a_known_order(
-    lengths: list[tuple[int, int]], rank_count: int
-) -> None:
+def test_a_look_up_gives_every_sample_its_own_numbers(lengths: list[tuple[int, int]], rank_count: int) -> None:
     batch = samples(lengths)
-    orders, shares = split_lookup(batch, rank_count=rank_count, max_tokens=64)
-    assert sorted(i for order in orders for i in order) == list(range(len(batch)))
-    assert len({len(share) for share in shares}) == 1
-    for order, share in zip(orders, shares, strict=True):
-        targets = np.concatenate([b.targets for b in share])
-        wanted = [token for i in order for token in batch[i].token_ids[1:]]
-        assert targets[: len(wanted)].tolist() == wanted  # then dummies
+    config = loss_tokens(batch, [1.0] * len(batch), ranks=rank_count, budget=64).config
+
+    def compute(shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
+        assert len({len(share) for share in shares}) == 1
+        return [[b.targets.astype(np.float32) for b in share] for share in shares]
+
+    positions = [np.arange(1 + i % 3, len(s.token_ids)) for i, s in enumerate(batch)]  # some ask for nothing
+    rows = look_up(compute, batch, positions, config)
+    for one, asked, row in zip(batch, positions, rows, strict=True):
+        assert row.tolist() == one.token_ids[asked].tolist()
 
 
-def test_a_micro_batch_survives_the_way_to_another_rank() -> None:
-    ((micro,),) = split_step(
-        samples([(3, 2), (2, 2)], reference=True), [1, 2], rank_count=1, max_tokens=16, with_reference=True
-    )
-    again = MicroBatch.from_arrays(micro.to_arrays())
-    assert again.tokens.token_ids.tolist() == micro.tokens.token_ids.tolist()
-    assert again.tokens.lengths.tolist() == micro.tokens.lengths.tolist() == [5, 4]
-    assert again.reference_logprobs.tolist() == micro.reference_logprobs.tolist()
-    assert again.dummy is False
+def test_batches_survive_the_way_to_another_rank() -> None:
+    tokens = loss_tokens(samples([(3, 2), (2, 2)], reference=True), [1, 2], ranks=1, budget=32)
+    weights = tokens.weights([0, 1])
+    ((micro,),), ((values,),) = tokens.policy_passes([0, 1], weights), tokens.value_passes([0, 1], weights)
+    for batch, back in (
+        (micro, policy_batches(to_arrays(micro) * 2)[1]),
+        (values, value_batches(to_arrays(values) * 2)[1]),
+        (micro.tokens, token_batches(to_arrays(micro.tokens) * 2)[1]),
+    ):
+        assert [a.tolist() for a in to_arrays(back)] == [a.tolist() for a in to_arrays(batch)]
+        assert type(back) is type(batch)

@@ -29,7 +29,7 @@ def state(step: int, **more: object) -> TrainerState:
 
 
 def write(folder: Path) -> None:
-    checkpoint.write_tensors(folder / checkpoint.rank_file(0), {"master.0": torch.arange(4.0)})
+    checkpoint.write_tensors(folder / checkpoint.rank_file("policy", 0), {"master.0": torch.arange(4.0)})
 
 
 def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
     found, folder = other.read(12)
     assert found == state(12, skipped_step_count=3, batch_sha256="ab")
     assert folder == tmp_path / "checkpoints/step-000012"
-    assert checkpoint.read_tensors(folder / "rank-000.safetensors")["master.0"].tolist() == [0, 1, 2, 3]
+    assert checkpoint.read_tensors(folder / "policy-000.safetensors")["master.0"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_folder_without_its_last_file_is_no_checkpoint(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_another_layout_and_damage_are_told_apart(tmp_path: Path) -> None:
     store(tmp_path).save(state(1), write)
     with pytest.raises(WrongState, match="written with dtype = float32, the trainer runs with bfloat16"):
         store(tmp_path, dtype="bfloat16").read(1)
-    (tmp_path / "checkpoints/step-000001/rank-000.safetensors").unlink()
+    (tmp_path / "checkpoints/step-000001/policy-000.safetensors").unlink()
     with pytest.raises(WrongState, match="damaged"):
         store(tmp_path).read(1)
     (tmp_path / "checkpoints/step-000001/trainer.json").write_text('{"format"')
@@ -98,7 +98,7 @@ from pathlib import Path
 from fourfold_trainer.checkpoint import CheckpointStore, TrainerState, write_text
 
 def write(folder):
-    write_text(folder / "rank-000.safetensors", "half of it")
+    write_text(folder / "policy-000.safetensors", "half of it")
     print("half", flush=True)
     time.sleep(60)
 

@@ -1,110 +1,162 @@
-"""One rank's part of a step on a toy policy, the learning rate, and the metrics."""
+"""A whole step on a toy policy and critic: every algorithm, split in every way, and what is skipped."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from fourfold import metrics
-from fourfold.config import AlgorithmConfig, TrainerConfig
-from fourfold.nn.batching import TokenBatch
+from fourfold import metrics as m
+from fourfold.config import PRESETS, Config, TrainerConfig
+from fourfold.errors import InvalidInput
 from fourfold.wire import Sample
-from fourfold_trainer import step
-from fourfold_trainer.batching import split_step
-from fourfold_trainer.engine import UpdateSettings, UpdateSums
-from tests.fakes.trainer_engine import VOCABULARY, group_of, sample
-
-GRPO = AlgorithmConfig()
-
-
-class ToyPolicy:
-    """A table of logits, one row for all tokens: log-probabilities do not depend on the context."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.logits = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).requires_grad_()
-        self.gradient = torch.zeros(VOCABULARY, dtype=torch.float64)
-        self.ends: list[bool] = []
-
-    def logprobs(self, batch: TokenBatch) -> Tensor:
-        table = torch.log_softmax(self.logits, 0)
-        return table[torch.from_numpy(batch.targets).long()].float()
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        self.ends.append(last)
-        self.gradient += torch.autograd.grad(loss, self.logits)[0]
-
-    def update(self, learning_rate: float) -> float:
-        return float(self.gradient.norm())
+from fourfold_trainer import report, step
+from fourfold_trainer.credit import Memory
+from fourfold_trainer.passes import mini_batches
+from fourfold_trainer.schedule import learning_rate
+from fourfold_trainer.step import Result, train_step
+from tests.fakes.toy_engine import ToyEngine
+from tests.fakes.trainer_engine import group_of, sample
 
 
-def settings(token_count: int, rank_count: int = 1, kl_coef: float = 0.0) -> UpdateSettings:
-    return UpdateSettings(
-        learning_rate=1e-3, token_count=token_count, rank_count=rank_count, clip_low=0.2, clip_high=0.2, kl_coef=kl_coef
+def recipe(*, ranks: int = 1, budget: int = 1000, batch: dict[str, Any] | None = None, **tables: Any) -> Config:
+    return Config.model_validate(
+        {
+            "name": "toy",
+            "steps": 10,
+            "model": {"source": "toy", "max_context_tokens": 12},
+            "data": {"train": {"path": "train.jsonl"}},
+            "sampling": {"max_new_tokens": 8},
+            "batch": {"prompts_per_step": 4, "group_size": 3, "tokens_per_micro_batch": budget, **(batch or {})},
+            "trainer": {"ranks": ranks, "learning_rate": 0.5},
+            "critic": {"learning_rate": 0.1},
+            **tables,
+        }
     )
-
-
-def run(samples: Sequence[Sample], *, ranks: int, budget: int, kl_coef: float = 0.0) -> tuple[Tensor, UpdateSums]:
-    """Return the gradient, averaged over ranks as DeepSpeed does, and the sums of all ranks."""
-    plan = step.prepare(samples, AlgorithmConfig(kl_coef=kl_coef))
-    shares = split_step(
-        [samples[i] for i in plan.trained],
-        [float(plan.advantages[i]) for i in plan.trained],
-        rank_count=ranks,
-        max_tokens=budget,
-        with_reference=kl_coef > 0,
-    )
-    total = UpdateSums()
-    gradient = torch.zeros(VOCABULARY, dtype=torch.float64)
-    for share in shares:
-        policy = ToyPolicy()
-        total.add(step.train(policy, share, settings(plan.token_count, ranks, kl_coef)))  # type: ignore[arg-type]
-        assert policy.ends == [False] * (len(share) - 1) + [True]
-        gradient += policy.gradient / ranks
-    return gradient, total
 
 
 def batch() -> list[Sample]:
     useful = group_of([0, 1, 3], group="a", reference=True)
-    longer = group_of([2, 0], group="b", completion=7, reference=True)
-    return [*useful, *group_of([1, 1], group="c", completion=5, reference=True), *longer]
+    longer = group_of([2, 0], group="b", completion=7, reference=True, temperature=0.5)
+    samples = [*useful, *group_of([1, 1], group="c", completion=5, reference=True), *longer]
+    return [replace(s, baseline_score=0.5) for s in samples]
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
-@pytest.mark.parametrize(("ranks", "budget"), [(1, 12), (2, 100), (2, 12), (3, 20), (9, 12)])
-def test_gradient_and_loss_do_not_depend_on_ranks_and_micro_batches(ranks: int, budget: int, kl_coef: float) -> None:
-    whole, sums = run(batch(), ranks=1, budget=1000, kl_coef=kl_coef)
-    split, split_sums = run(batch(), ranks=ranks, budget=budget, kl_coef=kl_coef)
-    torch.testing.assert_close(split, whole, atol=1e-7, rtol=1e-5)
-    assert split_sums.loss == pytest.approx(sums.loss, abs=1e-7)
-    assert split_sums.reference_kl == pytest.approx(sums.reference_kl, rel=1e-6)
-    assert split_sums.token_count == sums.token_count
-    assert sorted(split_sums.mismatches) == pytest.approx(sorted(sums.mismatches))
+def run(samples: Sequence[Sample], config: Config, *, number: int = 1) -> tuple[ToyEngine, Result]:
+    engine = ToyEngine(config)
+    return engine, train_step(engine, samples, config, step=number, memory=Memory())  # type: ignore[arg-type]
+
+
+# ---- independence of the split -----------------------------------------------------------------------------------
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    **{name: {"preset": name} for name in PRESETS},
+    "remax": {"advantage": "remax", "aggregation": "sequence-sum"},
+    "opo": {"advantage": "opo", "loss": "reinforce", "entropy_coef": 0.01},
+    "dual": {"dual_clip": 3.0, "kl": {"coef": 0.3, "estimator": "k3"}},
+    "icepop": {"correction": {"kind": "icepop", "low": 0.01, "high": 0.2}},
+    "sequence mask": {"correction": {"kind": "sequence-mask-tis", "low": 0.001, "high": 0.02}},
+}
+
+
+@pytest.mark.parametrize("updates", [{}, {"mini_batches_per_step": 2, "epochs_per_step": 2}], ids=["one", "four"])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_gradients_and_metrics_do_not_depend_on_ranks_and_micro_batches(name: str, updates: dict[str, int]) -> None:
+    tables: dict[str, Any] = {"algorithm": ALGORITHMS[name], "batch": updates}
+    whole, result = run(batch(), recipe(**tables))
+    wanted = report.summarise(result, recipe(**tables), step=1)
+    for ranks, budget in ((1, 16), (2, 100), (3, 20)):
+        config = recipe(ranks=ranks, budget=budget, **tables)
+        engine, split = run(batch(), config)
+        assert len(engine.gradients) == len(whole.gradients) == config.batch.updates_per_step
+        found_gradients = engine.gradients + engine.critic_gradients
+        for one, other in zip(found_gradients, whole.gradients + whole.critic_gradients, strict=True):
+            assert float((one - other).norm()) <= 1e-5 * float(other.norm()) or (
+                one.isnan().all() and other.isnan().all()
+            )
+        found = report.summarise(split, config, step=1)
+        assert found.keys() == wanted.keys()
+        for key in found.keys() - {m.PADDING_FRACTION}:
+            assert found[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-6, nan_ok=True), key
+        assert found.keys() <= m.METRICS.keys()
 
 
 def test_the_gradient_is_the_formula_over_all_tokens() -> None:
     samples = batch()
-    gradient, sums = run(samples, ranks=1, budget=1000)
-    plan = step.prepare(samples, GRPO)
-    logits = ToyPolicy().logits
-    table = torch.log_softmax(logits, 0)
-    token_count = sum(int(s.loss_mask.sum()) for s in samples)
-    assert token_count == plan.token_count == 3 * 2 + 2 * 5 + 2 * 7
-    loss = -sum(
-        float(advantage) * table[int(token)] / token_count
-        for advantage, one in zip(plan.advantages, samples, strict=True)
+    engine, result = run(samples, recipe())
+    table = torch.randn(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    count = 3 * 2 + 2 * 5 + 2 * 7
+    # (r - mean) / std: scores 0, 1, 3 have mean 4/3 and std 1.527525; 2, 0 have mean 1 and std 1.414214
+    advantages = [-0.872872, -0.218218, 1.091089, 0, 0, 0.707107, -0.707107]
+    loss = sum(
+        -advantage * torch.log_softmax(table / one.temperature, 0)[int(token)] / count
+        for advantage, one in zip(advantages, samples, strict=True)
         for token in one.token_ids[one.loss_mask]
     )
-    (wanted,) = torch.autograd.grad(torch.as_tensor(loss), logits)
-    torch.testing.assert_close(gradient, wanted, atol=1e-7, rtol=1e-5)
-    expected = -sum(a * s.loss_mask.sum() for a, s in zip(plan.advantages, samples, strict=True)) / token_count
-    assert sums.loss == pytest.approx(expected, abs=1e-6)
+    (wanted,) = torch.autograd.grad(torch.as_tensor(loss), table)
+    torch.testing.assert_close(engine.gradients[0], wanted, atol=2e-6, rtol=1e-5)
+    expected = -sum(a * s.loss_mask.sum() for a, s in zip(advantages, samples, strict=True)) / count
+    assert result.policy.loss == pytest.approx(expected, abs=1e-6)
+
+
+# ---- several updates ---------------------------------------------------------------------------------------------
+
+
+def test_old_logprobs_stay_those_of_the_start_so_that_later_updates_clip() -> None:
+    tables: dict[str, Any] = {"trainer": {"learning_rate": 40.0}}
+    once = report.summarise(run(batch(), recipe(**tables))[1], recipe(**tables), step=1)
+    assert (once[m.CLIP_FRACTION_LOW], once[m.CLIP_FRACTION_HIGH], once[m.RATIO_MAX]) == (0, 0, 1)
+    config = recipe(batch={"epochs_per_step": 3}, **tables)
+    engine, result = run(batch(), config)
+    often = report.summarise(result, config, step=1)
+    assert often[m.CLIP_FRACTION_LOW] > 0 and often[m.CLIP_FRACTION_HIGH] > 0
+    assert often[m.RATIO_MIN] < 0.8 and often[m.RATIO_MAX] > 1.2 and often[m.UPDATES] == 3
+    first = engine.policy_shares[0][0][0].old_logprobs
+    assert all(sorted(s[0][0].old_logprobs) == sorted(first) for s in engine.policy_shares)
+
+
+def test_every_epoch_deals_all_samples_to_its_mini_batches_and_repeats_itself() -> None:
+    config = recipe(batch={"mini_batches_per_step": 3, "epochs_per_step": 2})
+    parts = mini_batches(8, config, step=4)
+    for epoch in (parts[:3], parts[3:]):
+        assert sorted(i for part in epoch for i in part) == list(range(8))
+    assert [len(p) for p in parts] == [3, 3, 2, 3, 3, 2]
+    assert parts[:3] != parts[3:] and parts == mini_batches(8, config, step=4)
+    assert parts != mini_batches(8, config, step=5)
+    assert mini_batches(8, recipe(), step=4) == [list(range(8))]
+
+
+def test_a_mini_batch_with_nothing_to_learn_is_left_out() -> None:
+    samples = [*group_of([1, 1, 1, 1], group="a"), *group_of([0, 1], group="b")]
+    config = recipe(batch={"mini_batches_per_step": 6})
+    engine, result = run(samples, config)
+    assert len(engine.gradients) == result.policy_updates == 2
+    assert result.skipped_reason == ""
+
+
+# ---- what is skipped ---------------------------------------------------------------------------------------------
+
+
+def test_constant_groups_and_samples_without_action_tokens_skip_the_step() -> None:
+    assert run(group_of([1, 1]), recipe())[1].skipped_reason == "NO_ADVANTAGE"
+    assert run(group_of([0, 1], completion=0), recipe())[1].skipped_reason == "NO_ACTION_TOKENS"
+    config = recipe(algorithm={"shaping": {"mask_truncated": True}})
+    samples = [replace(s, truncated=True) for s in group_of([0, 1])]
+    assert run(samples, config)[1].skipped_reason == "NO_ACTION_TOKENS"
+
+
+def test_a_step_whose_tokens_are_all_rejected_changes_nothing() -> None:
+    config = recipe(algorithm={"correction": {"kind": "icepop", "low": 1e6, "high": 1e7}})
+    engine, result = run(batch(), config)
+    assert result.skipped_reason == "ALL_REJECTED" and not engine.gradients[0].isfinite().any()
+    assert result.policy_updates == 0
+    found = report.summarise(result, config, step=1)
+    assert found[m.REJECTED_TOKENS] == 1 and math.isnan(found[m.GRAD_NORM])
 
 
 def test_a_behavior_logprob_that_is_not_finite_is_left_out_of_the_mismatch() -> None:
@@ -112,9 +164,89 @@ def test_a_behavior_logprob_that_is_not_finite_is_left_out_of_the_mismatch() -> 
     behavior = samples[0].behavior_logprobs.copy()
     behavior[-1] = -math.inf
     samples[0] = replace(samples[0], behavior_logprobs=behavior)
-    _, sums = run(samples, ranks=1, budget=100)
-    assert (sums.token_count, len(sums.mismatches)) == (4, 3)
-    assert np.isfinite(sums.mismatches).all() and math.isfinite(sums.mismatch_kl)
+    _, result = run(samples, recipe())
+    assert (result.policy.token_count, len(result.policy.mismatches)) == (4, 3)
+    found = report.summarise(result, recipe(), step=1)
+    assert math.isfinite(found[m.MISMATCH_KL]) and 0 < found[m.EFFECTIVE_SAMPLE_SIZE] <= 1
+
+
+# ---- rewards -----------------------------------------------------------------------------------------------------
+
+
+def test_masked_truncated_samples_stay_in_the_statistics_of_their_group() -> None:
+    config = recipe(algorithm={"advantage": "dr-grpo", "shaping": {"mask_truncated": True}})
+    samples = group_of([0, 1, 2])
+    samples[2] = replace(samples[2], truncated=True)
+    engine, result = run(samples, config)
+    assert result.trained == {0}  # 0 - 1, 1 - 1; the third is masked
+    assert engine.policy_shares[0][0][0].weights.tolist() == pytest.approx([1 / 4] * 2)
+
+
+def test_a_reward_of_a_turn_is_credited_to_the_tokens_before_it() -> None:
+    token_rewards = np.array([0, 0, 0, 5, 0], np.float32)
+    samples = [replace(sample("s", prompt=2, completion=3, score=1.0), token_rewards=token_rewards)]
+    config = recipe(batch={"group_size": 1}, algorithm={"advantage": "reinforce"})
+    _, result = run(samples, config)
+    assert result.credit.advantages.tolist() == [6, 6, 1]
+    grouped = [replace(s, group_id="g") for s in [*samples, sample("t", prompt=2, completion=1, score=2.0)]]
+    _, result = run(grouped, recipe(algorithm={"advantage": "dr-grpo"}))
+    assert result.credit.advantages.tolist() == [2, 2, 2, -2]  # 1 + 5 against 2
+
+
+def test_remax_compares_with_the_greedy_answer() -> None:
+    samples = [replace(sample("s", score=1.0), baseline_score=0.25)]
+    _, result = run(samples, recipe(algorithm={"advantage": "remax"}))
+    assert result.credit.advantages.tolist() == [0.75, 0.75]
+    with pytest.raises(InvalidInput, match="sample s has no baseline_score"):
+        step.check([sample("s")], recipe(algorithm={"advantage": "remax"}).algorithm, policy_version=0)
+
+
+def test_penalties_come_before_the_comparison_and_the_clip_after_it() -> None:
+    shaping = {"overlong_buffer": 0.5, "truncated": 0.5, "clip": 1.0}
+    config = recipe(algorithm={"advantage": "dr-grpo", "shaping": shaping})
+    samples = [sample("a", score=8.0, completion=2), sample("b", score=4.0, completion=6)]  # 6 - 4 of 4 tokens too long
+    samples[1] = replace(samples[1], truncated=True)
+    _, result = run(samples, config)
+    assert result.outcomes.tolist() == [8, (4 - 0.5) * 0.5]
+    assert set(result.credit.advantages.tolist()) == {1, -1}
+    assert report.summarise(result, config, step=1)[m.REWARD_PENALTY] == pytest.approx((1.75 - 4) / 2)
+
+
+def test_running_normalisation_and_the_kl_coefficient_are_remembered() -> None:
+    kl = {"coef": 0.1, "placement": "reward", "estimator": "k2", "target": 1e-3, "horizon": 100}
+    config = recipe(algorithm={"shaping": {"normalize": True}, "kl": kl})
+    _, first = run(batch(), config)
+    assert first.memory.scores.count == 7 and first.memory.scores.mean == pytest.approx(8 / 7)
+    assert first.memory.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 7 / 100))  # far above its target
+    engine = ToyEngine(config)
+    again = train_step(engine, batch(), config, step=2, memory=first.memory)  # type: ignore[arg-type]
+    assert again.memory.scores.count == 14 and again.kl_coef == first.memory.kl_coef
+    assert report.summarise(again, config, step=2)[m.KL_COEF] == first.memory.kl_coef
+
+
+# ---- critic ------------------------------------------------------------------------------------------------------
+
+
+def test_the_critic_learns_the_returns_and_lowers_the_variance_of_the_advantages() -> None:
+    config = recipe(algorithm={"preset": "ppo", "kl": {"coef": 0.0}, "whiten": "off"}, critic={"learning_rate": 0.5})
+    engine, memory, variances = ToyEngine(config), Memory(), []
+    samples = batch()
+    for number in range(1, 40):
+        result = train_step(engine, samples, config, step=number, memory=memory)  # type: ignore[arg-type]
+        variances.append(report.summarise(result, config, step=number)[m.EXPLAINED_VARIANCE])
+    assert variances[0] == pytest.approx(0, abs=1e-3) and variances[-1] > 0.5
+
+
+def test_the_policy_waits_for_the_critic() -> None:
+    config = recipe(algorithm={"preset": "ppo"}, critic={"policy_starts_at_step": 3})
+    engine, result = run(batch(), config, number=2)
+    assert (len(engine.gradients), len(engine.critic_gradients)) == (0, 1)
+    assert (result.policy_updates, result.skipped_reason) == (0, "")
+    engine, result = run(batch(), config, number=3)
+    assert (len(engine.gradients), len(engine.critic_gradients), result.policy_updates) == (1, 1, 1)
+
+
+# ---- schedule ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -129,26 +261,8 @@ def test_a_behavior_logprob_that_is_not_finite_is_left_out_of_the_mismatch() -> 
 )
 def test_the_learning_rate_warms_up_and_falls(schedule: str, warmup: int, rates: list[float]) -> None:
     config = TrainerConfig.model_validate({"learning_rate": 2.0, "schedule": schedule, "warmup_steps": warmup})
-    found = [step.learning_rate(config, n, 4) / 2 for n in range(1, 5)]
+    found = [learning_rate(config, n, 4) / 2 for n in range(1, 5)]
     assert found == pytest.approx(rates, abs=1e-6)
     if schedule != "constant":
-        assert step.learning_rate(config, 5, 4) == pytest.approx(0, abs=1e-12)
-        assert step.learning_rate(config, 50, 4) == pytest.approx(0, abs=1e-12)
-
-
-def test_metrics_of_a_batch() -> None:
-    samples = [
-        *group_of([0, 1], group="a", version=3),
-        *group_of([1, 1], group="b", version=5),
-        *group_of([0, 0], group="c", completion=4, version=5),
-        replace(sample("x", group="d", score=0.5, completion=0), truncated=True),
-    ]
-    found = step.summarise_batch(samples, 5)
-    assert found[metrics.USEFUL_GROUPS] == 0.25
-    assert found[metrics.GROUPS_ALL_MAX] == 0.25
-    assert found[metrics.GROUPS_ALL_MIN] == 0.25
-    assert found[metrics.REWARD_MEAN] == pytest.approx(3.5 / 7)
-    assert found[metrics.RESPONSE_LENGTH] == pytest.approx((4 * 2 + 2 * 4) / 7)
-    assert found[metrics.TRUNCATION_RATE] == pytest.approx(1 / 7)
-    assert found[metrics.POLICY_LAG_MAX] == 2
-    assert found[metrics.POLICY_LAG_MEAN] == pytest.approx(4 / 6)  # nobody sampled x
+        assert learning_rate(config, 5, 4) == pytest.approx(0, abs=1e-12)
+        assert learning_rate(config, 50, 4) == pytest.approx(0, abs=1e-12)

@@ -1,0 +1,117 @@
+"""The real update on a toy policy and a toy critic, for any number of ranks: all that DeepSpeed does is add here.
+
+The policy is one table of logits, the same for every token; the critic one number per token id
+that came before. So gradients can be worked out by hand, and a rank is only its share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fourfold.config import Config
+from fourfold.nn.batching import TokenBatch
+from fourfold.wire import Float32Array
+from fourfold_trainer.batching import PolicyBatch, ValueBatch
+from fourfold_trainer.engine import UpdateSettings, UpdateSums
+from fourfold_trainer.update import update_critic, update_policy
+from tests.fakes.trainer_engine import VOCABULARY
+
+
+class Toy:
+    """Implements `Policy` and `Critic` of one rank; all ranks share `table`."""
+
+    def __init__(self, table: Tensor, *, any_rank: bool = True) -> None:
+        self.table = table
+        self.flags: list[bool] = []
+        self.answer = any_rank
+        self.gradient = torch.zeros_like(table)
+        self.ends: list[bool] = []
+
+    def logprobs(self, batch: TokenBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        temperatures = torch.from_numpy(batch.temperatures).double()
+        rows = torch.log_softmax(self.table[None] / temperatures[:, None], 1)
+        picked = rows.gather(1, torch.from_numpy(batch.targets).long()[:, None]).squeeze(1)
+        return picked, -(rows.exp() * rows).sum(1) if entropy else None
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        return self.table[torch.from_numpy(batch.token_ids).long()[torch.from_numpy(batch.rows)]]
+
+    def any_rank(self, flag: bool) -> bool:
+        self.flags.append(flag)
+        return self.answer
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self.ends.append(last)
+        self.gradient += torch.autograd.grad(loss, self.table)[0]
+
+    def update(self, learning_rate: float) -> float:
+        return float(self.gradient.norm())
+
+
+class ToyEngine:
+    """Implements what a step needs of `Engine`: plain gradient descent, gradients averaged over the ranks."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        generator = torch.Generator().manual_seed(0)
+        self.policy = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).requires_grad_()
+        self.critic = torch.zeros(VOCABULARY, dtype=torch.float64).requires_grad_()
+        self.gradients: list[Tensor] = []
+        """Of the policy's updates."""
+        self.critic_gradients: list[Tensor] = []
+        self.policy_shares: list[Sequence[Sequence[PolicyBatch]]] = []
+
+    def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
+        self.policy_shares.append(shares)
+        toys, parts = self._ranks(shares, settings, any_rank=True)
+        flags = [flag for toy in toys for flag in toy.flags]
+        if flags and not any(flags):  # what they would have agreed on, had they run together
+            toys, parts = self._ranks(shares, settings, any_rank=False)
+        self.gradients.append(_average(toys, shares))
+        return self._finish(parts, self.policy, self.gradients[-1], settings.learning_rate)
+
+    def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
+        toys = [Toy(self.critic) for _ in shares]
+        parts = [
+            update_critic(toy, share, settings, self.config.critic, rank_count=len(shares))  # type: ignore[arg-type]
+            for toy, share in zip(toys, shares, strict=True)
+        ]
+        self.critic_gradients.append(_average(toys, shares))
+        return self._finish(parts, self.critic, self.critic_gradients[-1], settings.learning_rate)
+
+    def _ranks(
+        self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings, *, any_rank: bool
+    ) -> tuple[list[Toy], list[UpdateSums]]:
+        toys = [Toy(self.policy, any_rank=any_rank) for _ in shares]
+        parts = [
+            update_policy(toy, share, settings, self.config.algorithm, rank_count=len(shares))  # type: ignore[arg-type]
+            for toy, share in zip(toys, shares, strict=True)
+        ]
+        return toys, parts
+
+    @torch.no_grad()
+    def compute_logprobs(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
+        return [[Toy(self.policy).logprobs(b)[0].float().numpy() for b in share] for share in shares]
+
+    @torch.no_grad()
+    def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
+        return [[Toy(self.critic).values(b).float().numpy() for b in share] for share in shares]
+
+    @torch.no_grad()
+    def _finish(self, parts: list[UpdateSums], table: Tensor, gradient: Tensor, rate: float) -> UpdateSums:
+        sums = UpdateSums()
+        for part in parts:
+            sums.add_rank(part)
+        sums.grad_norm = float(gradient.norm())
+        if bool(gradient.isfinite().all()):
+            table -= rate * gradient
+        return sums
+
+
+def _average(toys: Sequence[Toy], shares: Sequence[Sequence[object]]) -> Tensor:
+    for toy, share in zip(toys, shares, strict=True):
+        assert toy.ends == [False] * (len(share) - 1) + [True]
+    return sum((toy.gradient for toy in toys), torch.zeros_like(toys[0].gradient)) / len(toys)

@@ -1,0 +1,36 @@
+"""Every preset raises the reward of a tiny model; see `tests/learning_driver.py`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fourfold.config import PRESETS
+from tests.trainer_driver import REPOSITORY, trainer_environment
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def curves(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("learning")
+    model = tiny_model("llama", 0, "float32")
+    argv = [sys.executable, "-m", "tests.learning_driver", str(model), str(out), *PRESETS]
+    result = subprocess.run(
+        argv, env=trainer_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=850
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return out
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_raises_the_reward(curves: Path, preset: str) -> None:
+    rewards = json.loads((curves / f"{preset}.json").read_text())["rewards"]
+    assert 0.4 < rewards[0] < 0.6  # of a random model
+    assert np.mean(rewards[-3:]) > rewards[0] + 0.12, rewards

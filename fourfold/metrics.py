@@ -126,7 +126,7 @@ METRICS: Final[dict[str, str]] = {
     REWARD_PENALTY: "score units: mean of what shaping took from the scores before samples were compared",
     VALUE_LOSS: "score units squared: value of the critic's loss",
     VALUE_CLIP_FRACTION: "share in [0, 1]: tokens whose value loss is that of the clipped value",
-    EXPLAINED_VARIANCE: "share, at most 1: of the variance of the returns that the critic foresaw; 0 or less is of no use",
+    EXPLAINED_VARIANCE: "share, at most 1: of the variance of the returns that the critic foresaw; below 0: harmful",
     RETURN_MEAN: "score units: mean return, what the critic learns to predict",
     MISMATCH_MEAN: "nats: mean |trainer logprob - engine logprob| over sampled tokens, same weights",
     MISMATCH_MAX: "nats: largest |trainer logprob - engine logprob|",

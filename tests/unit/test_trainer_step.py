@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,15 @@ from fourfold_trainer.schedule import learning_rate
 from fourfold_trainer.step import Result, train_step
 from tests.fakes.toy_engine import ToyEngine
 from tests.fakes.trainer_engine import group_of, sample
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other take longer than a table of a hundred numbers."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(count)
 
 
 def recipe(*, ranks: int = 1, budget: int = 1000, batch: dict[str, Any] | None = None, **tables: Any) -> Config:
@@ -76,7 +85,7 @@ def test_gradients_and_metrics_do_not_depend_on_ranks_and_micro_batches(name: st
         assert len(engine.gradients) == len(whole.gradients) == config.batch.updates_per_step
         found_gradients = engine.gradients + engine.critic_gradients
         for one, other in zip(found_gradients, whole.gradients + whole.critic_gradients, strict=True):
-            assert float((one - other).norm()) <= 1e-5 * float(other.norm()) or (
+            assert float((one - other).norm()) <= 1e-12 * float(other.norm()) or (
                 one.isnan().all() and other.isnan().all()
             )
         found = report.summarise(split, config, step=1)

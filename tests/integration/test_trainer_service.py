@@ -89,6 +89,11 @@ step_timeout_seconds = 60
         self.process.wait(10)
 
 
+@pytest.fixture(scope="module")
+def llama(tiny_model: TinyModel) -> Path:
+    return tiny_model("llama", 0, "float32")
+
+
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
     services: list[Service] = []

@@ -4,7 +4,7 @@
 [algorithm.kl]           distance to the reference policy
 [algorithm.correction]   difference between the policy that sampled and the one that is trained
 [algorithm.shaping]      what happens to a score before it becomes an advantage
-[algorithm.filter]       groups that are sampled again because they teach nothing
+[algorithm.filter]       groups that others replace because they teach nothing
 """
 
 from __future__ import annotations
@@ -26,6 +26,14 @@ CorrectionKind = Literal["none", "tis", "icepop", "sequence-mask", "sequence-mas
 # Estimators that compare the samples of a prompt; the others are at home with one.
 _COMPARES: Final = ("reinforce-baseline", "rloo", "grpo", "dr-grpo", "opo")
 _KL_STEP: Final = 0.2  # of the adaptive controller, per horizon
+
+CORRECTION_BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
+    "tis": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+    # Of the geometric mean of a whole sample, which moves much less than a token's ratio.
+    "sequence-mask": (0.999, 1.002),
+    "sequence-mask-tis": (0.999, 1.002),
+}
 
 
 class KlConfig(Table):
@@ -60,7 +68,16 @@ class CorrectionConfig(Table):
     sequence-mask: a sample is rejected when the geometric mean of its ratios is outside of [low, high].
     sequence-mask-tis: the same, and its other tokens are weighted by their ratio."""
     low: float = Field(default=0.0, ge=0)
+    """Default: that of the kind, see `CORRECTION_BOUNDS`."""
     high: float = Field(default=2.0, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_kind(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("kind") not in CORRECTION_BOUNDS:
+            return given
+        low, high = CORRECTION_BOUNDS[given["kind"]]
+        return {"low": low, "high": high, **given}
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -156,7 +173,10 @@ class AlgorithmConfig(Table):
         name = given.get("preset", "grpo")
         if name not in PRESETS:
             raise ValueError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
-        return _merged(PRESETS[name], given)
+        base = dict(PRESETS[name])
+        if isinstance(correction := given.get("correction"), dict) and "kind" in correction:
+            base.pop("correction", None)  # its bounds belong to its kind
+        return _merged(base, given)
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -164,6 +184,15 @@ class AlgorithmConfig(Table):
             raise ValueError(f"dual_clip = {self.dual_clip} must be above 1, or 0 for none")
         if self.loss == "cispo" and self.ratio_min >= self.ratio_max:
             raise ValueError(f"ratio_min = {self.ratio_min} must be below ratio_max = {self.ratio_max}")
+        shaping = self.shaping
+        if self.advantage == "remax" and (
+            shaping.normalize or shaping.overlong_buffer or shaping.truncated is not None
+        ):
+            raise ValueError(
+                "shaping.normalize, shaping.overlong_buffer and shaping.truncated change a sample's score, but not "
+                "that of the greedy answer which advantage = `remax` compares it with; remove them, or choose another "
+                "advantage"
+            )
         if self.gamma != 1 and self.advantage not in ("gae", "reinforce"):
             raise ValueError(f"gamma = {self.gamma} has no meaning for advantage = `{self.advantage}`; remove it")
         return self

@@ -166,7 +166,7 @@ class TrainerConfig(Table):
     zero_stage: Literal[0, 1, 2, 3] = 3
     learning_rate: float = Field(default=1e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up; linear and cosine fall to 0 at the last step."""
+    """Learning rate after the warm-up; linear and cosine would reach 0 one step after the last."""
     warmup_steps: int = Field(default=0, ge=0)
     weight_decay: float = Field(default=0.0, ge=0)
     adam_betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)

@@ -122,6 +122,11 @@ def test_values_never_change(tmp_path: Path) -> None:
         ("[sampling]", "[algorithm.kl]\ntarget = 0.1\n[sampling]", "algorithm.kl: a target needs a coef above 0"),
         ("[sampling]", "[algorithm]\nclip_hihg = 0.1\n[sampling]", ":16  algorithm.clip_hihg: no such key. Did you"),
         ("[sampling]", "[algorithm.correction]\nlow = 3\n[sampling]", "algorithm.correction: low = 3"),
+        (
+            "[sampling]",
+            '[algorithm]\nadvantage = "remax"\nshaping.normalize = true\n[sampling]',
+            "not that of the greedy answer which advantage = `remax` compares it with; remove",
+        ),
         ("[sampling]", "[algorithm]\ndual_clip = 0.5\n[sampling]", "dual_clip = 0.5 must be above 1, or 0 for none"),
         ("[sampling]", "[algorithm]\ngamma = 0.9\n[sampling]", "gamma = 0.9 has no meaning for advantage = `grpo`"),
         ("group_size = 4", "group_size = 1", "`grpo` compares the samples of a prompt; raise it to at least 2"),
@@ -210,3 +215,15 @@ def test_a_preset_gives_every_key_its_value_and_the_recipe_may_change_one(tmp_pa
 def test_a_group_of_one_is_for_estimators_that_compare_nothing(tmp_path: Path) -> None:
     text = RECIPE.replace("group_size = 4", "group_size = 1") + '[algorithm]\npreset = "ppo"\n'
     assert config.load(write(tmp_path, text)).algorithm.needs_critic
+
+
+def test_a_kind_of_correction_brings_its_bounds(tmp_path: Path) -> None:
+    text = RECIPE + '[algorithm]\npreset = "cispo"\n[algorithm.correction]\n'
+    for keys, bounds in {
+        'kind = "icepop"': (0.5, 5.0),
+        'kind = "sequence-mask"': (0.999, 1.002),
+        'kind = "icepop"\nhigh = 3.0': (0.5, 3.0),
+        "high = 3.0": (0.0, 3.0),
+    }.items():
+        correction = config.load(write(tmp_path, text + keys + "\n")).algorithm.correction
+        assert (correction.low, correction.high) == bounds, keys

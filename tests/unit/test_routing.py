@@ -277,3 +277,40 @@ async def test_waiting_for_services_says_what_is_missing(bench: Bench) -> None:
     with pytest.raises(ServiceMissing, match=r"no usable trainer service for 0.05 s"):
         await bench.router.wait_for({ROLE: 1, Role.ROLE_TRAINER: 1}, seconds=0.05)
     assert "trainer 0 of 1 (none has registered)" in bench.waits
+
+
+async def test_what_was_refused_beside_other_work_is_asked_again_when_that_work_has_failed() -> None:
+    bench = Bench(wait_seconds=0.3)
+    bench.join("a")
+    gate, tries = asyncio.Event(), {"small": 0, "large": 0}
+
+    async def small(_: Replica) -> str:
+        tries["small"] += 1
+        if tries["small"] == 1:
+            await gate.wait()
+            raise Unavailable("lost")
+        return "small"
+
+    async def large(_: Replica) -> str:
+        tries["large"] += 1
+        if tries["large"] == 1:
+            raise Overloaded("too many tokens", retry_after=0.01)
+        return "large"
+
+    one = asyncio.create_task(bench.router.call(ROLE, small, samples=1, budget=Budget(infrastructure=5, data=1)))
+    await asyncio.sleep(0.05)
+    other = asyncio.create_task(bench.router.call(ROLE, large, samples=8, budget=Budget(infrastructure=5, data=1)))
+    await asyncio.sleep(0.05)
+    gate.set()
+    assert await asyncio.wait_for(asyncio.gather(one, other), 5) == ["small", "large"]
+
+
+async def test_more_samples_than_anybody_takes_at_once_are_an_error_and_no_endless_wait() -> None:
+    bench = Bench(wait_seconds=0.1)
+    bench.join("a", capacity=4)
+
+    async def never(_: Replica) -> str:
+        raise AssertionError("it has no room")
+
+    with pytest.raises(ServiceMissing, match="takes the 8 samples of one prompt at once; the largest takes 4"):
+        await asyncio.wait_for(bench.router.call(ROLE, never, samples=8, budget=Budget(infrastructure=5, data=1)), 5)

@@ -233,6 +233,23 @@ def test_running_normalisation_and_the_kl_coefficient_are_remembered() -> None:
     assert report.summarise(again, config, step=2)[m.KL_COEF] == first.memory.kl_coef
 
 
+def test_a_log_probability_that_is_no_number_leaves_the_kl_coefficient_alone() -> None:
+    kl = {"coef": 0.1, "placement": "reward", "estimator": "k1", "target": 1e-3}
+    config = recipe(algorithm={"kl": kl})
+    engine = ToyEngine(config)
+    with torch.no_grad():
+        engine.policy[0] = math.nan
+    result = train_step(engine, batch(), config, step=1, memory=Memory())  # type: ignore[arg-type]
+    assert (result.skipped_reason, result.memory.kl_coef) == ("NOT_FINITE", 0.1)
+
+
+def test_the_distance_in_the_reward_is_reported_only_where_it_is_subtracted() -> None:
+    in_loss = recipe(algorithm={"preset": "grpo-paper"}, batch={"mini_batches_per_step": 2})
+    assert m.REWARD_KL not in report.summarise(run(batch(), in_loss)[1], in_loss, step=1)
+    in_reward = recipe(algorithm={"preset": "reinforce++"})
+    assert m.REWARD_KL in report.summarise(run(batch(), in_reward)[1], in_reward, step=1)
+
+
 # ---- critic ------------------------------------------------------------------------------------------------------
 
 
@@ -253,6 +270,15 @@ def test_the_policy_waits_for_the_critic() -> None:
     assert (result.policy_updates, result.skipped_reason) == (0, "")
     engine, result = run(batch(), config, number=3)
     assert (len(engine.gradients), len(engine.critic_gradients), result.policy_updates) == (1, 1, 1)
+
+
+def test_a_critic_whose_gradient_overflows_while_it_is_trained_alone_skips_the_step() -> None:
+    config = recipe(algorithm={"preset": "ppo"}, critic={"policy_starts_at_step": 3})
+    engine = ToyEngine(config)
+    with torch.no_grad():
+        engine.critic[:] = math.nan
+    result = train_step(engine, batch(), config, step=1, memory=Memory())  # type: ignore[arg-type]
+    assert result.skipped_reason == "NOT_FINITE"
 
 
 # ---- schedule ----------------------------------------------------------------------------------------------------

@@ -103,9 +103,9 @@ class Replica:
         return now < self._retry_at
 
     def has_room(self, samples: int) -> bool:
-        """Whether it may be given that many samples more."""
-        limits = [limit for limit in (self.capacity, self._congested_at) if limit]
-        return all(self.outstanding + samples <= limit for limit in limits)
+        """Whether it may be given that many samples more. What it refused beside other work it may take alone."""
+        limits = [self.capacity, self._congested_at if self.outstanding else 0]
+        return all(self.outstanding + samples <= limit for limit in limits if limit)
 
     def congested(self, samples: int) -> bool:
         """Note that it refused `samples` as too many; return whether what we gave it before is the reason."""

@@ -232,10 +232,10 @@ class Router:
                 self.on_wait("")
                 return min(free, key=lambda r: (r.key in avoid, r.outstanding, r.member.member_id))
             now = self.clock.monotonic()
-            if usable:  # all busy; their own deadlines bound that
+            if any(r.outstanding for r in usable):  # they are busy; the deadlines of their calls bound that
                 end = now + self.wait_seconds
             elif now >= end:
-                raise self._missing(role, self.wait_seconds)
+                raise self._missing(role, self.wait_seconds, samples=samples if usable else 0)
             else:
                 self.on_wait(f"a {ROLE_NAMES[role]} service ({self.explain(role)})")
             await self.changed(timeout=_TICK_SECONDS)
@@ -245,8 +245,16 @@ class Router:
             return False
         return version is None or replica.version >= version
 
-    def _missing(self, role: int, seconds: float) -> ServiceMissing:
+    def _missing(self, role: int, seconds: float, *, samples: int = 0) -> ServiceMissing:
+        """Return the error that nobody can be asked; `samples`: that nobody takes so many at once, though idle."""
         name = ROLE_NAMES[role]
+        if samples:
+            most = max(r.capacity for r in self.replicas(role))
+            return ServiceMissing(
+                f"no {name} service takes the {samples} samples of one prompt at once; the largest takes {most}: raise "
+                f"{name}.max_concurrent_samples, or lower batch.group_size",
+                reason=f"NO_{name.upper()}_SERVICE",
+            )
         return ServiceMissing(
             f"no usable {name} service for {seconds:g} s ({self.explain(role)}); look at its log, start one "
             f"with `fourfold serve {name}`, or raise retry.service_wait_seconds",

@@ -174,7 +174,7 @@ def next_kl_coef(batch: Batch, credit: Credit, coef: float, config: Config) -> f
     if not settings.target:
         return None
     means = [part.mean() for part in batch.unpack(credit.kl) if len(part)] if credit.kl is not None else []
-    if not means:
+    if not means or not np.isfinite(means).all():  # a coefficient that is no number would stay so for good
         return coef
     return kl.adapted_coef(
         coef, float(np.mean(means)), target=settings.target, horizon=settings.horizon, sample_count=len(batch.samples)

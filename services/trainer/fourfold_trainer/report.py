@@ -33,6 +33,9 @@ _SMALL: Final = 1e-5
 def summarise(result: Result, config: Config, *, step: int) -> dict[str, float]:
     """Return the metrics of a step; those that need no model are the coordinator's."""
     found = _credit(result) | _policy(result) | _mismatch(result)
+    distance = result.credit.kl
+    if distance is not None and len(distance) and config.algorithm.kl.placement == "reward":
+        found[m.REWARD_KL] = float(distance.mean())
     found[m.LEARNING_RATE] = learning_rate(config.trainer, step, config.steps)
     if config.algorithm.kl.coef:
         found[m.KL_COEF] = result.kl_coef
@@ -50,8 +53,6 @@ def _credit(result: Result) -> dict[str, float]:
         found[m.ADVANTAGE_MEAN] = float(advantages.mean())
         found[m.ADVANTAGE_STD] = float(advantages.std())
         found[m.ADVANTAGE_ABSMAX] = float(np.abs(advantages).max())
-    if result.credit.kl is not None and len(result.credit.kl):
-        found[m.REWARD_KL] = float(result.credit.kl.mean())
     return found
 
 

@@ -53,7 +53,7 @@ class Result:
     real_tokens: int = 0
     """The same without dummies."""
     skipped_reason: str = ""
-    """Why the policy did not change although it should have; empty when it did, or was to stay."""
+    """Why nothing was learned; empty when the policy changed, or the critic while it is trained alone."""
 
     @property
     def policy_updates(self) -> int:
@@ -120,6 +120,8 @@ def train_step(engine: Engine, samples: Sequence[Sample], config: Config, *, ste
             _update_policy(engine, tokens, part, weights, result, step=step)
     if result.policy_updates:
         result.skipped_reason = ""
+    elif not trains_policy and result.critic_norms and not any(map(math.isfinite, result.critic_norms)):
+        result.skipped_reason = NOT_FINITE
     elif trains_policy and not result.skipped_reason:
         result.skipped_reason = NO_ADVANTAGE if batch.selected.any() else NO_ACTION_TOKENS
     result.memory = replace(memory, kl_coef=next_kl_coef(batch, credit, kl_coef, config))

@@ -12,7 +12,7 @@
 
 One optimizer step minimises, over the tokens that the policy sampled,
 
-    L = sum of c * ( weight * policy loss + kl_coef * kl )
+    L = sum of c * ( weight * policy loss + kl_coef * kl - entropy_coef * entropy )
 
     packed.py and ratios.py hold what these files share: the packed form, and ratios that stay finite.
 

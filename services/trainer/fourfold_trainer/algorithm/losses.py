@@ -9,7 +9,8 @@
     ratio        [k]  exp(p - o), the log clamped to +-20
 
 Computed in the precision of p. A loss is not yet weighted: see aggregation.py and corrections.py.
-While nothing has moved (p = o), every policy loss here has the gradient of REINFORCE, -A.
+While nothing has moved (p = o), every policy loss here has the gradient of REINFORCE, -A; in the
+sequence form of GSPO that is the mean over the sample.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import transformers
 
 from fourfold.channel import open_channel
 from fourfold.errors import StaleEpoch, WrongState
+from fourfold.scratch import Scratch
 from fourfold.tokenizer import tokenizer_sha256
 from fourfold.trainer.client import TrainerClient, TrainerWeightClient
 from fourfold.weights.manifest import Manifest
@@ -185,15 +187,29 @@ def test_two_ranks_end_in_good_order(service: Callable[..., Service], llama: Pat
     assert gone(ranks)
 
 
-def test_a_rank_does_not_outlive_the_service(service: Callable[..., Service], llama: Path) -> None:
+def test_a_rank_does_not_outlive_the_service(
+    service: Callable[..., Service],
+    llama: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    temporary = tmp_path_factory.mktemp("tmp")
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
     trainer = service(llama, ranks=2)
     end = time.monotonic() + 100
     while not trainer.ranks() and time.monotonic() < end:  # in the middle of its start
         time.sleep(0.05)
     ranks = trainer.ranks()
     assert ranks
+    (folder,) = temporary.glob("fourfold-ranks-*")
+    os.utime(folder, (0, 0))
+    Scratch("ranks").remove()
+    assert folder.exists()
     trainer.process.kill()
     assert gone(ranks)
+    Scratch("ranks").remove()  # as the next trainer does
+    assert not folder.exists()
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_service_with_one_clear_message(

@@ -130,9 +130,9 @@ class RankGroup:
         """Restore what `save` wrote."""
         self._call("load", fields={"folder": str(folder.absolute())})
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path, *, ema: bool = False) -> None:
         """Write a Hugging Face model into `folder`."""
-        self._call("export", fields={"folder": str(folder.absolute())})
+        self._call("export", fields={"folder": str(folder.absolute()), "ema": ema})
 
     def manifest(self) -> Manifest:
         """Return the layout of the weights."""

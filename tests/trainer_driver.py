@@ -2,7 +2,8 @@
 
 A process of its own, because DeepSpeed keeps state in module variables and reads the
 environment. Each case makes an engine and does what its `does` says; what it saw is written
-to OUT/<name>.npz. Ranks above 0 are children of this process, as in the service.
+to OUT/<name>.npz, the layout of its checkpoints to OUT/<name>.json. Ranks above 0 are children
+of this process, as in the service.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
+import torch
 
 from fourfold.config import Config
 from fourfold.wire import Float32Array, Sample
+from fourfold_trainer.checkpoint import layout_of
 from fourfold_trainer.credit import Memory
 from fourfold_trainer.passes import Compute, look_up
 from fourfold_trainer.ranks import RankGroup
@@ -180,6 +183,8 @@ def average(run: Run) -> dict[str, Any]:
 def perform(case: Case, folder: Path) -> dict[str, Any]:
     """Do what a case says; return arrays by name."""
     run = Run(case, folder)
+    layout = layout_of(run.config, run.engine.manifest())
+    (folder / f"{case.name}.json").write_text(json.dumps(layout))
     if case.does in ("copy", "average"):
         return (copy if case.does == "copy" else average)(run)
     seen: dict[str, Any] = {"before": run.logprobs()}
@@ -192,6 +197,7 @@ def perform(case: Case, folder: Path) -> dict[str, Any]:
     for number in (1, 2):
         run.train(number)
     if case.does in ("restore", "resume"):
+        torch.rand(7)  # nothing here draws random numbers so far; a model with dropout would
         run.engine.save(Path(case.folder))
         run.train(3)
         seen["straight"], seen["straight_values"] = run.logprobs(), run.values()

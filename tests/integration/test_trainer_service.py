@@ -104,6 +104,11 @@ def service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
         one.end()
 
 
+@pytest.fixture
+def llama(tiny_model: TinyModel) -> Path:
+    return tiny_model("llama", 0, "float32")
+
+
 def gone(processes: Sequence[psutil.Process], timeout: float = 5.0) -> bool:
     return not psutil.wait_procs(list(processes), timeout=timeout)[1]
 

@@ -13,6 +13,7 @@ renamed when it is complete: a crash leaves the folder of before. The same is do
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import math
 import os
@@ -27,7 +28,9 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from fourfold.config import Config
 from fourfold.errors import NotFound, Unavailable, WrongState
+from fourfold.weights.manifest import Manifest
 from fourfold_trainer.algorithm.rewards import RunningMoments
 from fourfold_trainer.credit import Memory
 
@@ -68,6 +71,12 @@ class TrainerState:
     """Of the algorithm."""
 
 
+def layout_of(config: Config, manifest: Manifest) -> dict[str, object]:
+    """Return what must be equal in a trainer that loads a checkpoint: the same for all ranks and stages."""
+    shapes = sorted((spec.name, list(spec.shape)) for spec in manifest.tensors)
+    return {"dtype": config.model.dtype, "weights": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()}
+
+
 class CheckpointStore:
     """The checkpoints of one run. Belongs to one thread, except `newest_step`."""
 
@@ -78,7 +87,7 @@ class CheckpointStore:
             folder: of all checkpoints.
             keep: newest ones that stay.
             keep_best: those with the highest scores that stay, too.
-            layout: what must be equal in a trainer that loads one, such as the dtype.
+            layout: what must be equal in a trainer that loads one: `layout_of`.
         """
         self._folder = folder
         self._keep, self._keep_best = keep, keep_best

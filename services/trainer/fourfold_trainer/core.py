@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -31,7 +30,7 @@ from fourfold.weights.manifest import Manifest
 from fourfold.wire import Float32Array, Sample
 from fourfold_trainer import report
 from fourfold_trainer import step as steps
-from fourfold_trainer.checkpoint import CheckpointStore, StepAnswer, TrainerState, whole
+from fourfold_trainer.checkpoint import CheckpointStore, StepAnswer, TrainerState, layout_of, whole
 from fourfold_trainer.engine import Engine, Sent
 from fourfold_trainer.engine_thread import EngineThread, Phase
 from fourfold_trainer.passes import look_up
@@ -219,10 +218,12 @@ class TrainerCore:
     def _do_start(self) -> None:
         engine = self._make_engine()
         config = self._config
-        shapes = sorted((spec.name, list(spec.shape)) for spec in engine.manifest().tensors)
-        layout = {"dtype": config.model.dtype, "weights": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()}
-        folder, kept = self._run_dir / "checkpoints", config.checkpoint
-        self._store = CheckpointStore(folder, keep=kept.keep, keep_best=kept.keep_best, layout=layout)
+        self._store = CheckpointStore(
+            self._run_dir / "checkpoints",
+            keep=config.checkpoint.keep,
+            keep_best=config.checkpoint.keep_best,
+            layout=layout_of(config, engine.manifest()),
+        )
         self._engine = engine
         self._set(checkpoint_step=self._store.newest_step, vocabulary_size=engine.vocabulary_size)
 

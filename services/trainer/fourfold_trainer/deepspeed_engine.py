@@ -189,8 +189,8 @@ class _Trained:
         elif self._stage:
             wrapper.update_lp_params()
         elif not self._is_plain:
-            for masters, weights in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
-                for master, weight in zip(masters, weights, strict=True):
+            for group, weights in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
+                for master, weight in zip(group, weights, strict=True):
                     weight.data.copy_(master)
 
 

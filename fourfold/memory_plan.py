@@ -8,7 +8,9 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
                          optimizer   12 P       divided by N from stage 1: float32 master, both Adam moments; with
                                                 bfloat16 4 P more, a flat copy of the gradients during the update
                          activations of one micro-batch, kept for the backward pass, and its logits
-    critic, per rank     weights, gradients and optimizer as the trainer's; its passes come after the policy's
+                         average     4 P        with trainer.ema_decay, divided by N from stage 1; in `optimizer`
+    critic, per rank     weights, gradients and optimizer as the trainer's, no average; its passes come after the
+                         policy's
     transfer             weights     b P        one copy on its way: the trainer's shared memory, which the engines
                                                 read in place; by gloo one in every engine worker
     rollout, reference   weights     b P        divided by the GPUs of a tensor-parallel engine
@@ -74,9 +76,10 @@ def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
 
 
 def checkpoint_bytes(config: Config, shape: ModelShape, critic: ModelShape | None = None) -> int:
-    """Return the bytes of one checkpoint: weights, masters and both moments, of the critic, too, if there is one."""
+    """Return the bytes of one checkpoint: masters, moments and average, and those of the critic if there is one."""
     shapes = [shape, critic or shape] if config.algorithm.needs_critic else [shape]
-    return sum(weight_bytes(config, one) + 12 * one.parameter_count for one in shapes)
+    average = 4 * shape.parameter_count if config.trainer.ema_decay else 0
+    return average + sum(12 * one.parameter_count for one in shapes)
 
 
 def memory_plan(config: Config, shape: ModelShape, critic: ModelShape | None = None) -> list[MemoryRow]:
@@ -101,15 +104,14 @@ def memory_plan(config: Config, shape: ModelShape, critic: ModelShape | None = N
 def _trainer(config: Config, shape: ModelShape) -> MemoryRow:
     stage, ranks = config.trainer.zero_stage, config.trainer.ranks
     weights = weight_bytes(config, shape)
+    state = (16 if config.model.dtype == "bfloat16" else 12) + (4 if config.trainer.ema_decay else 0)
     return MemoryRow(
         role="trainer",
         count=ranks,
         on_gpu=config.trainer.device == "cuda",
         weights=weights // ranks + _gathered_bytes(config, shape) if stage == 3 else weights,
         gradients=4 * shape.parameter_count // (ranks if stage >= 2 else 1) if stage else weights,
-        optimizer=(16 if config.model.dtype == "bfloat16" else 12)
-        * shape.parameter_count
-        // (ranks if stage >= 1 else 1),
+        optimizer=state * shape.parameter_count // (ranks if stage >= 1 else 1),
         activations=activation_bytes(config, shape) + logits_bytes(config, shape),
         programs=_TRAINER_PROGRAM,
     )
@@ -117,7 +119,8 @@ def _trainer(config: Config, shape: ModelShape) -> MemoryRow:
 
 def _critic(config: Config, shape: ModelShape) -> MemoryRow:
     """Return what the critic adds to each of the trainer's ranks: it has no process of its own."""
-    return replace(_trainer(config, shape), role="critic", activations=0, programs=0)
+    plain = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ema_decay": 0.0})})
+    return replace(_trainer(plain, shape), role="critic", activations=0, programs=0)
 
 
 def _rollout(config: Config, shape: ModelShape) -> MemoryRow:

@@ -141,11 +141,12 @@ def _updates(config: Config, plan: BatchPlan) -> str:
 
 
 def _run(config: Config, plan: BatchPlan, checkpoint: int) -> str:
-    size = f"{checkpoint / GIB:.1f} GiB"
+    size, kept = f"{checkpoint / GIB:.1f} GiB", config.checkpoint
+    best = f" and the {kept.keep_best} with the best held-out score" if kept.keep_best else ""
     return (
         f"{config.steps} steps = {plan.samples_in_run:,} trajectories. {len(plan.checkpoints)} "
         f"{'checkpoint' if len(plan.checkpoints) == 1 else 'checkpoints'} of about {size}; the newest "
-        f"{config.checkpoint.keep} stay in runs/{config.name}/checkpoints."
+        f"{kept.keep}{best} stay in runs/{config.name}/checkpoints."
     )
 
 
@@ -156,11 +157,17 @@ def _trainer(config: Config, plan: BatchPlan) -> str:
     ranks = f"{trainer.ranks} {'rank' if trainer.ranks == 1 else 'ranks'}"
     each = f"{plan.samples_per_rank:,} of them on each rank, " if trainer.ranks > 1 else ""
     both = " for policy and critic" if config.algorithm.needs_critic else ""
+    ema = (
+        f" A moving average of the weights, decay {trainer.ema_decay:g} with each optimizer step, is exported, too, as "
+        f"runs/{config.name}/model-ema."
+        if trainer.ema_decay
+        else ""
+    )
     return (
         f"{where}{ranks} on {device}{both}, ZeRO stage {trainer.zero_stage}. The {plan.samples_per_step:,} "
         f"trajectories go, {each}in micro-batches of at most {config.batch.tokens_per_micro_batch:,} tokens: "
         f"{plan.samples_per_micro_batch:,} of full length, so {plan.micro_batches_per_step:,} passes at most. How they "
-        f"are split changes nothing in the result."
+        f"are split changes nothing in the result.{ema}"
     )
 
 

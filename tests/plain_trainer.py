@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from tests.trainer_driver import LEARNING_RATE, batch
 Arrays = Mapping[str, Any]
 
 
-def plain(folder: Path, *, kl_coef: float = 0.0) -> Arrays:
-    """Train the three steps in plain PyTorch, and look the fixed batch up before and after."""
+def plain(folder: Path, *, kl_coef: float = 0.0, ema: float = 0.0) -> Arrays:
+    """Train the three steps in plain PyTorch, and look the fixed batch up before and after, and under the average."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    average = copy.deepcopy(model)
     optimizer = _plain_adam(model)
     seen: dict[str, Any] = {"before": lookup(model), "losses": [], "norms": []}
     for number in (1, 2, 3):
@@ -29,7 +31,10 @@ def plain(folder: Path, *, kl_coef: float = 0.0) -> Arrays:
         seen["losses"] += [float(loss.detach()), 0.0]
         seen["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
-    return {**seen, "after": lookup(model)}
+        with torch.no_grad():
+            for mean, weight in zip(average.parameters(), model.parameters(), strict=True):
+                mean.copy_(ema * mean + (1 - ema) * weight)
+    return {**seen, "after": lookup(model), "average": lookup(average)}
 
 
 def _rows(model: Any, ids: Any, temperature: float) -> torch.Tensor:

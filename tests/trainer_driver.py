@@ -2,7 +2,8 @@
 
 A process of its own, because DeepSpeed keeps state in module variables and reads the
 environment. Each case makes an engine and does what its `does` says; what it saw is written
-to OUT/<name>.npz. Ranks above 0 are children of this process, as in the service.
+to OUT/<name>.npz, the layout of its checkpoints to OUT/<name>.json. Ranks above 0 are children
+of this process, as in the service.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
+import torch
 
 from fourfold.config import Config
 from fourfold.wire import Float32Array, Sample
+from fourfold_trainer.checkpoint import layout_of
 from fourfold_trainer.credit import Memory
 from fourfold_trainer.passes import Compute, look_up
 from fourfold_trainer.ranks import RankGroup
@@ -47,9 +51,13 @@ class Case:
     checkpointing: bool = False
     does: str = "train"
     """train: three steps. restore: two, save, two more; then back, and the third again. resume: the same, and a
-    new engine loads and does the third, too. poison: a step whose gradient overflows comes first."""
+    new engine loads and does the third, too. poison: a step whose gradient overflows comes first. copy: load
+    `source`, save, the third step. average: three steps; saves after the second, then back, and the third again."""
     folder: str = ""
     """For the checkpoint."""
+    source: str = ""
+    """Folder of another case's checkpoint."""
+    ema: float = 0.0
 
 
 def batch(number: int) -> list[Sample]:
@@ -86,6 +94,7 @@ def config_of(case: Case) -> Config:
                 "zero_stage": case.stage,
                 "learning_rate": LEARNING_RATE,
                 "gradient_checkpointing": case.checkpointing,
+                "ema_decay": case.ema,
                 "step_timeout_seconds": 60,
                 "weight_decay": 0.01,
             },
@@ -126,6 +135,14 @@ class Run:
         every = [np.arange(1, len(s.token_ids)) for s in samples]
         return np.concatenate(look_up(compute, samples, every, self.config))
 
+    def weights(self, name: str, *, ema: bool = False) -> Float32Array:
+        """Export into a new folder beside the checkpoint; return all weights, one after another."""
+        folder = Path(self.case.folder).with_name(f"{self.case.name} {name}")
+        folder.mkdir()
+        self.engine.export(folder, ema=ema)
+        tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+        return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
+
     def close(self) -> None:
         """End the engine so that another one can be made."""
         self.engine.leave()
@@ -135,9 +152,41 @@ class Run:
         sys.stderr.write(message + "\n")
 
 
+def copy(run: Run) -> dict[str, Any]:
+    """Load another engine's checkpoint, save it, and go on with it."""
+    run.engine.load(Path(run.case.source))
+    run.engine.save(Path(run.case.folder))
+    run.train(3)
+    seen = {"straight": run.logprobs(), "straight_values": run.values(), "losses": run.losses, "norms": run.norms}
+    run.close()
+    return seen
+
+
+def average(run: Run) -> dict[str, Any]:
+    """Return the weights before and after each of three steps, and the exported averages."""
+    seen: dict[str, Any] = {"weights 0": run.weights("0"), "average 0": run.weights("average 0", ema=True)}
+    for number in (1, 2, 3):
+        run.train(number)
+        seen[f"weights {number}"] = run.weights(str(number))
+        if number == 2:
+            run.engine.save(Path(run.case.folder))
+    seen["after"] = run.logprobs()
+    seen["average 3"] = run.weights("average 3", ema=True)
+    seen["after export"] = run.logprobs()
+    run.engine.load(Path(run.case.folder))
+    run.train(3)
+    seen["again"], seen["average again"] = run.weights("again"), run.weights("average again", ema=True)
+    run.close()
+    return seen
+
+
 def perform(case: Case, folder: Path) -> dict[str, Any]:
     """Do what a case says; return arrays by name."""
     run = Run(case, folder)
+    layout = layout_of(run.config, run.engine.manifest())
+    (folder / f"{case.name}.json").write_text(json.dumps(layout))
+    if case.does in ("copy", "average"):
+        return (copy if case.does == "copy" else average)(run)
     seen: dict[str, Any] = {"before": run.logprobs()}
     if case.does == "poison":
         poisoned = run.train(9, kl_coef=1e39)
@@ -148,6 +197,7 @@ def perform(case: Case, folder: Path) -> dict[str, Any]:
     for number in (1, 2):
         run.train(number)
     if case.does in ("restore", "resume"):
+        torch.rand(7)  # nothing here draws random numbers so far; a model with dropout would
         run.engine.save(Path(case.folder))
         run.train(3)
         seen["straight"], seen["straight_values"] = run.logprobs(), run.values()

@@ -171,6 +171,9 @@ class TrainerConfig(Table):
     weight_decay: float = Field(default=0.0, ge=0)
     adam_betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
     max_grad_norm: float = Field(default=1.0, gt=0)
+    ema_decay: float = Field(default=0.0, ge=0, lt=1)
+    """Keep a moving average of the weights: after every optimizer step it is ema_decay * average + (1 - ema_decay) *
+    weights. The run exports it beside the model, as `model-ema`. 0: none."""
     gradient_checkpointing: bool = False
     step_timeout_seconds: Seconds = 3600.0
     """Longest time one step, checkpoint or export may take."""
@@ -245,6 +248,9 @@ class CheckpointConfig(Table):
     """Also after the last step."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that stay."""
+    keep_best: int = Field(default=0, ge=0)
+    """Checkpoints with the highest held-out score that stay, too; of equal ones the newer. Those of steps without an
+    evaluation have no score."""
 
 
 class RetryConfig(Table):
@@ -313,6 +319,11 @@ class Config(Table):
             raise ValueError(
                 f"reference.tokens_per_batch = {self.reference.tokens_per_batch} cannot hold one sample of "
                 f"model.max_context_tokens = {self.model.max_context_tokens}; raise the first or lower the second"
+            )
+        if self.checkpoint.keep_best and not (self.data.eval or self.data.holdout):
+            raise ValueError(
+                f"checkpoint.keep_best = {self.checkpoint.keep_best} needs held-out scores, and there is no held-out "
+                f"data; add [data.holdout] or [data.eval], or set it to 0"
             )
         batch = self.batch
         self.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)

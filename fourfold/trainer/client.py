@@ -72,9 +72,14 @@ class TrainerClient:
         method, request = self._stub.ComputeLogprobs, pb.ComputeLogprobsRequest
         return await lookup.compute_logprobs(method, request, samples, timeout=timeout, peer=self.peer)
 
-    async def save_checkpoint(self, *, timeout: float) -> int:
-        """Write a checkpoint of the present step; returns that step when it is durable."""
-        request = pb.SaveCheckpointRequest()
+    async def save_checkpoint(self, *, score: float | None = None, timeout: float) -> int:
+        """Write a checkpoint of the present step; returns that step when it is durable.
+
+        Args:
+            score: mean score of a held-out evaluation of these weights; the best checkpoints stay.
+            timeout: seconds.
+        """
+        request = pb.SaveCheckpointRequest(score=score)
         response = await call(
             self._stub.SaveCheckpoint, request, timeout=timeout, peer=self.peer, name="SaveCheckpoint"
         )
@@ -88,9 +93,15 @@ class TrainerClient:
         )
         return response.status
 
-    async def export_model(self, name: str, *, timeout: float) -> str:
-        """Write the weights as a Hugging Face folder; returns its absolute path on the trainer's machine."""
-        request = pb.ExportModelRequest(name=name)
+    async def export_model(self, name: str, *, ema: bool = False, timeout: float) -> str:
+        """Write the weights as a Hugging Face folder; returns its absolute path on the trainer's machine.
+
+        Args:
+            name: of the folder, inside of the trainer's run folder.
+            ema: write the moving average of the weights instead; WrongState when the recipe keeps none.
+            timeout: seconds.
+        """
+        request = pb.ExportModelRequest(name=name, ema=ema)
         response = await call(self._stub.ExportModel, request, timeout=timeout, peer=self.peer, name="ExportModel")
         return response.path
 

@@ -32,7 +32,7 @@ async def test_a_run_goes_to_its_end_and_leaves_everything_behind(make_stage: Ca
     assert report["steps"] == 4
     assert report["eval_before"]["n"] == report["eval_after"]["n"] == 4 * 2 * 2
     assert report["eval_after"]["score"] > report["eval_before"]["score"]
-    assert report["model"] == "/somewhere/model"
+    assert (report["model"], report["model_ema"]) == ("/somewhere/model", None)
     assert report["peak_memory_bytes"] > 10_000_000 and report["peak_memory_without"] == []
     assert len(report["answers_before"]) == len(report["answers_after"]) == 8
     assert (stage.folder / "curve.png").exists()
@@ -44,6 +44,23 @@ async def test_a_run_goes_to_its_end_and_leaves_everything_behind(make_stage: Ca
     metrics = stage.lines("metrics.jsonl")[0]
     assert metrics["weights/probe_diff_mean"] == pytest.approx(0.01, abs=1e-4)
     assert metrics["train/policy_lag_max"] == 0
+
+
+async def test_a_checkpoint_is_told_the_score_of_its_step(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=4, checkpoint={"every_steps": 1})
+    await stage.start()
+    assert await stage.finish() == 0
+    scores = {row["step"]: row["score"] for row in stage.report()["evals"]}
+    assert stage.trainer.scores == {1: None, 2: scores[2], 3: None, 4: scores[4]}
+    assert stage.trainer.exports == [("model", False)]
+
+
+async def test_the_average_is_exported_beside_the_model(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=1, trainer={"ema_decay": 0.9})
+    await stage.start()
+    assert await stage.finish() == 0
+    assert stage.trainer.exports == [("model", False), ("model-ema", True)]
+    assert stage.report()["model_ema"] == "/somewhere/model-ema"
 
 
 async def test_the_reference_is_asked_when_the_algorithm_needs_it(make_stage: Callable[..., Stage]) -> None:

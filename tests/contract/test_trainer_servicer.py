@@ -152,10 +152,18 @@ async def test_a_missing_checkpoint_is_not_found_and_changes_nothing(trainer: Tr
 async def test_a_checkpoint_of_another_layout_is_refused(start_trainer: Start) -> None:
     trainer = await start_trainer()
     await trainer.client.save_checkpoint(timeout=SECONDS)
-    other = await start_trainer(FakeEngine(rank_count=2), trainer={"ranks": 2})
-    with pytest.raises(WrongState, match="written with ranks = 1, the trainer runs with 2"):
+    other = await start_trainer(model={"dtype": "float32"})
+    with pytest.raises(WrongState, match="written with dtype = bfloat16, the trainer runs with float32"):
         await other.client.load_checkpoint(0, timeout=SECONDS)
     assert "load" not in other.engine.order
+
+
+async def test_a_checkpoint_is_loaded_by_another_number_of_ranks_and_another_stage(start_trainer: Start) -> None:
+    trainer = await start_trainer()
+    await trainer.train(1, USEFUL)
+    await trainer.client.save_checkpoint(timeout=SECONDS)
+    other = await start_trainer(FakeEngine(rank_count=2), trainer={"ranks": 2, "zero_stage": 1})
+    assert (await other.client.load_checkpoint(1, timeout=SECONDS)).step == 1
 
 
 async def test_a_damaged_checkpoint_is_refused(trainer: Trainer) -> None:
@@ -171,6 +179,35 @@ async def test_only_the_newest_checkpoints_stay(start_trainer: Start) -> None:
         await trainer.train(step, group_of([0, 1], version=step - 1))
         await trainer.client.save_checkpoint(timeout=SECONDS)
     assert sorted(p.name for p in (trainer.run_dir / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
+
+
+async def test_the_best_checkpoints_stay_too_and_the_newest_is_found(start_trainer: Start) -> None:
+    trainer = await start_trainer(checkpoint={"keep": 1, "keep_best": 1}, data={"eval": {"path": "eval.jsonl"}})
+    for step, score in ((1, 0.0), (2, 0.75), (3, None), (4, 0.5)):
+        await trainer.train(step, group_of([0, 1], version=step - 1))
+        await trainer.client.save_checkpoint(score=score, timeout=SECONDS)
+    assert sorted(p.name for p in (trainer.run_dir / "checkpoints").iterdir()) == ["step-000002", "step-000004"]
+    record = json.loads((trainer.run_dir / "checkpoints/step-000002/trainer.json").read_text())
+    assert record["score"] == 0.75
+    other = await start_trainer()
+    assert (await other.status()).checkpoint_step == 4
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf")])
+async def test_a_score_that_is_not_finite_is_refused(trainer: Trainer, score: float) -> None:
+    with pytest.raises(InvalidInput, match=r"score is (nan|inf); it must be finite: leave it out when there is none"):
+        await trainer.client.save_checkpoint(score=score, timeout=SECONDS)
+    assert trainer.engine.order == []
+
+
+async def test_the_average_is_exported_where_one_is_kept(start_trainer: Start) -> None:
+    trainer = await start_trainer(trainer={"ema_decay": 0.9})
+    path = Path(await trainer.client.export_model("model-ema", ema=True, timeout=SECONDS))
+    assert (path / "model.safetensors").read_text() == "0 on average"
+    other = await start_trainer()
+    with pytest.raises(WrongState, match=r"trainer\.ema_decay = 0, so no average is kept; set it"):
+        await other.client.export_model("other", ema=True, timeout=SECONDS)
+    assert not (other.run_dir / "other").exists()
 
 
 async def test_a_checkpoint_that_fails_half_way_leaves_the_one_before(trainer: Trainer) -> None:

@@ -29,6 +29,10 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
     ) -> None:
         super().__init__(member_id, config)
         self.checkpoints: dict[int, tuple[int, int]] = {} if checkpoints is None else checkpoints
+        self.scores: dict[int, float | None] = {}
+        """Held-out score of every checkpoint, as the coordinator told it."""
+        self.exports: list[tuple[str, bool]] = []
+        """Folders, and whether the average was asked for."""
         self.weights = self.step = self.version = self.skipped = 0
         self.epoch = 0
         self.batches: dict[int, list[str]] = {}
@@ -124,6 +128,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         self, request: trainer.SaveCheckpointRequest, context: Context
     ) -> trainer.SaveCheckpointResponse:
         self.checkpoints.setdefault(self.step, (self.weights, self.version))
+        self.scores[self.step] = request.score if request.HasField("score") else None
         if self.on_saved is not None:
             await self.on_saved(self.step)
         return trainer.SaveCheckpointResponse(step=self.step)
@@ -141,6 +146,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         return trainer.LoadCheckpointResponse(status=self.status())
 
     async def ExportModel(self, request: trainer.ExportModelRequest, context: Context) -> trainer.ExportModelResponse:
+        self.exports.append((request.name, request.ema))
         return trainer.ExportModelResponse(path=f"/somewhere/{request.name}")
 
     async def RaisePolicyVersion(

@@ -89,10 +89,10 @@ class FakeEngine:
         self._enter("load")
         self.updates = int((folder / "policy-000.safetensors").read_text())
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path, *, ema: bool = False) -> None:
         (folder / "config.json").write_text("{}")
         self._enter("export")
-        (folder / "model.safetensors").write_text(str(self.updates))
+        (folder / "model.safetensors").write_text(f"{self.updates}{' on average' if ema else ''}")
 
     def manifest(self) -> Manifest:
         return MANIFEST

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import transformers
 
 from fourfold.channel import open_channel
 from fourfold.errors import StaleEpoch, WrongState
+from fourfold.scratch import Scratch
 from fourfold.tokenizer import tokenizer_sha256
 from fourfold.trainer.client import TrainerClient, TrainerWeightClient
 from fourfold.weights.manifest import Manifest
@@ -107,6 +109,11 @@ def service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
         one.end()
 
 
+@pytest.fixture
+def llama(tiny_model: TinyModel) -> Path:
+    return tiny_model("llama", 0, "float32")
+
+
 def gone(processes: Sequence[psutil.Process], timeout: float = 5.0) -> bool:
     return not psutil.wait_procs(list(processes), timeout=timeout)[1]
 
@@ -152,7 +159,7 @@ async def test_two_ranks_train_send_weights_save_export_and_say_who_died(
 
     damaged = trainer.run_dir / "checkpoints/step-000001/policy-001.safetensors"
     damaged.write_bytes(b"\xff" * damaged.stat().st_size)
-    with pytest.raises(WrongState, match="rank"):
+    with pytest.raises(WrongState, match=r"policy-001\.safetensors cannot be read"):
         await client.load_checkpoint(1, timeout=60)
     untouched = await client.compute_logprobs(batch(99), timeout=60)
     assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(untouched, after, strict=True))
@@ -190,15 +197,29 @@ def test_two_ranks_end_in_good_order(service: Callable[..., Service], llama: Pat
     assert gone(ranks)
 
 
-def test_a_rank_does_not_outlive_the_service(service: Callable[..., Service], llama: Path) -> None:
+def test_a_rank_does_not_outlive_the_service(
+    service: Callable[..., Service],
+    llama: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    temporary = tmp_path_factory.mktemp("tmp")
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
     trainer = service(llama, ranks=2)
     end = time.monotonic() + 100
     while not trainer.ranks() and time.monotonic() < end:  # in the middle of its start
         time.sleep(0.05)
     ranks = trainer.ranks()
     assert ranks
+    (folder,) = temporary.glob("fourfold-ranks-*")
+    os.utime(folder, (0, 0))
+    Scratch("ranks").remove()
+    assert folder.exists()
     trainer.process.kill()
     assert gone(ranks)
+    Scratch("ranks").remove()  # as the next trainer does
+    assert not folder.exists()
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_service_with_one_clear_message(

@@ -85,6 +85,18 @@ def test_a_critic_takes_as_much_again_in_the_same_ranks() -> None:
     assert checkpoint_bytes(config, SHAPE, half) == 1.5 * checkpoint_bytes(recipe(), SHAPE)
 
 
+def test_an_average_is_a_fourth_float32_copy_of_the_policy_alone() -> None:
+    million = SHAPE.parameter_count
+    for stage, share in ((0, 1), (1, 4), (2, 4), (3, 4)):
+        tables: dict[str, Any] = {"ranks": 4, "zero_stage": stage}
+        with_it = recipe(trainer={**tables, "ema_decay": 0.9}, algorithm={"preset": "ppo"})
+        without = recipe(trainer=tables, algorithm={"preset": "ppo"})
+        found, plain = memory_plan(with_it, SHAPE), memory_plan(without, SHAPE)
+        assert found[0].optimizer == plain[0].optimizer + 4 * million // share
+        assert found[1:] == plain[1:]
+        assert checkpoint_bytes(with_it, SHAPE) == checkpoint_bytes(without, SHAPE) + 4 * million
+
+
 def test_float32_doubles_weights_and_cache() -> None:
     narrow, wide = recipe(), recipe(model={"dtype": "float32"})
     assert kv_bytes_per_token(narrow, SHAPE) == 2 * 2 * 2 * 16 * 2

@@ -111,6 +111,12 @@ def test_values_never_change(tmp_path: Path) -> None:
             "[weights]\ntimeout_seconds = nan\n[sampling]",
             "weights.timeout_seconds = nan: input should be",
         ),
+        ("[sampling]", "[trainer]\nema_decay = 1\n[sampling]", "trainer.ema_decay = 1: input should be less than 1"),
+        (
+            "[sampling]",
+            "[checkpoint]\nkeep_best = 2\n[sampling]",
+            "checkpoint.keep_best = 2 needs held-out scores, and there is no held-out data; add [data.holdout] or",
+        ),
         ("[sampling]", "[algorithm.kl]\ncoef = inf\n[sampling]", "algorithm.kl.coef = inf: input should be"),
         ("[sampling]", "[trainer]\nlearning_rate = nan\n[sampling]", "trainer.learning_rate = nan: input should be"),
         ("[sampling]", '[algorithm]\npreset = "grop"\n[sampling]', ":15  algorithm: preset 'grop' is unknown; choose"),

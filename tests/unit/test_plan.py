@@ -35,7 +35,7 @@ algorithm   p is the log-probability of a sampled token now, o before the step; 
             loss of a token: l = -min(ratio A, clip(ratio, 0.8, 1.2) A).
             loss: l summed over all sampled tokens / their number: every token weighs the same (token-mean).
             updates: 1 a step, in which p = o, so that no clip binds.
-the run     24 steps = 2,304 trajectories. 2 checkpoints of about 1.8 GiB; the newest 2 stay in
+the run     24 steps = 2,304 trajectories. 2 checkpoints of about 1.5 GiB; the newest 2 stay in
             runs/quickstart/checkpoints.
 trainer     1 rank on CPU, ZeRO stage 3. The 96 trajectories go, in micro-batches of at most 2,048 tokens: 16
             of full length, so 6 passes at most. How they are split changes nothing in the result.
@@ -123,11 +123,22 @@ def test_plan_tells_how_a_batch_is_used() -> None:
     assert "one step 1 prompt x 1 sample = 1 trajectories" in one
 
 
+def test_plan_tells_what_is_kept() -> None:
+    best = changed(checkpoint={"keep": 1, "keep_best": 3})
+    assert "the newest 1 and the 3 with the best held-out score stay in runs/quickstart/checkpoints." in best
+    average = changed(trainer={"ema_decay": 0.992})
+    assert (
+        "A moving average of the weights, decay 0.992 with each optimizer step, is exported, too, as "
+        "runs/quickstart/model-ema." in average
+    )
+    assert "2 checkpoints of about 2.0 GiB" in average and "trainer 1 0.50 0.50 2.51" in average
+
+
 def test_plan_counts_the_critic() -> None:
     plain, text = changed(), changed(algorithm={"preset": "ppo"})
     assert "quickstart: 24 steps of ppo on" in text
     assert "1 rank on CPU for policy and critic, ZeRO stage 3." in text
-    assert "checkpoints of about 1.8 GiB" in plain and "checkpoints of about 3.5 GiB" in text
+    assert "checkpoints of about 1.5 GiB" in plain and "checkpoints of about 3.0 GiB" in text
     assert "critic 1 0.50 0.50 2.00 - - - 3.01 rollout" in text and "critic" not in plain
     with pytest.raises(ConfigError, match="no such folder"):
         changed(algorithm={"preset": "ppo"}, critic={"source": "no/such/folder"})

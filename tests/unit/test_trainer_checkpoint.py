@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,17 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from fourfold.errors import NotFound, Unavailable, WrongState
 from fourfold_trainer import checkpoint
 from fourfold_trainer.checkpoint import CheckpointStore, StepAnswer, TrainerState, whole
 
-LAYOUT = {"ranks": 1, "dtype": "float32"}
+LAYOUT = {"dtype": "float32", "weights": "ab"}
 
 
-def store(folder: Path, *, keep: int = 2, **layout: object) -> CheckpointStore:
-    return CheckpointStore(folder / "checkpoints", keep=keep, layout={**LAYOUT, **layout})
+def store(folder: Path, *, keep: int = 2, keep_best: int = 0, **layout: object) -> CheckpointStore:
+    return CheckpointStore(folder / "checkpoints", keep=keep, keep_best=keep_best, layout={**LAYOUT, **layout})
 
 
 def state(step: int, **more: object) -> TrainerState:
@@ -39,7 +41,7 @@ def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
     found, folder = other.read(12)
     assert found == state(12, skipped_step_count=3, batch_sha256="ab")
     assert folder == tmp_path / "checkpoints/step-000012"
-    assert checkpoint.read_tensors(folder / "policy-000.safetensors")["master.0"].tolist() == [0, 1, 2, 3]
+    assert safetensors.torch.load_file(folder / "policy-000.safetensors")["master.0"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_folder_without_its_last_file_is_no_checkpoint(tmp_path: Path) -> None:
@@ -62,10 +64,15 @@ def test_another_layout_and_damage_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-000001/trainer.json").write_text('{"format"')
     with pytest.raises(WrongState, match=r"trainer\.json is damaged"):
         store(tmp_path).read(1)
-    torn = tmp_path / "torn.safetensors"
-    torn.write_bytes(b"\0" * 16)
-    with pytest.raises(WrongState, match="cannot be read"):
-        checkpoint.read_tensors(torn)
+
+
+def test_another_format_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    store(tmp_path).save(state(1), write)
+    file = tmp_path / "checkpoints/step-000001/trainer.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps(record | {"format": 2}))
+    with pytest.raises(WrongState, match=r"has format 2, this version of the trainer reads 3; go on with the version"):
+        store(tmp_path).read(1)
 
 
 def test_old_ones_and_those_of_a_lost_future_go(tmp_path: Path) -> None:
@@ -75,6 +82,41 @@ def test_old_ones_and_those_of_a_lost_future_go(tmp_path: Path) -> None:
     assert [ours.newest_step, *(step for step in (2, 4, 6, 8) if _there(ours, step))] == [8, 6, 8]
     ours.save(state(7, lineage="after a restore of 6"), write)
     assert [step for step in (6, 7, 8) if _there(ours, step)] == [6, 7]
+
+
+def test_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
+    ours = store(tmp_path, keep=1, keep_best=2)
+    for step, score in ((2, 0.5), (4, 0.9), (6, None), (8, 0.5), (10, 0.1), (12, None)):
+        ours.save(state(step), write, score=score)
+    assert steps(tmp_path) == [4, 8, 12]  # of equal ones the newer
+    assert ours.newest_step == 12
+    reopened = store(tmp_path, keep=1, keep_best=2)
+    assert reopened.newest_step == 12 and reopened.read(12)[0].step == 12
+    reopened.save(state(14), write, score=0.7)
+    assert steps(tmp_path) == [4, 14], "the newest may be one of the best"
+    reopened.save(state(16), write, score=-1.0)
+    assert steps(tmp_path) == [4, 14, 16]
+
+
+def test_the_best_of_a_lost_future_go(tmp_path: Path) -> None:
+    ours = store(tmp_path, keep=1, keep_best=2)
+    for step, score in ((2, 0.5), (4, 0.9)):
+        ours.save(state(step), write, score=score)
+    ours.save(state(3), write)
+    assert steps(tmp_path) == [2, 3]
+
+
+def test_a_score_that_comes_later_counts(tmp_path: Path) -> None:
+    ours = store(tmp_path, keep=1, keep_best=1)
+    ours.save(state(1), write)
+    ours.save(state(1), never, score=0.5)
+    ours.save(state(1), never)  # without one it keeps what it has
+    ours.save(state(2), write)
+    assert steps(tmp_path) == [1, 2] and ours.read(1)[0] == state(1)
+    assert sorted(p.name for p in (tmp_path / "checkpoints/step-000001").iterdir()) == [
+        "policy-000.safetensors",
+        "trainer.json",
+    ]
 
 
 def test_the_same_step_is_written_again_only_when_it_is_another_state(tmp_path: Path) -> None:
@@ -102,7 +144,8 @@ def write(folder):
     print("half", flush=True)
     time.sleep(60)
 
-CheckpointStore(Path(sys.argv[1]), keep=1, layout={"ranks": 1, "dtype": "float32"}).save(TrainerState(step=2), write)
+store = CheckpointStore(Path(sys.argv[1]), keep=1, layout={"dtype": "float32", "weights": "ab"})
+store.save(TrainerState(step=2), write)
 """
     argv = [sys.executable, "-c", program, str(tmp_path / "checkpoints")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -114,6 +157,18 @@ CheckpointStore(Path(sys.argv[1]), keep=1, layout={"ranks": 1, "dtype": "float32
     ours = store(tmp_path)  # as after a restart
     assert ours.newest_step == 1 and ours.read(1)[0].step == 1
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_a_process_killed_while_it_removes_an_old_one_leaves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = store(tmp_path, keep=1)
+    ours.save(state(4), write)
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda path, ignore_errors: None)  # as if it died before
+        ours.save(state(3, lineage="after a restore of an older one"), write)
+    assert ours.newest_step == 3
+    assert store(tmp_path).newest_step == 3 and steps(tmp_path) == [3]
 
 
 def test_a_folder_is_replaced_in_one_step(tmp_path: Path) -> None:
@@ -148,6 +203,14 @@ def test_a_disk_that_refuses_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     with pytest.raises(Unavailable, match=r"cannot be written .*; nothing was changed: make room"):
         store(tmp_path).save(state(1), write)
+
+
+def steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
+
+
+def never(folder: Path) -> None:
+    raise AssertionError("it is there already")
 
 
 def _there(ours: CheckpointStore, step: int) -> bool:

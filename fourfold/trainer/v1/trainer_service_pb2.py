@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from fourfold.types.v1 import experience_pb2 as fourfold_dot_types_dot_v1_dot_experience__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)fourfold/trainer/v1/trainer_service.proto\x12\x13\x66ourfold.trainer.v1\x1a\"fourfold/types/v1/experience.proto\"\xff\x01\n\rTrainerStatus\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x30\n\x05phase\x18\x03 \x01(\x0e\x32!.fourfold.trainer.v1.TrainerPhase\x12\x17\n\x0f\x63heckpoint_step\x18\x04 \x01(\x03\x12\x1a\n\x12skipped_step_count\x18\x05 \x01(\x03\x12\x12\n\nrank_count\x18\x06 \x01(\x05\x12\x18\n\x10tokenizer_sha256\x18\x07 \x01(\x0c\x12\x17\n\x0fvocabulary_size\x18\x08 \x01(\x05\x12\x1a\n\x12max_context_tokens\x18\t \x01(\x05\"\x12\n\x10GetStatusRequest\"G\n\x11GetStatusResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.trainer.v1.TrainerStatus\"\x14\n\x12WatchStatusRequest\"I\n\x13WatchStatusResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.trainer.v1.TrainerStatus\"T\n\x10TrainStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x32\n\x0b\x65xperiences\x18\x02 \x03(\x0b\x32\x1d.fourfold.types.v1.Experience\"\xc7\x01\n\x11TrainStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x16\n\x0eskipped_reason\x18\x03 \x01(\t\x12\x44\n\x07metrics\x18\x04 \x03(\x0b\x32\x33.fourfold.trainer.v1.TrainStepResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"L\n\x16\x43omputeLogprobsRequest\x12\x32\n\x0b\x65xperiences\x18\x01 \x03(\x0b\x32\x1d.fourfold.types.v1.Experience\"C\n\x17\x43omputeLogprobsResponse\x12\x10\n\x08logprobs\x18\x01 \x03(\x0c\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"\x17\n\x15SaveCheckpointRequest\"&\n\x16SaveCheckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\"%\n\x15LoadCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\"L\n\x16LoadCheckpointResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.trainer.v1.TrainerStatus\"\"\n\x12\x45xportModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"#\n\x13\x45xportModelResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"3\n\x19RaisePolicyVersionRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\"4\n\x1aRaisePolicyVersionResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03*\xd5\x01\n\x0cTrainerPhase\x12\x1d\n\x19TRAINER_PHASE_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRAINER_PHASE_STARTING\x10\x01\x12\x19\n\x15TRAINER_PHASE_WAITING\x10\x02\x12\x1a\n\x16TRAINER_PHASE_TRAINING\x10\x03\x12\x1c\n\x18TRAINER_PHASE_PUBLISHING\x10\x04\x12\x18\n\x14TRAINER_PHASE_SAVING\x10\x05\x12\x1b\n\x17TRAINER_PHASE_COMPUTING\x10\x06\x32\xcb\x06\n\x0eTrainerService\x12Z\n\tGetStatus\x12%.fourfold.trainer.v1.GetStatusRequest\x1a&.fourfold.trainer.v1.GetStatusResponse\x12\x62\n\x0bWatchStatus\x12\'.fourfold.trainer.v1.WatchStatusRequest\x1a(.fourfold.trainer.v1.WatchStatusResponse0\x01\x12\\\n\tTrainStep\x12%.fourfold.trainer.v1.TrainStepRequest\x1a&.fourfold.trainer.v1.TrainStepResponse(\x01\x12l\n\x0f\x43omputeLogprobs\x12+.fourfold.trainer.v1.ComputeLogprobsRequest\x1a,.fourfold.trainer.v1.ComputeLogprobsResponse\x12i\n\x0eSaveCheckpoint\x12*.fourfold.trainer.v1.SaveCheckpointRequest\x1a+.fourfold.trainer.v1.SaveCheckpointResponse\x12i\n\x0eLoadCheckpoint\x12*.fourfold.trainer.v1.LoadCheckpointRequest\x1a+.fourfold.trainer.v1.LoadCheckpointResponse\x12`\n\x0b\x45xportModel\x12\'.fourfold.trainer.v1.ExportModelRequest\x1a(.fourfold.trainer.v1.ExportModelResponse\x12u\n\x12RaisePolicyVersion\x12..fourfold.trainer.v1.RaisePolicyVersionRequest\x1a/.fourfold.trainer.v1.RaisePolicyVersionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)fourfold/trainer/v1/trainer_service.proto\x12\x13\x66ourfold.trainer.v1\x1a\"fourfold/types/v1/experience.proto\"\xff\x01\n\rTrainerStatus\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x30\n\x05phase\x18\x03 \x01(\x0e\x32!.fourfold.trainer.v1.TrainerPhase\x12\x17\n\x0f\x63heckpoint_step\x18\x04 \x01(\x03\x12\x1a\n\x12skipped_step_count\x18\x05 \x01(\x03\x12\x12\n\nrank_count\x18\x06 \x01(\x05\x12\x18\n\x10tokenizer_sha256\x18\x07 \x01(\x0c\x12\x17\n\x0fvocabulary_size\x18\x08 \x01(\x05\x12\x1a\n\x12max_context_tokens\x18\t \x01(\x05\"\x12\n\x10GetStatusRequest\"G\n\x11GetStatusResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.trainer.v1.TrainerStatus\"\x14\n\x12WatchStatusRequest\"I\n\x13WatchStatusResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.trainer.v1.TrainerStatus\"T\n\x10TrainStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x32\n\x0b\x65xperiences\x18\x02 \x03(\x0b\x32\x1d.fourfold.types.v1.Experience\"\xc7\x01\n\x11TrainStepResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x16\n\x0eskipped_reason\x18\x03 \x01(\t\x12\x44\n\x07metrics\x18\x04 \x03(\x0b\x32\x33.fourfold.trainer.v1.TrainStepResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"L\n\x16\x43omputeLogprobsRequest\x12\x32\n\x0b\x65xperiences\x18\x01 \x03(\x0b\x32\x1d.fourfold.types.v1.Experience\"C\n\x17\x43omputeLogprobsResponse\x12\x10\n\x08logprobs\x18\x01 \x03(\x0c\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"5\n\x15SaveCheckpointRequest\x12\x12\n\x05score\x18\x01 \x01(\x01H\x00\x88\x01\x01\x42\x08\n\x06_score\"&\n\x16SaveCheckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\"%\n\x15LoadCheckpointRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\"L\n\x16LoadCheckpointResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.trainer.v1.TrainerStatus\"/\n\x12\x45xportModelRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03\x65ma\x18\x02 \x01(\x08\"#\n\x13\x45xportModelResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\"3\n\x19RaisePolicyVersionRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\"4\n\x1aRaisePolicyVersionResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03*\xd5\x01\n\x0cTrainerPhase\x12\x1d\n\x19TRAINER_PHASE_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRAINER_PHASE_STARTING\x10\x01\x12\x19\n\x15TRAINER_PHASE_WAITING\x10\x02\x12\x1a\n\x16TRAINER_PHASE_TRAINING\x10\x03\x12\x1c\n\x18TRAINER_PHASE_PUBLISHING\x10\x04\x12\x18\n\x14TRAINER_PHASE_SAVING\x10\x05\x12\x1b\n\x17TRAINER_PHASE_COMPUTING\x10\x06\x32\xcb\x06\n\x0eTrainerService\x12Z\n\tGetStatus\x12%.fourfold.trainer.v1.GetStatusRequest\x1a&.fourfold.trainer.v1.GetStatusResponse\x12\x62\n\x0bWatchStatus\x12\'.fourfold.trainer.v1.WatchStatusRequest\x1a(.fourfold.trainer.v1.WatchStatusResponse0\x01\x12\\\n\tTrainStep\x12%.fourfold.trainer.v1.TrainStepRequest\x1a&.fourfold.trainer.v1.TrainStepResponse(\x01\x12l\n\x0f\x43omputeLogprobs\x12+.fourfold.trainer.v1.ComputeLogprobsRequest\x1a,.fourfold.trainer.v1.ComputeLogprobsResponse\x12i\n\x0eSaveCheckpoint\x12*.fourfold.trainer.v1.SaveCheckpointRequest\x1a+.fourfold.trainer.v1.SaveCheckpointResponse\x12i\n\x0eLoadCheckpoint\x12*.fourfold.trainer.v1.LoadCheckpointRequest\x1a+.fourfold.trainer.v1.LoadCheckpointResponse\x12`\n\x0b\x45xportModel\x12\'.fourfold.trainer.v1.ExportModelRequest\x1a(.fourfold.trainer.v1.ExportModelResponse\x12u\n\x12RaisePolicyVersion\x12..fourfold.trainer.v1.RaisePolicyVersionRequest\x1a/.fourfold.trainer.v1.RaisePolicyVersionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,8 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._loaded_options = None
   _globals['_TRAINSTEPRESPONSE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_TRAINERPHASE']._serialized_start=1348
-  _globals['_TRAINERPHASE']._serialized_end=1561
+  _globals['_TRAINERPHASE']._serialized_start=1391
+  _globals['_TRAINERPHASE']._serialized_end=1604
   _globals['_TRAINERSTATUS']._serialized_start=103
   _globals['_TRAINERSTATUS']._serialized_end=358
   _globals['_GETSTATUSREQUEST']._serialized_start=360
@@ -57,21 +57,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMPUTELOGPROBSRESPONSE']._serialized_start=916
   _globals['_COMPUTELOGPROBSRESPONSE']._serialized_end=983
   _globals['_SAVECHECKPOINTREQUEST']._serialized_start=985
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1008
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1010
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1048
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=1050
-  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=1087
-  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=1089
-  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=1165
-  _globals['_EXPORTMODELREQUEST']._serialized_start=1167
-  _globals['_EXPORTMODELREQUEST']._serialized_end=1201
-  _globals['_EXPORTMODELRESPONSE']._serialized_start=1203
-  _globals['_EXPORTMODELRESPONSE']._serialized_end=1238
-  _globals['_RAISEPOLICYVERSIONREQUEST']._serialized_start=1240
-  _globals['_RAISEPOLICYVERSIONREQUEST']._serialized_end=1291
-  _globals['_RAISEPOLICYVERSIONRESPONSE']._serialized_start=1293
-  _globals['_RAISEPOLICYVERSIONRESPONSE']._serialized_end=1345
-  _globals['_TRAINERSERVICE']._serialized_start=1564
-  _globals['_TRAINERSERVICE']._serialized_end=2407
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=1038
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=1040
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=1078
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_start=1080
+  _globals['_LOADCHECKPOINTREQUEST']._serialized_end=1117
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_start=1119
+  _globals['_LOADCHECKPOINTRESPONSE']._serialized_end=1195
+  _globals['_EXPORTMODELREQUEST']._serialized_start=1197
+  _globals['_EXPORTMODELREQUEST']._serialized_end=1244
+  _globals['_EXPORTMODELRESPONSE']._serialized_start=1246
+  _globals['_EXPORTMODELRESPONSE']._serialized_end=1281
+  _globals['_RAISEPOLICYVERSIONREQUEST']._serialized_start=1283
+  _globals['_RAISEPOLICYVERSIONREQUEST']._serialized_end=1334
+  _globals['_RAISEPOLICYVERSIONRESPONSE']._serialized_start=1336
+  _globals['_RAISEPOLICYVERSIONRESPONSE']._serialized_end=1388
+  _globals['_TRAINERSERVICE']._serialized_start=1607
+  _globals['_TRAINERSERVICE']._serialized_end=2450
 # @@protoc_insertion_point(module_scope)

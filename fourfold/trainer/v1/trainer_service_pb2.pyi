@@ -340,18 +340,27 @@ Global___ComputeLogprobsResponse: _TypeAlias = ComputeLogprobsResponse  # noqa: 
 
 @_typing.final
 class SaveCheckpointRequest(_message.Message):
-    """Empty on purpose, so that fields can be added later."""
+    """What is known about the present weights."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    SCORE_FIELD_NUMBER: _builtins.int
+    score: _builtins.float
+    """Mean score of a held-out evaluation of them, finite, higher is better; unset: there was
+    none, and the checkpoint stays only as long as it is among the newest.
+    """
     def __init__(
         self,
+        *,
+        score: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_score", b"_score", "score", b"score"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__score: _TypeAlias = _typing.Literal["score"]  # noqa: Y015
+    _WhichOneofArgType__score: _TypeAlias = _typing.Literal["_score", b"_score"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__score) -> _WhichOneofReturnType__score | None: ...
 
 Global___SaveCheckpointRequest: _TypeAlias = SaveCheckpointRequest  # noqa: Y015
 
@@ -430,18 +439,24 @@ class ExportModelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
+    EMA_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of a folder inside the trainer's run folder, [A-Za-z0-9_-]{1,128}; replaced when
     it exists.
+    """
+    ema: _builtins.bool
+    """True: the moving average of the weights instead of them. FAILED_PRECONDITION when the
+    recipe keeps none (trainer.ema_decay = 0).
     """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
+        ema: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ema", b"ema", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -120,15 +120,17 @@ class TrainerServiceServicer(object):
 
     def SaveCheckpoint(self, request, context):
         """Writes a checkpoint of the present step and answers when it is durable. Idempotent:
-        a checkpoint that exists is not written again.
+        a checkpoint that exists is not written again, but takes a score that is new. The newest
+        ones stay, and those with the best scores, as many as the recipe says.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadCheckpoint(self, request, context):
-        """Restores weights, optimizer, schedule and random state of a checkpoint. NOT_FOUND when
-        there is none of that step; then nothing changed.
+        """Restores weights, optimizer, average, schedule and random state of a checkpoint, which
+        may come from another number of ranks or another ZeRO stage. NOT_FOUND when there is none
+        of that step; then nothing changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -53,11 +53,13 @@ class TrainerServiceStub:
     """Returns the log-probability of every token under the current weights. Idempotent."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.SaveCheckpointRequest, _trainer_service_pb2.SaveCheckpointResponse]
     """Writes a checkpoint of the present step and answers when it is durable. Idempotent:
-    a checkpoint that exists is not written again.
+    a checkpoint that exists is not written again, but takes a score that is new. The newest
+    ones stay, and those with the best scores, as many as the recipe says.
     """
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.LoadCheckpointRequest, _trainer_service_pb2.LoadCheckpointResponse]
-    """Restores weights, optimizer, schedule and random state of a checkpoint. NOT_FOUND when
-    there is none of that step; then nothing changed.
+    """Restores weights, optimizer, average, schedule and random state of a checkpoint, which
+    may come from another number of ranks or another ZeRO stage. NOT_FOUND when there is none
+    of that step; then nothing changed.
     """
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ExportModelRequest, _trainer_service_pb2.ExportModelResponse]
     """Writes the weights as a Hugging Face model folder, whole or not at all."""
@@ -91,11 +93,13 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Returns the log-probability of every token under the current weights. Idempotent."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.SaveCheckpointRequest, _trainer_service_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Writes a checkpoint of the present step and answers when it is durable. Idempotent:
-    a checkpoint that exists is not written again.
+    a checkpoint that exists is not written again, but takes a score that is new. The newest
+    ones stay, and those with the best scores, as many as the recipe says.
     """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.LoadCheckpointRequest, _trainer_service_pb2.LoadCheckpointResponse]  # type: ignore[assignment]
-    """Restores weights, optimizer, schedule and random state of a checkpoint. NOT_FOUND when
-    there is none of that step; then nothing changed.
+    """Restores weights, optimizer, average, schedule and random state of a checkpoint, which
+    may come from another number of ranks or another ZeRO stage. NOT_FOUND when there is none
+    of that step; then nothing changed.
     """
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ExportModelRequest, _trainer_service_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Writes the weights as a Hugging Face model folder, whole or not at all."""
@@ -156,7 +160,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.SaveCheckpointResponse, _abc.Awaitable[_trainer_service_pb2.SaveCheckpointResponse]]:
         """Writes a checkpoint of the present step and answers when it is durable. Idempotent:
-        a checkpoint that exists is not written again.
+        a checkpoint that exists is not written again, but takes a score that is new. The newest
+        ones stay, and those with the best scores, as many as the recipe says.
         """
 
     @_abc_1.abstractmethod
@@ -165,8 +170,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_service_pb2.LoadCheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.LoadCheckpointResponse, _abc.Awaitable[_trainer_service_pb2.LoadCheckpointResponse]]:
-        """Restores weights, optimizer, schedule and random state of a checkpoint. NOT_FOUND when
-        there is none of that step; then nothing changed.
+        """Restores weights, optimizer, average, schedule and random state of a checkpoint, which
+        may come from another number of ranks or another ZeRO stage. NOT_FOUND when there is none
+        of that step; then nothing changed.
         """
 
     @_abc_1.abstractmethod

@@ -47,6 +47,7 @@ from .weight_update import Update
 log = logging.getLogger("fourfold.coordinator")
 
 MODEL_FOLDER: Final = "model"
+EMA_FOLDER: Final = "model-ema"
 _SECONDS: Final = "seconds"  # of the run's earlier lives, in the ledger
 PEAK_MEMORY: Final = "peak_memory_bytes"
 
@@ -195,8 +196,11 @@ class Loop:
         """Have the trainer write its checkpoint; when it is durable, commit ours."""
         self.board.phase(run_pb.RUN_PHASE_SAVING)
         timeout = self.config.trainer.step_timeout_seconds
+        score = next((row.score for row in self.ledger.evals() if row.step == step), None)
         async with self.broker.lock:  # the trainer does one thing at a time
-            saved = await self.session.call("SaveCheckpoint", lambda r: r.trainer.save_checkpoint(timeout=timeout))
+            saved = await self.session.call(
+                "SaveCheckpoint", lambda r: r.trainer.save_checkpoint(score=score, timeout=timeout)
+            )
         if saved != step:
             raise Internal(f"the trainer wrote a checkpoint of step {saved} after step {step}")
         self._keep_facts()
@@ -205,13 +209,10 @@ class Loop:
         )
 
     async def finish(self) -> None:
-        """Export the model and write the report."""
+        """Export the model, and its average where there is one, and write the report."""
         self.board.phase(run_pb.RUN_PHASE_SAVING)
-        timeout = self.config.trainer.step_timeout_seconds
-        async with self.broker.lock:
-            model = await self.session.call(
-                "ExportModel", lambda r: r.trainer.export_model(MODEL_FOLDER, timeout=timeout)
-            )
+        model = await self.export(MODEL_FOLDER)
+        ema = await self.export(EMA_FOLDER, ema=True) if self.config.trainer.ema_decay else None
         self._keep_facts()
         facts = report.build(
             self.config,
@@ -220,9 +221,18 @@ class Loop:
             peak_memory_bytes=self.memory.peak_bytes,
             uncounted=self.memory.uncounted,
             model=model,
+            model_ema=ema,
         )
         await asyncio.to_thread(report.write, self.folder, facts, self.ledger.steps(), self.ledger.evals())
         log.info("done: %s; the model is in %s", self.folder / "report.json", model)
+
+    async def export(self, name: str, *, ema: bool = False) -> str:
+        """Have the trainer write its weights, or their average; return the folder."""
+        timeout = self.config.trainer.step_timeout_seconds
+        async with self.broker.lock:
+            return await self.session.call(
+                "ExportModel", lambda r: r.trainer.export_model(name, ema=ema, timeout=timeout)
+            )
 
     # -- numbers --------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ report.json, all times in seconds, sizes in bytes:
     answers_before, answers_after  ten sampled answers to the same held-out prompts
     skipped_steps, dropped       steps that had nothing to learn; dropped samples by reason
     policy_version, model        of the last weights; folder of the export
+    model_ema                    folder of the export of their moving average, or null
     distance                     to the newest finished run of the same recipe beside this one, or null (`compare`)
 """
 
@@ -60,6 +61,7 @@ def build(
     seconds: float,
     peak_memory_bytes: int,
     model: str,
+    model_ema: str | None = None,
     uncounted: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the report.
@@ -70,6 +72,7 @@ def build(
         seconds: that the run took.
         peak_memory_bytes: largest sum over its processes.
         model: folder of the export.
+        model_ema: folder of the export of the average; None: none is kept.
         uncounted: services whose memory is not in that sum.
     """
     steps, evals = ledger.steps(), ledger.evals()
@@ -91,6 +94,7 @@ def build(
         "dropped": ledger.dropped(),
         "policy_version": steps[-1].policy_version if steps else 0,
         "model": model,
+        "model_ema": model_ema,
         "answers_before": before.answers if before else [],
         "answers_after": after.answers if after else [],
     }

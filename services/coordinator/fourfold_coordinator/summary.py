@@ -174,5 +174,6 @@ def _files(run_dir: Path) -> list[str]:
         ("metrics.jsonl", "every metric of every step"),
         ("samples.jsonl", "every trajectory: tokens, log-probabilities, versions, scores"),
         ("model", "the trained model, a Hugging Face folder"),
+        ("model-ema", "the same with the moving average of its weights"),
     )
     return [f"{run_dir / name!s:36}  {what}" for name, what in named if (run_dir / name).exists()]

@@ -1,8 +1,8 @@
-"""Checkpoints on disk: whole or not there, and the newest few stay.
+"""Checkpoints on disk: whole or not there; the newest few and the best few stay.
 
     checkpoints/step-000012/
-        trainer.json            step, policy version, last answer, layout; names every other file
-        policy-000.safetensors  float32 weights, Adam's moments, random state of rank 0
+        trainer.json            step, policy version, last answer, held-out score, layout; names every other file
+        policy-000.safetensors  rank 0's part of the policy: weights, optimizer, random state (see shards.py)
         policy-001.safetensors  ...
         critic-000.safetensors  the same of the critic, where there is one
 
@@ -13,7 +13,9 @@ renamed when it is complete: a crash leaves the folder of before. The same is do
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -26,11 +28,13 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from fourfold.config import Config
 from fourfold.errors import NotFound, Unavailable, WrongState
+from fourfold.weights.manifest import Manifest
 from fourfold_trainer.algorithm.rewards import RunningMoments
 from fourfold_trainer.credit import Memory
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 STATE_FILE: Final = "trainer.json"
 _PREFIX: Final = "step-"
 _HIDDEN: Final = ".partial-"
@@ -67,19 +71,26 @@ class TrainerState:
     """Of the algorithm."""
 
 
+def layout_of(config: Config, manifest: Manifest) -> dict[str, object]:
+    """Return what must be equal in a trainer that loads a checkpoint: the same for all ranks and stages."""
+    shapes = sorted((spec.name, list(spec.shape)) for spec in manifest.tensors)
+    return {"dtype": config.model.dtype, "weights": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()}
+
+
 class CheckpointStore:
     """The checkpoints of one run. Belongs to one thread, except `newest_step`."""
 
-    def __init__(self, folder: Path, *, keep: int, layout: Mapping[str, object]) -> None:
+    def __init__(self, folder: Path, *, keep: int, keep_best: int = 0, layout: Mapping[str, object]) -> None:
         """Open a folder, made when the first checkpoint is written.
 
         Args:
             folder: of all checkpoints.
             keep: newest ones that stay.
-            layout: what must be equal in a trainer that loads one, such as ranks, stage and dtype.
+            keep_best: those with the highest scores that stay, too.
+            layout: what must be equal in a trainer that loads one: `layout_of`.
         """
         self._folder = folder
-        self._keep = keep
+        self._keep, self._keep_best = keep, keep_best
         self._layout = dict(layout)
         for partial in folder.glob(f"{_HIDDEN}*"):
             shutil.rmtree(partial, ignore_errors=True)
@@ -89,23 +100,26 @@ class CheckpointStore:
         """Step of the newest complete checkpoint; -1 for none."""
         return max(self._steps(), default=-1)
 
-    def save(self, state: TrainerState, write: Callable[[Path], None]) -> None:
-        """Write a checkpoint, unless the same one is there; then drop those that are too old.
+    def save(self, state: TrainerState, write: Callable[[Path], None], *, score: float | None = None) -> None:
+        """Write a checkpoint, unless the same one is there; then drop those that are too old and not good enough.
 
         Args:
             state: of the trainer.
             write: puts every rank's file into the folder that it is given, durably.
+            score: of a held-out evaluation of these weights, higher is better; None: there was none.
 
         Raises:
             Unavailable: the disk refuses.
         """
         if self._is_there(state):
-            return
-        with whole(self._path(state.step)) as partial:
-            write(partial)
-            files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-            record = {"format": FORMAT, "layout": self._layout, "files": files, "state": asdict(state)}
-            write_text(partial / STATE_FILE, json.dumps(record, indent=1))
+            if score is not None and score != self._score(state.step):
+                self._add_score(state.step, score)
+        else:
+            with whole(self._path(state.step)) as partial:
+                write(partial)
+                files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+                record = {"format": FORMAT, "layout": self._layout, "files": files, "score": score}
+                write_text(partial / STATE_FILE, json.dumps(record | {"state": asdict(state)}, indent=1))
         self._prune(state.step)
 
     def read(self, step: int) -> tuple[TrainerState, Path]:
@@ -124,7 +138,10 @@ class CheckpointStore:
         except ValueError:
             raise WrongState(f"{folder / STATE_FILE} is damaged; restore another checkpoint") from None
         if record["format"] != FORMAT:
-            raise WrongState(f"{folder} has format {record['format']}; this trainer reads {FORMAT}")
+            raise WrongState(
+                f"{folder} has format {record['format']}, this version of the trainer reads {FORMAT}; go on with the "
+                f"version that wrote it, or begin a new run from an exported model"
+            )
         for key, mine in self._layout.items():
             if record["layout"].get(key) != mine:
                 raise WrongState(
@@ -145,10 +162,33 @@ class CheckpointStore:
         return False
 
     def _prune(self, step: int) -> None:
-        past = sorted(s for s in self._steps() if s <= step)
-        lost_future = [s for s in self._steps() if s > step]  # written before an older one was restored
-        for old in [*past[: -self._keep], *lost_future]:
-            shutil.rmtree(self._path(old), ignore_errors=True)
+        past = sorted(s for s in self._steps() if s <= step)  # a later one was written before an older was restored
+        ranked = sorted((score, s) for s in past if (score := self._score(s)) is not None)  # of equals the newer wins
+        best = [s for _, s in ranked[max(len(ranked) - self._keep_best, 0) :]]
+        for gone in set(self._steps()) - {*past[-self._keep :], *best}:
+            self._remove(self._path(gone))
+
+    def _remove(self, folder: Path) -> None:
+        """Remove a checkpoint; one that a crash leaves half removed must not look like one."""
+        hidden = folder.with_name(f"{_HIDDEN}{folder.name}-{os.getpid()}")
+        with suppress(OSError):  # it stays, and is tried again after the next one
+            folder.rename(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+    def _score(self, step: int) -> float | None:
+        """Return the score that a checkpoint was saved with, if any."""
+        try:
+            score = json.loads((self._path(step) / STATE_FILE).read_text(encoding="utf-8"))["score"]
+        except (OSError, ValueError, KeyError):  # damaged, or of an older version
+            return None
+        return float(score) if score is not None and math.isfinite(score) else None
+
+    def _add_score(self, step: int, score: float) -> None:
+        path = self._path(step) / STATE_FILE
+        fresh = path.with_name(f"{path.name}.new")
+        write_text(fresh, json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"score": score}, indent=1))
+        fresh.replace(path)
+        sync(path.parent)
 
     def _steps(self) -> list[int]:
         names = [path.parent.name.removeprefix(_PREFIX) for path in self._folder.glob(f"{_PREFIX}*/{STATE_FILE}")]
@@ -214,9 +254,9 @@ def _exchange(first: Path, second: Path) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def rank_file(model: str, rank: int) -> str:
-    """Return the name of the file of a rank's part of `policy` or `critic`."""
-    return f"{model}-{rank:03d}.safetensors"
+def rank_file(model: str, rank: int | None) -> str:
+    """Return the name of the file of a rank's part of `policy` or `critic`; None: a pattern for those of all ranks."""
+    return f"{model}-{'*' if rank is None else format(rank, '03d')}.safetensors"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -230,18 +270,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         sync(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise _refused(path, error) from None
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file.
-
-    Raises:
-        WrongState: it cannot be read.
-    """
-    try:
-        return safetensors.torch.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise WrongState(f"{path} cannot be read ({error}); restore another checkpoint") from None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -30,7 +30,7 @@ from fourfold.weights.manifest import Manifest
 from fourfold.wire import Float32Array, Sample
 from fourfold_trainer import report
 from fourfold_trainer import step as steps
-from fourfold_trainer.checkpoint import CheckpointStore, StepAnswer, TrainerState, whole
+from fourfold_trainer.checkpoint import CheckpointStore, StepAnswer, TrainerState, layout_of, whole
 from fourfold_trainer.engine import Engine, Sent
 from fourfold_trainer.engine_thread import EngineThread, Phase
 from fourfold_trainer.passes import look_up
@@ -156,17 +156,17 @@ class TrainerCore:
         """Return float32 [n] per sample, the first value NaN, and the policy version."""
         return await self._thread.run(Phase.COMPUTING, lambda: self._do_compute_logprobs(samples), timeout=timeout)
 
-    async def save_checkpoint(self, *, timeout: float) -> int:
-        """Write a checkpoint of the present step; return the step."""
-        return await self._thread.run(Phase.SAVING, self._do_save, timeout=timeout)
+    async def save_checkpoint(self, *, score: float | None = None, timeout: float) -> int:
+        """Write a checkpoint of the present step, with its held-out score if it has one; return the step."""
+        return await self._thread.run(Phase.SAVING, lambda: self._do_save(score), timeout=timeout)
 
     async def load_checkpoint(self, step: int, *, timeout: float) -> Status:
         """Restore a checkpoint. NotFound, and nothing changed, when there is none of that step."""
         return await self._thread.run(Phase.SAVING, lambda: self._do_load(step), timeout=timeout)
 
-    async def export(self, name: str, *, timeout: float) -> Path:
-        """Write the weights as a Hugging Face folder in the run's folder; return its absolute path."""
-        return await self._thread.run(Phase.SAVING, lambda: self._do_export(name), timeout=timeout)
+    async def export(self, name: str, *, ema: bool = False, timeout: float) -> Path:
+        """Write the weights, or their average, as a Hugging Face folder in the run's folder; return its path."""
+        return await self._thread.run(Phase.SAVING, lambda: self._do_export(name, ema=ema), timeout=timeout)
 
     async def raise_policy_version(self, version: int, *, timeout: float) -> int:
         """Raise the version of the present weights to at least `version`; return it."""
@@ -218,14 +218,12 @@ class TrainerCore:
     def _do_start(self) -> None:
         engine = self._make_engine()
         config = self._config
-        layout = {
-            "ranks": config.trainer.ranks,
-            "zero_stage": config.trainer.zero_stage,
-            "dtype": config.model.dtype,
-            "weights": engine.manifest().sha256.hex(),
-        }
-        folder = self._run_dir / "checkpoints"
-        self._store = CheckpointStore(folder, keep=config.checkpoint.keep, layout=layout)
+        self._store = CheckpointStore(
+            self._run_dir / "checkpoints",
+            keep=config.checkpoint.keep,
+            keep_best=config.checkpoint.keep_best,
+            layout=layout_of(config, engine.manifest()),
+        )
         self._engine = engine
         self._set(checkpoint_step=self._store.newest_step, vocabulary_size=engine.vocabulary_size)
 
@@ -273,9 +271,9 @@ class TrainerCore:
         found = look_up(self._running.compute_logprobs, samples, every, self._config)
         return [np.concatenate([_NAN, row]) for row in found], self._status.state.policy_version
 
-    def _do_save(self) -> int:
+    def _do_save(self, score: float | None) -> int:
         state = self._status.state
-        self._checkpoints.save(state, self._running.save)
+        self._checkpoints.save(state, self._running.save, score=score)
         self._set(checkpoint_step=self._checkpoints.newest_step)
         return state.step
 
@@ -285,12 +283,16 @@ class TrainerCore:
         self._set(state=state)
         return replace(self._status, phase=Phase.WAITING)
 
-    def _do_export(self, name: str) -> Path:
+    def _do_export(self, name: str, *, ema: bool) -> Path:
         target = (self._run_dir / name).absolute()
         if name in ("checkpoints", "logs"):
             raise InvalidInput(f"name {name!r} is the run's own folder; choose another one, such as `model`")
+        if ema and not self._config.trainer.ema_decay:
+            raise WrongState(
+                "trainer.ema_decay = 0, so no average is kept; set it, such as 0.99, or export without ema"
+            )
         with whole(target) as partial:
-            self._running.export(partial)
+            self._running.export(partial, ema=ema)
         return target
 
     def _do_raise(self, version: int) -> int:

@@ -12,6 +12,7 @@ device that DeepSpeed uses is chosen when it is imported.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import warnings
@@ -33,7 +34,8 @@ from fourfold.nn import forward
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.source import DenseSource, WeightSource
 from fourfold.weights.zero3 import Zero3Source
-from fourfold_trainer import checkpoint
+from fourfold_trainer import checkpoint, masters, shards
+from fourfold_trainer.ema import Average
 
 _ADAM_EPSILON: Final = 1e-8
 # Elements of one gradient reduction: its buffer is allocated once, in the weights' dtype.
@@ -46,7 +48,9 @@ _ADAM_STATE: Final = ("exp_avg", "exp_avg_sq", "step")
 class _Trained:
     """One rank's part of one model and its optimizer. All methods belong to the thread that made it."""
 
-    def __init__(self, config: Config, table: TrainerConfig | CriticConfig, model: Any, *, rank: int) -> None:
+    def __init__(
+        self, config: Config, table: TrainerConfig | CriticConfig, model: Any, *, rank: int, ema: float = 0.0
+    ) -> None:
         """Give the model to DeepSpeed.
 
         Args:
@@ -54,6 +58,7 @@ class _Trained:
             table: where the optimizer's settings are.
             model: whole, on this rank.
             rank: of this process.
+            ema: decay of the weights' moving average; 0: none is kept.
         """
         self._config, self._rank = config, rank
         self._stage = config.trainer.zero_stage
@@ -68,6 +73,8 @@ class _Trained:
         # Some stages have made an empty step: Adam must not count it.
         self._inner.state.clear()
         self._engine.train()
+        self._masters = masters.find(self._engine.optimizer, self._model, stage=self._stage, rank=rank)
+        self._average = Average(self._masters.tensors, decay=ema) if ema else None
 
     def _forward(self, **arguments: Any) -> Any:
         if self._engine.training != torch.is_grad_enabled():  # gradient checkpoints are for gradients alone
@@ -81,6 +88,12 @@ class _Trained:
 
     def update(self, learning_rate: float) -> float:
         """Clip and step; return the gradient's norm before clipping. Not finite: nothing was changed."""
+        norm = self._step(learning_rate)
+        if self._average is not None and math.isfinite(norm):
+            self._average.update()
+        return norm
+
+    def _step(self, learning_rate: float) -> float:
         for group in self._inner.param_groups:
             group["lr"] = learning_rate
         if self._is_plain:  # DeepSpeed checks nothing here
@@ -96,28 +109,55 @@ class _Trained:
         norm = float(self._engine.get_global_grad_norm())
         return norm if self._engine.was_step_applied() else math.nan
 
-    def save(self, path: Path) -> None:
-        """Write this rank's masters, Adam's moments and random state."""
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self._state()}
-        tensors["rng.cpu"] = torch.get_rng_state()
+    def save(self, folder: Path, name: str) -> None:
+        """Write this rank's masters, Adam's moments, average and random state."""
+        random = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
-            tensors["rng.cuda"] = torch.cuda.get_rng_state(self._device)
-        checkpoint.write_tensors(path, tensors)
+            random["cuda"] = torch.cuda.get_rng_state(self._device)
+        states = [self._state(index) for index in range(len(self._masters.tensors))]
+        shards.write(folder / checkpoint.rank_file(name, self._rank), self._masters, states, random, rank=self._rank)
+
+    def read(self, folder: Path, name: str) -> shards.Shard:
+        """Read what this rank needs of all files; raise on every rank when one of them cannot."""
+        kinds = [shards.MASTER, *_ADAM_STATE, *([shards.EMA] if self._average else [])]
+        failure: WrongState | None = None
+        shard = shards.Shard(states=[], random={})
+        try:
+            shard = shards.read(folder, name, self._masters, kinds, rank=self._rank)
+        except WrongState as error:
+            failure = error
+        unreadable = torch.tensor([0 if failure is None else 1], device=self._device)
+        torch.distributed.all_reduce(unreadable)
+        if failure is not None:
+            raise failure
+        if unreadable.item():
+            raise WrongState(f"another rank cannot read its part of {folder}; restore another checkpoint")
+        return shard
 
     @torch.no_grad()
-    def restore(self, tensors: dict[str, Tensor]) -> None:
+    def restore(self, shard: shards.Shard) -> None:
         """Go back to what `read` returned."""
-        masters = self._masters()
         self._inner.state.clear()
-        for index, master in enumerate(masters):
-            master.data.copy_(tensors[f"master.{index}"])
-            moments = {key: tensors[f"{key}.{index}"] for key in _ADAM_STATE if f"{key}.{index}" in tensors}
+        for index, (master, state) in enumerate(zip(self._masters.tensors, shard.states, strict=True)):
+            master.data.copy_(state[shards.MASTER].view(master.shape))
+            moments = {key: state[key] for key in _ADAM_STATE if key in state}
             if moments:
-                self._inner.state[master] = {key: value.to(master.device) for key, value in moments.items()}
+                shapes = {key: () if key == shards.STEP else master.shape for key in moments}
+                self._inner.state[master] = {k: v.view(shapes[k]).to(master.device) for k, v in moments.items()}
+            if self._average is not None:  # of a checkpoint that has none it begins with the weights
+                self._average.tensors[index].copy_(state.get(shards.EMA, state[shards.MASTER]).view(master.shape))
         self._refresh()
-        torch.set_rng_state(tensors["rng.cpu"])
-        if self._device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["rng.cuda"], self._device)
+        self._restore_random(shard)
+
+    def _restore_random(self, shard: shards.Shard) -> None:
+        """Go on with this rank's random numbers; a rank that is new begins others, by the seed and Adam's count."""
+        count = int(max((state[shards.STEP].item() for state in shard.states if shards.STEP in state), default=0))
+        key = f"{self._config.seed} {self._rank} {count}".encode()
+        torch.manual_seed(int.from_bytes(hashlib.sha256(key).digest()[:8], "little"))
+        if "cpu" in shard.random:
+            torch.set_rng_state(shard.random["cpu"])
+        if self._device.type == "cuda" and "cuda" in shard.random:
+            torch.cuda.set_rng_state(shard.random["cuda"], self._device)
 
     @property
     def _is_plain(self) -> bool:
@@ -130,33 +170,13 @@ class _Trained:
         wrapper = self._engine.optimizer
         return wrapper if self._is_plain else wrapper.optimizer
 
-    def _masters(self) -> list[Tensor]:
-        """Return this rank's float32 weights, those that Adam changes."""
-        if self._stage == 3:
-            return list(self._engine.optimizer.fp32_partitioned_groups_flat)
-        return [tensor for group in self._inner.param_groups for tensor in group["params"]]
-
-    def _state(self) -> Iterator[tuple[str, Tensor]]:
-        for index, master in enumerate(self._masters()):
-            yield f"master.{index}", master
-            for key, value in self._inner.state.get(master, {}).items():
-                yield f"{key}.{index}", value
-
-    def read(self, path: Path) -> dict[str, Tensor]:
-        """Read this rank's file; raise on every rank when one of them cannot."""
-        failure: WrongState | None = None
-        tensors: dict[str, Tensor] = {}
-        try:
-            tensors = checkpoint.read_tensors(path)
-        except WrongState as error:
-            failure = error
-        unreadable = torch.tensor([0 if failure is None else 1], device=self._device)
-        torch.distributed.all_reduce(unreadable)
-        if failure is not None:
-            raise failure
-        if unreadable.item():
-            raise WrongState(f"another rank cannot read its file in {path.parent}; restore another checkpoint")
-        return tensors
+    def _state(self, index: int) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps of one master, by kind."""
+        master = self._masters.tensors[index]
+        state = {shards.MASTER: master, **self._inner.state.get(master, {})}
+        if self._average is not None:
+            state[shards.EMA] = self._average.tensors[index]
+        return state
 
     def _refresh(self) -> None:
         """Make the weights of the forward pass from the masters, as the end of an update does."""
@@ -169,8 +189,8 @@ class _Trained:
         elif self._stage:
             wrapper.update_lp_params()
         elif not self._is_plain:
-            for masters, weights in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
-                for master, weight in zip(masters, weights, strict=True):
+            for group, weights in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
+                for master, weight in zip(group, weights, strict=True):
                     weight.data.copy_(master)
 
 
@@ -188,7 +208,7 @@ class DeepSpeedPolicy(_Trained):
         model = load_model(config, model_folder)
         forward.install(model)
         self._vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
-        super().__init__(config, config.trainer, model, rank=rank)
+        super().__init__(config, config.trainer, model, rank=rank, ema=config.trainer.ema_decay)
 
     @property
     def vocabulary_size(self) -> int:
@@ -207,8 +227,19 @@ class DeepSpeedPolicy(_Trained):
         torch.distributed.all_reduce(count)
         return bool(count.item())
 
-    def export(self, folder: Path) -> None:
-        """Gather the weights; rank 0 writes them as a Hugging Face folder."""
+    def export(self, folder: Path, *, ema: bool = False) -> None:
+        """Gather the weights, or their average; rank 0 writes them as a Hugging Face folder."""
+        if not ema:
+            return self._export(folder)
+        assert self._average is not None, "rank 0 asks only where the recipe has one"
+        try:
+            with self._average.exchanged():
+                self._refresh()
+                self._export(folder)
+        finally:
+            self._refresh()
+
+    def _export(self, folder: Path) -> None:
         state: dict[str, Tensor] = {}
         for names, parameters in self._gather_groups():
             with deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):

@@ -22,6 +22,7 @@ from fourfold.weights.manifest import Manifest
 from fourfold.weights.source import WeightSource
 from fourfold.wire import EMPTY_FLOATS, Float32Array
 from fourfold_trainer.batching import PolicyBatch, ValueBatch
+from fourfold_trainer.shards import Shard
 
 # Sums over tokens that metrics are made of, besides those that carry a metric's own name.
 RATIO_SUM: Final = "sum of the ratio of trainer to engine"
@@ -107,8 +108,8 @@ class Engine(Protocol):
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote. Raises WrongState, before anything changes, when it does not fit."""
 
-    def export(self, folder: Path) -> None:
-        """Write a Hugging Face model into an existing folder, durably."""
+    def export(self, folder: Path, *, ema: bool = False) -> None:
+        """Write the weights, or their average, as a Hugging Face model into an existing folder, durably."""
 
     def manifest(self) -> Manifest:
         """Return the layout of the weights."""
@@ -141,13 +142,13 @@ class Trained(Protocol):
     def update(self, learning_rate: float) -> float:
         """Clip and step; return the gradient's norm before clipping. Not finite: nothing was changed."""
 
-    def save(self, path: Path) -> None:
-        """Write this rank's part into a file, durably."""
+    def save(self, folder: Path, name: str) -> None:
+        """Write this rank's file of the model called `name`, durably."""
 
-    def read(self, path: Path) -> dict[str, Tensor]:
-        """Return what `save` wrote. Raises WrongState on every rank when one of them cannot."""
+    def read(self, folder: Path, name: str) -> Shard:
+        """Return this rank's part of what all have saved. Raises WrongState on every rank when one of them cannot."""
 
-    def restore(self, tensors: dict[str, Tensor]) -> None:
+    def restore(self, shard: Shard) -> None:
         """Go back to what `read` returned."""
 
 
@@ -167,8 +168,8 @@ class Policy(Trained, Protocol):
     def any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
 
-    def export(self, folder: Path) -> None:
-        """Gather the weights; rank 0 writes them."""
+    def export(self, folder: Path, *, ema: bool = False) -> None:
+        """Gather the weights, or their average; rank 0 writes them."""
 
     def weight_source(self) -> WeightSource:
         """Return where this rank's weights are."""

@@ -16,10 +16,8 @@ watcher says so at once and the service ends: its peers wait in a collective.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +33,7 @@ from fourfold.config import Config
 from fourfold.errors import DeadlinePassed, FourfoldError, Unavailable
 from fourfold.nn.batching import TokenBatch
 from fourfold.process import Command, Supervisor
+from fourfold.scratch import Scratch
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import combine_digest
 from fourfold.wire import Float32Array
@@ -80,7 +79,8 @@ class RankGroup:
         count = config.trainer.ranks
         self._count, self._on_death = count, on_death
         self._timeout = config.trainer.step_timeout_seconds
-        self._folder = Path(tempfile.mkdtemp(prefix="fourfold-ranks-"))
+        self._scratch = Scratch("ranks")
+        self._folder = self._scratch.path
         self._supervisor = Supervisor(run_dir / "logs")
         self._links: list[Link] = []
         self._closing = threading.Event()
@@ -130,9 +130,9 @@ class RankGroup:
         """Restore what `save` wrote."""
         self._call("load", fields={"folder": str(folder.absolute())})
 
-    def export(self, folder: Path) -> None:
+    def export(self, folder: Path, *, ema: bool = False) -> None:
         """Write a Hugging Face model into `folder`."""
-        self._call("export", fields={"folder": str(folder.absolute())})
+        self._call("export", fields={"folder": str(folder.absolute()), "ema": ema})
 
     def manifest(self) -> Manifest:
         """Return the layout of the weights."""
@@ -167,7 +167,7 @@ class RankGroup:
         for link in self._links:
             link.close()
         self._supervisor.stop(_STOP_SECONDS)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._scratch.remove()
 
     def leave(self) -> None:
         """Leave the process group in good order, before `close`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections.abc import AsyncIterator, Iterable
 from typing import Any, Final
 
@@ -87,7 +88,11 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
         """Write a checkpoint."""
-        return pb.SaveCheckpointResponse(step=await self._core.save_checkpoint(timeout=time_left(context)))
+        score = request.score if request.HasField("score") else None
+        if score is not None and not math.isfinite(score):
+            raise InvalidInput(f"score is {score}; it must be finite: leave it out when there is none")
+        step = await self._core.save_checkpoint(score=score, timeout=time_left(context))
+        return pb.SaveCheckpointResponse(step=step)
 
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Context) -> pb.LoadCheckpointResponse:
         """Restore a checkpoint."""
@@ -99,7 +104,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def ExportModel(self, request: pb.ExportModelRequest, context: Context) -> pb.ExportModelResponse:
         """Write a Hugging Face folder."""
         name = check_id(request.name, "name")
-        return pb.ExportModelResponse(path=str(await self._core.export(name, timeout=time_left(context))))
+        path = await self._core.export(name, ema=request.ema, timeout=time_left(context))
+        return pb.ExportModelResponse(path=str(path))
 
     async def RaisePolicyVersion(
         self, request: pb.RaisePolicyVersionRequest, context: Context

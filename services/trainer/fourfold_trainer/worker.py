@@ -19,7 +19,7 @@ from fourfold import errors
 from fourfold.config import Config
 from fourfold.errors import FourfoldError, Internal
 from fourfold.weights.sender import WeightSender
-from fourfold_trainer import batching, checkpoint
+from fourfold_trainer import batching
 from fourfold_trainer.engine import Critic, Policy, Trained, UpdateSettings, UpdateSums
 from fourfold_trainer.link import Message, from_bytes
 from fourfold_trainer.update import update_critic, update_policy
@@ -96,22 +96,23 @@ class RankWorker:
         return Message(name=ANSWER, arrays=rows)
 
     def _save(self, command: Message) -> Message:
-        for path, model in self._files(command):
-            model.save(path)
+        folder = Path(command.fields["folder"])
+        for name, model in self._models.items():
+            model.save(folder, name)
         return Message(name=ANSWER)
 
     def _load(self, command: Message) -> Message:
+        folder = Path(command.fields["folder"])
         # All files are read before the first model changes, on every rank.
-        read = [(model, model.read(path)) for path, model in self._files(command)]
-        for model, tensors in read:
-            model.restore(tensors)
+        read = [(model, model.read(folder, name)) for name, model in self._models.items()]
+        for model, shard in read:
+            model.restore(shard)
         return Message(name=ANSWER)
 
-    def _files(self, command: Message) -> list[tuple[Path, Trained]]:
-        """Return the file of each model in a checkpoint's folder."""
-        folder = Path(command.fields["folder"])
-        models: dict[str, Trained | None] = {"policy": self._policy, "critic": self._critic}
-        return [(folder / checkpoint.rank_file(name, self._rank), m) for name, m in models.items() if m is not None]
+    @property
+    def _models(self) -> dict[str, Trained]:
+        """Return all models, by the name of their files."""
+        return {"policy": self._policy} | ({} if self._critic is None else {"critic": self._critic})
 
     @property
     def _needed_critic(self) -> Critic:
@@ -119,7 +120,7 @@ class RankWorker:
         return self._critic
 
     def _export(self, command: Message) -> Message:
-        self._policy.export(Path(command.fields["folder"]))
+        self._policy.export(Path(command.fields["folder"]), ema=command.fields["ema"])
         return Message(name=ANSWER)
 
     def _make_offer(self, command: Message) -> Message:

@@ -12,7 +12,7 @@ import transformers
 
 from fourfold.config import Config
 from fourfold_trainer.passes import mini_batches
-from tests.trainer_driver import LEARNING_RATE, batch
+from tests.trainer_driver import LEARNING_RATE, OPTIM, batch, loss_weights
 
 Arrays = Mapping[str, Any]
 
@@ -28,6 +28,28 @@ def plain(folder: Path, *, kl_coef: float = 0.0) -> Arrays:
         torch.autograd.backward(loss + kl_coef * kl)
         seen["losses"] += [float(loss.detach()), 0.0]
         seen["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+    return {**seen, "after": lookup(model)}
+
+
+def plain_parts(folder: Path) -> Arrays:
+    """The three steps of parts: the gradient of all samples at once."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = _plain_adam(model)
+    seen: dict[str, Any] = {"before": lookup(model), "losses": [], "norms": []}
+    for number, (rate, longest) in enumerate(OPTIM, 1):
+        samples = batch(number)
+        terms = [
+            (torch.from_numpy(w[1:]) * _rows(model, s.token_ids, s.temperature)).sum()
+            for s, w in zip(samples, loss_weights(samples), strict=True)
+        ]
+        loss = torch.stack(terms).sum()
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        seen["losses"].append(float(loss.detach()))
+        seen["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), longest or torch.inf)))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         optimizer.step()
     return {**seen, "after": lookup(model)}
 

@@ -56,6 +56,7 @@ class _Trained:
             rank: of this process.
         """
         self._config, self._rank = config, rank
+        self._max_grad_norm = table.max_grad_norm
         self._stage = config.trainer.zero_stage
         self._device = device_of(config, rank)
         self._engine: Any = deepspeed.initialize(
@@ -79,10 +80,11 @@ class _Trained:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss)
 
-    def update(self, learning_rate: float) -> float:
+    def update(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
         """Clip and step; return the gradient's norm before clipping. Not finite: nothing was changed."""
         for group in self._inner.param_groups:
             group["lr"] = learning_rate
+        self._clip_to(self._max_grad_norm if max_grad_norm is None else max_grad_norm)
         if self._is_plain:  # DeepSpeed checks nothing here
             norm = float(
                 torch.nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None])
@@ -95,6 +97,13 @@ class _Trained:
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         return norm if self._engine.was_step_applied() else math.nan
+
+    def _clip_to(self, norm: float) -> None:
+        """Set what gradients are clipped to from now on; 0: they are not."""
+        if self._is_plain:
+            self._engine._config.gradient_clipping = norm
+        else:
+            self._engine.optimizer.clip_grad = norm
 
     def save(self, path: Path) -> None:
         """Write this rank's masters, Adam's moments and random state."""

@@ -36,7 +36,7 @@ def plain_parts(folder: Path) -> Arrays:
     """The three steps of parts: the gradient of all samples at once."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = _plain_adam(model)
-    seen: dict[str, Any] = {"before": lookup(model), "losses": [], "norms": []}
+    seen: dict[str, Any] = {"before": lookup(model), "entropies": _entropies(model), "losses": [], "norms": []}
     for number, (rate, longest) in enumerate(OPTIM, 1):
         samples = batch(number)
         terms = [
@@ -55,9 +55,19 @@ def plain_parts(folder: Path) -> Arrays:
 
 
 def _rows(model: Any, ids: Any, temperature: float) -> torch.Tensor:
-    tokens = torch.from_numpy(ids).long()[None]
-    logits = model(input_ids=tokens).logits[0, :-1].float() / temperature
-    return torch.log_softmax(logits, -1).gather(1, tokens[0, 1:, None]).squeeze(1)
+    picked: torch.Tensor = _every(model, ids, temperature).gather(1, torch.from_numpy(ids).long()[1:, None]).squeeze(1)
+    return picked
+
+
+def _every(model: Any, ids: Any, temperature: float) -> torch.Tensor:
+    logits = model(input_ids=torch.from_numpy(ids).long()[None]).logits[0, :-1].float()
+    return torch.log_softmax(logits / temperature, -1)
+
+
+@torch.no_grad()
+def _entropies(model: Any) -> Any:
+    rows = [_every(model, s.token_ids, s.temperature) for s in batch(99)]
+    return np.concatenate([-(row.exp() * row).sum(1).numpy() for row in rows])
 
 
 def _loss(model: Any, number: int) -> tuple[torch.Tensor, torch.Tensor]:

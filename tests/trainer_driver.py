@@ -21,7 +21,7 @@ import numpy as np
 from fourfold.config import Config
 from fourfold.wire import Float32Array, Sample
 from fourfold_trainer.credit import Memory
-from fourfold_trainer.passes import Compute, add_gradient, look_up
+from fourfold_trainer.passes import Compute, add_gradient, forward, look_up
 from fourfold_trainer.ranks import RankGroup
 from fourfold_trainer.step import Result, train_step
 from tests.fakes.trainer_engine import group_of
@@ -152,6 +152,11 @@ class Run:
         """Return the log-probabilities of a fixed batch, all samples one after another."""
         return self._look_up(self.engine.compute_logprobs)
 
+    def entropies(self) -> Float32Array:
+        """Return the entropies of the same."""
+        found = forward(self.engine, batch(99), self.config, entropies=True, values=False)
+        return np.concatenate([row[1:] for row in found.entropies])
+
     def values(self) -> Float32Array:
         """Return the critic's values of a fixed batch; none without a critic."""
         if not self.config.algorithm.needs_critic:
@@ -185,6 +190,7 @@ def perform(case: Case, folder: Path) -> dict[str, Any]:
     if case.does == "parts":
         run.discard()
         seen["after_discard"] = run.logprobs()
+        seen["entropies"] = run.entropies()
     train = run.train_parts if case.does == "parts" else run.train
     for number in (1, 2):
         train(number)

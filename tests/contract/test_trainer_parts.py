@@ -19,8 +19,11 @@ from tests.conftest import Serve
 from tests.fakes.trainer_engine import VOCABULARY, FakeEngine, group_of
 from tests.fakes.trainer_service import SECONDS, Start, Trainer, trainers
 
+Rows = Sequence[Sequence[float]]
+
 TOKENS = [[5, 7, 9], [1, 2, 3, 4]]
-WEIGHTS = [[0, -1, 0], [0, 0.5, 0, 2]]
+WEIGHTS: Rows = [[0, -1, 0], [0, 0.5, 0, 2]]
+OTHERS: Rows = [[0, 1, 1], [0, 0.5, 0, 2]]
 
 
 @pytest.fixture
@@ -34,13 +37,11 @@ async def trainer(start_trainer: Start) -> Trainer:
     return await start_trainer()
 
 
-async def add(
-    trainer: Trainer, step: int = 1, part: int = 1, weights: Sequence[Sequence[float]] = WEIGHTS, **more: Any
-) -> ForwardBackward:
+async def add(trainer: Trainer, step: int = 1, part: int = 1, weights: Rows = WEIGHTS, **more: Any) -> ForwardBackward:
     return await trainer.client.forward_backward(TOKENS, weights, step=step, part=part, timeout=SECONDS, **more)
 
 
-async def end(trainer: Trainer, step: int = 1, **more: float) -> pb.OptimStepResponse:
+async def end(trainer: Trainer, step: int = 1, /, **more: float) -> pb.OptimStepResponse:
     return await trainer.client.optim_step(step, timeout=SECONDS, **more)
 
 
@@ -82,9 +83,9 @@ async def test_values_without_a_critic_are_refused(trainer: Trainer) -> None:
         await trainer.client.forward(TOKENS, values=True, timeout=SECONDS)
 
 
-@pytest.mark.parametrize(("more", "limit"), [({}, 8 << 20), ({"include_entropies": True}, 4 << 20)])
-async def test_a_lookup_is_as_small_as_its_answer_needs(trainer: Trainer, more: dict[str, bool], limit: int) -> None:
-    one = pb.ComputeLogprobsRequest(**more)
+@pytest.mark.parametrize(("more", "limit"), [(False, 8 << 20), (True, 4 << 20)])
+async def test_a_lookup_is_as_small_as_its_answer_needs(trainer: Trainer, more: bool, limit: int) -> None:
+    one = pb.ComputeLogprobsRequest(include_entropies=more)
     one.experiences.add(sample_id="a", token_ids=bytes(limit))
     with pytest.raises(Exception, match=f"send at most {limit} at once"):
         await trainer.stub.ComputeLogprobs(one, timeout=SECONDS)
@@ -143,7 +144,7 @@ async def test_the_last_part_again_returns_the_stored_answer(trainer: Trainer) -
 async def test_the_last_part_with_other_bytes_is_refused(trainer: Trainer) -> None:
     await add(trainer)
     with pytest.raises(AlreadyExists, match="part 1 of step 1 was another call; send part 2, or begin anew"):
-        await add(trainer, weights=[[0, 1, 1], WEIGHTS[1]])
+        await add(trainer, weights=OTHERS)
     with pytest.raises(AlreadyExists):
         await add(trainer, temperature=0.5)
     assert calls(trainer, "forward_backward") == 1
@@ -209,10 +210,12 @@ def _experience() -> Any:
 
 
 async def test_the_answer_of_a_part_outlives_a_caller_that_gave_up(trainer: Trainer) -> None:
+    trainer.engine.gate.clear()
     first = asyncio.create_task(add(trainer))
-    await asyncio.sleep(0.05)
+    await asyncio.to_thread(trainer.engine.entered.wait, SECONDS)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
+    trainer.engine.gate.set()
     assert (await add(trainer)).loss == -2
     assert calls(trainer, "forward_backward") == 1
 
@@ -245,7 +248,7 @@ async def test_what_is_unset_is_the_recipes_and_zero_is_zero(start_trainer: Star
 async def test_a_number_out_of_its_range_is_refused(trainer: Trainer, name: str, wrong: float) -> None:
     await add(trainer)
     with pytest.raises(InvalidInput, match=f"{name} is {wrong}; it must be finite and at least 0, or unset"):
-        await end(trainer, **{name: wrong})
+        await end(trainer, 1, **{name: wrong})
     assert calls(trainer, "optim_step") == 0 and (await trainer.status()).gradient_part_count == 1
 
 
@@ -298,7 +301,7 @@ async def test_a_discarded_gradient_is_gone_and_its_step_begins_anew(trainer: Tr
     assert calls(trainer, "discard_gradient") == 1
     with pytest.raises(WrongState, match="no gradient waits"):
         await end(trainer)
-    await add(trainer, weights=[[0, 1, 1], WEIGHTS[1]])
+    await add(trainer, weights=OTHERS)
     assert (await end(trainer)).policy_version == 1
 
 
@@ -344,7 +347,7 @@ async def test_a_checkpoint_of_such_a_step_restores_it_and_its_answer(start_trai
 
 async def test_other_parts_make_another_lineage(trainer: Trainer) -> None:
     await trainer.client.save_checkpoint(timeout=SECONDS)
-    for weights in (WEIGHTS, [[0, 1, 1], WEIGHTS[1]]):
+    for weights in (WEIGHTS, OTHERS):
         await add(trainer, weights=weights)
         await end(trainer)
         await trainer.client.save_checkpoint(timeout=SECONDS)

@@ -40,7 +40,7 @@ class FakeEngine:
         self.error: BaseException | None = None
         """Raised by the next call of any kind."""
         self.gate = threading.Event()
-        """Every update waits for it."""
+        """Every update and every part of one waits for it."""
         self.gate.set()
         self.entered = threading.Event()
         self.epoch = -1
@@ -54,9 +54,7 @@ class FakeEngine:
 
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
         self._enter("update_policy")
-        self.entered.set()
-        if not self.gate.wait(20):
-            raise RuntimeError("the test never opened the gate")
+        self._wait()
         self.shares.append(shares)
         self.settings.append(settings)
         if np.isfinite(self.grad_norm):
@@ -82,6 +80,7 @@ class FakeEngine:
 
     def forward_backward(self, shares: Sequence[Sequence[WeightedBatch]]) -> list[list[Float32Array]]:
         self._enter("forward_backward")
+        self._wait()
         self.weighted.append(shares)
         return [[self._logprobs(b.tokens) for b in share] for share in shares]
 
@@ -155,6 +154,11 @@ class FakeEngine:
     def _check(self, epoch: int) -> None:
         if epoch != self.epoch:
             raise StaleEpoch(f"epoch {epoch} is not open; {self.epoch} is")
+
+    def _wait(self) -> None:
+        self.entered.set()
+        if not self.gate.wait(20):
+            raise RuntimeError("the test never opened the gate")
 
     def _enter(self, what: str) -> None:
         self.order.append(what)

@@ -186,7 +186,7 @@ class TrainerServiceServicer(object):
 
     def LoadCheckpoint(self, request, context):
         """Restores weights, optimizer, schedule and random state of a checkpoint. NOT_FOUND when
-        there is none of that step; then nothing changed. A gradient that waits is dropped.
+        there is none of that step; then nothing changed. Otherwise a gradient that waits is dropped first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

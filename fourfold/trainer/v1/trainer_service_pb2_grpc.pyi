@@ -83,7 +83,7 @@ class TrainerServiceStub:
     """
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.LoadCheckpointRequest, _trainer_service_pb2.LoadCheckpointResponse]
     """Restores weights, optimizer, schedule and random state of a checkpoint. NOT_FOUND when
-    there is none of that step; then nothing changed. A gradient that waits is dropped.
+    there is none of that step; then nothing changed. Otherwise a gradient that waits is dropped first.
     """
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ExportModelRequest, _trainer_service_pb2.ExportModelResponse]
     """Writes the weights as a Hugging Face model folder, whole or not at all."""
@@ -147,7 +147,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.LoadCheckpointRequest, _trainer_service_pb2.LoadCheckpointResponse]  # type: ignore[assignment]
     """Restores weights, optimizer, schedule and random state of a checkpoint. NOT_FOUND when
-    there is none of that step; then nothing changed. A gradient that waits is dropped.
+    there is none of that step; then nothing changed. Otherwise a gradient that waits is dropped first.
     """
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ExportModelRequest, _trainer_service_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Writes the weights as a Hugging Face model folder, whole or not at all."""
@@ -262,7 +262,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.LoadCheckpointResponse, _abc.Awaitable[_trainer_service_pb2.LoadCheckpointResponse]]:
         """Restores weights, optimizer, schedule and random state of a checkpoint. NOT_FOUND when
-        there is none of that step; then nothing changed. A gradient that waits is dropped.
+        there is none of that step; then nothing changed. Otherwise a gradient that waits is dropped first.
         """
 
     @_abc_1.abstractmethod

@@ -13,7 +13,7 @@ import transformers
 
 from fourfold.config import Config
 from fourfold_trainer.passes import mini_batches
-from tests.trainer_driver import LEARNING_RATE, batch
+from tests.trainer_driver import LEARNING_RATE, OPTIM, batch, loss_weights
 
 Arrays = Mapping[str, Any]
 
@@ -37,10 +37,42 @@ def plain(folder: Path, *, kl_coef: float = 0.0, ema: float = 0.0) -> Arrays:
     return {**seen, "after": lookup(model), "average": lookup(average)}
 
 
+def plain_parts(folder: Path) -> Arrays:
+    """The three steps of parts: the gradient of all samples at once."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    optimizer = _plain_adam(model)
+    seen: dict[str, Any] = {"before": lookup(model), "entropies": _entropies(model), "losses": [], "norms": []}
+    for number, (rate, longest) in enumerate(OPTIM, 1):
+        samples = batch(number)
+        terms = [
+            (torch.from_numpy(w[1:]) * _rows(model, s.token_ids, s.temperature)).sum()
+            for s, w in zip(samples, loss_weights(samples), strict=True)
+        ]
+        loss = torch.stack(terms).sum()
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        seen["losses"].append(float(loss.detach()))
+        seen["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), longest or torch.inf)))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    return {**seen, "after": lookup(model)}
+
+
 def _rows(model: Any, ids: Any, temperature: float) -> torch.Tensor:
-    tokens = torch.from_numpy(ids).long()[None]
-    logits = model(input_ids=tokens).logits[0, :-1].float() / temperature
-    return torch.log_softmax(logits, -1).gather(1, tokens[0, 1:, None]).squeeze(1)
+    picked: torch.Tensor = _every(model, ids, temperature).gather(1, torch.from_numpy(ids).long()[1:, None]).squeeze(1)
+    return picked
+
+
+def _every(model: Any, ids: Any, temperature: float) -> torch.Tensor:
+    logits = model(input_ids=torch.from_numpy(ids).long()[None]).logits[0, :-1].float()
+    return torch.log_softmax(logits / temperature, -1)
+
+
+@torch.no_grad()
+def _entropies(model: Any) -> Any:
+    rows = [_every(model, s.token_ids, s.temperature) for s in batch(99)]
+    return np.concatenate([-(row.exp() * row).sum(1).numpy() for row in rows])
 
 
 def _loss(model: Any, number: int) -> tuple[torch.Tensor, torch.Tensor]:

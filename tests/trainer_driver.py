@@ -25,7 +25,7 @@ from fourfold.config import Config
 from fourfold.wire import Float32Array, Sample
 from fourfold_trainer.checkpoint import layout_of
 from fourfold_trainer.credit import Memory
-from fourfold_trainer.passes import Compute, look_up
+from fourfold_trainer.passes import Compute, add_gradient, forward, look_up
 from fourfold_trainer.ranks import RankGroup
 from fourfold_trainer.step import Result, train_step
 from tests.fakes.trainer_engine import group_of
@@ -52,7 +52,9 @@ class Case:
     does: str = "train"
     """train: three steps. restore: two, save, two more; then back, and the third again. resume: the same, and a
     new engine loads and does the third, too. poison: a step whose gradient overflows comes first. copy: load
-    `source`, save, the third step. average: three steps; saves after the second, then back, and the third again."""
+    `source`, save, the third step. average: three steps; saves after the second, then back, and the third again. parts:
+    a gradient is discarded, then three steps of two parts each, the second with another learning rate and norm, and
+    looked up in between."""
     folder: str = ""
     """For the checkpoint."""
     source: str = ""
@@ -102,6 +104,20 @@ def config_of(case: Case) -> Config:
     )
 
 
+def loss_weights(samples: Sequence[Sample]) -> list[Float32Array]:
+    """Return weights of both signs; 0 on the first token, on others, and on all of every fifth sample."""
+    weights = []
+    for i, one in enumerate(samples):
+        row = np.sin(np.arange(len(one.token_ids)) * (i + 1)).astype(np.float32) / 8
+        row[::3] = 0.0
+        weights.append(row * (i % 5 > 0))
+    return weights
+
+
+# Learning rate and norm of each step made of parts: the recipe's, others, no clipping at all.
+OPTIM = ((LEARNING_RATE, 1.0), (LEARNING_RATE / 2, 0.25), (LEARNING_RATE, 0.0))
+
+
 class Run:
     """A real engine, driven as `core` does it."""
 
@@ -120,9 +136,35 @@ class Run:
         self.norms += result.policy_norms + result.critic_norms
         return result
 
+    def train_parts(self, number: int) -> None:
+        """Make step `number` of two parts; the rank's second one may be dummies alone."""
+        samples = batch(number)
+        weights = loss_weights(samples)
+        rate, norm = OPTIM[number - 1]
+        loss = self._add(samples[:-1], weights[:-1])
+        self.logprobs()
+        loss += self._add(samples[-1:], weights[-1:])
+        self.losses.append(loss)
+        self.norms.append(self.engine.optim_step(learning_rate=rate, max_grad_norm=norm))
+
+    def discard(self) -> None:
+        """Add a large gradient and forget it."""
+        samples = batch(9)
+        self._add(samples, [np.where(np.arange(len(s.token_ids)) > 0, 9, 0).astype(np.float32) for s in samples])
+        self.engine.discard_gradient()
+
+    def _add(self, samples: Sequence[Sample], weights: Sequence[Float32Array]) -> float:
+        rows = add_gradient(self.engine.forward_backward, samples, weights, self.config)
+        return sum(float(w[w != 0] @ row) for w, row in zip(weights, rows, strict=True))
+
     def logprobs(self) -> Float32Array:
         """Return the log-probabilities of a fixed batch, all samples one after another."""
         return self._look_up(self.engine.compute_logprobs)
+
+    def entropies(self) -> Float32Array:
+        """Return the entropies of the same."""
+        found = forward(self.engine, batch(99), self.config, entropies=True, values=False)
+        return np.concatenate([row[1:] for row in found.entropies])
 
     def values(self) -> Float32Array:
         """Return the critic's values of a fixed batch; none without a critic."""
@@ -194,8 +236,13 @@ def perform(case: Case, folder: Path) -> dict[str, Any]:
         seen["after_poison"] = run.logprobs()
         run.losses.clear()
         run.norms.clear()
+    if case.does == "parts":
+        run.discard()
+        seen["after_discard"] = run.logprobs()
+        seen["entropies"] = run.entropies()
+    train = run.train_parts if case.does == "parts" else run.train
     for number in (1, 2):
-        run.train(number)
+        train(number)
     if case.does in ("restore", "resume"):
         torch.rand(7)  # nothing here draws random numbers so far; a model with dropout would
         run.engine.save(Path(case.folder))
@@ -211,7 +258,7 @@ def perform(case: Case, folder: Path) -> dict[str, Any]:
         run.engine.load(Path(case.folder))
         seen["loaded"] = run.logprobs()
     if case.does != "restore":
-        run.train(3)
+        train(3)
     seen |= {"after": run.logprobs(), "values": run.values(), "losses": run.losses, "norms": run.norms}
     run.close()
     return seen

@@ -3,19 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Final
 
 import grpc
+import numpy as np
+from numpy.typing import ArrayLike
 
 from fourfold import lookup
 from fourfold.channel import call, errors, stream
+from fourfold.errors import InvalidInput
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
 from fourfold.types.v1.experience_pb2 import Experience
-from fourfold.wire import Float32Array, Sample, chunks
+from fourfold.wire import Float32Array, Sample, chunks, floats, pack_floats, pack_ints
+
+# The proto allows 4 MiB a request when more than log-probabilities is asked for.
+_FORWARD_BYTES: Final = 2 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Forward:
+    """What the present weights make of every token: float32 [n] per sample, the first value NaN."""
+
+    logprobs: list[Float32Array] = field(default_factory=list)
+    """Natural logarithms."""
+    entropies: list[Float32Array] = field(default_factory=list)
+    """Nats; empty unless asked for."""
+    values: list[Float32Array] = field(default_factory=list)
+    """Of the critic, before each token; empty unless asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ForwardBackward:
+    """What a part of a gradient was made of."""
+
+    loss: float
+    """Sum of loss weight times log-probability."""
+    logprobs: list[Float32Array]
+    """float32 [n] per sample, NaN where the loss weight is 0."""
 
 
 class TrainerClient:
@@ -66,6 +97,108 @@ class TrainerClient:
                 return await running
         finally:
             running.cancel()
+
+    async def forward(
+        self,
+        token_ids: Sequence[ArrayLike],
+        *,
+        temperature: float = 1.0,
+        entropies: bool = False,
+        values: bool = False,
+        timeout: float,
+    ) -> Forward:
+        """Run the model, and the critic where values are asked for, over samples.
+
+        Args:
+            token_ids: int [n] of each sample, n from 2 to the context's length.
+            temperature: divides the logits, in (0, 2].
+            entropies: whether to compute them, too.
+            values: the same.
+            timeout: seconds for everything; large batches take several calls.
+
+        Raises:
+            InvalidInput: names the sample, counted from 0, and the rule; or there is no critic.
+        """
+        end = time.monotonic() + timeout
+        found = Forward()
+        for part in chunks(_experiences(token_ids, temperature), _FORWARD_BYTES):
+            request = pb.ComputeLogprobsRequest(experiences=part, include_entropies=entropies, include_values=values)
+            left = max(end - time.monotonic(), 0.001)
+            answer = await call(
+                self._stub.ComputeLogprobs, request, timeout=left, peer=self.peer, name="ComputeLogprobs"
+            )
+            found.logprobs.extend(_rows(answer.logprobs, part, f"logprobs of {self.peer}"))
+            if entropies:
+                found.entropies.extend(_rows(answer.entropies, part, f"entropies of {self.peer}"))
+            if values:
+                found.values.extend(_rows(answer.values, part, f"values of {self.peer}"))
+        return found
+
+    async def forward_backward(
+        self,
+        token_ids: Sequence[ArrayLike],
+        loss_weights: Sequence[ArrayLike],
+        *,
+        step: int,
+        part: int = 1,
+        temperature: float = 1.0,
+        timeout: float,
+    ) -> ForwardBackward:
+        """Add the gradient of `sum of loss weight * log-probability`, which is minimised, to that of the step.
+
+        Any loss can be trained on whose derivatives by the log-probabilities you know: compute them from `forward`,
+        and give them as weights. Idempotent by step and part, so it may be repeated after any failure.
+
+        Args:
+            token_ids: int [n] of each sample.
+            loss_weights: float [n] of each sample, finite, the first 0; negative: the token becomes more probable.
+            step: the trainer's status says the last one; this is that plus 1.
+            part: 1, 2, ... within the step; the parts' gradients are added.
+            temperature: divides the logits, in (0, 2].
+            timeout: seconds.
+
+        Raises:
+            InvalidInput: names the sample, counted from 0, and the rule.
+            WrongState: another step or part is due.
+            AlreadyExists: the part was another call.
+        """
+        samples = [
+            pb.WeightedSample(experience=experience, loss_weights=pack_floats(np.asarray(weights, np.float32)))
+            for experience, weights in zip(_experiences(token_ids, temperature), loss_weights, strict=True)
+        ]
+        request = pb.ForwardBackwardRequest(step=step, part=part, samples=samples)
+        answer = await call(
+            self._stub.ForwardBackward, request, timeout=timeout, peer=self.peer, name="ForwardBackward"
+        )
+        asked = [sample.experience for sample in samples]
+        return ForwardBackward(loss=answer.loss, logprobs=_rows(answer.logprobs, asked, f"logprobs of {self.peer}"))
+
+    async def optim_step(
+        self, step: int, *, learning_rate: float | None = None, max_grad_norm: float | None = None, timeout: float
+    ) -> pb.OptimStepResponse:
+        """Clip the gradient of the step's parts, and make one optimizer step; idempotent by step.
+
+        Args:
+            step: of the parts.
+            learning_rate: at least 0; None: the recipe's at this step.
+            max_grad_norm: what a longer gradient is scaled down to; 0: none is; None: the recipe's.
+            timeout: seconds.
+
+        Raises:
+            InvalidInput: a number is out of its range.
+            WrongState: another step is due, or it has no part yet.
+            AlreadyExists: the step was ended by another call.
+        """
+        request = pb.OptimStepRequest(step=step, learning_rate=learning_rate, max_grad_norm=max_grad_norm)
+        return await call(self._stub.OptimStep, request, timeout=timeout, peer=self.peer, name="OptimStep")
+
+    async def discard_gradient(self, *, timeout: float) -> int:
+        """Forget the gradient of the parts since the last step; returns their number."""
+        request = pb.DiscardGradientRequest()
+        response = await call(
+            self._stub.DiscardGradient, request, timeout=timeout, peer=self.peer, name="DiscardGradient"
+        )
+        return response.part_count
 
     async def compute_logprobs(self, samples: Sequence[Sample], *, timeout: float) -> list[Float32Array]:
         """Return one float32 [n] per sample, in order; the first value of each is NaN, the others are finite."""
@@ -146,3 +279,17 @@ class TrainerWeightClient:
         """Abort what is under way and close the epoch."""
         request = weight.AbortWeightsRequest(epoch=epoch)
         await call(self._stub.AbortWeights, request, timeout=timeout, peer=self.peer, name="AbortWeights")
+
+
+def _experiences(token_ids: Sequence[ArrayLike], temperature: float) -> list[Experience]:
+    """Return samples that are named by their place."""
+    return [
+        Experience(sample_id=str(i), token_ids=pack_ints(np.asarray(ids, np.int32)), temperature=temperature)
+        for i, ids in enumerate(token_ids)
+    ]
+
+
+def _rows(answers: Sequence[bytes], asked: Sequence[Experience], what: str) -> list[Float32Array]:
+    if len(answers) != len(asked):
+        raise InvalidInput(f"{what}: {len(answers)} rows came for {len(asked)} samples")
+    return [floats(a, len(e.token_ids) // 4, e.sample_id, what) for a, e in zip(answers, asked, strict=True)]

@@ -122,6 +122,7 @@ class Trainer(trainer_grpc.TrainerServiceServicer):
     async def _never(self, request: Any, context: Context) -> Any:
         raise AssertionError("not called here")
 
+    ForwardBackward = OptimStep = DiscardGradient = _never
     ComputeLogprobs = SaveCheckpoint = LoadCheckpoint = ExportModel = RaisePolicyVersion = _never
 
     def servicer(self) -> Servicer:

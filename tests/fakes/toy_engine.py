@@ -47,7 +47,7 @@ class Toy:
         self.ends.append(last)
         self.gradient += torch.autograd.grad(loss, self.table)[0]
 
-    def update(self, learning_rate: float) -> float:
+    def update(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
         return float(self.gradient.norm())
 
 

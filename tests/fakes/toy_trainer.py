@@ -145,6 +145,11 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
             del self.batches[step]
         return trainer.LoadCheckpointResponse(status=self.status())
 
+    async def _never(self, request: Any, context: Context) -> Any:
+        raise AssertionError("the coordinator trains whole steps")
+
+    ForwardBackward = OptimStep = DiscardGradient = _never
+
     async def ExportModel(self, request: trainer.ExportModelRequest, context: Context) -> trainer.ExportModelResponse:
         self.exports.append((request.name, request.ema))
         return trainer.ExportModelResponse(path=f"/somewhere/{request.name}")

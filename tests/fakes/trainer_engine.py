@@ -13,7 +13,7 @@ from fourfold.errors import StaleEpoch
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.manifest import Manifest, Span, TensorSpec
 from fourfold.wire import Float32Array, Sample, VersionSpan
-from fourfold_trainer.batching import PolicyBatch, ValueBatch
+from fourfold_trainer.batching import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, Sent, UpdateSettings, UpdateSums
 
 VOCABULARY = 100
@@ -33,11 +33,14 @@ class FakeEngine:
         self.settings: list[UpdateSettings] = []
         self.shares: list[Sequence[Sequence[PolicyBatch]]] = []
         self.critic_updates = 0
+        self.weighted: list[Sequence[Sequence[WeightedBatch]]] = []
+        self.optim_steps: list[tuple[float, float]] = []
+        """Learning rate and norm."""
         self.grad_norm = 1.5
         self.error: BaseException | None = None
         """Raised by the next call of any kind."""
         self.gate = threading.Event()
-        """Every update waits for it."""
+        """Every update and every part of one waits for it."""
         self.gate.set()
         self.entered = threading.Event()
         self.epoch = -1
@@ -51,9 +54,7 @@ class FakeEngine:
 
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
         self._enter("update_policy")
-        self.entered.set()
-        if not self.gate.wait(20):
-            raise RuntimeError("the test never opened the gate")
+        self._wait()
         self.shares.append(shares)
         self.settings.append(settings)
         if np.isfinite(self.grad_norm):
@@ -75,11 +76,33 @@ class FakeEngine:
 
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
         self._enter("compute_values")
-        return [[np.zeros(len(b.targets), np.float32) for b in share] for share in shares]
+        return [[(b.targets / 4).astype(np.float32) for b in share] for share in shares]
 
-    def compute_logprobs(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
+    def forward_backward(self, shares: Sequence[Sequence[WeightedBatch]]) -> list[list[Float32Array]]:
+        self._enter("forward_backward")
+        self._wait()
+        self.weighted.append(shares)
+        return [[self._logprobs(b.tokens) for b in share] for share in shares]
+
+    def optim_step(self, *, learning_rate: float, max_grad_norm: float) -> float:
+        self._enter("optim_step")
+        self.optim_steps.append((learning_rate, max_grad_norm))
+        if np.isfinite(self.grad_norm):
+            self.updates += 1
+        return self.grad_norm
+
+    def discard_gradient(self) -> None:
+        self._enter("discard_gradient")
+
+    def compute_logprobs(
+        self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False
+    ) -> list[list[Float32Array]]:
         self._enter("compute_logprobs")
-        return [[(self.updates - b.targets).astype(np.float32) for b in share] for share in shares]
+        rows = [[self._logprobs(b) for b in share] for share in shares]
+        return [[np.stack([row, -row / 2], 1) for row in share] for share in rows] if entropies else rows
+
+    def _logprobs(self, batch: TokenBatch) -> Float32Array:
+        return (self.updates - batch.targets).astype(np.float32)
 
     def save(self, folder: Path) -> None:
         self._enter("save")
@@ -131,6 +154,11 @@ class FakeEngine:
     def _check(self, epoch: int) -> None:
         if epoch != self.epoch:
             raise StaleEpoch(f"epoch {epoch} is not open; {self.epoch} is")
+
+    def _wait(self) -> None:
+        self.entered.set()
+        if not self.gate.wait(20):
+            raise RuntimeError("the test never opened the gate")
 
     def _enter(self, what: str) -> None:
         self.order.append(what)

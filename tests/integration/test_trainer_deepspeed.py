@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.plain_trainer import Arrays, plain, plain_ppo
+from tests.plain_trainer import Arrays, plain, plain_parts, plain_ppo
 from tests.trainer_driver import Case, config_of, trainer_environment, write_cases
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -59,11 +59,17 @@ def truth(llama: Path) -> dict[float, Arrays]:
 
 
 @pytest.fixture(scope="module")
+def truth_of_parts(llama: Path) -> Arrays:
+    return plain_parts(llama)
+
+
+@pytest.fixture(scope="module")
 def one_rank(llama: Path, tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Arrays]:
     folder = tmp_path_factory.mktemp("one-rank")
     model = str(llama)
     cases = [
         *(Case(name=f"stage {n}", model=model, stage=n, budget=48) for n in range(4)),
+        *(Case(name=f"parts {n}", model=model, stage=n, budget=48, does="parts") for n in range(4)),
         Case(name="whole", model=model),
         Case(name="kl", model=model, algorithm=KL, budget=48),
         Case(name="ppo", model=model, algorithm=PPO, budget=48, mini_batches=2),
@@ -90,6 +96,20 @@ def test_every_stage_and_split_learns_what_plain_pytorch_learns(
     one_rank: dict[str, Arrays], truth: dict[float, Arrays], name: str
 ) -> None:
     check(one_rank[name], truth[0.0])
+
+
+def check_parts(found: Arrays, wanted: Arrays) -> None:
+    """The same, and what was discarded left nothing."""
+    np.testing.assert_array_equal(found["after_discard"], found["before"])
+    np.testing.assert_allclose(found["entropies"], wanted["entropies"], atol=2e-5)
+    check(found, wanted)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_of_parts_learns_what_plain_pytorch_learns(
+    one_rank: dict[str, Arrays], truth_of_parts: Arrays, stage: int
+) -> None:
+    check_parts(one_rank[f"parts {stage}"], truth_of_parts)
 
 
 def test_the_kl_loss_learns_what_plain_pytorch_learns(one_rank: dict[str, Arrays], truth: dict[float, Arrays]) -> None:
@@ -159,3 +179,14 @@ def test_two_ranks_learn_and_restore_as_one(
         "policy-000.safetensors",
         "policy-001.safetensors",
     ]
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2))],
+)
+def test_a_step_of_parts_on_two_ranks_learns_the_same(
+    llama: Path, truth_of_parts: Arrays, tmp_path: Path, stage: int
+) -> None:
+    case = Case(name="two", model=str(llama), stage=stage, ranks=2, budget=64, does="parts")
+    check_parts(run([case], tmp_path)["two"], truth_of_parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -28,7 +29,7 @@ from fourfold.weights.manifest import Manifest
 from fourfold.weights.transport import Deadline, Group, make_receiver
 from fourfold.wire import encode
 from tests.plain_trainer import lookup
-from tests.trainer_driver import LEARNING_RATE, VOCABULARY, batch, trainer_environment
+from tests.trainer_driver import LEARNING_RATE, REPOSITORY, VOCABULARY, batch, trainer_environment
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -109,11 +110,6 @@ def service(tmp_path: Path) -> Iterator[Callable[..., Service]]:
         one.end()
 
 
-@pytest.fixture
-def llama(tiny_model: TinyModel) -> Path:
-    return tiny_model("llama", 0, "float32")
-
-
 def gone(processes: Sequence[psutil.Process], timeout: float = 5.0) -> bool:
     return not psutil.wait_procs(list(processes), timeout=timeout)[1]
 
@@ -185,6 +181,20 @@ async def test_two_ranks_train_send_weights_save_export_and_say_who_died(
     assert trainer.process.wait(8) == 1
     last = trainer.log.read_text()[-1500:]
     assert "trainer-0: trainer-0-rank-1 died" in last and "SIGKILL" in last
+
+
+def test_the_example_trains_with_a_loss_of_its_own(service: Callable[..., Service], llama: Path) -> None:
+    trainer = service(llama, ranks=1, dtype="float32", stage=1)
+    example = REPOSITORY / "examples" / "custom_loss.py"
+    argv = [sys.executable, str(example), trainer.wait_ready(), str(llama)]
+    for first in (1, 11):  # the second time it goes on where it ended
+        done = subprocess.run(argv, env=trainer_environment(), capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        lines = [re.fullmatch(r"step (\d+): loss (\S+), gradient (\S+)", line) for line in done.stdout.splitlines()]
+        found = [(int(line[1]), float(line[2]), float(line[3])) for line in lines if line]
+        assert [step for step, _, _ in found] == list(range(first, first + 10))
+        losses = [loss for _, loss, _ in found]
+        assert losses[-1] < losses[0] * 0.8 and all(norm > 0 for _, _, norm in found)
 
 
 @pytest.mark.slow

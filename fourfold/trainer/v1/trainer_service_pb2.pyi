@@ -33,13 +33,13 @@ class _TrainerPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TrainerP
     TRAINER_PHASE_WAITING: _TrainerPhase.ValueType  # 2
     """Waiting for a call."""
     TRAINER_PHASE_TRAINING: _TrainerPhase.ValueType  # 3
-    """In an optimizer step."""
+    """In a step, or a part of one."""
     TRAINER_PHASE_PUBLISHING: _TrainerPhase.ValueType  # 4
     """Sending weights."""
     TRAINER_PHASE_SAVING: _TrainerPhase.ValueType  # 5
     """Writing or reading a checkpoint, or exporting."""
     TRAINER_PHASE_COMPUTING: _TrainerPhase.ValueType  # 6
-    """Computing log-probabilities."""
+    """Computing log-probabilities, entropies or values."""
 
 class TrainerPhase(_TrainerPhase, metaclass=_TrainerPhaseEnumTypeWrapper):
     """What the trainer is doing. May gain values."""
@@ -51,13 +51,13 @@ TRAINER_PHASE_STARTING: TrainerPhase.ValueType  # 1
 TRAINER_PHASE_WAITING: TrainerPhase.ValueType  # 2
 """Waiting for a call."""
 TRAINER_PHASE_TRAINING: TrainerPhase.ValueType  # 3
-"""In an optimizer step."""
+"""In a step, or a part of one."""
 TRAINER_PHASE_PUBLISHING: TrainerPhase.ValueType  # 4
 """Sending weights."""
 TRAINER_PHASE_SAVING: TrainerPhase.ValueType  # 5
 """Writing or reading a checkpoint, or exporting."""
 TRAINER_PHASE_COMPUTING: TrainerPhase.ValueType  # 6
-"""Computing log-probabilities."""
+"""Computing log-probabilities, entropies or values."""
 Global___TrainerPhase: _TypeAlias = TrainerPhase  # noqa: Y015
 
 @_typing.final
@@ -75,8 +75,9 @@ class TrainerStatus(_message.Message):
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    GRADIENT_PART_COUNT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """TrainStep calls done, skipped ones included; 0 at the start."""
+    """Steps done, in one call or in parts, skipped ones included; 0 at the start."""
     policy_version: _builtins.int
     """Version of the present weights; 0 for those of the model folder."""
     phase: Global___TrainerPhase.ValueType
@@ -84,7 +85,7 @@ class TrainerStatus(_message.Message):
     checkpoint_step: _builtins.int
     """Step of the newest durable checkpoint; -1 for none."""
     skipped_step_count: _builtins.int
-    """Steps that were skipped because there was nothing to learn."""
+    """Steps that were skipped because there was nothing to learn, or the gradient not finite."""
     rank_count: _builtins.int
     """Number of ranks."""
     tokenizer_sha256: _builtins.bytes
@@ -93,6 +94,10 @@ class TrainerStatus(_message.Message):
     """Number of token ids; every id is in [0, vocabulary_size)."""
     max_context_tokens: _builtins.int
     """Longest sample, in tokens."""
+    gradient_part_count: _builtins.int
+    """ForwardBackward calls since the last step, of those that were not discarded; 0: no
+    gradient waits.
+    """
     def __init__(
         self,
         *,
@@ -105,10 +110,11 @@ class TrainerStatus(_message.Message):
         tokenizer_sha256: _builtins.bytes = ...,
         vocabulary_size: _builtins.int = ...,
         max_context_tokens: _builtins.int = ...,
+        gradient_part_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "max_context_tokens", b"max_context_tokens", "phase", b"phase", "policy_version", b"policy_version", "rank_count", b"rank_count", "skipped_step_count", b"skipped_step_count", "step", b"step", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "gradient_part_count", b"gradient_part_count", "max_context_tokens", b"max_context_tokens", "phase", b"phase", "policy_version", b"policy_version", "rank_count", b"rank_count", "skipped_step_count", b"skipped_step_count", "step", b"step", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -285,12 +291,236 @@ class TrainStepResponse(_message.Message):
 Global___TrainStepResponse: _TypeAlias = TrainStepResponse  # noqa: Y015
 
 @_typing.final
+class ForwardBackwardRequest(_message.Message):
+    """A part of a step's gradient, at most 8 MiB encoded; what is larger is sent as several parts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Step that the gradient is for, the last one plus 1; at least 1."""
+    part: _builtins.int
+    """Counts the calls of the step: 1 for the first, then the last one plus 1."""
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightedSample]:
+        """At least 1; their sample ids are unique in the call."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        part: _builtins.int = ...,
+        samples: _abc.Iterable[Global___WeightedSample] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part", b"part", "samples", b"samples", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForwardBackwardRequest: _TypeAlias = ForwardBackwardRequest  # noqa: Y015
+
+@_typing.final
+class WeightedSample(_message.Message):
+    """A sample, and what each of its tokens counts in the loss."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPERIENCE_FIELD_NUMBER: _builtins.int
+    LOSS_WEIGHTS_FIELD_NUMBER: _builtins.int
+    loss_weights: _builtins.bytes
+    """Derivative of the loss by the log-probability of each token: n little-endian float32,
+    finite, the first 0. The loss is minimised: a negative weight makes the token more
+    probable, a positive one less. 0: the token is not in the loss. Nothing is averaged: not
+    over tokens, samples, parts or ranks.
+    """
+    @_builtins.property
+    def experience(self) -> _experience_pb2.Experience:
+        """Only sample_id, token_ids and temperature are read."""
+
+    def __init__(
+        self,
+        *,
+        experience: _experience_pb2.Experience | None = ...,
+        loss_weights: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experience", b"experience", "loss_weights", b"loss_weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightedSample: _TypeAlias = WeightedSample  # noqa: Y015
+
+@_typing.final
+class ForwardBackwardResponse(_message.Message):
+    """What the pass found, before any weight changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOSS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    loss: _builtins.float
+    """Sum over the call's tokens of loss_weight * log-probability."""
+    policy_version: _builtins.int
+    """Version of the weights that computed them."""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """One row per sample, in the order of the request: n little-endian float32, as in
+        ComputeLogprobsResponse, and NaN where the loss weight is 0.
+        """
+
+    def __init__(
+        self,
+        *,
+        loss: _builtins.float = ...,
+        logprobs: _abc.Iterable[_builtins.bytes] | None = ...,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "loss", b"loss", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForwardBackwardResponse: _TypeAlias = ForwardBackwardResponse  # noqa: Y015
+
+@_typing.final
+class OptimStepRequest(_message.Message):
+    """How to use the gradient up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    LEARNING_RATE_FIELD_NUMBER: _builtins.int
+    MAX_GRAD_NORM_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Step to end, the last one plus 1; at least 1."""
+    learning_rate: _builtins.float
+    """Finite, at least 0. Unset: the recipe's, by its schedule at this step. 0: no weight
+    changes, but the optimizer's averages do.
+    """
+    max_grad_norm: _builtins.float
+    """L2 norm to which a longer gradient is scaled down; finite, at least 0. Unset: the
+    recipe's. 0: any length is left as it is.
+    """
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        learning_rate: _builtins.float | None = ...,
+        max_grad_norm: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate", "_max_grad_norm", b"_max_grad_norm", "learning_rate", b"learning_rate", "max_grad_norm", b"max_grad_norm", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__learning_rate: _TypeAlias = _typing.Literal["learning_rate"]  # noqa: Y015
+    _WhichOneofArgType__learning_rate: _TypeAlias = _typing.Literal["_learning_rate", b"_learning_rate"]  # noqa: Y015
+    _WhichOneofReturnType__max_grad_norm: _TypeAlias = _typing.Literal["max_grad_norm"]  # noqa: Y015
+    _WhichOneofArgType__max_grad_norm: _TypeAlias = _typing.Literal["_max_grad_norm", b"_max_grad_norm"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__learning_rate) -> _WhichOneofReturnType__learning_rate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_grad_norm) -> _WhichOneofReturnType__max_grad_norm | None: ...
+
+Global___OptimStepRequest: _TypeAlias = OptimStepRequest  # noqa: Y015
+
+@_typing.final
+class OptimStepResponse(_message.Message):
+    """What the step did."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    SKIPPED_REASON_FIELD_NUMBER: _builtins.int
+    GRAD_NORM_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """The step."""
+    policy_version: _builtins.int
+    """Version of the weights after it: one more, or unchanged when the step was skipped."""
+    skipped_reason: _builtins.str
+    """Why no weight changed, UPPER_SNAKE_CASE (NOT_FINITE: the gradient was, and is gone);
+    empty when they did.
+    """
+    grad_norm: _builtins.float
+    """L2 norm of the gradient before it was clipped, over all ranks; NaN or infinite with
+    NOT_FINITE.
+    """
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        policy_version: _builtins.int = ...,
+        skipped_reason: _builtins.str = ...,
+        grad_norm: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grad_norm", b"grad_norm", "policy_version", b"policy_version", "skipped_reason", b"skipped_reason", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OptimStepResponse: _TypeAlias = OptimStepResponse  # noqa: Y015
+
+@_typing.final
+class DiscardGradientRequest(_message.Message):
+    """Empty on purpose, so that fields can be added later."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiscardGradientRequest: _TypeAlias = DiscardGradientRequest  # noqa: Y015
+
+@_typing.final
+class DiscardGradientResponse(_message.Message):
+    """What was dropped."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PART_COUNT_FIELD_NUMBER: _builtins.int
+    part_count: _builtins.int
+    """ForwardBackward calls whose gradient is gone; 0: none waited."""
+    def __init__(
+        self,
+        *,
+        part_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["part_count", b"part_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiscardGradientResponse: _TypeAlias = DiscardGradientResponse  # noqa: Y015
+
+@_typing.final
 class ComputeLogprobsRequest(_message.Message):
-    """Samples to look up, at most 8 MiB encoded."""
+    """Samples to look up, at most 8 MiB encoded; 4 MiB when entropies or values are asked for,
+    because the answer is larger then.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EXPERIENCES_FIELD_NUMBER: _builtins.int
+    INCLUDE_ENTROPIES_FIELD_NUMBER: _builtins.int
+    INCLUDE_VALUES_FIELD_NUMBER: _builtins.int
+    include_entropies: _builtins.bool
+    """Whether to compute entropies, too."""
+    include_values: _builtins.bool
+    """Whether to compute the critic's values, too. INVALID_ARGUMENT when the recipe has no critic."""
     @_builtins.property
     def experiences(self) -> _containers.RepeatedCompositeFieldContainer[_experience_pb2.Experience]:
         """At least 1. Only sample_id, token_ids and temperature are read."""
@@ -299,10 +529,12 @@ class ComputeLogprobsRequest(_message.Message):
         self,
         *,
         experiences: _abc.Iterable[_experience_pb2.Experience] | None = ...,
+        include_entropies: _builtins.bool = ...,
+        include_values: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["experiences", b"experiences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experiences", b"experiences", "include_entropies", b"include_entropies", "include_values", b"include_values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -316,6 +548,8 @@ class ComputeLogprobsResponse(_message.Message):
 
     LOGPROBS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    ENTROPIES_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """Version of the weights that computed them."""
     @_builtins.property
@@ -324,15 +558,29 @@ class ComputeLogprobsResponse(_message.Message):
         sample's temperature; the first is NaN.
         """
 
+    @_builtins.property
+    def entropies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """n little-endian float32 per sample: entropy in nats of the distribution that each token
+        was drawn from, at the sample's temperature; the first is NaN. Empty unless asked for.
+        """
+
+    @_builtins.property
+    def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """n little-endian float32 per sample: what the critic expects before each token; the first
+        is NaN. Empty unless asked for.
+        """
+
     def __init__(
         self,
         *,
         logprobs: _abc.Iterable[_builtins.bytes] | None = ...,
         policy_version: _builtins.int = ...,
+        entropies: _abc.Iterable[_builtins.bytes] | None = ...,
+        values: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entropies", b"entropies", "logprobs", b"logprobs", "policy_version", b"policy_version", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

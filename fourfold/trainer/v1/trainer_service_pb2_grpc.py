@@ -29,6 +29,12 @@ class TrainerServiceStub(object):
     """Trains. Passive: the coordinator, or anyone else, drives it. Status and health are
     answered while a step runs; the calls that use the engine run one at a time, in the order
     of their arrival.
+
+    A step is one TrainStep, which computes the recipe's loss. Or it is made of parts, for a loss
+    of one's own: any number of ForwardBackward calls, which add up a gradient, then OptimStep,
+    which uses it up. From the first ForwardBackward to OptimStep or DiscardGradient the gradient
+    waits, and TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. The two kinds
+    of step may alternate.
     """
 
     def __init__(self, channel):
@@ -51,6 +57,21 @@ class TrainerServiceStub(object):
                 '/fourfold.trainer.v1.TrainerService/TrainStep',
                 request_serializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.TrainStepRequest.SerializeToString,
                 response_deserializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.TrainStepResponse.FromString,
+                _registered_method=True)
+        self.ForwardBackward = channel.unary_unary(
+                '/fourfold.trainer.v1.TrainerService/ForwardBackward',
+                request_serializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.ForwardBackwardRequest.SerializeToString,
+                response_deserializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.ForwardBackwardResponse.FromString,
+                _registered_method=True)
+        self.OptimStep = channel.unary_unary(
+                '/fourfold.trainer.v1.TrainerService/OptimStep',
+                request_serializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.OptimStepRequest.SerializeToString,
+                response_deserializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.OptimStepResponse.FromString,
+                _registered_method=True)
+        self.DiscardGradient = channel.unary_unary(
+                '/fourfold.trainer.v1.TrainerService/DiscardGradient',
+                request_serializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.DiscardGradientRequest.SerializeToString,
+                response_deserializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.DiscardGradientResponse.FromString,
                 _registered_method=True)
         self.ComputeLogprobs = channel.unary_unary(
                 '/fourfold.trainer.v1.TrainerService/ComputeLogprobs',
@@ -83,6 +104,12 @@ class TrainerServiceServicer(object):
     """Trains. Passive: the coordinator, or anyone else, drives it. Status and health are
     answered while a step runs; the calls that use the engine run one at a time, in the order
     of their arrival.
+
+    A step is one TrainStep, which computes the recipe's loss. Or it is made of parts, for a loss
+    of one's own: any number of ForwardBackward calls, which add up a gradient, then OptimStep,
+    which uses it up. From the first ForwardBackward to OptimStep or DiscardGradient the gradient
+    waits, and TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. The two kinds
+    of step may alternate.
     """
 
     def GetStatus(self, request, context):
@@ -111,8 +138,39 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForwardBackward(self, request, context):
+        """Adds the gradient of `sum over tokens of loss_weight * log-probability` under the present
+        weights to that of the step's earlier parts. Idempotent by step and part: the next part is
+        computed; the last one with the same bytes returns the stored answer; with other bytes it
+        is refused with ALREADY_EXISTS; any other step or part with FAILED_PRECONDITION.
+        INVALID_ARGUMENT names the sample that is malformed. A refused call changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OptimStep(self, request, context):
+        """Ends a step: clips the gradient that waits and makes one optimizer step. Idempotent by
+        step: the last step with the same bytes returns the stored answer; with other bytes, or
+        when it was a TrainStep, it is refused with ALREADY_EXISTS. FAILED_PRECONDITION when it is
+        neither the last step nor the next, or no gradient waits; INVALID_ARGUMENT when a number is
+        out of its range. A refused call changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DiscardGradient(self, request, context):
+        """Forgets the gradient that waits, so that the step can begin anew with part 1. Idempotent:
+        without one nothing happens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ComputeLogprobs(self, request, context):
-        """Returns the log-probability of every token under the current weights. Idempotent.
+        """Returns the log-probability of every token under the current weights, and what else is
+        asked for. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -122,6 +180,7 @@ class TrainerServiceServicer(object):
         """Writes a checkpoint of the present step and answers when it is durable. Idempotent:
         a checkpoint that exists is not written again, but takes a score that is new. The newest
         ones stay, and those with the best scores, as many as the recipe says.
+        FAILED_PRECONDITION while a gradient waits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,7 +189,7 @@ class TrainerServiceServicer(object):
     def LoadCheckpoint(self, request, context):
         """Restores weights, optimizer, average, schedule and random state of a checkpoint, which
         may come from another number of ranks or another ZeRO stage. NOT_FOUND when there is none
-        of that step; then nothing changed.
+        of that step; then nothing changed. Otherwise a gradient that waits is dropped first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,6 +228,21 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     request_deserializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.TrainStepRequest.FromString,
                     response_serializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.TrainStepResponse.SerializeToString,
             ),
+            'ForwardBackward': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForwardBackward,
+                    request_deserializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.ForwardBackwardRequest.FromString,
+                    response_serializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.ForwardBackwardResponse.SerializeToString,
+            ),
+            'OptimStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.OptimStep,
+                    request_deserializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.OptimStepRequest.FromString,
+                    response_serializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.OptimStepResponse.SerializeToString,
+            ),
+            'DiscardGradient': grpc.unary_unary_rpc_method_handler(
+                    servicer.DiscardGradient,
+                    request_deserializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.DiscardGradientRequest.FromString,
+                    response_serializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.DiscardGradientResponse.SerializeToString,
+            ),
             'ComputeLogprobs': grpc.unary_unary_rpc_method_handler(
                     servicer.ComputeLogprobs,
                     request_deserializer=fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.ComputeLogprobsRequest.FromString,
@@ -206,6 +280,12 @@ class TrainerService(object):
     """Trains. Passive: the coordinator, or anyone else, drives it. Status and health are
     answered while a step runs; the calls that use the engine run one at a time, in the order
     of their arrival.
+
+    A step is one TrainStep, which computes the recipe's loss. Or it is made of parts, for a loss
+    of one's own: any number of ForwardBackward calls, which add up a gradient, then OptimStep,
+    which uses it up. From the first ForwardBackward to OptimStep or DiscardGradient the gradient
+    waits, and TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. The two kinds
+    of step may alternate.
     """
 
     @staticmethod
@@ -279,6 +359,87 @@ class TrainerService(object):
             '/fourfold.trainer.v1.TrainerService/TrainStep',
             fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.TrainStepRequest.SerializeToString,
             fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.TrainStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForwardBackward(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fourfold.trainer.v1.TrainerService/ForwardBackward',
+            fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.ForwardBackwardRequest.SerializeToString,
+            fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.ForwardBackwardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OptimStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fourfold.trainer.v1.TrainerService/OptimStep',
+            fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.OptimStepRequest.SerializeToString,
+            fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.OptimStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DiscardGradient(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fourfold.trainer.v1.TrainerService/DiscardGradient',
+            fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.DiscardGradientRequest.SerializeToString,
+            fourfold_dot_trainer_dot_v1_dot_trainer__service__pb2.DiscardGradientResponse.FromString,
             options,
             channel_credentials,
             insecure,

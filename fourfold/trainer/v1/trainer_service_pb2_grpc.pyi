@@ -30,6 +30,12 @@ class TrainerServiceStub:
     """Trains. Passive: the coordinator, or anyone else, drives it. Status and health are
     answered while a step runs; the calls that use the engine run one at a time, in the order
     of their arrival.
+
+    A step is one TrainStep, which computes the recipe's loss. Or it is made of parts, for a loss
+    of one's own: any number of ForwardBackward calls, which add up a gradient, then OptimStep,
+    which uses it up. From the first ForwardBackward to OptimStep or DiscardGradient the gradient
+    waits, and TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. The two kinds
+    of step may alternate.
     """
 
     @_typing.overload
@@ -49,17 +55,38 @@ class TrainerServiceStub:
     other step with FAILED_PRECONDITION. INVALID_ARGUMENT names the sample that is
     malformed. A refused call changes nothing.
     """
+    ForwardBackward: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ForwardBackwardRequest, _trainer_service_pb2.ForwardBackwardResponse]
+    """Adds the gradient of `sum over tokens of loss_weight * log-probability` under the present
+    weights to that of the step's earlier parts. Idempotent by step and part: the next part is
+    computed; the last one with the same bytes returns the stored answer; with other bytes it
+    is refused with ALREADY_EXISTS; any other step or part with FAILED_PRECONDITION.
+    INVALID_ARGUMENT names the sample that is malformed. A refused call changes nothing.
+    """
+    OptimStep: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.OptimStepRequest, _trainer_service_pb2.OptimStepResponse]
+    """Ends a step: clips the gradient that waits and makes one optimizer step. Idempotent by
+    step: the last step with the same bytes returns the stored answer; with other bytes, or
+    when it was a TrainStep, it is refused with ALREADY_EXISTS. FAILED_PRECONDITION when it is
+    neither the last step nor the next, or no gradient waits; INVALID_ARGUMENT when a number is
+    out of its range. A refused call changes nothing.
+    """
+    DiscardGradient: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.DiscardGradientRequest, _trainer_service_pb2.DiscardGradientResponse]
+    """Forgets the gradient that waits, so that the step can begin anew with part 1. Idempotent:
+    without one nothing happens.
+    """
     ComputeLogprobs: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ComputeLogprobsRequest, _trainer_service_pb2.ComputeLogprobsResponse]
-    """Returns the log-probability of every token under the current weights. Idempotent."""
+    """Returns the log-probability of every token under the current weights, and what else is
+    asked for. Idempotent.
+    """
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.SaveCheckpointRequest, _trainer_service_pb2.SaveCheckpointResponse]
     """Writes a checkpoint of the present step and answers when it is durable. Idempotent:
     a checkpoint that exists is not written again, but takes a score that is new. The newest
     ones stay, and those with the best scores, as many as the recipe says.
+    FAILED_PRECONDITION while a gradient waits.
     """
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.LoadCheckpointRequest, _trainer_service_pb2.LoadCheckpointResponse]
     """Restores weights, optimizer, average, schedule and random state of a checkpoint, which
     may come from another number of ranks or another ZeRO stage. NOT_FOUND when there is none
-    of that step; then nothing changed.
+    of that step; then nothing changed. Otherwise a gradient that waits is dropped first.
     """
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ExportModelRequest, _trainer_service_pb2.ExportModelResponse]
     """Writes the weights as a Hugging Face model folder, whole or not at all."""
@@ -73,6 +100,12 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Trains. Passive: the coordinator, or anyone else, drives it. Status and health are
     answered while a step runs; the calls that use the engine run one at a time, in the order
     of their arrival.
+
+    A step is one TrainStep, which computes the recipe's loss. Or it is made of parts, for a loss
+    of one's own: any number of ForwardBackward calls, which add up a gradient, then OptimStep,
+    which uses it up. From the first ForwardBackward to OptimStep or DiscardGradient the gradient
+    waits, and TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. The two kinds
+    of step may alternate.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -89,17 +122,38 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     other step with FAILED_PRECONDITION. INVALID_ARGUMENT names the sample that is
     malformed. A refused call changes nothing.
     """
+    ForwardBackward: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ForwardBackwardRequest, _trainer_service_pb2.ForwardBackwardResponse]  # type: ignore[assignment]
+    """Adds the gradient of `sum over tokens of loss_weight * log-probability` under the present
+    weights to that of the step's earlier parts. Idempotent by step and part: the next part is
+    computed; the last one with the same bytes returns the stored answer; with other bytes it
+    is refused with ALREADY_EXISTS; any other step or part with FAILED_PRECONDITION.
+    INVALID_ARGUMENT names the sample that is malformed. A refused call changes nothing.
+    """
+    OptimStep: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.OptimStepRequest, _trainer_service_pb2.OptimStepResponse]  # type: ignore[assignment]
+    """Ends a step: clips the gradient that waits and makes one optimizer step. Idempotent by
+    step: the last step with the same bytes returns the stored answer; with other bytes, or
+    when it was a TrainStep, it is refused with ALREADY_EXISTS. FAILED_PRECONDITION when it is
+    neither the last step nor the next, or no gradient waits; INVALID_ARGUMENT when a number is
+    out of its range. A refused call changes nothing.
+    """
+    DiscardGradient: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.DiscardGradientRequest, _trainer_service_pb2.DiscardGradientResponse]  # type: ignore[assignment]
+    """Forgets the gradient that waits, so that the step can begin anew with part 1. Idempotent:
+    without one nothing happens.
+    """
     ComputeLogprobs: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ComputeLogprobsRequest, _trainer_service_pb2.ComputeLogprobsResponse]  # type: ignore[assignment]
-    """Returns the log-probability of every token under the current weights. Idempotent."""
+    """Returns the log-probability of every token under the current weights, and what else is
+    asked for. Idempotent.
+    """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.SaveCheckpointRequest, _trainer_service_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Writes a checkpoint of the present step and answers when it is durable. Idempotent:
     a checkpoint that exists is not written again, but takes a score that is new. The newest
     ones stay, and those with the best scores, as many as the recipe says.
+    FAILED_PRECONDITION while a gradient waits.
     """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.LoadCheckpointRequest, _trainer_service_pb2.LoadCheckpointResponse]  # type: ignore[assignment]
     """Restores weights, optimizer, average, schedule and random state of a checkpoint, which
     may come from another number of ranks or another ZeRO stage. NOT_FOUND when there is none
-    of that step; then nothing changed.
+    of that step; then nothing changed. Otherwise a gradient that waits is dropped first.
     """
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ExportModelRequest, _trainer_service_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Writes the weights as a Hugging Face model folder, whole or not at all."""
@@ -112,6 +166,12 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Trains. Passive: the coordinator, or anyone else, drives it. Status and health are
     answered while a step runs; the calls that use the engine run one at a time, in the order
     of their arrival.
+
+    A step is one TrainStep, which computes the recipe's loss. Or it is made of parts, for a loss
+    of one's own: any number of ForwardBackward calls, which add up a gradient, then OptimStep,
+    which uses it up. From the first ForwardBackward to OptimStep or DiscardGradient the gradient
+    waits, and TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. The two kinds
+    of step may alternate.
     """
 
     @_abc_1.abstractmethod
@@ -146,12 +206,50 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def ForwardBackward(
+        self,
+        request: _trainer_service_pb2.ForwardBackwardRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_service_pb2.ForwardBackwardResponse, _abc.Awaitable[_trainer_service_pb2.ForwardBackwardResponse]]:
+        """Adds the gradient of `sum over tokens of loss_weight * log-probability` under the present
+        weights to that of the step's earlier parts. Idempotent by step and part: the next part is
+        computed; the last one with the same bytes returns the stored answer; with other bytes it
+        is refused with ALREADY_EXISTS; any other step or part with FAILED_PRECONDITION.
+        INVALID_ARGUMENT names the sample that is malformed. A refused call changes nothing.
+        """
+
+    @_abc_1.abstractmethod
+    def OptimStep(
+        self,
+        request: _trainer_service_pb2.OptimStepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_service_pb2.OptimStepResponse, _abc.Awaitable[_trainer_service_pb2.OptimStepResponse]]:
+        """Ends a step: clips the gradient that waits and makes one optimizer step. Idempotent by
+        step: the last step with the same bytes returns the stored answer; with other bytes, or
+        when it was a TrainStep, it is refused with ALREADY_EXISTS. FAILED_PRECONDITION when it is
+        neither the last step nor the next, or no gradient waits; INVALID_ARGUMENT when a number is
+        out of its range. A refused call changes nothing.
+        """
+
+    @_abc_1.abstractmethod
+    def DiscardGradient(
+        self,
+        request: _trainer_service_pb2.DiscardGradientRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_service_pb2.DiscardGradientResponse, _abc.Awaitable[_trainer_service_pb2.DiscardGradientResponse]]:
+        """Forgets the gradient that waits, so that the step can begin anew with part 1. Idempotent:
+        without one nothing happens.
+        """
+
+    @_abc_1.abstractmethod
     def ComputeLogprobs(
         self,
         request: _trainer_service_pb2.ComputeLogprobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.ComputeLogprobsResponse, _abc.Awaitable[_trainer_service_pb2.ComputeLogprobsResponse]]:
-        """Returns the log-probability of every token under the current weights. Idempotent."""
+        """Returns the log-probability of every token under the current weights, and what else is
+        asked for. Idempotent.
+        """
 
     @_abc_1.abstractmethod
     def SaveCheckpoint(
@@ -162,6 +260,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Writes a checkpoint of the present step and answers when it is durable. Idempotent:
         a checkpoint that exists is not written again, but takes a score that is new. The newest
         ones stay, and those with the best scores, as many as the recipe says.
+        FAILED_PRECONDITION while a gradient waits.
         """
 
     @_abc_1.abstractmethod
@@ -172,7 +271,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_service_pb2.LoadCheckpointResponse, _abc.Awaitable[_trainer_service_pb2.LoadCheckpointResponse]]:
         """Restores weights, optimizer, average, schedule and random state of a checkpoint, which
         may come from another number of ranks or another ZeRO stage. NOT_FOUND when there is none
-        of that step; then nothing changed.
+        of that step; then nothing changed. Otherwise a gradient that waits is dropped first.
         """
 
     @_abc_1.abstractmethod

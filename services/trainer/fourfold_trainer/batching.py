@@ -21,7 +21,7 @@ from fourfold.nn.batching import Int64Array, TokenBatch, pack, split_by_tokens
 from fourfold.wire import EMPTY_FLOATS, Float32Array, Int32Array, Sample
 
 Array = NDArray[Any]
-Batch: TypeAlias = "TokenBatch | PolicyBatch | ValueBatch"
+Batch: TypeAlias = "TokenBatch | PolicyBatch | ValueBatch | WeightedBatch"
 T = TypeVar("T")
 
 _DUMMY_TOKENS: Final = np.zeros(2, np.int32)
@@ -51,6 +51,14 @@ class ValueBatch:
     old_values: Float32Array  # [k]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WeightedBatch:
+    """One forward and backward pass of the policy on one rank, for a loss that is known by its derivatives."""
+
+    tokens: TokenBatch
+    weights: Float32Array  # [k], derivative of the loss by each log-probability; a dummy's is 0
+
+
 def to_arrays(batch: Batch) -> list[Array]:
     """Return the arrays of a batch, in the order of its fields; those of its tokens first."""
     arrays: list[Array] = []
@@ -73,6 +81,11 @@ def policy_batches(arrays: Sequence[Array]) -> list[PolicyBatch]:
 def value_batches(arrays: Sequence[Array]) -> list[ValueBatch]:
     """Return the batches that `to_arrays` took apart."""
     return _with_columns(ValueBatch, ValueBatch.__slots__[1:], arrays)
+
+
+def weighted_batches(arrays: Sequence[Array]) -> list[WeightedBatch]:
+    """Return the batches that `to_arrays` took apart."""
+    return _with_columns(WeightedBatch, WeightedBatch.__slots__[1:], arrays)
 
 
 def split(lengths: Sequence[int], *, rank_count: int, max_tokens: int) -> list[list[list[int]]]:
@@ -141,6 +154,11 @@ def dummy_value_batch() -> ValueBatch:
     """Return a dummy."""
     zero = np.zeros(1, np.float32)
     return ValueBatch(tokens=dummy_tokens(), weights=zero, returns=zero, old_values=zero)
+
+
+def dummy_weighted_batch() -> WeightedBatch:
+    """Return a dummy."""
+    return WeightedBatch(tokens=dummy_tokens(), weights=np.zeros(1, np.float32))
 
 
 def _tokens(arrays: Sequence[Array]) -> TokenBatch:

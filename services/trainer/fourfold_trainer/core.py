@@ -17,29 +17,27 @@ import hashlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
-
-import numpy as np
 
 from fourfold import metrics
 from fourfold.config import Config
 from fourfold.errors import AlreadyExists, DeadlinePassed, FourfoldError, InvalidInput, Unavailable, WrongState
 from fourfold.weights.manifest import Manifest
-from fourfold.wire import Float32Array, Sample
-from fourfold_trainer import report
+from fourfold.wire import Sample
+from fourfold_trainer import gradients, report
 from fourfold_trainer import step as steps
 from fourfold_trainer.checkpoint import CheckpointStore, StepAnswer, TrainerState, layout_of, whole
 from fourfold_trainer.engine import Engine, Sent
 from fourfold_trainer.engine_thread import EngineThread, Phase
-from fourfold_trainer.passes import look_up
+from fourfold_trainer.gradients import Gradient
+from fourfold_trainer.passes import Forward, forward
 
 _log = logging.getLogger("fourfold.trainer")
 
 T = TypeVar("T")
 
-_NAN: Final = np.full(1, np.nan, np.float32)
 # A transfer must end before its caller gives up, so that the caller learns why.
 _MARGIN_SECONDS: Final = 0.05
 _LEAVE_SECONDS: Final = 1.0
@@ -55,6 +53,8 @@ class Status:
     """Of the newest durable checkpoint; -1 for none."""
     vocabulary_size: int = 0
     """Number of token ids; 0 while starting."""
+    gradient: Gradient = field(default_factory=Gradient)
+    """Of the parts of the next step."""
 
 
 class TrainerCore:
@@ -152,9 +152,28 @@ class TrainerCore:
             Phase.TRAINING, lambda: self._do_train_step(step, samples, batch_sha256), timeout=timeout
         )
 
-    async def compute_logprobs(self, samples: list[Sample], *, timeout: float) -> tuple[list[Float32Array], int]:
-        """Return float32 [n] per sample, the first value NaN, and the policy version."""
-        return await self._thread.run(Phase.COMPUTING, lambda: self._do_compute_logprobs(samples), timeout=timeout)
+    async def forward_backward(self, part: gradients.Part, *, timeout: float) -> gradients.PartAnswer:
+        """Add a part to the gradient of the next step, or return the stored answer of the last one."""
+        return await self._thread.run(Phase.TRAINING, lambda: self._do_forward_backward(part), timeout=timeout)
+
+    async def optim_step(self, call: gradients.OptimCall, *, timeout: float) -> StepAnswer:
+        """End the step whose gradient waits, or return the stored answer of the last one."""
+        return await self._thread.run(Phase.TRAINING, lambda: self._do_optim_step(call), timeout=timeout)
+
+    async def discard_gradient(self, *, timeout: float) -> int:
+        """Forget the gradient that waits; return the number of its parts."""
+        return await self._thread.run(Phase.TRAINING, self._do_discard, timeout=timeout)
+
+    async def forward(
+        self, samples: list[Sample], *, entropies: bool, values: bool, timeout: float
+    ) -> tuple[Forward, int]:
+        """Return what the models make of every token, and the policy version."""
+
+        def run() -> tuple[Forward, int]:
+            found = forward(self._running, samples, self._config, entropies=entropies, values=values)
+            return found, self._status.state.policy_version
+
+        return await self._thread.run(Phase.COMPUTING, run, timeout=timeout)
 
     async def save_checkpoint(self, *, score: float | None = None, timeout: float) -> int:
         """Write a checkpoint of the present step, with its held-out score if it has one; return the step."""
@@ -233,6 +252,7 @@ class TrainerCore:
             if batch_sha256 != state.batch_sha256:
                 raise AlreadyExists(f"step {step} was trained with another batch; train step {step + 1}")
             return state.answer
+        self._status.gradient.refuse(f"step {step} cannot be trained")
         if step != state.step + 1:
             raise WrongState(
                 f"step {step} cannot be trained; the trainer is at step {state.step}: send {state.step + 1}"
@@ -266,19 +286,38 @@ class TrainerCore:
         )
         return answer
 
-    def _do_compute_logprobs(self, samples: list[Sample]) -> tuple[list[Float32Array], int]:
-        every = [np.arange(1, len(s.token_ids), dtype=np.int64) for s in samples]
-        found = look_up(self._running.compute_logprobs, samples, every, self._config)
-        return [np.concatenate([_NAN, row]) for row in found], self._status.state.policy_version
+    def _do_forward_backward(self, part: gradients.Part) -> gradients.PartAnswer:
+        status = self._status
+        added = gradients.add(self._running, part, status.state, status.gradient, self._config)
+        assert added.answer is not None, "a part has an answer"
+        self._set(gradient=added)
+        return added.answer
+
+    def _do_optim_step(self, call: gradients.OptimCall) -> StepAnswer:
+        before = self._status
+        state = gradients.apply(self._running, call, before.state, before.gradient, self._config)
+        assert state.answer is not None, "a step has an answer"
+        if state is not before.state:
+            self._set(state=state, gradient=Gradient())
+        return state.answer
+
+    def _do_discard(self) -> int:
+        parts = self._status.gradient.part_count
+        if parts:
+            self._running.discard_gradient()
+            self._set(gradient=Gradient())
+        return parts
 
     def _do_save(self, score: float | None) -> int:
         state = self._status.state
+        self._status.gradient.refuse("no checkpoint can be written")
         self._checkpoints.save(state, self._running.save, score=score)
         self._set(checkpoint_step=self._checkpoints.newest_step)
         return state.step
 
     def _do_load(self, step: int) -> Status:
         state, folder = self._checkpoints.read(step)
+        self._do_discard()  # it belongs to the weights that go
         self._running.load(folder)
         self._set(state=state)
         return replace(self._status, phase=Phase.WAITING)

@@ -61,6 +61,7 @@ class _Trained:
             ema: decay of the weights' moving average; 0: none is kept.
         """
         self._config, self._rank = config, rank
+        self._max_grad_norm = table.max_grad_norm
         self._stage = config.trainer.zero_stage
         self._device = device_of(config, rank)
         self._engine: Any = deepspeed.initialize(
@@ -86,16 +87,17 @@ class _Trained:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss)
 
-    def update(self, learning_rate: float) -> float:
+    def update(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
         """Clip and step; return the gradient's norm before clipping. Not finite: nothing was changed."""
-        norm = self._step(learning_rate)
+        norm = self._step(learning_rate, self._max_grad_norm if max_grad_norm is None else max_grad_norm)
         if self._average is not None and math.isfinite(norm):
             self._average.update()
         return norm
 
-    def _step(self, learning_rate: float) -> float:
+    def _step(self, learning_rate: float, max_grad_norm: float) -> float:
         for group in self._inner.param_groups:
             group["lr"] = learning_rate
+        self._clip_to(max_grad_norm)
         if self._is_plain:  # DeepSpeed checks nothing here
             norm = float(
                 torch.nn.utils.get_total_norm([p.grad for p in self._model.parameters() if p.grad is not None])
@@ -108,6 +110,13 @@ class _Trained:
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
         return norm if self._engine.was_step_applied() else math.nan
+
+    def _clip_to(self, norm: float) -> None:
+        """Set what gradients are clipped to from now on; 0: they are not."""
+        if self._is_plain:
+            self._engine._config.gradient_clipping = norm
+        else:
+            self._engine.optimizer.clip_grad = norm
 
     def save(self, folder: Path, name: str) -> None:
         """Write this rank's masters, Adam's moments, average and random state."""

@@ -21,7 +21,7 @@ from fourfold.nn.batching import TokenBatch
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.source import WeightSource
 from fourfold.wire import EMPTY_FLOATS, Float32Array
-from fourfold_trainer.batching import PolicyBatch, ValueBatch
+from fourfold_trainer.batching import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.shards import Shard
 
 # Sums over tokens that metrics are made of, besides those that carry a metric's own name.
@@ -96,8 +96,22 @@ class Engine(Protocol):
     def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
         """The same for the critic."""
 
-    def compute_logprobs(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
-        """Return the log-probabilities of each rank's batches under the present weights."""
+    def forward_backward(self, shares: Sequence[Sequence[WeightedBatch]]) -> list[list[Float32Array]]:
+        """Add the gradient of sum weights * log-probabilities to what waits; return the log-probabilities."""
+
+    def optim_step(self, *, learning_rate: float, max_grad_norm: float) -> float:
+        """Use up the gradient that waits; return its norm before clipping. Not finite: nothing was changed."""
+
+    def discard_gradient(self) -> None:
+        """Forget the gradient that waits."""
+
+    def compute_logprobs(
+        self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False
+    ) -> list[list[Float32Array]]:
+        """Return the log-probabilities of each rank's batches under the present weights.
+
+        [k] for each batch; with entropies beside them [k, 2].
+        """
 
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
         """Return the critic's value of the state before each asked token."""
@@ -139,8 +153,11 @@ class Trained(Protocol):
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`, averaged over ranks; `last` says that no more comes before `update`."""
 
-    def update(self, learning_rate: float) -> float:
-        """Clip and step; return the gradient's norm before clipping. Not finite: nothing was changed."""
+    def update(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
+        """Clip and step; return the gradient's norm before clipping. Not finite: nothing was changed.
+
+        A longer gradient is scaled down to `max_grad_norm`; 0: none is; None: the recipe's.
+        """
 
     def save(self, folder: Path, name: str) -> None:
         """Write this rank's file of the model called `name`, durably."""

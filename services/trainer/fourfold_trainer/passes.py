@@ -1,6 +1,8 @@
 """What the ranks are sent: a step's samples as the passes of a look-up or of one optimizer step.
 
 look_up        a number for each asked token, from the policy or the critic
+forward        all that is known of every token: log-probability, entropy, value
+add_gradient   a look-up that keeps the gradient of the weighted sum
 mini_batches   the samples of each optimizer step
 LossTokens     what the loss sees of every sample, made into batches
 """
@@ -9,30 +11,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.config import Config
+from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch
 from fourfold.wire import EMPTY_FLOATS, Float32Array, Sample
 from fourfold_trainer import batching
 from fourfold_trainer.algorithm import aggregation
-from fourfold_trainer.batching import PolicyBatch, ValueBatch
+from fourfold_trainer.batching import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.credit import Batch, Credit, Int64Array
+from fourfold_trainer.engine import Engine
+
+_NAN: Final = np.full(1, np.nan, np.float32)
 
 
 class Compute(Protocol):
-    """Of the engine: a number for each asked token of each rank's batches."""
+    """Of the engine: a number, or a row of them, for each asked token of each rank's batches."""
 
     def __call__(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]: ...
+
+
+class ForwardBackward(Protocol):
+    """Of the engine: a log-probability for each token of each rank's batches, whose gradient is kept."""
+
+    def __call__(self, shares: Sequence[Sequence[WeightedBatch]]) -> list[list[Float32Array]]: ...
 
 
 def look_up(
     compute: Compute, samples: Sequence[Sample], positions: Sequence[Int64Array], config: Config
 ) -> list[Float32Array]:
-    """Return a float32 number for each asked token of each sample, in order.
+    """Return a float32 number, or a row of them, for each asked token of each sample, in order.
 
     Args:
         compute: of the engine.
@@ -41,15 +54,81 @@ def look_up(
         config: of the run.
     """
     asked = [i for i, p in enumerate(positions) if len(p)]
-    rows: list[Float32Array] = [EMPTY_FLOATS] * len(samples)
     if not asked:
-        return rows
+        return [EMPTY_FLOATS] * len(samples)
     shares = _split(samples, asked, config)
 
     def make(members: Sequence[int]) -> TokenBatch:
         return batching.pack_tokens([samples[i] for i in members], [positions[i] for i in members])
 
-    answers = compute(batching.fill(shares, make, batching.dummy_tokens()))
+    return _collect(compute(batching.fill(shares, make, batching.dummy_tokens())), shares, positions)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Forward:
+    """What the models make of every token, float32 [n] per sample; the first is NaN. Empty: not asked for."""
+
+    logprobs: list[Float32Array]
+    entropies: list[Float32Array]
+    values: list[Float32Array]
+
+
+def forward(engine: Engine, samples: Sequence[Sample], config: Config, *, entropies: bool, values: bool) -> Forward:
+    """Look every token up.
+
+    Raises:
+        InvalidInput: values are asked for, but there is no critic.
+    """
+    if values and not config.algorithm.needs_critic:
+        raise InvalidInput(
+            "values are asked for, but the recipe has no critic; leave include_values out, or train one: "
+            "algorithm.advantage = `gae`"
+        )
+    every = [np.arange(1, len(s.token_ids), dtype=np.int64) for s in samples]
+    found = look_up(partial(engine.compute_logprobs, entropies=entropies), samples, every, config)
+    return Forward(
+        logprobs=[_after_nan(row[:, 0] if entropies else row) for row in found],
+        entropies=[_after_nan(row[:, 1]) for row in found] if entropies else [],
+        values=[_after_nan(row) for row in look_up(engine.compute_values, samples, every, config)] if values else [],
+    )
+
+
+def add_gradient(
+    compute: ForwardBackward, samples: Sequence[Sample], weights: Sequence[Float32Array], config: Config
+) -> list[Float32Array]:
+    """Add the gradient of a weighted sum of log-probabilities to what waits.
+
+    Args:
+        compute: of the engine; not called when there is nothing to add.
+        samples: any number.
+        weights: float32 [n] of each sample, the first 0.
+        config: of the run.
+
+    Returns:
+        For each sample the log-probabilities of its tokens whose weight is not 0, in order.
+    """
+    positions = [np.flatnonzero(w) for w in weights]
+    members = [i for i, p in enumerate(positions) if len(p)]
+    if not members:
+        return [EMPTY_FLOATS] * len(samples)
+    shares = _split(samples, members, config)
+
+    def make(members: Sequence[int]) -> WeightedBatch:
+        return WeightedBatch(
+            tokens=batching.pack_tokens([samples[i] for i in members], [positions[i] for i in members]),
+            weights=np.concatenate([weights[i][positions[i]] for i in members]),
+        )
+
+    return _collect(compute(batching.fill(shares, make, batching.dummy_weighted_batch())), shares, positions)
+
+
+def _collect(
+    answers: Sequence[Sequence[Float32Array]],
+    shares: Sequence[Sequence[Sequence[int]]],
+    positions: Sequence[Int64Array],
+) -> list[Float32Array]:
+    """Return what the ranks answered for their passes sample by sample; nothing for those that were in none."""
+    rows: list[Float32Array] = [EMPTY_FLOATS] * len(positions)
     for share, found in zip(shares, answers, strict=True):
         for members, numbers in zip(share, found, strict=True):
             ends = np.cumsum([len(positions[i]) for i in members])  # none for a dummy
@@ -161,6 +240,10 @@ def _split(samples: Sequence[Sample], members: Sequence[int], config: Config) ->
         max_tokens=config.batch.tokens_per_micro_batch,
     )
     return [[[members[i] for i in ids] for ids in share] for share in shares]
+
+
+def _after_nan(row: Float32Array) -> Float32Array:
+    return np.concatenate([_NAN, row])
 
 
 def _join(parts: Sequence[NDArray[Any]] | None, members: Sequence[int]) -> Float32Array:

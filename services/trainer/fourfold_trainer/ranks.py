@@ -37,7 +37,7 @@ from fourfold.scratch import Scratch
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import combine_digest
 from fourfold.wire import Float32Array
-from fourfold_trainer.batching import Batch, PolicyBatch, ValueBatch, to_arrays
+from fourfold_trainer.batching import Batch, PolicyBatch, ValueBatch, WeightedBatch, to_arrays
 from fourfold_trainer.engine import Sent, UpdateSettings, UpdateSums
 from fourfold_trainer.link import Array, Link, Message
 from fourfold_trainer.worker import RankWorker, read_error, read_sums
@@ -114,9 +114,25 @@ class RankGroup:
         """The same for the critic."""
         return self._update("update_critic", shares, settings)
 
-    def compute_logprobs(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
-        """Return the log-probabilities of each rank's batches."""
-        return [list(answer.arrays) for answer in self._call("compute_logprobs", arrays=_arrays(shares))]
+    def forward_backward(self, shares: Sequence[Sequence[WeightedBatch]]) -> list[list[Float32Array]]:
+        """Add to the gradient that waits; return the log-probabilities of each rank's batches."""
+        return [list(answer.arrays) for answer in self._call("forward_backward", arrays=_arrays(shares))]
+
+    def optim_step(self, *, learning_rate: float, max_grad_norm: float) -> float:
+        """Use up the gradient that waits; return its norm."""
+        fields = {"learning_rate": learning_rate, "max_grad_norm": max_grad_norm}
+        return float(self._call("optim_step", fields=fields)[0].fields["grad_norm"])
+
+    def discard_gradient(self) -> None:
+        """Forget the gradient that waits."""
+        self._call("discard_gradient")
+
+    def compute_logprobs(
+        self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False
+    ) -> list[list[Float32Array]]:
+        """Return the log-probabilities of each rank's batches, and entropies beside them."""
+        answers = self._call("compute_logprobs", fields={"entropy": entropies}, arrays=_arrays(shares))
+        return [list(answer.arrays) for answer in answers]
 
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
         """Return the critic's values of each rank's batches."""

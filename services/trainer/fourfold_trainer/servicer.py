@@ -5,25 +5,38 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import AsyncIterator, Iterable
-from typing import Any, Final
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any, Final, Literal
 
 import grpc
 import numpy as np
+from google.protobuf.message import Message
 
+from fourfold import metrics
 from fourfold.errors import InvalidInput
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.types.v1 import experience_pb2
-from fourfold.wire import BoolArray, Float32Array, Sample, check_id, check_unique, decode, decode_token_ids, pack_floats
+from fourfold.wire import (
+    BoolArray,
+    Float32Array,
+    Sample,
+    check_id,
+    check_unique,
+    decode,
+    decode_token_ids,
+    floats,
+    pack_floats,
+)
 from fourfold_trainer.core import Status, TrainerCore
 from fourfold_trainer.engine_thread import Phase
+from fourfold_trainer.gradients import OptimCall, Part
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _MESSAGE_BYTES: Final = 4 << 20
 _BATCH_BYTES: Final = 2 << 30
-_LOOKUP_BYTES: Final = 8 << 20
+_REQUEST_BYTES: Final = 8 << 20
 _NO_FLOATS: Final[Float32Array] = np.empty(0, np.float32)
 _NO_FLAGS: Final[BoolArray] = np.empty(0, np.bool_)
 _PHASES: Final = {
@@ -80,11 +93,50 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             metrics=answer.metrics,
         )
 
+    async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
+        """Add a part to a gradient."""
+        part = await asyncio.to_thread(self._decode_part_of_gradient, request)
+        answer = await self._core.forward_backward(part, timeout=time_left(context))
+        return pb.ForwardBackwardResponse(
+            loss=answer.loss,
+            logprobs=[pack_floats(row) for row in answer.logprobs],
+            policy_version=answer.policy_version,
+        )
+
+    async def OptimStep(self, request: pb.OptimStepRequest, context: Context) -> pb.OptimStepResponse:
+        """Use a gradient up."""
+        call = OptimCall(
+            step=_at_least_one(request.step, "step"),
+            learning_rate=_number(request, "learning_rate"),
+            max_grad_norm=_number(request, "max_grad_norm"),
+            sha256=_sha256(request),
+        )
+        answer = await self._core.optim_step(call, timeout=time_left(context))
+        return pb.OptimStepResponse(
+            step=answer.step,
+            policy_version=answer.policy_version,
+            skipped_reason=answer.skipped_reason,
+            grad_norm=answer.metrics[metrics.GRAD_NORM],
+        )
+
+    async def DiscardGradient(self, request: pb.DiscardGradientRequest, context: Context) -> pb.DiscardGradientResponse:
+        """Forget a gradient."""
+        return pb.DiscardGradientResponse(part_count=await self._core.discard_gradient(timeout=time_left(context)))
+
     async def ComputeLogprobs(self, request: pb.ComputeLogprobsRequest, context: Context) -> pb.ComputeLogprobsResponse:
         """Look samples up under the present weights."""
-        samples = self._decode_lookup(request)
-        rows, version = await self._core.compute_logprobs(samples, timeout=time_left(context))
-        return pb.ComputeLogprobsResponse(logprobs=[pack_floats(row) for row in rows], policy_version=version)
+        more = request.include_entropies or request.include_values
+        _check_size(request, request.experiences, limit=_REQUEST_BYTES // 2 if more else _REQUEST_BYTES)
+        samples = [self._lookup_sample(message) for message in request.experiences]
+        found, version = await self._core.forward(
+            samples, entropies=request.include_entropies, values=request.include_values, timeout=time_left(context)
+        )
+        return pb.ComputeLogprobsResponse(
+            logprobs=[pack_floats(row) for row in found.logprobs],
+            entropies=[pack_floats(row) for row in found.entropies],
+            values=[pack_floats(row) for row in found.values],
+            policy_version=version,
+        )
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
         """Write a checkpoint."""
@@ -127,6 +179,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             tokenizer_sha256=self.tokenizer_sha256,
             vocabulary_size=status.vocabulary_size,
             max_context_tokens=self._core.config.model.max_context_tokens,
+            gradient_part_count=status.gradient.part_count,
         )
 
     def _decode_part(
@@ -150,16 +203,18 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             )
         return samples, size
 
-    def _decode_lookup(self, request: pb.ComputeLogprobsRequest) -> list[Sample]:
-        """Return samples of which only id, tokens and temperature are read."""
-        if not request.experiences:
-            raise InvalidInput("the request has no experiences; send at least one")
-        if request.ByteSize() > _LOOKUP_BYTES:
-            raise InvalidInput(f"the request has {request.ByteSize()} bytes; send at most {_LOOKUP_BYTES} at once")
-        check_unique(message.sample_id for message in request.experiences)
-        return [self._lookup_sample(message) for message in request.experiences]
+    def _decode_part_of_gradient(self, request: pb.ForwardBackwardRequest) -> Part:
+        step, number = _at_least_one(request.step, "step"), _at_least_one(request.part, "part")
+        experiences = [message.experience for message in request.samples]
+        _check_size(request, experiences, limit=_REQUEST_BYTES)
+        samples = [self._lookup_sample(message) for message in experiences]
+        weights = [
+            _loss_weights(message, len(s.token_ids)) for message, s in zip(request.samples, samples, strict=True)
+        ]
+        return Part(step=step, number=number, samples=samples, weights=weights, sha256=_sha256(request))
 
     def _lookup_sample(self, message: experience_pb2.Experience) -> Sample:
+        """Return a sample of which only id, tokens and temperature are read."""
         who = check_id(message.sample_id, "sample_id")
         ids = decode_token_ids(
             message,
@@ -178,6 +233,49 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             version_spans=(),
             temperature=message.temperature,
         )
+
+
+def _check_size(request: Message, experiences: Sequence[experience_pb2.Experience], *, limit: int) -> None:
+    if not experiences:
+        raise InvalidInput("the request has no samples; send at least one")
+    if request.ByteSize() > limit:
+        raise InvalidInput(
+            f"the request has {request.ByteSize()} bytes; send at most {limit} at once, and the rest after"
+        )
+    check_unique(message.sample_id for message in experiences)
+
+
+def _loss_weights(message: pb.WeightedSample, count: int) -> Float32Array:
+    who = message.experience.sample_id
+    weights = floats(message.loss_weights, count, who, "loss_weights")
+    wrong = np.flatnonzero(~np.isfinite(weights))
+    if len(wrong):
+        raise InvalidInput(f"sample {who}: loss_weights[{wrong[0]}] is {weights[wrong[0]]}; it must be finite")
+    if weights[0]:
+        raise InvalidInput(
+            f"sample {who}: loss_weights[0] is {weights[0]}; it must be 0: nothing comes before the first token"
+        )
+    return weights
+
+
+def _number(request: pb.OptimStepRequest, name: Literal["learning_rate", "max_grad_norm"]) -> float | None:
+    """Return an optional number that is finite and not negative."""
+    if not request.HasField(name):
+        return None
+    value: float = getattr(request, name)
+    if not (math.isfinite(value) and value >= 0):
+        raise InvalidInput(f"{name} is {value}; it must be finite and at least 0, or unset for the recipe's")
+    return value
+
+
+def _at_least_one(value: int, name: str) -> int:
+    if value < 1:
+        raise InvalidInput(f"{name} is {value}; it must be at least 1")
+    return value
+
+
+def _sha256(request: Message) -> str:
+    return hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
 
 
 def _check_step(step: int, before: int) -> int:

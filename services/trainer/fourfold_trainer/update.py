@@ -1,10 +1,11 @@
-"""One optimizer step on one rank: micro-batches -> gradient -> optimizer -> sums over tokens.
+"""One optimizer step on one rank: micro-batches -> gradient -> optimizer -> sums over tokens. Or in parts.
 
     p current, o old, u behavior, f reference log-probability; A advantage; V value, G return; H entropy
     c weight of a token's loss; w weight for the distance of o to u
 
     policy      sum over tokens of   c * ( w * loss(p, o, A) + kl_coef * kl(p, f) - entropy_coef * H )
     critic      sum over tokens of   c * value_loss(V, G)
+    parts       sum over tokens of   c * p                  c of the caller, of either sign
 
 The weights c are known before the first pass (algorithm/aggregation.py), so that the gradient
 does not depend on how the step is split; w is that of algorithm/corrections.py.
@@ -22,9 +23,10 @@ from torch import Tensor
 
 from fourfold import metrics
 from fourfold.config import AlgorithmConfig, CriticConfig
+from fourfold.wire import Float32Array
 from fourfold_trainer.algorithm import corrections, kl, losses
 from fourfold_trainer.algorithm.losses import TokenLoss
-from fourfold_trainer.batching import PolicyBatch, ValueBatch
+from fourfold_trainer.batching import PolicyBatch, ValueBatch, WeightedBatch, dummy_tokens
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, Critic, Policy, UpdateSettings, UpdateSums
 
 _MAX_LOG_RATIO: Final = 20.0
@@ -69,6 +71,35 @@ def update_critic(
         tally.add(loss=loss.detach(), real=weights > 0, means=term.means)
         critic.backward(loss * rank_count, last=index == len(batches) - 1)
     return tally.sums(grad_norm=critic.update(settings.learning_rate))
+
+
+def forward_backward(policy: Policy, batches: Sequence[WeightedBatch], *, rank_count: int) -> list[Float32Array]:
+    """Add one rank's part of a gradient to what waits for `use_gradient`; return the log-probabilities."""
+    rows = []
+    for batch in batches:
+        logprobs, _ = policy.logprobs(batch.tokens)
+        weights = torch.from_numpy(batch.weights).to(logprobs.device)
+        policy.backward((weights * logprobs).sum() * rank_count, last=False)
+        rows.append(logprobs.detach())
+    return [row.cpu().numpy() for row in rows]
+
+
+def use_gradient(policy: Policy, *, learning_rate: float, max_grad_norm: float) -> float:
+    """Make an optimizer step of the gradient that waits; return its norm before clipping."""
+    _end_gradient(policy, 0.0)
+    return policy.update(learning_rate, max_grad_norm=max_grad_norm)
+
+
+def discard_gradient(policy: Policy) -> None:
+    """Forget the gradient that waits: every ZeRO stage drops one that is not finite."""
+    _end_gradient(policy, math.nan)
+    policy.update(0.0)
+
+
+def _end_gradient(policy: Policy, factor: float) -> None:
+    """Run the cheapest pass as the last one, times `factor`: ZeRO must be told which is, and parts cannot know."""
+    logprobs, _ = policy.logprobs(dummy_tokens())
+    policy.backward(factor * logprobs.sum(), last=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

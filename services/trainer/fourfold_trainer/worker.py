@@ -22,7 +22,7 @@ from fourfold.weights.sender import WeightSender
 from fourfold_trainer import batching
 from fourfold_trainer.engine import Critic, Policy, Trained, UpdateSettings, UpdateSums
 from fourfold_trainer.link import Message, from_bytes
-from fourfold_trainer.update import update_critic, update_policy
+from fourfold_trainer.update import discard_gradient, forward_backward, update_critic, update_policy, use_gradient
 
 ANSWER: Final = "answer"
 ERROR: Final = "error"
@@ -38,6 +38,9 @@ class RankWorker:
         self._commands: dict[str, Callable[[Message], Message]] = {
             "update_policy": self._update_policy,
             "update_critic": self._update_critic,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "discard_gradient": self._discard_gradient,
             "compute_logprobs": self._compute_logprobs,
             "compute_values": self._compute_values,
             "save": self._save,
@@ -85,9 +88,24 @@ class RankWorker:
         config = self._config.critic
         return _sums_answer(update_critic(self._needed_critic, batches, settings, config, rank_count=self._rank_count))
 
+    def _forward_backward(self, command: Message) -> Message:
+        batches = batching.weighted_batches(command.arrays)
+        return Message(name=ANSWER, arrays=forward_backward(self._policy, batches, rank_count=self._rank_count))
+
+    def _optim_step(self, command: Message) -> Message:
+        return Message(name=ANSWER, fields={"grad_norm": use_gradient(self._policy, **command.fields)})
+
+    def _discard_gradient(self, command: Message) -> Message:
+        discard_gradient(self._policy)
+        return Message(name=ANSWER)
+
     def _compute_logprobs(self, command: Message) -> Message:
+        rows = []
         with torch.no_grad():
-            rows = [self._policy.logprobs(batch)[0].cpu().numpy() for batch in batching.token_batches(command.arrays)]
+            for batch in batching.token_batches(command.arrays):
+                logprobs, entropies = self._policy.logprobs(batch, **command.fields)
+                found = logprobs if entropies is None else torch.stack([logprobs, entropies], 1)
+                rows.append(found.cpu().numpy())
         return Message(name=ANSWER, arrays=rows)
 
     def _compute_values(self, command: Message) -> Message:

@@ -2,12 +2,12 @@
 
 What DeepSpeed does on its own and we do not want: it divides the loss by its accumulation
 steps (set to 1, boundaries are given explicitly, which stages 1 and 2 need) and averages
-gradients over ranks (step.py multiplies by their number). The optimizer starts with learning
+gradients over ranks (update.py multiplies by their number). The optimizer starts with learning
 rate 0 and gets the right one with every update, because some stages run an empty step at the
 start. DeepSpeed's checkpoints are pickles; ours are safetensors of the same buffers.
 
-`start` sets the process up and must run before this module is imported anywhere else: the
-device that DeepSpeed uses is chosen when it is imported.
+The environment of `ranks.environment` must be set before this module is imported: the device
+that DeepSpeed uses is chosen then. `join` comes before the first model.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class DeepSpeedPolicy(_Trained):
         """Leave the process group."""
         self._engine.destroy()
         deepspeed_comm.destroy_process_group()
-        deepspeed_comm.cdb = None  # so that a later `_join` of this process starts afresh
+        deepspeed_comm.cdb = None  # so that a later `join` of this process starts afresh
 
     def _gather_groups(self) -> Iterator[tuple[list[str], list[Any]]]:
         """Yield names and parameters, as many at once as the gather limit allows."""

@@ -129,6 +129,13 @@ class Run:
             self.config, Path(case.model), run_dir=folder, member_id="trainer-0", on_death=self._on_death
         )
 
+    def step(self, number: int) -> None:
+        """Train step `number` the way the case does."""
+        if self.case.does == "parts":
+            self.train_parts(number)
+        else:
+            self.train(number)
+
     def train(self, number: int, *, kl_coef: float | None = None) -> Result:
         """Train step `number`."""
         result = train_step(self.engine, batch(number), self.config, step=number, memory=Memory(kl_coef=kl_coef))
@@ -240,9 +247,8 @@ def perform(case: Case, folder: Path) -> dict[str, Any]:
         run.discard()
         seen["after_discard"] = run.logprobs()
         seen["entropies"] = run.entropies()
-    train = run.train_parts if case.does == "parts" else run.train
     for number in (1, 2):
-        train(number)
+        run.step(number)
     if case.does in ("restore", "resume"):
         torch.rand(7)  # nothing here draws random numbers so far; a model with dropout would
         run.engine.save(Path(case.folder))
@@ -258,7 +264,7 @@ def perform(case: Case, folder: Path) -> dict[str, Any]:
         run.engine.load(Path(case.folder))
         seen["loaded"] = run.logprobs()
     if case.does != "restore":
-        train(3)
+        run.step(3)
     seen |= {"after": run.logprobs(), "values": run.values(), "losses": run.losses, "norms": run.norms}
     run.close()
     return seen

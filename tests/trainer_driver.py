@@ -127,6 +127,13 @@ class Run:
         self.norms += result.policy_norms + result.critic_norms
         return result
 
+    def step(self, number: int) -> None:
+        """Make step `number`, whole or in parts, as the case says."""
+        if self.case.does == "parts":
+            self.train_parts(number)
+        else:
+            self.train(number)
+
     def train_parts(self, number: int) -> None:
         """Make step `number` of two parts; the rank's second one may be dummies alone."""
         samples = batch(number)
@@ -191,9 +198,8 @@ def perform(case: Case, folder: Path) -> dict[str, Any]:
         run.discard()
         seen["after_discard"] = run.logprobs()
         seen["entropies"] = run.entropies()
-    train = run.train_parts if case.does == "parts" else run.train
     for number in (1, 2):
-        train(number)
+        run.step(number)
     if case.does in ("restore", "resume"):
         run.engine.save(Path(case.folder))
         run.train(3)
@@ -208,7 +214,7 @@ def perform(case: Case, folder: Path) -> dict[str, Any]:
         run.engine.load(Path(case.folder))
         seen["loaded"] = run.logprobs()
     if case.does != "restore":
-        train(3)
+        run.step(3)
     seen |= {"after": run.logprobs(), "values": run.values(), "losses": run.losses, "norms": run.norms}
     run.close()
     return seen

@@ -143,6 +143,13 @@ class Run:
         self.norms += result.policy_norms + result.critic_norms
         return result
 
+    def step(self, number: int) -> None:
+        """Make step `number`, whole or in parts, as the case says."""
+        if self.case.does == "parts":
+            self.train_parts(number)
+        else:
+            self.train(number)
+
     def train_parts(self, number: int) -> None:
         """Make step `number` of two parts; the rank's second one may be dummies alone."""
         samples = batch(number)

@@ -129,13 +129,6 @@ class Run:
             self.config, Path(case.model), run_dir=folder, member_id="trainer-0", on_death=self._on_death
         )
 
-    def step(self, number: int) -> None:
-        """Train step `number` the way the case does."""
-        if self.case.does == "parts":
-            self.train_parts(number)
-        else:
-            self.train(number)
-
     def train(self, number: int, *, kl_coef: float | None = None) -> Result:
         """Train step `number`."""
         result = train_step(self.engine, batch(number), self.config, step=number, memory=Memory(kl_coef=kl_coef))

@@ -35,6 +35,7 @@ def test_recipe_runs_through_ray_and_nothing_is_left(make_stage: Callable[..., S
     assert stage.descendants() == {}
 
 
+@pytest.mark.slow
 def test_interrupt_of_a_run_on_ray_leaves_nothing(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=50)
     process = stage.start("toy.toml", "--launcher", "ray", delay=0.2)

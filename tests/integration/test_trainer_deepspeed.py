@@ -196,10 +196,8 @@ def test_two_ranks_learn_and_restore_as_one(
     ]
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 2))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
 def test_a_step_of_parts_on_two_ranks_learns_the_same(
     llama: Path, truth_of_parts: Arrays, tmp_path: Path, stage: int
 ) -> None:

@@ -123,7 +123,7 @@ def test_what_two_ranks_saved_one_goes_on_with_at_any_stage(copies: Copies, stag
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage"), [(3, 3), (2, 2), *(pytest.param(2, n, marks=pytest.mark.slow) for n in (3, 1, 0))]
+    ("ranks", "stage"), [(3, 3), *(pytest.param(2, n, marks=pytest.mark.slow) for n in range(4))]
 )
 def test_what_one_rank_saved_several_go_on_with(copies: Copies, ranks: int, stage: int) -> None:
     name = f"{ranks} at {stage}"
@@ -135,7 +135,8 @@ def test_what_one_rank_saved_several_go_on_with(copies: Copies, ranks: int, stag
         np.testing.assert_array_equal(copies.random(name, rank), torch.Generator().manual_seed(seed).get_state())
 
 
-@pytest.mark.parametrize("stage", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 3))])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", range(4))
 def test_bfloat16_keeps_its_masters_at_any_stage(llama: Path, tmp_path: Path, stage: int) -> None:
     made = Copies(llama, tmp_path)
     made.run(

@@ -172,6 +172,7 @@ def report_source(folder: Folder) -> str:
     return config.load(folder.run_dir / "config.toml").model.source
 
 
+@pytest.mark.slow
 def test_interrupt_while_the_engines_load_leaves_nothing(folder: Folder) -> None:
     process = folder.start("recipe.toml")
     # The engine's own process is there, and the trainer's rank.

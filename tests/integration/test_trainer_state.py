@@ -122,7 +122,8 @@ def test_what_two_ranks_saved_one_goes_on_with_at_any_stage(copies: Copies, stag
     np.testing.assert_array_equal(copies.random(f"one at {stage}", 0), copies.random("two", 0))
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(3, 3), *(pytest.param(2, n, marks=pytest.mark.slow) for n in range(4))])
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "stage"), [(3, 3), *((2, n) for n in range(4))])
 def test_what_one_rank_saved_several_go_on_with(copies: Copies, ranks: int, stage: int) -> None:
     name = f"{ranks} at {stage}"
     copies.run(copies.case(name, source="one", ranks=ranks, stage=stage))

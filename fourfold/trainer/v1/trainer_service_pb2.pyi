@@ -268,7 +268,7 @@ class TrainStepResponse(_message.Message):
     """Version of the weights after it; unchanged when the step was skipped."""
     skipped_reason: _builtins.str
     """Why nothing was learned, UPPER_SNAKE_CASE (NO_ADVANTAGE, NO_ACTION_TOKENS,
-    NOT_FINITE); empty when something was.
+    ALL_REJECTED, NOT_FINITE); empty when something was.
     """
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:

@@ -7,6 +7,8 @@
 `logprobs` are those of the sampled tokens alone, in nats, rounded to 6 decimals; a span is
 (policy version, tokens), -1 for the prompt. A trajectory that was dropped has its reason in
 `dropped`, and a score when it came that far: FILTERED and BASELINE always do.
+Where every group of a step was filtered out, the last of them go to the trainer, which skips the
+step, and have no reason here: the step's `skipped_reason` is theirs.
 """
 
 from __future__ import annotations

@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from fourfold.doctor import find_gpus
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -26,14 +28,15 @@ def summary(milliseconds: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def write(name: str, *, parameters: Mapping[str, Any], results: Mapping[str, Any], libraries: Sequence[str]) -> Path:
-    """Write `results/NAME-DATE.json` and return its path; a result of the same day is replaced."""
+def write(
+    name: str, *, parameters: Mapping[str, Any], results: Mapping[str, Any], libraries: Sequence[str], label: str = ""
+) -> Path:
+    """Write `results/LABEL-DATE.json`, LABEL `name` unless given; return its path. One of the same day is replaced."""
     now = datetime.now(UTC)
     document = {
         "benchmark": name,
         "time": now.isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        **_commit(),
         "command": "python " + " ".join(["-m", "benchmarks." + name, *sys.argv[1:]]),
         "hardware": _hardware(),
         "versions": {"python": platform.python_version()} | {n: importlib.metadata.version(n) for n in libraries},
@@ -41,7 +44,7 @@ def write(name: str, *, parameters: Mapping[str, Any], results: Mapping[str, Any
         "results": dict(results),
     }
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{now:%Y-%m-%d}.json"
+    path = RESULTS / f"{label or name}-{now:%Y-%m-%d}.json"
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return path
 
@@ -56,8 +59,19 @@ def _hardware() -> dict[str, Any]:
         "cpu": model,
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": find_gpus(),
         # Anything well above what the benchmark itself keeps busy says that it was not alone.
         "load_average_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+def _commit() -> dict[str, Any]:
+    """Return which code runs; a copy without its git folder is told by FOURFOLD_COMMIT."""
+    if told := os.environ.get("FOURFOLD_COMMIT"):
+        return {"commit": told.removesuffix("-dirty"), "uncommitted_changes": told.endswith("-dirty")}
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
     }
 
 

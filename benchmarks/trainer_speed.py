@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -148,6 +148,16 @@ def matmul_flops(device: str, size: int) -> float:
     return 2 * size**3 / statistics.median(seconds[2:])
 
 
+def profile(work: Callable[[], object], path: Path) -> None:
+    """Write where rank 0's time goes, by operation and by kernel."""
+    with torch.profiler.profile() as profiler:
+        work()
+    order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    averages = profiler.key_averages()
+    tables = [averages.table(sort_by=key, row_limit=40, max_name_column_width=90) for key in {order, "cpu_time_total"}]
+    path.write_text("\n".join(tables), encoding="utf-8")
+
+
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run everything; return the numbers."""
     parameters = write_model(folder / "model", options.shape, context=options.longest, dtype=options.dtype)
@@ -167,6 +177,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         lookups.append(middle - began)
         steps.append(time.perf_counter() - middle)
         dummies = 1 - result.real_tokens / result.passed_tokens
+    if options.profile:
+        profile(lambda: train_step(engine, samples, config, step=step + 1, memory=memory), options.profile)
     rate = matmul_flops(options.device, options.product)
     update, lookup, whole = (statistics.median(part[options.warmup :]) for part in (engine.seconds, lookups, steps))
     peak = torch.cuda.max_memory_allocated() if options.device == "cuda" else 0
@@ -209,6 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--product", type=int, default=1024, help="size of the matrix product; 8192 on a GPU")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--profile", type=Path, help="profile one more step into this file")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
@@ -221,8 +234,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     print(f"matrix product {results['matmul_tflops']} TFLOP/s; dummies {results['dummy_fraction']:.1%} of the tokens")
     if options.save:
-        parameters = {key: value for key, value in vars(options).items() if key != "save"}
-        print(record.write("trainer_speed", parameters=parameters, results=results, libraries=LIBRARIES))
+        parameters = {key: value for key, value in vars(options).items() if key not in ("save", "profile")}
+        label = f"trainer_speed-{options.shape}-{options.ranks}x{options.device}"
+        print(record.write("trainer_speed", parameters=parameters, results=results, libraries=LIBRARIES, label=label))
     return 0
 
 

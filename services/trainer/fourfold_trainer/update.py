@@ -220,6 +220,7 @@ class _Tally:
     means: dict[str, list[Tensor]] = field(default_factory=dict)
     log_ratios: list[Tensor] = field(default_factory=list)
     mismatches: list[Tensor] = field(default_factory=list)
+    reals: list[Tensor] = field(default_factory=list)
     accepted: list[Tensor] = field(default_factory=list)
     """Whether a micro-batch has a token that was not rejected."""
     all_rejected: bool = False
@@ -233,8 +234,9 @@ class _Tally:
 
     def note(self, *, log_ratio: Tensor, mismatch: Tensor, real: Tensor) -> None:
         """Keep what has a distribution of interest, [k] each."""
-        self.log_ratios.append(log_ratio[real])
-        self.mismatches.append(mismatch[real & torch.isfinite(mismatch)].abs())
+        self.log_ratios.append(log_ratio)
+        self.mismatches.append(mismatch)
+        self.reals.append(real)
 
     def any_accepted(self) -> bool:
         """Whether there is a token to learn from on this rank."""
@@ -246,9 +248,15 @@ class _Tally:
         result.loss = float(torch.stack(self.losses).sum())
         result.token_count = int(torch.stack(self.counts).sum())
         result.sums = {name: float(torch.stack(values).sum()) for name, values in self.means.items()}
-        if self.log_ratios and len(ratio := torch.cat(self.log_ratios).exp()):
+        if self.reals:
+            self._describe_ratios(result, torch.cat(self.reals))
+        return result
+
+    def _describe_ratios(self, result: UpdateSums, real: Tensor) -> None:
+        """Fill in what has a distribution of interest. Choosing rows waits for the device, so it is done once."""
+        ratio = torch.cat(self.log_ratios)[real].exp()
+        if len(ratio):
             result.lowest[metrics.RATIO_MIN] = float(ratio.min())
             result.highest[metrics.RATIO_MAX] = float(ratio.max())
-        if self.mismatches:
-            result.mismatches = torch.cat(self.mismatches).float().cpu().numpy()
-        return result
+        mismatch = torch.cat(self.mismatches)[real]
+        result.mismatches = mismatch[torch.isfinite(mismatch)].abs().float().cpu().numpy()

@@ -23,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path, help="folder of a run that is done")
     options = parser.parse_args(argv)
-    report = json.loads((options.run / "report.json").read_text(encoding="utf-8"))
+    # A result says nothing of where on the machine it was made.
+    text = (options.run / "report.json").read_text(encoding="utf-8").replace(f"{Path.cwd()}/", "")
+    report = json.loads(text)
     lines = (options.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     results: dict[str, Any] = {"report": report, "steps": [json.loads(line) for line in lines]}
     installed = [name for name in LIBRARIES if _is_installed(name)]

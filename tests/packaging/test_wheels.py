@@ -202,10 +202,10 @@ def test_trainer_alone_imports_without_vllm_and_ray(
     install: Callable[..., Path], pinned: list[str | Path], tmp_path: Path
 ) -> None:
     python = install("fourfold-trainer", *pinned)
-    outside = _import_all(python, ["fourfold_trainer"], skip=["fourfold_trainer.deepspeed_engine"], cwd=tmp_path)
+    outside = _import_all(python, ["fourfold_trainer"], skip=["fourfold_trainer.zero"], cwd=tmp_path)
     assert "fourfold_trainer.servicer" in outside.imported
-    assert "deepspeed" not in outside.modules, "only fourfold_trainer.deepspeed_engine may import DeepSpeed"
-    inside = _import_all(python, ["fourfold_trainer.deepspeed_engine"], skip=[], cwd=tmp_path)
+    assert "deepspeed" not in outside.modules, "only fourfold_trainer.zero may import DeepSpeed"
+    inside = _import_all(python, ["fourfold_trainer.zero"], skip=[], cwd=tmp_path)
     assert {"deepspeed", "torch"} <= inside.modules
     assert not (outside.modules | inside.modules) & {"vllm", "ray", "fourfold_rollout", "fourfold_coordinator"}
 

@@ -89,4 +89,4 @@ def test_rewards_load_nothing_heavy() -> None:
 
 def test_services_load_their_engine_only_when_it_starts() -> None:
     assert "vllm" not in _loaded("fourfold_rollout", "fourfold_rollout.vllm")
-    assert "deepspeed" not in _loaded("fourfold_trainer", "fourfold_trainer.deepspeed_engine")
+    assert "deepspeed" not in _loaded("fourfold_trainer", "fourfold_trainer.zero")

@@ -4,7 +4,7 @@
                                                                    update.py
 
 `core` and `step` know `Engine` alone and are tested with a fake one; `update` and the worker
-know `Policy` and `Critic` alone. `deepspeed_engine` implements those two, `ranks` the `Engine`.
+know `Policy` and `Critic` alone. `zero` implements those two, `ranks` the `Engine`.
 """
 
 from __future__ import annotations

@@ -341,7 +341,9 @@ def make_worker(config: Config, model_folder: Path, *, rank: int, rank_count: in
     # Imported here, because DeepSpeed reads the environment when it is imported.
     import torch
 
-    from fourfold_trainer.deepspeed_engine import DeepSpeedCritic, DeepSpeedPolicy, join
+    from fourfold_trainer.zero.critic import DeepSpeedCritic
+    from fourfold_trainer.zero.group import join
+    from fourfold_trainer.zero.policy import DeepSpeedPolicy
 
     if config.trainer.device == "cpu":
         cores = len(os.sched_getaffinity(0))

@@ -55,10 +55,15 @@ def speed_up(config: Config, model: Any) -> None:
         if names:
             set_z3_leaf_modules(model, names)
     if config.trainer.liger_kernels:
-        _apply_liger(model)
+        apply_liger(model)
 
 
-def _apply_liger(model: Any) -> None:
+def apply_liger(model: Any) -> None:
+    """Put Liger's kernels into a model, in place.
+
+    Raises:
+        ConfigError: they are not installed, or there are none for the architecture.
+    """
     if importlib.util.find_spec("liger_kernel") is None:
         raise ConfigError(
             "trainer.liger_kernels is on, but liger-kernel is not installed; pip install liger-kernel, or switch it off"

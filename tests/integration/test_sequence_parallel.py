@@ -129,5 +129,7 @@ def test_ranks_that_share_rows_learn_as_one(
     assert np.abs(found["after"] - found["before"]).max() > 0.05  # it did learn something
     np.testing.assert_allclose(found["values"], wanted["values"], atol=2e-4)
     if case.does == "train":
-        np.testing.assert_allclose(found["weights"], wanted["weights"], atol=1e-5)
+        # Adam makes a whole step of a gradient that is nearly 0, whatever its sign: a few elements may differ by more.
+        np.testing.assert_allclose(found["weights"], wanted["weights"], atol=2e-4)
+        assert np.linalg.norm(found["weights"] - wanted["weights"]) < 1e-6 * np.linalg.norm(wanted["weights"])
         assert len(found["metrics"]) > 30

@@ -179,6 +179,8 @@ class TrainerConfig(Table):
     """Keep a moving average of the weights: after every optimizer step it is ema_decay * average + (1 - ema_decay) *
     weights. The run exports it beside the model, as `model-ema`. 0: none."""
     gradient_checkpointing: bool = False
+    liger_kernels: bool = False
+    """Fused kernels for norms, rotary embeddings and gated MLPs (package liger-kernel), on CUDA."""
     step_timeout_seconds: Seconds = 3600.0
     """Longest time one step, checkpoint or export may take."""
 
@@ -195,6 +197,12 @@ class TrainerConfig(Table):
                 f"sequence_parallel_size = {self.sequence_parallel_size} does not divide ranks = {self.ranks}; set it "
                 f"to a divisor, or ranks to {more}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _kernels_need_a_gpu(self) -> Self:
+        if self.liger_kernels and self.device != "cuda":
+            raise ValueError('`liger_kernels` run on GPUs alone; set device = "cuda", or remove them')
         return self
 
 

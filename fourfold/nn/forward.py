@@ -31,6 +31,7 @@ from fourfold.nn import attention, sequence
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.logprobs import token_logprobs
 from fourfold.nn.sequence import Exchange, RowSlice
+from fourfold.nn.transfer import to_device
 
 # Tokens of the two segments that are compared.
 _PROBE_LENGTHS: Final = (5, 8)
@@ -137,7 +138,9 @@ def install_values(model: Any, weight: Tensor | None = None) -> None:
         model.score = ValueHead(linear.weight, weight)
         model.forward = types.MethodType(_forward_values, model)
         probe = _probe_arguments(ids)
-        found = _asked_states(model, probe["token_ids"], RowSlice(None, probe["lengths"], probe["rows"])).float()
+        found = _asked_states(
+            model, probe["token_ids"], RowSlice(None, probe["lengths"], probe["rows"], ids.device)
+        ).float()
         model(**probe)
     share = float((found - own).norm(dim=1).max() / own.norm(dim=1).mean())
     if not share <= max(_PROBE_SHARE_ULPS * torch.finfo(linear.weight.dtype).eps, _PROBE_SHARE):
@@ -172,17 +175,20 @@ def batch_arguments(batch: TokenBatch, device: torch.device) -> dict[str, Tensor
     """Return `batch` as the arguments of a model that gives log-probabilities, on its device."""
     return {
         **value_arguments(batch, device),
-        "targets": torch.from_numpy(batch.targets).to(device, torch.int64),
-        "temperatures": torch.from_numpy(batch.temperatures).to(device),
+        "targets": to_device(batch.targets, device, torch.int64),
+        "temperatures": to_device(batch.temperatures, device),
     }
 
 
 def value_arguments(batch: TokenBatch, device: torch.device) -> dict[str, Tensor]:
-    """Return `batch` as the arguments of a model that gives values. Lengths stay on the CPU, where they are read."""
+    """Return `batch` as the arguments of a model that gives values.
+
+    Lengths and rows stay on the CPU, where they are read.
+    """
     return {
-        "token_ids": torch.from_numpy(batch.token_ids).to(device, torch.int64),
+        "token_ids": to_device(batch.token_ids, device, torch.int64),
         "lengths": torch.from_numpy(batch.lengths),
-        "rows": torch.from_numpy(batch.rows).to(device),
+        "rows": torch.from_numpy(batch.rows),
     }
 
 
@@ -211,12 +217,12 @@ def _forward_logprobs(
         self: the model.
         token_ids: [t], all samples one after another.
         lengths: [s], on the CPU.
-        rows: [k], index into the t hidden states.
+        rows: [k], index into the t hidden states; from the CPU nothing waits for the device.
         targets: [k] token ids.
         temperatures: [k].
         entropy: ask for entropies.
     """
-    own = RowSlice(getattr(self, "exchange", None), lengths, rows)
+    own = RowSlice(getattr(self, "exchange", None), lengths, rows, token_ids.device)
     states = _asked_states(self, token_ids, own)
     head = self.get_output_embeddings()
     logprobs, entropies = head(states, own.asked(targets), own.asked(temperatures), entropy)
@@ -225,7 +231,7 @@ def _forward_logprobs(
 
 def _forward_values(self: Any, token_ids: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
     """Return values [k], float32; arguments as in `_forward_logprobs`."""
-    own = RowSlice(getattr(self, "exchange", None), lengths, rows)
+    own = RowSlice(getattr(self, "exchange", None), lengths, rows, token_ids.device)
     return own.gather(self.score(_asked_states(self, token_ids, own)))
 
 

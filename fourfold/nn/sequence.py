@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fourfold.errors import ConfigError
+from fourfold.nn.transfer import to_device
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -62,18 +63,19 @@ class Exchange(Protocol):
 class RowSlice:
     """This rank's slice of a packed row, and which of the asked rows are in it; without an exchange, all of it."""
 
-    def __init__(self, exchange: Exchange | None, lengths: Tensor, rows: Tensor) -> None:
+    def __init__(self, exchange: Exchange | None, lengths: Tensor, rows: Tensor, device: torch.device) -> None:
         """Divide a row.
 
         Args:
             exchange: the ranks that share it, each with the same arguments; None: this one alone.
             lengths: [s] integers on the CPU, of the segments.
             rows: int64 [k], into the row.
+            device: of the model.
         """
         self.exchange = exchange
         self.lengths = lengths
         """Of the segments of the row; one more makes it a multiple of n. Nobody reads that one's tokens."""
-        self.rows = rows
+        self.rows = _send(rows, device)
         """int64 [k'], those asked of this slice, into it."""
         if exchange is None:
             return
@@ -82,9 +84,9 @@ class RowSlice:
         self._row_count = len(rows)
         self._size = int(self.lengths.sum()) // exchange.size
         self._start = exchange.rank * self._size
-        rows = rows - self._start
-        self._places = ((rows >= 0) & (rows < self._size)).nonzero().squeeze(1)
-        self.rows = rows[self._places]
+        rows = rows.cpu() - self._start
+        places = ((rows >= 0) & (rows < self._size)).nonzero().squeeze(1)
+        self._places, self.rows = _send(places, device), _send(rows[places], device)
 
     def tokens(self, row: Tensor) -> Tensor:
         """Return what a slice has of a row, [t] or without its last segment: [t / n]."""
@@ -103,6 +105,10 @@ class RowSlice:
             return column
         whole: Tensor = _Gather.apply(column, self.exchange, self._places, self._row_count)  # type: ignore[no-untyped-call]
         return whole
+
+
+def _send(indices: Tensor, device: torch.device) -> Tensor:
+    return indices if indices.device == device else to_device(indices.numpy(), device)
 
 
 class _Gather(torch.autograd.Function):

@@ -21,6 +21,7 @@ from fourfold.errors import WrongState
 from fourfold_trainer import checkpoint, masters, shards
 from fourfold_trainer.ema import Average
 from fourfold_trainer.zero.group import device_of
+from fourfold_trainer.zero.models import speed_up
 from fourfold_trainer.zero.settings import deepspeed_settings, make_optimizer
 
 _ADAM_STATE: Final = ("exp_avg", "exp_avg_sq", "step")
@@ -45,6 +46,7 @@ class Trained:
         self._max_grad_norm = table.max_grad_norm
         self._stage = config.trainer.zero_stage
         self._device = device_of(config, rank)
+        speed_up(config, model)
         self._engine: Any = deepspeed.initialize(
             model=model,
             optimizer=make_optimizer(table, config.trainer.adam_betas, model),

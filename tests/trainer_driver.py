@@ -49,6 +49,7 @@ class Case:
     sequence: int = 1
     """Ranks that share a row."""
     dtype: str = "float32"
+    device: str = "cpu"
     budget: int = 512
     algorithm: dict[str, Any] = field(default_factory=dict)
     mini_batches: int = 1
@@ -96,6 +97,7 @@ def config_of(case: Case) -> Config:
             "algorithm": case.algorithm,
             "critic": {"learning_rate": LEARNING_RATE, "weight_decay": 0.01},
             "trainer": {
+                "device": case.device,
                 "ranks": case.ranks,
                 "sequence_parallel_size": case.sequence,
                 "zero_stage": case.stage,

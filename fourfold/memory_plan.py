@@ -7,7 +7,8 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
                          gradients   4 P        summed in float32, divided by N from stage 2; b P at stage 0
                          optimizer   12 P       divided by N from stage 1: float32 master, both Adam moments; with
                                                 bfloat16 4 P more, a flat copy of the gradients during the update
-                         activations of one micro-batch, kept for the backward pass, and its logits
+                         activations of one micro-batch, kept for the backward pass, divided by
+                                     trainer.sequence_parallel_size, and its logits
                          average     4 P        with trainer.ema_decay, divided by N from stage 1; in `optimizer`
     critic, per rank     weights, gradients and optimizer as the trainer's, no average; its passes come after the
                          policy's
@@ -163,8 +164,11 @@ def _reference(config: Config, shape: ModelShape) -> MemoryRow:
 
 
 def activation_bytes(config: Config, shape: ModelShape) -> int:
-    """Return what a micro-batch keeps for its backward pass; with gradient checkpointing one layer and its inputs."""
-    tokens = config.batch.tokens_per_micro_batch
+    """Return what a micro-batch keeps for its backward pass; with gradient checkpointing one layer and its inputs.
+
+    Of its tokens a rank has the part that sequence parallelism leaves it.
+    """
+    tokens = -(-config.batch.tokens_per_micro_batch // config.trainer.sequence_parallel_size)
     layer = _layer_bytes_per_token(config, shape)
     if config.trainer.gradient_checkpointing:
         return tokens * (layer + shape.layers * shape.hidden * _bytes_of(config))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from fourfold import config as configuration
-from fourfold import models
+from fourfold import models, sequence_parallel
 from fourfold.algorithm_plan import algorithm_plan
 from fourfold.batch_plan import BatchPlan, batch_plan
 from fourfold.config import Config, DataSourceConfig
@@ -38,8 +38,9 @@ def describe(config: Config) -> str:
     """Return the plan as text.
 
     Raises:
-        ConfigError: the model is not there.
+        ConfigError: the model is not there, or its rows cannot be shared as `trainer.sequence_parallel_size` says.
     """
+    sequence_parallel.check(config)
     shape, plan = models.shape(config.model.source), batch_plan(config)
     own_critic = config.algorithm.needs_critic and config.critic.source
     critic = models.shape(config.critic.source) if own_critic else shape
@@ -155,7 +156,15 @@ def _trainer(config: Config, plan: BatchPlan) -> str:
     where = "started by hand, " if trainer.replicas == 0 else ""
     device = "GPU" if trainer.device == "cuda" else "CPU"
     ranks = f"{trainer.ranks} {'rank' if trainer.ranks == 1 else 'ranks'}"
-    each = f"{plan.samples_per_rank:,} of them on each rank, " if trainer.ranks > 1 else ""
+    shared = trainer.sequence_parallel_size > 1
+    owner = f"group of {trainer.sequence_parallel_size} ranks" if shared else "rank"
+    each = f"{plan.samples_per_rank:,} of them on each {owner}, " if trainer.ranks > 1 else ""
+    slices = (
+        f" The {trainer.sequence_parallel_size} ranks of a group share every micro-batch (sequence parallelism): each "
+        f"holds at most {-(-config.batch.tokens_per_micro_batch // trainer.sequence_parallel_size):,} tokens of it."
+        if shared
+        else ""
+    )
     both = " for policy and critic" if config.algorithm.needs_critic else ""
     ema = (
         f" A moving average of the weights, decay {trainer.ema_decay:g} with each optimizer step, is exported, too, as "
@@ -167,7 +176,7 @@ def _trainer(config: Config, plan: BatchPlan) -> str:
         f"{where}{ranks} on {device}{both}, ZeRO stage {trainer.zero_stage}. The {plan.samples_per_step:,} "
         f"trajectories go, {each}in micro-batches of at most {config.batch.tokens_per_micro_batch:,} tokens: "
         f"{plan.samples_per_micro_batch:,} of full length, so {plan.micro_batches_per_step:,} passes at most. How they "
-        f"are split changes nothing in the result.{ema}"
+        f"are split changes nothing in the result.{slices}{ema}"
     )
 
 

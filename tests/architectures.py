@@ -56,10 +56,10 @@ ARCHITECTURES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 }
 
 
-def build(name: str, dtype: torch.dtype) -> Any:
-    """Return a model in evaluation mode; the same name gives the same weights."""
+def build(name: str, dtype: torch.dtype, **more: Any) -> Any:
+    """Return a model in evaluation mode; the same name, and what `more` changes of its sizes, give the same weights."""
     family, changes = ARCHITECTURES[name]
-    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **changes})
+    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **changes, **more})
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     model.eval()
     model.set_experts_implementation("eager")  # the others have no float64

@@ -22,11 +22,13 @@ import safetensors.numpy
 import torch
 
 from fourfold.config import Config
+from fourfold.metrics import PADDING_FRACTION
 from fourfold.wire import Float32Array, Sample
 from fourfold_trainer.checkpoint import layout_of
 from fourfold_trainer.credit import Memory
 from fourfold_trainer.passes import Compute, add_gradient, forward, look_up
 from fourfold_trainer.ranks import RankGroup
+from fourfold_trainer.report import summarise
 from fourfold_trainer.step import Result, train_step
 from tests.fakes.trainer_engine import group_of
 
@@ -44,17 +46,20 @@ class Case:
     model: str
     stage: int = 3
     ranks: int = 1
+    sequence: int = 1
+    """Ranks that share a row."""
     dtype: str = "float32"
+    device: str = "cpu"
     budget: int = 512
     algorithm: dict[str, Any] = field(default_factory=dict)
     mini_batches: int = 1
     checkpointing: bool = False
     does: str = "train"
-    """train: three steps. restore: two, save, two more; then back, and the third again. resume: the same, and a
-    new engine loads and does the third, too. poison: a step whose gradient overflows comes first. copy: load
-    `source`, save, the third step. average: three steps; saves after the second, then back, and the third again. parts:
-    a gradient is discarded, then three steps of two parts each, the second with another learning rate and norm, and
-    looked up in between."""
+    """train: three steps, and with a folder the weights, too. restore: two, save, two more; then back, and the third
+    again. resume: the same, and a new engine loads and does the third, too. poison: a step whose gradient overflows
+    comes first. copy: load `source`, save, the third step. average: three steps; saves after the second, then back, and
+    the third again. parts: a gradient is discarded, then three steps of two parts each, the second with another
+    learning rate and norm, and looked up in between."""
     folder: str = ""
     """For the checkpoint."""
     source: str = ""
@@ -92,7 +97,9 @@ def config_of(case: Case) -> Config:
             "algorithm": case.algorithm,
             "critic": {"learning_rate": LEARNING_RATE, "weight_decay": 0.01},
             "trainer": {
+                "device": case.device,
                 "ranks": case.ranks,
+                "sequence_parallel_size": case.sequence,
                 "zero_stage": case.stage,
                 "learning_rate": LEARNING_RATE,
                 "gradient_checkpointing": case.checkpointing,
@@ -125,6 +132,8 @@ class Run:
         self.case, self.config = case, config_of(case)
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.metrics: list[float] = []
+        """Of every step, in the order of their names; but for what depends on how a step is split."""
         self.engine = RankGroup(
             self.config, Path(case.model), run_dir=folder, member_id="trainer-0", on_death=self._on_death
         )
@@ -134,6 +143,8 @@ class Run:
         result = train_step(self.engine, batch(number), self.config, step=number, memory=Memory(kl_coef=kl_coef))
         self.losses += [result.policy.loss, result.critic.loss]
         self.norms += result.policy_norms + result.critic_norms
+        found = summarise(result, self.config, step=number)
+        self.metrics += [found[name] for name in sorted(found) if name != PADDING_FRACTION]
         return result
 
     def step(self, number: int) -> None:
@@ -266,6 +277,9 @@ def perform(case: Case, folder: Path) -> dict[str, Any]:
     if case.does != "restore":
         run.step(3)
     seen |= {"after": run.logprobs(), "values": run.values(), "losses": run.losses, "norms": run.norms}
+    seen["metrics"] = run.metrics
+    if case.does == "train" and case.folder:
+        seen["weights"] = run.weights("end")
     run.close()
     return seen
 

@@ -96,7 +96,8 @@ class BatchConfig(Table):
     group_size: int = Field(ge=1, le=256)
     """Samples of one prompt; most advantages compare them."""
     tokens_per_micro_batch: int = Field(default=4096, ge=16)
-    """Most tokens in one forward and backward pass of one rank."""
+    """Most tokens in one forward and backward pass of one rank, or of the `trainer.sequence_parallel_size` ranks that
+    share it."""
     mini_batches_per_step: int = Field(default=1, ge=1)
     """Optimizer steps on one pass over the batch, each on an equal part of its samples, drawn at random."""
     epochs_per_step: int = Field(default=1, ge=1)
@@ -162,6 +163,9 @@ class TrainerConfig(Table):
     """1: the launcher starts it; 0: it is started by hand."""
     ranks: int = Field(default=1, ge=1)
     """Processes; on GPUs one GPU each."""
+    sequence_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that share every micro-batch, each with an equal part of its tokens (DeepSpeed-Ulysses), for contexts that
+    one rank cannot hold. Divides `ranks` and the models' attention heads. 1: every rank has its own micro-batches."""
     device: Literal["cpu", "cuda"] = "cpu"
     zero_stage: Literal[0, 1, 2, 3] = 3
     learning_rate: float = Field(default=1e-6, gt=0)
@@ -179,6 +183,21 @@ class TrainerConfig(Table):
     """Fused kernels for norms, rotary embeddings and gated MLPs (package liger-kernel), on CUDA."""
     step_timeout_seconds: Seconds = 3600.0
     """Longest time one step, checkpoint or export may take."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """ranks / sequence_parallel_size: groups of ranks with micro-batches of their own."""
+        return self.ranks // self.sequence_parallel_size
+
+    @model_validator(mode="after")
+    def _equal_groups(self) -> Self:
+        if self.ranks % self.sequence_parallel_size:
+            more = -(-self.ranks // self.sequence_parallel_size) * self.sequence_parallel_size
+            raise ValueError(
+                f"sequence_parallel_size = {self.sequence_parallel_size} does not divide ranks = {self.ranks}; set it "
+                f"to a divisor, or ranks to {more}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _kernels_need_a_gpu(self) -> Self:
@@ -335,11 +354,13 @@ class Config(Table):
             )
         batch = self.batch
         self.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)
-        if batch.samples_per_step < self.trainer.ranks * batch.mini_batches_per_step:
+        groups = self.trainer.data_parallel_size
+        if batch.samples_per_step < groups * batch.mini_batches_per_step:
+            what = "trainer ranks" if self.trainer.sequence_parallel_size == 1 else "groups of trainer ranks"
             raise ValueError(
                 f"{batch.prompts_per_step} prompts x {batch.group_size} per group = {batch.samples_per_step} samples "
-                f"cannot feed {self.trainer.ranks} trainer ranks in {batch.mini_batches_per_step} mini-batches; raise "
+                f"cannot feed {groups} {what} in {batch.mini_batches_per_step} mini-batches; raise "
                 f"batch.prompts_per_step to at least "
-                f"{-(-self.trainer.ranks * batch.mini_batches_per_step // batch.group_size)}"
+                f"{-(-groups * batch.mini_batches_per_step // batch.group_size)}"
             )
         return self

@@ -42,6 +42,12 @@ def test_batches_are_split_over_ranks_and_micro_batches() -> None:
     assert plan.samples_in_run == 200
 
 
+def test_ranks_that_share_rows_are_one_to_the_batch() -> None:
+    trainer = {"ranks": 6, "sequence_parallel_size": 2}
+    assert batch_plan(recipe(trainer=trainer)) == batch_plan(recipe(trainer={"ranks": 3}))
+    assert activation_bytes(recipe(trainer=trainer), SHAPE) == activation_bytes(recipe(), SHAPE) / 2
+
+
 def test_mini_batches_and_epochs_multiply_the_passes() -> None:
     plan = batch_plan(recipe(trainer={"ranks": 3}, batch={"mini_batches_per_step": 2, "epochs_per_step": 3}))
     assert plan.samples_per_mini_batch == 10

@@ -99,6 +99,15 @@ def test_plan_of_gpus_and_ranks() -> None:
     assert "trainer, per GPU 8" in text and "rollout, per GPU 2" in text and "85% of GPU" in text
 
 
+def test_plan_of_ranks_that_share_micro_batches() -> None:
+    text = changed(trainer={"ranks": 6, "sequence_parallel_size": 3})
+    assert "The 96 trajectories go, 48 of them on each group of 3 ranks, in micro-batches of at most 2,048" in text
+    assert "The 3 ranks of a group share every micro-batch (sequence parallelism): each holds at most 683" in text
+    assert "sequence parallelism" not in changed(trainer={"ranks": 6})
+    with pytest.raises(ConfigError, match="sequence_parallel_size = 2 does not divide the 9 attention heads of model"):
+        changed(trainer={"ranks": 6, "sequence_parallel_size": 2})
+
+
 def test_plan_tells_what_is_started_by_hand_and_the_reference() -> None:
     text = changed(rollout={"replicas": 0}, algorithm={"kl": {"coef": 0.01}})
     assert "rollout started by hand on CPU" in text

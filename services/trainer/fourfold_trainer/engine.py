@@ -84,7 +84,10 @@ class Sent:
 
 
 class Engine(Protocol):
-    """All ranks as one. Every method blocks and belongs to one thread, except `abort_weights`."""
+    """All ranks as one. Every method blocks and belongs to one thread, except `abort_weights`.
+
+    With sequence parallelism "rank" means, where batches are dealt, a group of ranks that share every pass.
+    """
 
     @property
     def vocabulary_size(self) -> int:

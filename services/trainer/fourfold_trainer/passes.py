@@ -238,10 +238,10 @@ class LossTokens:
 def _split(
     samples: Sequence[Sample], members: Sequence[int], config: Config, *, gradient: bool = True
 ) -> list[list[list[int]]]:
-    """Return for each rank its passes over `members`, each as a list of them; none: a dummy."""
+    """Return for each rank, or group that shares a row, its passes over `members`: lists of them; none: a dummy."""
     shares = batching.split(
         [len(samples[i].token_ids) for i in members],
-        rank_count=config.trainer.ranks,
+        rank_count=config.trainer.data_parallel_size,
         max_tokens=config.batch.tokens_per_micro_batch * (1 if gradient else _LOOK_UP_FACTOR),
     )
     return [[[members[i] for i in ids] for ids in share] for share in shares]

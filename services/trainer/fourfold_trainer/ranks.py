@@ -78,6 +78,7 @@ class RankGroup:
         """
         count = config.trainer.ranks
         self._count, self._on_death = count, on_death
+        self._group_size = config.trainer.sequence_parallel_size
         self._timeout = config.trainer.step_timeout_seconds
         self._scratch = Scratch("ranks")
         self._folder = self._scratch.path
@@ -116,7 +117,7 @@ class RankGroup:
 
     def forward_backward(self, shares: Sequence[Sequence[WeightedBatch]]) -> list[list[Float32Array]]:
         """Add to the gradient that waits; return the log-probabilities of each rank's batches."""
-        return [list(answer.arrays) for answer in self._call("forward_backward", arrays=_arrays(shares))]
+        return [list(answer.arrays) for answer in self._deal("forward_backward", shares)]
 
     def optim_step(self, *, learning_rate: float, max_grad_norm: float) -> float:
         """Use up the gradient that waits; return its norm."""
@@ -131,12 +132,12 @@ class RankGroup:
         self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False
     ) -> list[list[Float32Array]]:
         """Return the log-probabilities of each rank's batches, and entropies beside them."""
-        answers = self._call("compute_logprobs", fields={"entropy": entropies}, arrays=_arrays(shares))
+        answers = self._deal("compute_logprobs", shares, fields={"entropy": entropies})
         return [list(answer.arrays) for answer in answers]
 
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
         """Return the critic's values of each rank's batches."""
-        return [list(answer.arrays) for answer in self._call("compute_values", arrays=_arrays(shares))]
+        return [list(answer.arrays) for answer in self._deal("compute_values", shares)]
 
     def save(self, folder: Path) -> None:
         """Write every rank's state into `folder`."""
@@ -195,7 +196,7 @@ class RankGroup:
         self._worker.close()
 
     def _update(self, name: str, shares: Sequence[Sequence[Batch]], settings: UpdateSettings) -> UpdateSums:
-        answers = self._call(name, fields=asdict(settings), arrays=_arrays(shares))
+        answers = self._deal(name, shares, fields=asdict(settings))
         sums = read_sums(answers[0])
         for answer in answers[1:]:
             sums.add_rank(read_sums(answer))
@@ -275,6 +276,13 @@ class RankGroup:
                     self.abort_weights(fields["epoch"])
             raise
 
+    def _deal(
+        self, name: str, shares: Sequence[Sequence[Batch]], *, fields: dict[str, Any] | None = None
+    ) -> list[Message]:
+        """Run a command on batches; return one answer per share: ranks that share a row answer the same."""
+        arrays = [part for part in _arrays(shares) for _ in range(self._group_size)]
+        return self._call(name, fields=fields, arrays=arrays)[:: self._group_size]
+
     def _call(
         self, name: str, *, fields: dict[str, Any] | None = None, arrays: Sequence[Sequence[Array]] = ()
     ) -> list[Message]:
@@ -344,16 +352,18 @@ def make_worker(config: Config, model_folder: Path, *, rank: int, rank_count: in
     from fourfold_trainer.zero.critic import DeepSpeedCritic
     from fourfold_trainer.zero.group import join
     from fourfold_trainer.zero.policy import DeepSpeedPolicy
+    from fourfold_trainer.zero.ulysses import make_exchange
 
     if config.trainer.device == "cpu":
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, cores // rank_count))
     join(config, rank=rank, rank_count=rank_count, rendezvous=rendezvous)
-    policy = DeepSpeedPolicy(config, model_folder, rank=rank, rank_count=rank_count)
+    exchange = make_exchange(config, rank=rank)
+    policy = DeepSpeedPolicy(config, model_folder, rank=rank, rank_count=rank_count, exchange=exchange)
     critic = None
     if config.algorithm.needs_critic:
         source = models.resolve(config.critic.source) if config.critic.source else model_folder
-        critic = DeepSpeedCritic(config, source, rank=rank)
+        critic = DeepSpeedCritic(config, source, rank=rank, exchange=exchange)
     return RankWorker(config, policy, critic, rank=rank, rank_count=rank_count)
 
 
@@ -371,7 +381,7 @@ def environment(config: Config, *, rank: int) -> dict[str, str]:
 
 
 def _arrays(shares: Sequence[Sequence[Batch]]) -> list[list[Array]]:
-    """Return each rank's batches as the arrays of one message."""
+    """Return each share's batches as the arrays of one message."""
     return [[array for batch in share for array in to_arrays(batch)] for share in shares]
 
 

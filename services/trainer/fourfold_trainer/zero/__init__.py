@@ -1,6 +1,7 @@
 """One rank's models and optimizers in DeepSpeed, ZeRO stages 0 to 3. The only user of `deepspeed` here.
 
     group.py       the ranks of a process group meet
+    ulysses.py     some of them share a row: sequence parallelism
     settings.py    DeepSpeed's settings, and the optimizer
     models.py      the model of a folder
     engine.py      one model and its optimizer: forward, backward, step, save, restore

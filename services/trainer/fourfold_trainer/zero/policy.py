@@ -13,6 +13,7 @@ from torch import Tensor
 from fourfold.config import Config
 from fourfold.nn import forward
 from fourfold.nn.batching import TokenBatch
+from fourfold.nn.sequence import Exchange
 from fourfold.weights.source import DenseSource, WeightSource
 from fourfold.weights.zero3 import Zero3Source
 from fourfold_trainer import checkpoint
@@ -27,8 +28,10 @@ _GATHER_ELEMENTS: Final = 1 << 28
 class DeepSpeedPolicy(Trained):
     """The `Policy` of one rank."""
 
-    def __init__(self, config: Config, model_folder: Path, *, rank: int, rank_count: int) -> None:
-        """Load the model; `join` was called before.
+    def __init__(
+        self, config: Config, model_folder: Path, *, rank: int, rank_count: int, exchange: Exchange | None = None
+    ) -> None:
+        """Load the model; `join` was called before. The ranks of `exchange` share every row.
 
         Raises:
             ConfigError: the folder holds no model that can be trained.
@@ -37,6 +40,8 @@ class DeepSpeedPolicy(Trained):
         torch.manual_seed(config.seed * rank_count + rank)
         model = load_model(config, model_folder)
         forward.install(model)
+        if exchange is not None:
+            forward.share_rows(model, exchange)
         self._vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
         super().__init__(config, config.trainer, model, rank=rank, ema=config.trainer.ema_decay)
 

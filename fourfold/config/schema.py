@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from fourfold.config.algorithm import AlgorithmConfig
+from fourfold.config.lora import LoraConfig
 from fourfold.config.table import Table
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -177,6 +178,7 @@ class TrainerConfig(Table):
     gradient_checkpointing: bool = False
     step_timeout_seconds: Seconds = 3600.0
     """Longest time one step, checkpoint or export may take."""
+    lora: LoraConfig = LoraConfig()
 
 
 class CriticConfig(Table):

@@ -45,9 +45,9 @@ def run(cases: Sequence[Case], folder: Path) -> dict[str, Arrays]:
     return {case.name: np.load(folder / f"{case.name}.npz") for case in cases if case.does != "refuse"}
 
 
-def case(folder: Path, model: Path, name: str, **more: Any) -> Case:
-    """Return a case that saves in FOLDER/saved NAME."""
-    return Case(**{"name": name, "model": str(model), "lora": LORA, "folder": str(folder / f"saved {name}"), **more})
+def case(out: Path, base: Path, name: str, **more: Any) -> Case:
+    """Return a case that saves in OUT/saved NAME."""
+    return Case(**{"name": name, "model": str(base), "lora": LORA, "folder": str(out / f"saved {name}"), **more})
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,7 @@ def test_bfloat16_is_rounded_once(every_stage: tuple[Path, dict[str, Arrays]], l
             wanted = wanted + SCALE * (pair[1].double() @ pair[0].double())
             assert not torch.equal(value, base[key])
         # Half a unit in the last place of 8 bits, and what float32 may add where that is a tie.
-        assert ((value.double() - wanted).abs() <= wanted.abs() * 2**-8 * 1.001 / 1 + 1e-7).all()
+        assert ((value.double() - wanted).abs() <= wanted.abs() * 2**-8 * 1.001 + 1e-7).all()
     # What the engine samples from is what the trainer computes, up to rounding.
     engine: Any = transformers.AutoModelForCausalLM.from_pretrained(folder / f"{name} 3", dtype=torch.bfloat16)
     assert np.abs(lookup(engine) - seen[name]["after"]).mean() < 0.05
@@ -235,15 +235,20 @@ def test_bfloat16_is_rounded_once(every_stage: tuple[Path, dict[str, Arrays]], l
 
 @pytest.mark.slow
 def test_a_checkpoint_of_something_else_is_refused(llama: Path, tiny_model: TinyModel, tmp_path: Path) -> None:
-    makers = {
-        "full": {"lora": {}},
-        "rank": {"lora": {**LORA, "rank": 8, "alpha": 48.0}},
-        "scale": {"lora": {**LORA, "alpha": 4.0}},
-        "layers": {"lora": {**LORA, "target_modules": ["q_proj", "v_proj"]}},
-        "base": {"lora": LORA, "model": str(tiny_model("llama", 1, "float32"))},
+    makers: dict[str, dict[str, Any]] = {
+        "full": {},
+        "rank": {**LORA, "rank": 8, "alpha": 48.0},
+        "scale": {**LORA, "alpha": 4.0},
+        "layers": {**LORA, "target_modules": ["q_proj", "v_proj"]},
+        "base": LORA,
     }
+    models = {"base": tiny_model("llama", 1, "float32")}
     (tmp_path / "refused.json").write_text("[]")
-    run([case(tmp_path, llama, name, stage=0, does="refuse", **more) for name, more in makers.items()], tmp_path)
+    made = [
+        case(tmp_path, models.get(name, llama), name, stage=0, does="refuse", lora=lora)
+        for name, lora in makers.items()
+    ]
+    run(made, tmp_path)
     (tmp_path / "refused.json").write_text(json.dumps([str(tmp_path / f"saved {name}") for name in makers]))
     cases = [
         case(tmp_path, llama, "mine", stage=0, does="refuse", folder=""),

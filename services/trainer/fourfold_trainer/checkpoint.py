@@ -300,13 +300,13 @@ def write_model(model: Any, state: dict[str, Tensor], folder: Path, *, source: P
 
 
 def write_adapter(folder: Path, settings: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write an adapter as PEFT keeps it, durably, into a new folder.
+    """Write an adapter as PEFT keeps it, durably.
 
     Raises:
         Unavailable: the disk refuses.
     """
     try:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
     except OSError as error:
         raise _refused(folder, error) from None
     write_text(folder / "adapter_config.json", settings)

@@ -75,9 +75,9 @@ def select(names: Collection[str], lora: LoraConfig) -> list[str]:
     for target in lora.target_modules:
         if not any(_ends(name, target) for name in names):
             near = difflib.get_close_matches(target.rpartition(".")[2], known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ConfigError(
-                f"trainer.lora.target_modules: the model has no linear layer {target!r}; {hint}Its linear layers are "
+                f"trainer.lora.target_modules: the model has no linear layer {target!r}{hint} Its linear layers are "
                 f"{', '.join(known)}: give some of these, or {ALL_LINEAR!r}"
             )
     return [name for name in names if any(_ends(name, target) for target in lora.target_modules)]

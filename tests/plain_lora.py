@@ -40,11 +40,19 @@ def read_pairs(folder: Path) -> Pairs:
 def plain_lora(folder: Path, pairs: Pairs, *, scale: float, dtype: torch.dtype = torch.float64) -> Any:
     """Return the model of a folder in which nothing but these adapters is trained."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    model.requires_grad_(False)
-    for name, (a, b) in pairs.items():
-        added = _Added(a.clone().to(dtype), b.clone().to(dtype), scale)
-        parametrize.register_parametrization(model.get_submodule(name), "weight", added)
+    put_in(model, {name: (a.to(dtype), b.to(dtype)) for name, (a, b) in pairs.items()}, scale=scale)
     return model
+
+
+def put_in(model: nn.Module, pairs: Pairs, *, scale: float) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+    """Put adapters into a model, in place, and freeze all else; return their parameters."""
+    model.requires_grad_(False)
+    found = {}
+    for name, (a, b) in pairs.items():
+        added = _Added(a.clone(), b.clone(), scale)
+        parametrize.register_parametrization(model.get_submodule(name), "weight", added)
+        found[name] = added.a, added.b
+    return found
 
 
 def by_hand(folder: Path, pairs: Pairs, *, scale: float) -> dict[str, Tensor]:

@@ -40,13 +40,18 @@ def test_layers_are_meant_by_the_ends_of_their_names() -> None:
 
 @pytest.mark.parametrize(
     ("target", "hint"),
-    [("q_porj", "did you mean 'q_proj'? Its"), ("proj", "did you mean"), ("attn", ""), ("1.attn.v_proj", "'v_proj'?")],
+    [
+        ("q_porj", "did you mean 'q_proj'? Its"),
+        ("proj", "did you mean"),
+        ("attn", "'attn'. Its"),
+        ("1.attn.v_proj", "'v_proj'?"),
+    ],
 )
 def test_a_layer_that_is_not_there_is_refused(target: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         chosen("q_proj", target)
     message = caught.value.message
-    assert message.startswith(f"trainer.lora.target_modules: the model has no linear layer {target!r}; ")
+    assert message.startswith(f"trainer.lora.target_modules: the model has no linear layer {target!r}")
     assert message.endswith("linear layers are q_proj, up_proj, v_proj: give some of these, or 'all-linear'")
     assert hint in message
 

@@ -40,7 +40,8 @@ def stream(run: Run, out: Path, moment: str, *, epoch: int, backend: str = "shm"
     """Send the weights to a receiver of ours, and write what it got."""
     manifest = run.engine.manifest()
     if run.case.stage == 3:  # no collective: an abort may reach one rank before it begins, another one after
-        assert all(p.ds_status.name == "AVAILABLE" for p in run.engine._worker.policy._adapters.parameters)
+        policy: Any = run.engine._worker.policy
+        assert all(p.ds_status.name == "AVAILABLE" for p in policy._adapters.parameters)
     receiver = make_receiver(backend, Group(epoch=epoch, manifest=manifest, receiver_count=1), 0)
     receiver.accept(run.engine.make_offers(epoch, backend, 1, timeout=_TIMEOUT))
     run.engine.open_weights(epoch, timeout=_TIMEOUT)

@@ -72,6 +72,7 @@ def every_stage(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     other = cases[3].folder
     cases.append(case(folder, llama, "of stage 3", stage=1, budget=48, does="resume", source=other))
     cases.append(case(folder, llama, "checkpointing", stage=3, budget=48, checkpointing=True))
+    cases.append(case(folder, llama, "large", stage=3, lora={"rank": 1024, "alpha": 64.0}))
     cases += [case(folder, llama, f"bfloat16 {n}", stage=n, dtype="bfloat16") for n in range(4)]
     return folder, run(cases, folder)
 
@@ -183,6 +184,13 @@ def test_every_stage_goes_on_bit_for_bit(every_stage: tuple[Path, dict[str, Arra
     np.testing.assert_array_equal(seen[f"resumed {stage}"]["after"], seen[f"stage {stage}"]["after"])
     check_same(folder, f"stage {stage} 2", f"resumed {stage} 2")
     check_same(folder, f"stage {stage} 3", f"resumed {stage} 3")
+
+
+@pytest.mark.slow
+def test_adapters_above_deepspeeds_limit_stay_whole_too(every_stage: tuple[Path, dict[str, Arrays]]) -> None:
+    folder, seen = every_stage  # the driver looks at their state before each send
+    assert max(a.numel() for a, _ in read_pairs(folder / "large 0" / "adapter").values()) > 100_000
+    assert np.abs(seen["large"]["after"] - seen["large"]["before"]).max() > 0.05
 
 
 @pytest.mark.slow

@@ -16,10 +16,11 @@ from fourfold.errors import ConfigError
 from fourfold.nn import forward
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.source import DenseSource, named_weights
-from fourfold_trainer.zero import lora
 from fourfold_trainer.zero.lora import Adapters
+from fourfold_trainer.zero.settings import deepspeed_settings
 from tests.architectures import build
 from tests.plain_lora import put_in
+from tests.trainer_driver import Case, config_of
 from tests.unit.test_packed_models import CPU, batch, plain, scalar
 
 NAMES = ["llama", "qwen2", "gemma2", "phi3", "gpt_neox", "qwen2_moe", "mixtral"]
@@ -63,8 +64,7 @@ def test_values_and_gradients_are_those_of_the_sum(name: str) -> None:
     truth = put_in(reference, layers, scale=2.0)
     found, (wanted, _) = logprobs(model, packed), plain(reference, packed)
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-5)  # heads compute in float32
-    scalar(found.double()).backward()
-    scalar(wanted).backward()
+    torch.autograd.backward([scalar(found.double()), scalar(wanted)])
     for weight, one in adapters.by_weight.items():
         for mine, theirs in zip((one.a, one.b), truth[weight.removesuffix(".weight")], strict=True):
             assert theirs.grad is not None and theirs.grad.norm() > 0
@@ -98,6 +98,16 @@ def test_weights_are_sent_under_the_names_that_they_had(name: str) -> None:
     assert [spec.name for spec in DenseSource(model, rename=adapters.rename).manifest().tensors] == wanted
     assert set(adapters.by_weight) < set(wanted)
     assert all(not p.requires_grad for _, p in named_weights(model, adapters.rename))
+
+
+@needs_peft
+def test_adapters_stay_whole_and_nothing_else_does() -> None:
+    config = config_of(Case(name="x", model="x", stage=3))
+    model = build("llama", torch.float32)
+    threshold = "stage3_param_persistence_threshold"
+    assert threshold not in deepspeed_settings(config, model, max_grad_norm=1.0)["zero_optimization"]  # as a critic
+    Adapters(LoraConfig(rank=4096), model, source=Path("base"), seed=5)
+    assert deepspeed_settings(config, model, max_grad_norm=1.0)["zero_optimization"][threshold] == 4096 * 48
 
 
 @needs_peft
@@ -143,7 +153,7 @@ def test_without_peft_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(lora.importlib, "import_module", missing)
+    monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(ConfigError) as caught:
         Adapters(LoraConfig(rank=3), build("llama", torch.float32), source=Path("base"), seed=5)
     assert caught.value.message == (

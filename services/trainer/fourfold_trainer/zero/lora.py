@@ -66,13 +66,10 @@ class Adapters:
             inference_mode=False,
             task_type="CAUSAL_LM",
         )
-        dtype = next(model.parameters()).dtype
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # the same on every rank, however many there are
+            torch.default_generator.manual_seed(seed)  # the same on every rank, however many there are
             peft.inject_adapter_in_model(self._peft_config, model)
         self._parameters: dict[str, Any] = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        for parameter in self._parameters.values():
-            parameter.data = parameter.data.to(dtype)  # PEFT makes them in float32, our masters are that
         self.by_weight = {
             f"{name.removesuffix(_A)}.weight": Adapter(
                 a=parameter, b=self._parameters[name.removesuffix(_A) + _B], scale=config.scale

@@ -10,6 +10,7 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
                          activations of one micro-batch, kept for the backward pass, divided by
                                      trainer.sequence_parallel_size, and its logits
                          average     4 P        with trainer.ema_decay, divided by N from stage 1; in `optimizer`
+                         With LoRA, P of gradients, optimizer and average is the adapters' parameters.
     critic, per rank     weights, gradients and optimizer as the trainer's, no average; its passes come after the
                          policy's
     transfer             weights     b P        one copy on its way: the trainer's shared memory, which the engines
@@ -76,22 +77,30 @@ def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * _bytes_of(config)
 
 
-def checkpoint_bytes(config: Config, shape: ModelShape, critic: ModelShape | None = None) -> int:
-    """Return the bytes of one checkpoint: masters, moments and average, and those of the critic if there is one."""
-    shapes = [shape, critic or shape] if config.algorithm.needs_critic else [shape]
-    average = 4 * shape.parameter_count if config.trainer.ema_decay else 0
-    return average + sum(12 * one.parameter_count for one in shapes)
+def checkpoint_bytes(
+    config: Config, shape: ModelShape, critic: ModelShape | None = None, *, trained: int | None = None
+) -> int:
+    """Return the bytes of one checkpoint: masters, moments and average, and those of the critic if there is one.
+
+    `trained` as in `memory_plan`.
+    """
+    policy = shape.parameter_count if trained is None else trained
+    average = 4 * policy if config.trainer.ema_decay else 0
+    return average + 12 * policy + (12 * (critic or shape).parameter_count if config.algorithm.needs_critic else 0)
 
 
-def memory_plan(config: Config, shape: ModelShape, critic: ModelShape | None = None) -> list[MemoryRow]:
+def memory_plan(
+    config: Config, shape: ModelShape, critic: ModelShape | None = None, *, trained: int | None = None
+) -> list[MemoryRow]:
     """Return one row per role that the recipe uses, the trainer first, and one for weights between two of them.
 
     Args:
         config: of the run.
         shape: of the policy.
         critic: its shape, when it is not the policy's.
+        trained: parameters of the policy that are trained; None: all.
     """
-    rows = [_trainer(config, shape), _rollout(config, shape), _transfer(config, shape)]
+    rows = [_trainer(config, shape, trained), _rollout(config, shape), _transfer(config, shape)]
     if config.algorithm.needs_critic:
         rows.insert(1, _critic(config, critic or shape))
     if config.needs_reference:
@@ -102,8 +111,9 @@ def memory_plan(config: Config, shape: ModelShape, critic: ModelShape | None = N
     return rows
 
 
-def _trainer(config: Config, shape: ModelShape) -> MemoryRow:
+def _trainer(config: Config, shape: ModelShape, trained: int | None = None) -> MemoryRow:
     stage, ranks = config.trainer.zero_stage, config.trainer.ranks
+    count = shape.parameter_count if trained is None else trained
     weights = weight_bytes(config, shape)
     state = (16 if config.model.dtype == "bfloat16" else 12) + (4 if config.trainer.ema_decay else 0)
     return MemoryRow(
@@ -111,8 +121,8 @@ def _trainer(config: Config, shape: ModelShape) -> MemoryRow:
         count=ranks,
         on_gpu=config.trainer.device == "cuda",
         weights=weights // ranks + _gathered_bytes(config, shape) if stage == 3 else weights,
-        gradients=4 * shape.parameter_count // (ranks if stage >= 2 else 1) if stage else weights,
-        optimizer=state * shape.parameter_count // (ranks if stage >= 1 else 1),
+        gradients=4 * count // (ranks if stage >= 2 else 1) if stage else _bytes_of(config) * count,
+        optimizer=state * count // (ranks if stage >= 1 else 1),
         activations=activation_bytes(config, shape) + logits_bytes(config, shape),
         programs=_TRAINER_PROGRAM,
     )

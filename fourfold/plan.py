@@ -10,6 +10,7 @@ from typing import Final
 
 from fourfold import config as configuration
 from fourfold import models, sequence_parallel
+from fourfold.adapters import AdapterPlan, adapter_plan
 from fourfold.algorithm_plan import algorithm_plan
 from fourfold.batch_plan import BatchPlan, batch_plan
 from fourfold.config import Config, DataSourceConfig
@@ -44,13 +45,16 @@ def describe(config: Config) -> str:
     shape, plan = models.shape(config.model.source), batch_plan(config)
     own_critic = config.algorithm.needs_critic and config.critic.source
     critic = models.shape(config.critic.source) if own_critic else shape
+    adapters = adapter_plan(config)
+    trained = adapters.parameter_count if adapters else None
     sentences = [
         ("model", _model(config, shape)),
+        *([("lora", _lora(config, shape, adapters))] if adapters else []),
         ("data", _data(config)),
         ("held out", _held_out(config, plan)),
         ("one step", _step(config, plan)),
         *zip_longest(["algorithm"], algorithm_plan(config), fillvalue=""),
-        ("the run", _run(config, plan, checkpoint_bytes(config, shape, critic))),
+        ("the run", _run(config, plan, checkpoint_bytes(config, shape, critic, trained=trained))),
         ("trainer", _trainer(config, plan)),
         ("rollout", _rollout(config, shape)),
         ("reward", _reward(config)),
@@ -64,7 +68,7 @@ def describe(config: Config) -> str:
         lines += textwrap.wrap(
             text, _WIDTH, initial_indent=label.ljust(_LABEL), subsequent_indent=" " * _LABEL, break_on_hyphens=False
         )
-    return "\n".join([*lines, "", *memory_table(memory_plan(config, shape, critic))]) + "\n"
+    return "\n".join([*lines, "", *memory_table(memory_plan(config, shape, critic, trained=trained))]) + "\n"
 
 
 def _model(config: Config, shape: ModelShape) -> str:
@@ -73,6 +77,16 @@ def _model(config: Config, shape: ModelShape) -> str:
     return (
         f"{shape.parameter_count / 1e6:,.1f}M parameters: {shape.layers} layers of {shape.hidden}, {shape.heads} heads "
         f"({shape.kv_heads} for keys and values), vocabulary {shape.vocabulary:,}{tied}. Trained in {kind}."
+    )
+
+
+def _lora(config: Config, shape: ModelShape, adapters: AdapterPlan) -> str:
+    lora = config.trainer.lora
+    share = adapters.parameter_count / shape.parameter_count
+    return (
+        f"adapters of rank {lora.rank} in {adapters.layers:,} linear layers ({', '.join(adapters.kinds)}), scale "
+        f"{lora.scale:g}: {adapters.parameter_count / 1e6:,.2f}M parameters are trained, {share:.2%} of the model's; "
+        f"the others stay as they are. Engines and exports get the sum."
     )
 
 

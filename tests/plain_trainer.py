@@ -18,9 +18,13 @@ from tests.trainer_driver import LEARNING_RATE, OPTIM, batch, loss_weights
 Arrays = Mapping[str, Any]
 
 
-def plain(folder: Path, *, kl_coef: float = 0.0, ema: float = 0.0) -> Arrays:
-    """Train the three steps in plain PyTorch, and look the fixed batch up before and after, and under the average."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def plain(folder: Path, *, kl_coef: float = 0.0, ema: float = 0.0, model: Any = None) -> Arrays:
+    """Train the three steps in plain PyTorch, and look the fixed batch up before and after, and under the average.
+
+    Of a `model` that is given those parameters are trained that need a gradient.
+    """
+    if model is None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     average = copy.deepcopy(model)
     optimizer = _plain_adam(model)
     seen: dict[str, Any] = {"before": lookup(model), "losses": [], "norms": []}

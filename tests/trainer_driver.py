@@ -65,6 +65,7 @@ class Case:
     source: str = ""
     """Folder of another case's checkpoint."""
     ema: float = 0.0
+    lora: dict[str, Any] = field(default_factory=dict)
 
 
 def batch(number: int) -> list[Sample]:
@@ -106,6 +107,7 @@ def config_of(case: Case) -> Config:
                 "ema_decay": case.ema,
                 "step_timeout_seconds": 60,
                 "weight_decay": 0.01,
+                "lora": case.lora,
             },
         }
     )

@@ -9,6 +9,7 @@ from fourfold.config.algorithm import (
 )
 from fourfold.config.dump import dump
 from fourfold.config.load import load
+from fourfold.config.lora import LoraConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.schema import (
     BatchConfig,
@@ -44,6 +45,7 @@ __all__ = [
     "FilterConfig",
     "HoldoutConfig",
     "KlConfig",
+    "LoraConfig",
     "ModelConfig",
     "ReferenceConfig",
     "RetryConfig",

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from fourfold.config.algorithm import AlgorithmConfig
+from fourfold.config.lora import LoraConfig
 from fourfold.config.table import Table
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -183,6 +184,7 @@ class TrainerConfig(Table):
     """Fused kernels for norms, rotary embeddings and gated MLPs (package liger-kernel), on CUDA."""
     step_timeout_seconds: Seconds = 3600.0
     """Longest time one step, checkpoint or export may take."""
+    lora: LoraConfig = LoraConfig()
 
     @property
     def data_parallel_size(self) -> int:

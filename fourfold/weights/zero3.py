@@ -6,7 +6,8 @@ optimizer's parameter groups. Partition r of a parameter of n elements over W ra
 elements [r * p, min((r + 1) * p, n)) with p = ceil(n / W); what is beyond n is padding.
 
     buffer of rank r   | partition of group 0's 1st | of its 2nd | ... | of group 1's 1st | ...
-    shard of rank r    = that buffer, byte for byte, then the frozen parameters
+    shard of rank r    = that buffer, byte for byte, then the frozen parameters; of a model that is all frozen but for
+                         its adapters, the frozen parameters alone
 
 The layout is the same on all ranks, so each of them computes the whole manifest without a
 word to the others. Persistent parameters (small ones that DeepSpeed keeps whole between steps)
@@ -15,6 +16,7 @@ have their partition in the buffer like all others; reading it does not disturb 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,7 +26,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from fourfold.errors import WrongState
 from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partition_spans
-from fourfold.weights.source import dtype_name, named_weights, synchronize
+from fourfold.weights.source import Rename, dtype_name, named_weights, synchronize
 
 _UNSUPPORTED: Final = "send from an engine without it, or use ZeRO stage 2"
 
@@ -42,12 +44,13 @@ class _Piece:
 class Zero3Source:
     """The shard of one rank of a ZeRO-3 engine."""
 
-    def __init__(self, engine: Any, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, engine: Any, *, dtype: torch.dtype | None = None, rename: Rename | None = None) -> None:
         """Describe the engine's parameters; no communication.
 
         Args:
             engine: what `deepspeed.initialize` returned, stage 3, with an optimizer.
             dtype: type to send; None: the one that DeepSpeed keeps the partitions in.
+            rename: names of the checkpoint, where the parameters' are others; None: they are the same.
 
         Raises:
             WrongState: not stage 3, or a feature of it whose layout is not known here.
@@ -57,7 +60,7 @@ class Zero3Source:
         group = self._optimizer.dp_process_group
         self._rank = int(torch.distributed.get_rank(group))
         rank_count = int(torch.distributed.get_world_size(group))
-        self._pieces = [self._piece(name, p, rank_count) for name, p in named_weights(engine.module)]
+        self._pieces = [self._piece(name, p, rank_count) for name, p in named_weights(engine.module, rename)]
         self._manifest = self._lay_out(rank_count, dtype)
 
     @property
@@ -124,7 +127,7 @@ class Zero3Source:
 
     def _lay_out(self, rank_count: int, dtype: torch.dtype | None) -> Manifest:
         buffer = self._optimizer.lp_param_buffer
-        as_is = dtype is None or dtype == buffer.dtype
+        as_is = (dtype is None or dtype == buffer.dtype) and any(piece.element >= 0 for piece in self._pieces)
         # A shard in the buffer's own layout can be sent in place; a cast one is written anew.
         end = aligned(buffer.numel() * buffer.element_size()) if as_is else 0
         tensors: list[TensorSpec] = []
@@ -143,6 +146,16 @@ class Zero3Source:
                 offset, end = end, aligned(end + piece.partition_count * spec.item_bytes)
             spans += partition_spans(index, spec.count, rank_count, offset)
         return Manifest(tensors=tuple(tensors), spans=tuple(spans), shard_bytes=(end,) * rank_count)
+
+
+def make_whole(parameters: Sequence[Any]) -> None:
+    """Gather those of the parameters that are not whole on this rank, until DeepSpeed partitions them again.
+
+    A collective when there are any; DeepSpeed keeps those that it calls persistent whole between its steps.
+    """
+    missing = [p for p in parameters if p.ds_status is not PartitionedParamStatus.AVAILABLE]
+    if missing:
+        missing[0].all_gather(missing)
 
 
 def _stage3_optimizer(engine: Any) -> Any:

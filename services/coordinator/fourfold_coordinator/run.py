@@ -22,6 +22,7 @@ from typing import IO, Final
 
 from fourfold import config as configuration
 from fourfold import models, sequence_parallel
+from fourfold.adapters import adapter_plan
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.security import Security
@@ -66,6 +67,7 @@ def main(args: argparse.Namespace) -> int:
             config = configuration.load(args.recipe)
             models.check(config.model.source)  # a missing model is found before a folder is made
             sequence_parallel.check(config)
+            adapter_plan(config)  # and so is a layer that it does not have
             run_dir, config = make_run_dir(config, args.name or config.name)
         with _locked(run_dir):
             if args.resume is not None and is_finished(run_dir, config):

@@ -50,7 +50,7 @@ class Trained:
         self._engine: Any = deepspeed.initialize(
             model=model,
             optimizer=make_optimizer(table, config.trainer.adam_betas, model),
-            config=deepspeed_settings(config, max_grad_norm=table.max_grad_norm),
+            config=deepspeed_settings(config, model, max_grad_norm=table.max_grad_norm),
             dist_init_required=False,
         )[0]
         self._model: Any = self._engine.module
@@ -115,6 +115,7 @@ class Trained:
         failure: WrongState | None = None
         shard = shards.Shard(states=[], random={})
         try:
+            self._check(folder)
             shard = shards.read(folder, name, self._masters, kinds, rank=self._rank)
         except WrongState as error:
             failure = error
@@ -125,6 +126,9 @@ class Trained:
         if unreadable.item():
             raise WrongState(f"another rank cannot read its part of {folder}; restore another checkpoint")
         return shard
+
+    def _check(self, folder: Path) -> None:
+        """Raise WrongState for a checkpoint whose shards do not say all that they must."""
 
     @torch.no_grad()
     def restore(self, shard: shards.Shard) -> None:

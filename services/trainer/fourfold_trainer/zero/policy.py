@@ -14,15 +14,18 @@ from fourfold.config import Config
 from fourfold.nn import forward
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.sequence import Exchange
-from fourfold.weights.source import DenseSource, WeightSource
-from fourfold.weights.zero3 import Zero3Source
+from fourfold.weights.merged import MergedSource, merged
+from fourfold.weights.source import DenseSource, WeightSource, named_weights
+from fourfold.weights.zero3 import Zero3Source, make_whole
 from fourfold_trainer import checkpoint
-from fourfold_trainer.zero import group
+from fourfold_trainer.zero import group, lora
 from fourfold_trainer.zero.engine import Trained
 from fourfold_trainer.zero.models import load_model
 
 # Elements that the export gathers at once.
 _GATHER_ELEMENTS: Final = 1 << 28
+# Folder in an export, of the adapters alone.
+_ADAPTER_FOLDER: Final = "adapter"
 
 
 class DeepSpeedPolicy(Trained):
@@ -43,6 +46,8 @@ class DeepSpeedPolicy(Trained):
         if exchange is not None:
             forward.share_rows(model, exchange)
         self._vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
+        table = config.trainer.lora
+        self._adapters = lora.Adapters(table, model, source=model_folder, seed=config.seed) if table.rank else None
         super().__init__(config, config.trainer, model, rank=rank, ema=config.trainer.ema_decay)
 
     @property
@@ -76,18 +81,48 @@ class DeepSpeedPolicy(Trained):
 
     def _export(self, folder: Path) -> None:
         state: dict[str, Tensor] = {}
+        self._make_adapters_whole()
         for names, parameters in self._gather_groups():
             with deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
                 if self._rank == 0:
-                    state.update({n: p.detach().cpu().clone() for n, p in zip(names, parameters, strict=True)})
+                    state.update({n: self._exported(n, p) for n, p in zip(names, parameters, strict=True)})
         if self._rank == 0:
             checkpoint.write_model(self._model, state, folder, source=self._source_folder)
+            if self._adapters is not None:
+                self._adapters.write(folder / _ADAPTER_FOLDER)
+
+    def _exported(self, name: str, parameter: Any) -> Tensor:
+        """Return a weight on the CPU, with its adapter in it."""
+        weight: Tensor = parameter.detach()
+        adapter = self._adapters.by_weight.get(name) if self._adapters is not None else None
+        if adapter is not None:
+            weight = merged(weight.reshape(-1), adapter).view(weight.shape)
+        return weight.cpu().clone()
+
+    def _make_adapters_whole(self) -> None:
+        if self._adapters is not None and self._stage == 3:
+            make_whole(self._adapters.parameters)
 
     def weight_source(self) -> WeightSource:
         """Return where this rank's weights are."""
-        if self._stage == 3:
-            return Zero3Source(self._engine)
-        return DenseSource(self._model, rank_count=self._rank_count)
+        rename = self._adapters.rename if self._adapters is not None else None
+        source: WeightSource = (
+            Zero3Source(self._engine, rename=rename)
+            if self._stage == 3
+            else DenseSource(self._model, rank_count=self._rank_count, rename=rename)
+        )
+        if self._adapters is None:
+            return source
+        return MergedSource(source, self._adapters.by_weight, gather=self._make_adapters_whole)
+
+    def save(self, folder: Path, name: str) -> None:
+        """Write this rank's masters, and what adapters belong to."""
+        super().save(folder, name)
+        if self._adapters is not None and self._rank == 0:
+            self._adapters.write_record(folder)
+
+    def _check(self, folder: Path) -> None:
+        lora.check_record(folder, self._adapters)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -99,7 +134,7 @@ class DeepSpeedPolicy(Trained):
         names: list[str] = []
         parameters: list[Any] = []
         size = 0
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in named_weights(self._model, self._adapters.rename if self._adapters else None):
             count = int(getattr(parameter, "ds_numel", parameter.numel()))
             if parameters and size + count > _GATHER_ELEMENTS:
                 yield names, parameters

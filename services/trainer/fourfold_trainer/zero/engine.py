@@ -20,10 +20,12 @@ from fourfold.config import Config, CriticConfig, TrainerConfig
 from fourfold.errors import WrongState
 from fourfold_trainer import checkpoint, masters, shards
 from fourfold_trainer.ema import Average
+from fourfold_trainer.muon import MOMENTUM, Muon
 from fourfold_trainer.zero.group import device_of
 from fourfold_trainer.zero.settings import deepspeed_settings, make_optimizer
 
-_ADAM_STATE: Final = ("exp_avg", "exp_avg_sq", "step")
+_ADAM_STATE: Final = ("exp_avg", "exp_avg_sq", shards.STEP)
+_MUON_STATE: Final = (MOMENTUM,)
 
 
 class Trained:
@@ -47,7 +49,7 @@ class Trained:
         self._device = device_of(config, rank)
         self._engine: Any = deepspeed.initialize(
             model=model,
-            optimizer=make_optimizer(table, config.trainer.adam_betas, model),
+            optimizer=make_optimizer(config, table, model),
             config=deepspeed_settings(config, max_grad_norm=table.max_grad_norm),
             dist_init_required=False,
         )[0]
@@ -56,6 +58,8 @@ class Trained:
         self._inner.state.clear()
         self._engine.train()
         self._masters = masters.find(self._engine.optimizer, self._model, stage=self._stage, rank=rank)
+        if isinstance(self._inner, Muon):
+            self._inner.attach(self._masters, device=self._device, dtype=getattr(torch, config.model.dtype))
         self._average = Average(self._masters.tensors, decay=ema) if ema else None
 
     def _forward(self, **arguments: Any) -> Any:
@@ -100,7 +104,7 @@ class Trained:
             self._engine.optimizer.clip_grad = norm
 
     def save(self, folder: Path, name: str) -> None:
-        """Write this rank's masters, Adam's moments, average and random state."""
+        """Write this rank's masters, the optimizer's moments, average and random state."""
         random = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self._device)
@@ -109,7 +113,7 @@ class Trained:
 
     def read(self, folder: Path, name: str) -> shards.Shard:
         """Read what this rank needs of all files; raise on every rank when one of them cannot."""
-        kinds = [shards.MASTER, *_ADAM_STATE, *([shards.EMA] if self._average else [])]
+        kinds = [shards.MASTER, *_ADAM_STATE, *_MUON_STATE, *([shards.EMA] if self._average else [])]
         failure: WrongState | None = None
         shard = shards.Shard(states=[], random={})
         try:
@@ -130,7 +134,9 @@ class Trained:
         self._inner.state.clear()
         for index, (master, state) in enumerate(zip(self._masters.tensors, shard.states, strict=True)):
             master.data.copy_(state[shards.MASTER].view(master.shape))
-            moments = {key: state[key] for key in _ADAM_STATE if key in state}
+            # What another optimizer has left is of no use to this one, which begins without moments then.
+            kinds = _MUON_STATE if isinstance(self._inner, Muon) and self._inner.trains(master) else _ADAM_STATE
+            moments = {key: state[key] for key in kinds if key in state}
             if moments:
                 shapes = {key: () if key == shards.STEP else master.shape for key in moments}
                 self._inner.state[master] = {k: v.view(shapes[k]).to(master.device) for k, v in moments.items()}
@@ -156,7 +162,7 @@ class Trained:
 
     @property
     def _inner(self) -> Any:
-        """The AdamW inside of DeepSpeed's wrapper."""
+        """The optimizer inside of DeepSpeed's wrapper."""
         wrapper = self._engine.optimizer
         return wrapper if self._is_plain else wrapper.optimizer
 

@@ -39,7 +39,8 @@ MOMENTUM: Final = "momentum"
 """What the optimizer's state calls M, and a checkpoint, too."""
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 _ITERATIONS: Final = 5
-_EPSILON: Final = 1e-7
+# Smallest norm that is divided by: gradients of RL are small, and their size must not matter.
+_EPSILON: Final = 1e-12
 _RMS_OF_ADAMW: Final = 0.2
 
 
@@ -63,11 +64,12 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     """
     first, third, fifth = _COEFFICIENTS
     wide = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
-    x = wide / (wide.norm() + _EPSILON)
+    x = wide / wide.norm().clamp(min=_EPSILON)
     for _ in range(_ITERATIONS):
         gram = x @ x.mT
         x = first * x + (third * gram + fifth * gram @ gram) @ x
-    return x.mT if matrix.shape[0] > matrix.shape[1] else x
+    result: Tensor = x.mT if matrix.shape[0] > matrix.shape[1] else x
+    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,7 +210,7 @@ class Muon(torch.optim.AdamW):
         whole = _exchange(torch.cat(list(pieces)), sizes, sizes_of_mine)
         if mine:
             whole = orthogonalized(whole.view(mine.shape)).reshape(-1)
-        return _exchange(whole, sizes_of_mine, sizes).split(sizes)[: len(chunk)]
+        return torch.split(_exchange(whole, sizes_of_mine, sizes), sizes)[: len(chunk)]
 
 
 def _exchange(elements: Tensor, sizes: list[int], received_sizes: list[int]) -> Tensor:

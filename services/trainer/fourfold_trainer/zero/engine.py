@@ -21,6 +21,7 @@ from fourfold.errors import WrongState
 from fourfold_trainer import checkpoint, masters, shards
 from fourfold_trainer.ema import Average
 from fourfold_trainer.muon import MOMENTUM, Muon
+from fourfold_trainer.zero import offload
 from fourfold_trainer.zero.group import device_of
 from fourfold_trainer.zero.settings import deepspeed_settings, make_optimizer
 
@@ -47,11 +48,11 @@ class Trained:
         self._max_grad_norm = table.max_grad_norm
         self._stage = config.trainer.zero_stage
         self._device = device_of(config, rank)
+        optimizer, settings = make_optimizer(config, table, model), deepspeed_settings(config, table.max_grad_norm)
+        if config.trainer.offload == "optimizer+parameters":
+            offload.partition(model, settings, self._device)
         self._engine: Any = deepspeed.initialize(
-            model=model,
-            optimizer=make_optimizer(config, table, model),
-            config=deepspeed_settings(config, max_grad_norm=table.max_grad_norm),
-            dist_init_required=False,
+            model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )[0]
         self._model: Any = self._engine.module
         # Some stages have made an empty step: Adam must not count it.
@@ -94,7 +95,12 @@ class Trained:
             return norm
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
-        return norm if self._engine.was_step_applied() else math.nan
+        if self._engine.was_step_applied():
+            return norm
+        if self._stage in (1, 2) and self._config.trainer.offload != "none":
+            # DeepSpeed 0.19.8 forgets to: the next gradients would be added to the one that is not finite.
+            self._engine.optimizer.averaged_gradients.clear()
+        return math.nan
 
     def _clip_to(self, norm: float) -> None:
         """Set what gradients are clipped to from now on; 0: they are not."""

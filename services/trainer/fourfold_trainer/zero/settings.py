@@ -13,6 +13,7 @@ import torch
 
 from fourfold.config import Config, CriticConfig, TrainerConfig
 from fourfold_trainer import muon
+from fourfold_trainer.zero.offload import offload_settings
 
 _ADAM_EPSILON: Final = 1e-8
 # Elements of one gradient reduction: its buffer is allocated once, in the weights' dtype.
@@ -63,7 +64,7 @@ def _make_muon(
     )
 
 
-def deepspeed_settings(config: Config, *, max_grad_norm: float) -> dict[str, Any]:
+def deepspeed_settings(config: Config, max_grad_norm: float) -> dict[str, Any]:
     """Return the `config` of `deepspeed.initialize`."""
     stage = config.trainer.zero_stage
     settings: dict[str, Any] = {
@@ -75,22 +76,12 @@ def deepspeed_settings(config: Config, *, max_grad_norm: float) -> dict[str, Any
             "stage": stage,
             "overlap_comm": config.trainer.device == "cuda",
             "reduce_bucket_size": _BUCKET_ELEMENTS,
+            **offload_settings(config),
         },
         "steps_per_print": 1 << 40,
         "zero_allow_untested_optimizer": True,  # it knows torch's AdamW and not Muon, which is one
+        "zero_force_ds_cpu_optimizer": False,  # its own one is compiled
     }
     if stage:  # stage 0 has no such buffer and sums micro-batches in the weights' dtype
         settings["data_types"] = {"grad_accum_dtype": "fp32"}
-    return settings | _offload_settings(config, settings["zero_optimization"])
-
-
-def _offload_settings(config: Config, zero: dict[str, Any]) -> dict[str, Any]:
-    """Add to ZeRO's settings what stays in main memory; return what that needs besides."""
-    if config.trainer.offload == "none":
-        return {}
-    place = {"device": "cpu", "pin_memory": config.trainer.device == "cuda"}
-    zero["offload_optimizer"] = place
-    if config.trainer.offload == "optimizer+parameters":
-        zero["offload_param"] = place
-    # The optimizer is torch's on CPU tensors: DeepSpeed's would be compiled.
-    return {"zero_force_ds_cpu_optimizer": False}
+    return settings

@@ -45,6 +45,7 @@ from fourfold_coordinator.prompts import Prompt
 from fourfold_coordinator.samples import build_sample, check_completions
 from fourfold_rollout.admission import Limits
 from fourfold_rollout.engine import EngineDescription, Finish, SampleOutput, SampleRequest
+from fourfold_rollout.engine import Sample as EngineSample
 from fourfold_rollout.servicer import RolloutServicer, ServedModel
 from fourfold_rollout.weights import EngineWeights
 from fourfold_trainer.checkpoint import StepAnswer
@@ -54,16 +55,6 @@ VOCABULARY_SIZE: Final = 49_152
 PROMPT_TOKENS: Final = 128
 TIMEOUT: Final = 60.0
 LIBRARIES: Final = ("grpcio", "protobuf", "numpy")
-
-
-@dataclass(slots=True)
-class ReadySample:
-    """A stream whose one output is there already."""
-
-    output: SampleOutput
-
-    async def next(self) -> SampleOutput:
-        return self.output
 
 
 class ReadyEngine:
@@ -95,11 +86,13 @@ class ReadyEngine:
             kv_cache_tokens=0,
         )
 
-    async def submit(self, requests: Sequence[SampleRequest]) -> list[ReadySample]:
-        self._given += len(requests)
-        return [ReadySample(self._outputs[(self._given + i) % len(self._outputs)]) for i in range(len(requests))]
+    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[EngineSample]:
+        for request in requests:
+            self._given += 1
+            request.sink.put(request.index, self._outputs[self._given % len(self._outputs)])
+        return []
 
-    async def abandon(self, streams: Sequence[ReadySample]) -> None:
+    async def abandon(self, samples: Sequence[EngineSample]) -> None:
         return None
 
 

@@ -112,6 +112,7 @@ def recipe(options: argparse.Namespace, folder: Path, sample_count: int) -> Conf
                 "ranks": options.ranks,
                 "zero_stage": options.zero_stage,
                 "gradient_checkpointing": options.checkpointing,
+                "liger_kernels": options.liger,
             },
         }
     )
@@ -218,6 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--longest", type=int, default=512, help="tokens of the longest sample")
     parser.add_argument("--micro-batch", type=int, default=2048, help="tokens of one pass of one rank")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    parser.add_argument("--liger", action="store_true", help="with Liger's kernels")
     parser.add_argument("--product", type=int, default=1024, help="size of the matrix product; 8192 on a GPU")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=1)

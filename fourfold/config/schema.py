@@ -184,6 +184,8 @@ class TrainerConfig(Table):
     offload: Literal["none", "optimizer", "optimizer+parameters"] = "none"
     """What of policy and critic GPUs leave in main memory. optimizer: masters and moments, which the CPU updates;
     needs `zero_stage` 1 to 3. optimizer+parameters: the weights, too, which come layer by layer; needs 3."""
+    liger_kernels: bool = False
+    """Fused kernels for norms, rotary embeddings and gated MLPs (package liger-kernel), on CUDA."""
     step_timeout_seconds: Seconds = 3600.0
     """Longest time one step, checkpoint or export may take."""
 
@@ -196,6 +198,12 @@ class TrainerConfig(Table):
                 f'offload = "{self.offload}" needs zero_stage {stages}, and it is {self.zero_stage}; set zero_stage = '
                 f'{lowest}, or offload = "{"optimizer" if self.zero_stage else "none"}"'
             )
+        return self
+
+    @model_validator(mode="after")
+    def _kernels_need_a_gpu(self) -> Self:
+        if self.liger_kernels and self.device != "cuda":
+            raise ValueError('`liger_kernels` run on GPUs alone; set device = "cuda", or remove them')
         return self
 
 

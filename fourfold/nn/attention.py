@@ -27,6 +27,7 @@ from torch.nn import functional
 from torch.nn.attention import varlen
 
 from fourfold.errors import ConfigError
+from fourfold.nn.transfer import to_device
 
 NAME: Final = "fourfold_packed"
 # A segment joins a group whose longest is at most this many times its length: bounds what is padded.
@@ -58,14 +59,17 @@ class Segments:
     @functools.cached_property
     def offsets(self) -> Tensor:
         """Return int32 [s + 1]: where each segment starts, and t."""
-        return functional.pad(self._ends, (1, 0)).to(self.device, torch.int32)
+        return self._send(functional.pad(self._ends, (1, 0)).to(torch.int32))
 
     @functools.cached_property
     def positions(self) -> Tensor:
         """Return int64 [t]: of each token in its segment, from 0."""
         lengths = torch.tensor(self.lengths)
         starts = (self._ends - lengths).repeat_interleave(lengths)
-        return (torch.arange(self.token_count) - starts).to(self.device)
+        return self._send(torch.arange(self.token_count) - starts)
+
+    def _send(self, tensor: Tensor) -> Tensor:
+        return to_device(tensor.numpy(), self.device)
 
     @functools.cached_property
     def groups(self) -> tuple[list[tuple[int, int]], Tensor]:
@@ -180,11 +184,8 @@ def _varlen(
 ) -> Tensor:
     """Return [t, h, d] from query [t, h, d] and key and value [t, g, d]."""
     arguments: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-    repeats = query.shape[1] // key.shape[1]
-    if "enable_gqa" in _varlen_arguments():
-        arguments["enable_gqa"] = repeats > 1
-    else:
-        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+    if "enable_gqa" in _varlen_arguments():  # before torch 2.12 the kernel takes fewer key heads unasked
+        arguments["enable_gqa"] = query.shape[1] != key.shape[1]
     kernel: Callable[..., Any] = varlen.varlen_attn
     offsets, longest = segments.offsets, segments.longest
     result: Tensor = kernel(query, key, value, offsets, offsets, longest, longest, **arguments)

@@ -29,6 +29,7 @@ from fourfold.errors import ConfigError
 from fourfold.nn import attention
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.logprobs import token_logprobs
+from fourfold.nn.transfer import to_device
 
 # Tokens of the two segments that are compared.
 _PROBE_LENGTHS: Final = (5, 8)
@@ -160,17 +161,17 @@ def batch_arguments(batch: TokenBatch, device: torch.device) -> dict[str, Tensor
     """Return `batch` as the arguments of a model that gives log-probabilities, on its device."""
     return {
         **value_arguments(batch, device),
-        "targets": torch.from_numpy(batch.targets).to(device, torch.int64),
-        "temperatures": torch.from_numpy(batch.temperatures).to(device),
+        "targets": to_device(batch.targets, device, torch.int64),
+        "temperatures": to_device(batch.temperatures, device),
     }
 
 
 def value_arguments(batch: TokenBatch, device: torch.device) -> dict[str, Tensor]:
     """Return `batch` as the arguments of a model that gives values. Lengths stay on the CPU, where they are read."""
     return {
-        "token_ids": torch.from_numpy(batch.token_ids).to(device, torch.int64),
+        "token_ids": to_device(batch.token_ids, device, torch.int64),
         "lengths": torch.from_numpy(batch.lengths),
-        "rows": torch.from_numpy(batch.rows).to(device),
+        "rows": to_device(batch.rows, device),
     }
 
 

@@ -7,21 +7,26 @@
 Rows are done in chunks, in the forward and again in the backward pass, which recomputes the
 logits: what lives between the two is `hidden` and two numbers per row. The product is made in
 the dtype of the weights, as the engines do it, and everything after it in float32 (in float64
-where the weights are float64).
+where the weights are float64): here, or in the kernels of logprob_kernels.py on CUDA.
 
-Legend: k rows, h hidden size, v vocabulary size, a the dtype after the product.
+Legend: k rows, r of them in a chunk; h hidden size, v vocabulary size. "Wide" is the dtype after the product.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Logits of one chunk: 2^26 float32 are 256 MiB.
+# Logits of one chunk: 2^26 float32 are 256 MiB. The kernels need no float32 copy, and few chunks cost less: a sum over
+# chunks reads and writes the gradient of the whole embedding. 2^29 bfloat16 are 1 GiB.
 _CHUNK_ELEMENTS: Final = 1 << 26
+_KERNEL_CHUNK_ELEMENTS: Final = 1 << 29
+_KERNEL_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def token_logprobs(
@@ -45,25 +50,27 @@ def token_logprobs(
         temperatures: [k], float32, above 0.
         softcap: logits become softcap * tanh(logits / softcap); 0: they stay.
         entropy: ask for entropies. Backward they cost something only where a gradient arrives at them.
-        chunk_rows: rows done at once; 0: as many as keep a chunk's logits at 256 MiB.
+        chunk_rows: rows done at once; 0: as many as keep a chunk's logits at 256 MiB, with the kernels at 1 GiB.
 
     Returns:
         [k] log-probabilities and [k] entropies in nats, or None in their place; float32, or float64
         for float64 weights; differentiable in hidden, weight and bias.
     """
-    rows = chunk_rows or max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    elements = _KERNEL_CHUNK_ELEMENTS if _has_kernels(hidden) else _CHUNK_ELEMENTS
+    rows = chunk_rows or max(1, elements // weight.shape[0])
     logprobs, entropies = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, targets, temperatures, softcap, entropy, rows
     )
     return logprobs, entropies
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor, softcap: float) -> Tensor:
-    """Return [rows, v] in the dtype of `temperatures`, softcapped and divided by the temperature."""
-    logits = functional.linear(hidden, weight, bias).to(temperatures.dtype)
-    if softcap:
-        logits = logits.div_(softcap).tanh_().mul_(softcap)
-    return logits.div_(temperatures[:, None])
+def _has_kernels(hidden: Tensor) -> bool:
+    return hidden.is_cuda and hidden.dtype in _KERNEL_DTYPES and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -85,13 +92,11 @@ class _TokenLogprobs(torch.autograd.Function):
         entropies = torch.empty_like(normalisers) if entropy else None
         for start in range(0, len(hidden), chunk_rows):
             part = slice(start, start + chunk_rows)
-            logits = _logits(hidden[part], weight, bias, temperatures[part], softcap)
-            chosen = logits.gather(1, targets[part, None]).squeeze(1)
-            torch.logsumexp(logits, dim=1, out=normalisers[part])
-            logprobs[part] = chosen - normalisers[part]
-            if entropies is not None:
-                logs = logits.sub_(normalisers[part, None])
-                entropies[part] = -logs.exp().mul_(logs).sum(1)
+            logits = functional.linear(hidden[part], weight, bias)
+            chosen, normaliser, spread = _describe(logits, targets[part], temperatures[part], softcap, entropy=entropy)
+            logprobs[part], normalisers[part] = chosen, normaliser
+            if entropies is not None and spread is not None:
+                entropies[part] = spread
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, normalisers, entropies)
         ctx.softcap, ctx.chunk_rows = softcap, chunk_rows
         ctx.set_materialize_grads(False)  # None says that nothing depends on an output
@@ -110,17 +115,19 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         for start in range(0, len(hidden), ctx.chunk_rows):
             part = slice(start, start + ctx.chunk_rows)
-            of_logprobs, of_entropies = (None if g is None else g[part] / temperatures[part] for g in gradients)
-            logits = _logits(hidden[part], weight, bias, temperatures[part], ctx.softcap)
-            slope = 1 - (logits * (temperatures[part, None] / ctx.softcap)).square_() if ctx.softcap else None
-            logs = logits.sub_(normalisers[part, None])
-            entropy = None if entropies is None else entropies[part]
-            grad_logits = _grad_logits(logs, targets[part], of_logprobs, entropy, of_entropies)
-            if slope is not None:
-                grad_logits.mul_(slope)
+            of_logprobs, of_entropies = (None if g is None else g[part].contiguous() for g in gradients)
+            grad_logits = _slope(
+                functional.linear(hidden[part], weight, bias),
+                targets[part],
+                temperatures[part],
+                ctx.softcap,
+                normalisers=normalisers[part],
+                of_logprobs=of_logprobs,
+                entropies=None if entropies is None else entropies[part],
+                of_entropies=of_entropies,
+            )
             if grad_bias is not None:
-                grad_bias += grad_logits.sum(0)
-            grad_logits = grad_logits.to(weight.dtype)
+                grad_bias += grad_logits.sum(0, dtype=wide)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[part])
             if grad_weight is not None:
@@ -135,21 +142,91 @@ class _TokenLogprobs(torch.autograd.Function):
         )
 
 
-def _grad_logits(
+def _describe(
+    logits: Tensor, targets: Tensor, temperatures: Tensor, softcap: float, *, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return log-probabilities of the targets, normalisers, and entropies or None, [r] each in the wide dtype."""
+    if _has_kernels(logits):
+        from fourfold.nn import logprob_kernels
+
+        return logprob_kernels.describe(logits, targets, temperatures, softcap, entropy=entropy)
+    z = _scale(logits, temperatures, softcap)
+    normalisers = torch.logsumexp(z, dim=1)
+    logprobs = z.gather(1, targets[:, None]).squeeze(1) - normalisers
+    if not entropy:
+        return logprobs, normalisers, None
+    logs = z.sub_(normalisers[:, None])
+    return logprobs, normalisers, -logs.exp().mul_(logs).sum(1)
+
+
+def _slope(
+    logits: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    softcap: float,
+    *,
+    normalisers: Tensor,
+    of_logprobs: Tensor | None,
+    entropies: Tensor | None,
+    of_entropies: Tensor | None,
+) -> Tensor:
+    """Return the gradient of the logits, [r, v] in their dtype: g * (onehot - pi) - e * pi * (log pi + entropy), / T.
+
+    Args:
+        logits: [r, v], before softcap and temperature T; may be overwritten.
+        targets: int64 [r].
+        temperatures: T, [r] in the wide dtype.
+        softcap: 0: none.
+        normalisers: [r].
+        of_logprobs: g [r], gradient of the log-probabilities; None: zero.
+        entropies: [r], where `of_entropies` is given.
+        of_entropies: e [r], gradient of the entropies; None: zero.
+    """
+    if _has_kernels(logits):
+        from fourfold.nn import logprob_kernels
+
+        return logprob_kernels.slope_(
+            logits,
+            targets,
+            temperatures,
+            softcap,
+            normalisers=normalisers,
+            of_logprobs=of_logprobs,
+            entropies=entropies,
+            of_entropies=of_entropies,
+        )
+    of_logprobs, of_entropies = (None if g is None else g / temperatures for g in (of_logprobs, of_entropies))
+    z = _scale(logits, temperatures, softcap)
+    of_softcap = 1 - (z * (temperatures[:, None] / softcap)).square_() if softcap else None
+    grad = _grad_scaled(z.sub_(normalisers[:, None]), targets, of_logprobs, entropies, of_entropies)
+    if of_softcap is not None:
+        grad.mul_(of_softcap)
+    return grad.to(logits.dtype)
+
+
+def _scale(logits: Tensor, temperatures: Tensor, softcap: float) -> Tensor:
+    """Return [r, v] in the dtype of `temperatures`, softcapped and divided by the temperature."""
+    z = logits.to(temperatures.dtype)
+    if softcap:
+        z = z.div_(softcap).tanh_().mul_(softcap)
+    return z.div_(temperatures[:, None])
+
+
+def _grad_scaled(
     logs: Tensor,
     targets: Tensor,
     of_logprobs: Tensor | None,
     entropies: Tensor | None,
     of_entropies: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the logits: g * (onehot - pi) - g_entropy * pi * (log pi + entropy).
+    """Return the gradient of the scaled logits: g * (onehot - pi) - e * pi * (log pi + entropy).
 
     Args:
-        logs: [rows, v], log pi; overwritten.
-        targets: [rows].
-        of_logprobs: g [rows], gradient of the log-probabilities; None: zero.
-        entropies: [rows], where `of_entropies` is given.
-        of_entropies: [rows], gradient of the entropies; None: zero.
+        logs: [r, v], log pi; overwritten.
+        targets: [r].
+        of_logprobs: g [r], gradient of the log-probabilities; None: zero.
+        entropies: [r], where `of_entropies` is given.
+        of_entropies: [r], gradient of the entropies; None: zero.
     """
     factor = None
     if entropies is not None and of_entropies is not None:

@@ -15,6 +15,8 @@ from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Overloa
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from fourfold_rollout import servicer as servicer_module
+from fourfold_rollout.engine import SampleOutput
+from fourfold_rollout.outputs import Outputs
 from tests.conftest import Serve
 from tests.fakes.engine import CONTEXT, VOCABULARY
 from tests.fakes.rollout import SHA256, Service, request, rollout_service
@@ -41,7 +43,7 @@ class TestGenerate:
         answer = asyncio.create_task(collect(service, request(sample_count=3)))
         await service.running(3)
         service.engine.tick(2)
-        service.engine.stop(service.engine.streams[1])
+        service.engine.stop(service.engine.samples[1])
         await asyncio.sleep(0.02)
         service.engine.tick(2)
         chunks = await answer
@@ -104,19 +106,18 @@ class TestGenerate:
         await service.publish(3)
         answer = asyncio.create_task(collect(service, request(min_policy_version=3)))
         await service.running(1)
-        assert service.engine.streams[0].request.cache_salt == "v3"
+        assert service.engine.samples[0].request.cache_salt == "v3"
         service.engine.tick(4)
         assert {r.policy_version for r in await answer} == {3}
 
     async def test_logprobs_are_never_above_zero(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = servicer_module._next
+        real = Outputs.put
 
-        async def slightly_positive(*args: Any) -> Any:
-            output = await real(*args)
+        def slightly_positive(self: Outputs, index: int, output: SampleOutput) -> None:
             output.logprobs[:] = [1e-7 for _ in output.logprobs]
-            return output
+            real(self, index, output)
 
-        monkeypatch.setattr(servicer_module, "_next", slightly_positive)
+        monkeypatch.setattr(Outputs, "put", slightly_positive)
         answer = asyncio.create_task(service.client.complete(request(), timeout=5))
         await service.running(1)
         service.engine.tick(4)

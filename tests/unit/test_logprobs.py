@@ -114,13 +114,13 @@ def test_float64_gradients_are_those_of_finite_differences(chunk_rows: int, soft
 
 def test_entropies_that_nothing_depends_on_cost_nothing_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor | None] = []
-    real = logprobs_module._grad_logits
+    real = logprobs_module._grad_scaled
 
     def spy(*args: Any) -> Tensor:
         seen.append(args[-1])
         return real(*args)
 
-    monkeypatch.setattr(logprobs_module, "_grad_logits", spy)
+    monkeypatch.setattr(logprobs_module, "_grad_scaled", spy)
     hidden, weight, _, targets, temperatures = inputs(torch.float32, False)
     logprobs, _ = token_logprobs(hidden, weight, None, targets, temperatures, entropy=True)
     torch.autograd.grad(logprobs.sum(), weight)

@@ -10,6 +10,7 @@ import pytest
 from fourfold.errors import AlreadyExists, InvalidInput, Overloaded
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold_rollout.admission import Admission, GenerateCall, Limits, parse
+from tests.fakes.engine import Nobody
 
 LIMITS = Limits(
     max_context_tokens=32, vocabulary_size=100, max_concurrent_samples=8, kv_cache_tokens=100, stop_token_ids=(2, 3)
@@ -57,7 +58,7 @@ class TestParse:
             request(sample_count=3, sampling_params=pb.SamplingParams(seed=40, top_k=5, top_p=0.5, max_tokens=2)),
             LIMITS,
         )
-        samples = call.samples(policy_version=9)
+        samples = call.samples(9, Nobody())
         assert [s.seed for s in samples] == [40, 41, 42]
         assert [s.key for s in samples] == ["r-0", "r-1", "r-2"]
         assert {s.cache_salt for s in samples} == {"v9"}

@@ -9,7 +9,7 @@ import pytest
 from fourfold.errors import Unavailable
 from fourfold_rollout.engine import SampleRequest
 from fourfold_rollout.gather import Gatherer
-from tests.fakes.engine import FakeEngine
+from tests.fakes.engine import FakeEngine, Nobody
 
 
 def samples(name: str, count: int = 1) -> list[SampleRequest]:
@@ -25,6 +25,7 @@ def samples(name: str, count: int = 1) -> list[SampleRequest]:
             seed=i,
             cache_salt="v0",
             streaming=False,
+            sink=Nobody(),
         )
         for i in range(count)
     ]
@@ -34,9 +35,9 @@ async def test_calls_in_any_order_become_one_batch_ordered_by_id() -> None:
     engine = FakeEngine()
     gatherer = Gatherer(engine)
     calls = [asyncio.create_task(gatherer.submit(samples(name, 2), at_once=False)) for name in "cab"]
-    streams = await asyncio.gather(*calls)
+    drawn = await asyncio.gather(*calls)
     assert engine.batches == [["a-0", "a-1", "b-0", "b-1", "c-0", "c-1"]]
-    assert [s.request.key for s in streams[1]] == ["a-0", "a-1"]  # type: ignore[attr-defined]
+    assert [s.request.key for s in drawn[1]] == ["a-0", "a-1"]
 
 
 async def test_a_steady_trickle_does_not_delay_the_first_for_ever() -> None:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from fourfold.errors import AlreadyExists, InvalidInput, Overloaded
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.wire import check_id
-from fourfold_rollout.engine import SampleRequest
+from fourfold_rollout.engine import SampleRequest, Sink
 
 MAX_SAMPLES_PER_CALL: Final = 256
 _MAX_STOP_TOKENS: Final = 64
@@ -65,7 +65,7 @@ class GenerateCall:
         """Tokens of all samples at their longest."""
         return self.sample_count * (len(self.prompt_token_ids) + self.max_tokens)
 
-    def samples(self, policy_version: int) -> list[SampleRequest]:
+    def samples(self, policy_version: int, sink: Sink) -> list[SampleRequest]:
         """Return the engine's requests, in index order."""
         return [
             SampleRequest(
@@ -79,6 +79,8 @@ class GenerateCall:
                 seed=self.seed + index,
                 cache_salt=f"v{policy_version}",
                 streaming=self.flush_seconds is not None,
+                sink=sink,
+                index=index,
             )
             for index in range(self.sample_count)
         ]

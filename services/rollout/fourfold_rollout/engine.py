@@ -1,7 +1,7 @@
 """What the service needs of an engine. vLLM's implementation is `fourfold_rollout.vllm.engine`; tests bring a fake.
 
-The servicer hands over samples, one by one or several at once, and reads each one's stream;
-the weight state machine (`weights.py`) makes sure that nothing runs while weights change.
+The servicer hands over samples, one by one or several at once, each with the sink that takes its
+outputs; the weight state machine (`weights.py`) makes sure that nothing runs while weights change.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Literal, Protocol
+
+from fourfold.errors import Unavailable
 
 
 class Finish(Enum):
@@ -41,6 +43,45 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOutput:
+    """New tokens of one sample since its last output."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Natural log, of the distribution that was sampled from (temperature, top-p and top-k applied)."""
+    finish: Finish | None = None
+    """Set on the last output."""
+
+    def __add__(self, later: SampleOutput) -> SampleOutput:
+        return SampleOutput(
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+            finish=later.finish,
+        )
+
+
+class Sink(Protocol):
+    """Takes the outputs of some samples. Called on the event loop, from the moment of `submit`; never waits."""
+
+    def put(self, index: int, output: SampleOutput) -> None:
+        """Take the next tokens of a sample; after one with `finish` none comes."""
+        ...
+
+    def fail(self, error: Unavailable) -> None:
+        """Know that the engine died; nothing comes any more. Called for each unfinished sample."""
+        ...
+
+
+class Sample(Protocol):
+    """A sample in the engine."""
+
+    @property
+    def request(self) -> SampleRequest:
+        """What was asked for."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
     """One sample to draw. Everything is checked already."""
 
@@ -59,24 +100,10 @@ class SampleRequest:
     """Prompts share cached prefixes only under one salt: the policy version's."""
     streaming: bool
     """Give tokens as they come; otherwise all of them at the end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleOutput:
-    """New tokens of one sample since its last output."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    """Natural log, of the distribution that was sampled from (temperature, top-p and top-k applied)."""
-    finish: Finish | None = None
-    """Set on the last output."""
-
-    def __add__(self, later: SampleOutput) -> SampleOutput:
-        return SampleOutput(
-            token_ids=self.token_ids + later.token_ids,
-            logprobs=self.logprobs + later.logprobs,
-            finish=later.finish,
-        )
+    sink: Sink = field(repr=False, compare=False)
+    """Takes the outputs."""
+    index: int = 0
+    """Tells the sink's samples apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,18 +135,6 @@ class EpochTerms:
     first_receiver_index: int
 
 
-class SampleStream(Protocol):
-    """The outputs of one submitted sample."""
-
-    async def next(self) -> SampleOutput:
-        """Return the next output; not called again after the last. Cancelling loses nothing.
-
-        Raises:
-            Unavailable: the engine died.
-        """
-        ...
-
-
 class Engine(Protocol):
     """An engine that runs. Every method may raise `Unavailable` when it is dead."""
 
@@ -138,12 +153,12 @@ class Engine(Protocol):
         """Tokens sampled since the start."""
         ...
 
-    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[SampleStream]:
+    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[Sample]:
         """Start samples; all of them join the same engine step, in this order."""
         ...
 
-    async def abandon(self, streams: Sequence[SampleStream]) -> None:
-        """End samples that nobody wants any more; finished ones are left alone. Their streams are not read again."""
+    async def abandon(self, samples: Sequence[Sample]) -> None:
+        """End samples that nobody wants any more; finished ones are left alone. Their sinks take nothing more."""
         ...
 
     async def interrupt(self) -> None:

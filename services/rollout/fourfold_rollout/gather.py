@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from fourfold_rollout.engine import Engine, SampleRequest, SampleStream
+from fourfold_rollout.engine import Engine, Sample, SampleRequest
 
 # Calls of one step come well below a millisecond apart, also on a machine that is busy.
 _QUIET_SECONDS: Final = 0.008
@@ -22,10 +22,10 @@ _LONGEST_SECONDS: Final = 0.08
 
 @dataclass(slots=True)
 class _Waiting:
-    """The samples of one call."""
+    """The requests of one call."""
 
     requests: Sequence[SampleRequest]
-    streams: asyncio.Future[Sequence[SampleStream]] = field(
+    samples: asyncio.Future[Sequence[Sample]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
@@ -42,8 +42,8 @@ class Gatherer:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def submit(self, requests: Sequence[SampleRequest], *, at_once: bool) -> Sequence[SampleStream]:
-        """Start samples and return their streams. Cancelling leaves nothing in the engine.
+    async def submit(self, requests: Sequence[SampleRequest], *, at_once: bool) -> Sequence[Sample]:
+        """Start samples and return them. Cancelling leaves nothing in the engine.
 
         Raises:
             Unavailable: the engine is dead.
@@ -53,7 +53,7 @@ class Gatherer:
             self._start([entry])
         else:
             self._wait(entry)
-        return await entry.streams  # cancelling cancels the future, and `_submit` sees that
+        return await entry.samples  # cancelling cancels the future, and `_submit` sees that
 
     def _wait(self, entry: _Waiting) -> None:
         loop = asyncio.get_running_loop()
@@ -66,7 +66,7 @@ class Gatherer:
 
     def _quiet_now(self) -> None:
         waiting, self._waiting, self._timer = self._waiting, [], None
-        self._start(sorted((w for w in waiting if not w.streams.done()), key=lambda w: w.requests[0].key))
+        self._start(sorted((w for w in waiting if not w.samples.done()), key=lambda w: w.requests[0].key))
 
     def _start(self, entries: list[_Waiting]) -> None:
         if entries:
@@ -77,17 +77,17 @@ class Gatherer:
     async def _submit(self, entries: list[_Waiting]) -> None:
         """Submit all entries as one; what the engine raises is raised by each of them."""
         requests = [request for entry in entries for request in entry.requests]
-        (streams,) = await asyncio.gather(self._engine.submit(requests), return_exceptions=True)
-        unwanted: list[SampleStream] = []
+        (samples,) = await asyncio.gather(self._engine.submit(requests), return_exceptions=True)
+        unwanted: list[Sample] = []
         for entry in entries:
-            if isinstance(streams, BaseException):
-                if not entry.streams.done():
-                    entry.streams.set_exception(streams)
+            if isinstance(samples, BaseException):
+                if not entry.samples.done():
+                    entry.samples.set_exception(samples)
                 continue
-            mine, streams = streams[: len(entry.requests)], streams[len(entry.requests) :]
-            if entry.streams.done():
+            mine, samples = samples[: len(entry.requests)], samples[len(entry.requests) :]
+            if entry.samples.done():
                 unwanted += mine
             else:
-                entry.streams.set_result(mine)
+                entry.samples.set_result(mine)
         if unwanted:
             await self._engine.abandon(unwanted)

@@ -2,41 +2,34 @@
 
     Generate -> admission -> lease on the weights -> gatherer -> engine
        ^                                                           |
-       '-- response <--- queue <-- one task per sample <-- stream -'
+       '-- response <--- queue <--- Outputs (outputs.py) <---------'
 
-The tasks read the engine as fast as it samples, whatever the client does: a client that reads
-slowly delays nobody, and no weight update waits for it.
+The engine puts its outputs where they are taken at once, whatever the client does: a client that
+reads slowly delays nobody, and no weight update waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
-import numpy as np
 
 from fourfold.errors import DeadlinePassed, InvalidInput, Unavailable, WrongState
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_service_pb2_grpc import RolloutServiceServicer
-from fourfold.wire import pack_floats, pack_ints
 from fourfold_rollout.admission import Admission, GenerateCall, Limits, parse
-from fourfold_rollout.engine import Engine, Finish, SampleOutput, SampleStream
+from fourfold_rollout.engine import Engine, Sample
 from fourfold_rollout.gather import Gatherer
+from fourfold_rollout.outputs import Outputs
 from fourfold_rollout.weights import EngineWeights
 
 _log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
-_FINISH_REASONS: Final = {
-    None: pb.FINISH_REASON_UNSPECIFIED,
-    Finish.STOP: pb.FINISH_REASON_STOP,
-    Finish.LENGTH: pb.FINISH_REASON_LENGTH,
-    Finish.ABORTED: pb.FINISH_REASON_ABORTED,
-}
 # Answers, errors too, leave this long before the caller's deadline.
 _MARGIN_SECONDS: Final = 0.05
 _DRAIN_SECONDS: Final = 1.0
@@ -134,39 +127,15 @@ class RolloutServicer(RolloutServiceServicer):
                     reason="POLICY_TOO_OLD",
                 )
             streaming = call.flush_seconds is not None
-            streams = await self._gatherer.submit(call.samples(version), at_once=streaming)
-            done = False
+            outputs = Outputs(call.sample_count, version, chunks.put_nowait, flush_seconds=call.flush_seconds)
+            samples: Sequence[Sample] = ()
             try:
-                async with asyncio.TaskGroup() as samples:
-                    for index, stream in enumerate(streams):
-                        samples.create_task(self._pump(index, stream, call.flush_seconds, version, chunks))
-                done = True
+                samples = await self._gatherer.submit(call.samples(version, outputs), at_once=streaming)
+                await outputs.complete()
             finally:
-                if not done:
-                    await asyncio.shield(self._engine.abandon(streams))
-
-    async def _pump(
-        self,
-        index: int,
-        stream: SampleStream,
-        flush_seconds: float | None,
-        version: int,
-        chunks: asyncio.Queue[pb.SampleChunk | None],
-    ) -> None:
-        """Turn one sample's outputs into chunks."""
-        finished = False
-        while not finished:
-            output = await _next(stream, flush_seconds)
-            finished = output.finish is not None
-            chunks.put_nowait(
-                pb.SampleChunk(
-                    sample_index=index,
-                    token_ids=pack_ints(output.token_ids),
-                    logprobs=_pack_logprobs(output.logprobs),
-                    policy_version=version,
-                    finish_reason=_FINISH_REASONS[output.finish],
-                )
-            )
+                if not outputs.done:
+                    outputs.close()
+                    await asyncio.shield(self._engine.abandon(samples))
 
 
 async def _take_ready(chunks: asyncio.Queue[pb.SampleChunk | None]) -> list[pb.SampleChunk]:
@@ -182,29 +151,6 @@ async def _take_ready(chunks: asyncio.Queue[pb.SampleChunk | None]) -> list[pb.S
         chunk = chunks.get_nowait()
     chunks.put_nowait(None)
     return ready
-
-
-async def _next(stream: SampleStream, flush_seconds: float | None) -> SampleOutput:
-    """Return the next output, joined with those that come within the flush interval."""
-    output = await stream.next()
-    if not flush_seconds:
-        return output
-    loop = asyncio.get_running_loop()
-    end = loop.time() + flush_seconds
-    while output.finish is None and (left := end - loop.time()) > 0:
-        try:
-            async with asyncio.timeout(left):
-                output += await stream.next()
-        except TimeoutError:
-            break
-    return output
-
-
-def _pack_logprobs(values: list[float]) -> bytes:
-    """Pack; a log-probability can round to slightly above 0, which no receiver accepts: then it is 0."""
-    packed = pack_floats(values)
-    array = np.frombuffer(packed, "<f4")
-    return pack_floats(np.minimum(array, 0)) if (array > 0).any() else packed
 
 
 def _time_left(context: Context) -> float:

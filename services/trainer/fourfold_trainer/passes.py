@@ -27,6 +27,9 @@ from fourfold_trainer.batching import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.credit import Batch, Credit, Int64Array
 from fourfold_trainer.engine import Engine
 
+# A pass without gradients keeps the activations of one layer, and so takes more tokens in the same memory; as many fit
+# for any model that is not trained with checkpoints alone.
+_LOOK_UP_FACTOR: Final = 4
 _NAN: Final = np.full(1, np.nan, np.float32)
 
 
@@ -56,7 +59,7 @@ def look_up(
     asked = [i for i, p in enumerate(positions) if len(p)]
     if not asked:
         return [EMPTY_FLOATS] * len(samples)
-    shares = _split(samples, asked, config)
+    shares = _split(samples, asked, config, gradient=False)
 
     def make(members: Sequence[int]) -> TokenBatch:
         return batching.pack_tokens([samples[i] for i in members], [positions[i] for i in members])
@@ -232,12 +235,14 @@ class LossTokens:
         )
 
 
-def _split(samples: Sequence[Sample], members: Sequence[int], config: Config) -> list[list[list[int]]]:
+def _split(
+    samples: Sequence[Sample], members: Sequence[int], config: Config, *, gradient: bool = True
+) -> list[list[list[int]]]:
     """Return for each rank its passes over `members`, each as a list of them; none: a dummy."""
     shares = batching.split(
         [len(samples[i].token_ids) for i in members],
         rank_count=config.trainer.ranks,
-        max_tokens=config.batch.tokens_per_micro_batch,
+        max_tokens=config.batch.tokens_per_micro_batch * (1 if gradient else _LOOK_UP_FACTOR),
     )
     return [[[members[i] for i in ids] for ids in share] for share in shares]
 

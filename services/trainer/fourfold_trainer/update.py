@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fourfold import metrics
 from fourfold.config import AlgorithmConfig, CriticConfig
+from fourfold.nn.transfer import to_device
 from fourfold.wire import Float32Array
 from fourfold_trainer.algorithm import corrections, kl, losses
 from fourfold_trainer.algorithm.losses import TokenLoss
@@ -64,7 +65,7 @@ def update_critic(
     for index, batch in enumerate(batches):
         values = critic.values(batch.tokens)
         old, returns, weights = (
-            torch.from_numpy(part).to(values.device) for part in (batch.old_values, batch.returns, batch.weights)
+            to_device(part, values.device) for part in (batch.old_values, batch.returns, batch.weights)
         )
         term = losses.value(values, old, returns, clip=config.value_clip)
         loss = _weighted_sum(term.loss, weights)
@@ -78,7 +79,7 @@ def forward_backward(policy: Policy, batches: Sequence[WeightedBatch], *, rank_c
     rows = []
     for batch in batches:
         logprobs, _ = policy.logprobs(batch.tokens)
-        weights = torch.from_numpy(batch.weights).to(logprobs.device)
+        weights = to_device(batch.weights, logprobs.device)
         policy.backward((weights * logprobs).sum() * rank_count, last=False)
         rows.append(logprobs.detach())
     return [row.cpu().numpy() for row in rows]
@@ -119,14 +120,14 @@ class _Columns:
         device = logprobs.device
         with_reference = len(batch.reference_logprobs) > 0
         return cls(
-            segments=torch.from_numpy(batch.segments).to(device, torch.int64),
+            segments=to_device(batch.segments, device, torch.int64),
             segment_count=int(batch.segments[-1]) + 1,
-            weights=torch.from_numpy(batch.weights).to(device),
-            advantages=torch.from_numpy(batch.advantages).to(device),
-            behavior=torch.from_numpy(batch.behavior_logprobs).to(device),
+            weights=to_device(batch.weights, device),
+            advantages=to_device(batch.advantages, device),
+            behavior=to_device(batch.behavior_logprobs, device),
             # Without a pass of its own: the policy has not moved since the step began.
-            old=torch.from_numpy(batch.old_logprobs).to(device) if len(batch.old_logprobs) else logprobs.detach(),
-            reference=torch.from_numpy(batch.reference_logprobs).to(device) if with_reference else None,
+            old=to_device(batch.old_logprobs, device) if len(batch.old_logprobs) else logprobs.detach(),
+            reference=to_device(batch.reference_logprobs, device) if with_reference else None,
         )
 
 

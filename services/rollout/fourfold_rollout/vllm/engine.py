@@ -1,7 +1,8 @@
 """vLLM's `AsyncLLM` as our `Engine`. Works with vLLM 0.26 to 0.32.
 
 vLLM's own asynchronous calls are used below `generate`: `add_request` gives a collector per
-request, so that a batch is submitted in order and ended with one abort. Between two messages
+request, so that a batch is submitted in order and ended with one abort, and what vLLM puts into
+the collector goes to the caller's sink at once. Between two messages
 "pause" and "resume" of the scheduler the core process takes up any number of requests and
 steps with all of them at once.
 """
@@ -19,7 +20,7 @@ from typing import Any, Final, Self, TypeVar
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from fourfold.errors import DeadlinePassed, Internal, Unavailable
 from fourfold.weights.answers import unwrap, unwrap_same
@@ -28,9 +29,9 @@ from fourfold_rollout.engine import (
     EngineSettings,
     EpochTerms,
     Finish,
+    Sample,
     SampleOutput,
     SampleRequest,
-    SampleStream,
 )
 from fourfold_rollout.vllm.launch import LaunchedEngine, end_processes, explain_death, launch
 
@@ -45,26 +46,35 @@ _SHUTDOWN_SECONDS: Final = 1.2
 _FINISHES: Final = {finish.value: finish for finish in Finish}
 
 
-class VllmStream:
-    """One sample in the engine."""
+class VllmSample:
+    """One sample in the engine. It takes the place of vLLM's collector: outputs come without a task that waits."""
 
-    def __init__(self, engine: VllmEngine, collector: Any) -> None:
+    def __init__(self, engine: VllmEngine, request: SampleRequest) -> None:
         self._engine = engine
-        self.collector = collector
+        self.request = request
+        self.id = ""
+        """vLLM's own."""
 
-    async def next(self) -> SampleOutput:
-        """Return the tokens since the last call; see `SampleStream`."""
-        try:
-            result = self.collector.get_nowait() or await self.collector.get()
-        except (EngineDeadError, EngineGenerateError) as error:
-            raise self._engine.dead_error() from error
+    def attach(self, collector: Any) -> None:
+        """Take the collector's place; what it has got already comes now."""
+        self.id = collector.request_id
+        collector.put = self.put
+        if (early := collector.output) is not None:
+            self.put(early)
+
+    def put(self, result: Any) -> None:
+        """Take an output of vLLM, or the error that ended it."""
+        if isinstance(result, Exception):
+            self._engine.forget(self)
+            self.request.sink.fail(self._engine.dead_error())
+            return
         completion = result.outputs[0]
         ids: list[int] = list(completion.token_ids)
         output = SampleOutput(
             token_ids=ids, logprobs=_values(completion.logprobs, ids), finish=_finish(completion.finish_reason)
         )
-        self._engine.note_output(self, output)
-        return output
+        if self._engine.note_output(self, output):
+            self.request.sink.put(self.request.index, output)
 
 
 class VllmEngine:
@@ -74,7 +84,7 @@ class VllmEngine:
         self._launched = launched
         self._settings = settings
         self._llm = launched.llm
-        self._live: dict[int, VllmStream] = {}
+        self._live: dict[int, VllmSample] = {}
         self._sampled = 0
         self._order = asyncio.Lock()
         self._posted: set[asyncio.Task[Any]] = set()
@@ -135,10 +145,10 @@ class VllmEngine:
         """Pids of the engine's own child processes."""
         return tuple(p.pid for p in self._launched.processes if p.pid is not None)
 
-    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[SampleStream]:
+    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[Sample]:
         """Start samples; all of them join the same engine step, in this order."""
         self._check_alive()
-        streams: list[VllmStream] = []
+        samples: list[VllmSample] = []
         complete = False
         async with self._order:
             hold = len(requests) > 1
@@ -146,7 +156,7 @@ class VllmEngine:
                 await self._post(self._llm.engine_core.pause_scheduler_async("keep", False))
             try:
                 for request in requests:
-                    streams.append(await self._add(request))
+                    samples.append(await self._add(request))
                 complete = True
             except EngineDeadError as error:
                 raise self.dead_error() from error
@@ -154,16 +164,14 @@ class VllmEngine:
                 if hold:
                     await self._post(self._llm.engine_core.resume_scheduler_async())
                 if not complete:
-                    await self.abandon(streams)
-        return streams
+                    await self.abandon(samples)
+        return samples
 
-    async def abandon(self, streams: Sequence[SampleStream]) -> None:
+    async def abandon(self, samples: Sequence[Sample]) -> None:
         """End samples that nobody wants any more; finished ones are left alone."""
-        gone = [s for s in streams if isinstance(s, VllmStream) and self._live.pop(id(s), None) is not None]
+        gone = [s for s in samples if isinstance(s, VllmSample) and self.forget(s)]
         if gone and not self._is_dead():
-            await self._unless_dead(
-                self._llm.abort([s.collector.request_id for s in gone], internal=True), _ABORT_SECONDS
-            )
+            await self._unless_dead(self._llm.abort([s.id for s in gone], internal=True), _ABORT_SECONDS)
 
     async def interrupt(self) -> None:
         """End all running samples with the tokens they have, `Finish.ABORTED`."""
@@ -249,13 +257,20 @@ class VllmEngine:
         )
         return Unavailable(reason, reason="ENGINE_DEAD")
 
-    def note_output(self, stream: VllmStream, output: SampleOutput) -> None:
-        """Count what a stream has given."""
+    def note_output(self, sample: VllmSample, output: SampleOutput) -> bool:
+        """Count what a sample has given; return whether anybody wants it."""
+        if id(sample) not in self._live:
+            return False
         self._sampled += len(output.token_ids)
         if output.finish is not None:
-            self._live.pop(id(stream), None)
+            self.forget(sample)
+        return True
 
-    async def _add(self, request: SampleRequest) -> VllmStream:
+    def forget(self, sample: VllmSample) -> bool:
+        """Know that a sample has ended; return whether it was running."""
+        return self._live.pop(id(sample), None) is not None
+
+    async def _add(self, request: SampleRequest) -> VllmSample:
         params = SamplingParams(
             temperature=request.temperature,
             top_p=request.top_p,
@@ -270,9 +285,11 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA if request.streaming else RequestOutputKind.FINAL_ONLY,
         )
         prompt = tokens_input(request.prompt_token_ids, cache_salt=request.cache_salt)
-        stream = VllmStream(self, await self._llm.add_request(request.key, prompt, params))
-        self._live[id(stream)] = stream
-        return stream
+        sample = VllmSample(self, request)
+        collector = await self._llm.add_request(request.key, prompt, params)
+        self._live[id(sample)] = sample
+        sample.attach(collector)
+        return sample
 
     async def _pause_and_resume(self, mode: Any) -> None:
         self._check_alive()
@@ -331,9 +348,8 @@ class VllmEngine:
         _log.error("%s", reason)
         if self._death is not None and not self._death.done():
             self._death.set_result(reason)
-        for stream in self._live.values():
-            stream.collector.put(EngineDeadError())
-        self._live.clear()
+        for sample in tuple(self._live.values()):
+            sample.put(EngineDeadError())
         on_death(reason)
 
 

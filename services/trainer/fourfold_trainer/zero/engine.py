@@ -23,6 +23,7 @@ from fourfold_trainer.ema import Average
 from fourfold_trainer.muon import MOMENTUM, Muon
 from fourfold_trainer.zero import offload
 from fourfold_trainer.zero.group import device_of
+from fourfold_trainer.zero.models import speed_up
 from fourfold_trainer.zero.settings import deepspeed_settings, make_optimizer
 
 _ADAM_STATE: Final = ("exp_avg", "exp_avg_sq", shards.STEP)
@@ -48,6 +49,7 @@ class Trained:
         self._max_grad_norm = table.max_grad_norm
         self._stage = config.trainer.zero_stage
         self._device = device_of(config, rank)
+        speed_up(config, model)
         optimizer, settings = make_optimizer(config, table, model), deepspeed_settings(config, table.max_grad_norm)
         if config.trainer.offload == "optimizer+parameters":
             offload.partition(model, settings, self._device)

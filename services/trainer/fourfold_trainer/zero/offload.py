@@ -38,7 +38,13 @@ def partition(model: torch.nn.Module, settings: dict[str, Any], device: torch.de
         settings: of DeepSpeed.
         device: of this rank.
     """
-    dtype = next(model.parameters()).dtype
-    deepspeed.zero.Init(module=model, config_dict_or_path=settings, dtype=dtype)
+    zero = settings["zero_optimization"]
+    # DeepSpeed copies trained partitions to pinned buffers of its own. Freed pinned memory is kept by torch: none here.
+    unpinned = {**settings, "zero_optimization": {**zero, "offload_param": {"device": "cpu", "pin_memory": False}}}
+    deepspeed.zero.Init(module=model, config_dict_or_path=unpinned, dtype=next(model.parameters()).dtype)
+    for parameter in model.parameters():
+        if zero["offload_param"]["pin_memory"] and not parameter.requires_grad:
+            kept: Any = parameter.ds_tensor  # type: ignore[attr-defined]
+            kept.data = kept.data.pin_memory()
     for buffer in model.buffers():
         buffer.data = buffer.data.to(device)

@@ -5,12 +5,16 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
     trainer, per rank    weights     b P        at ZeRO stage 3 b P / N, and those that DeepSpeed holds together for
                                                 the passes: b P, of the first 1e9 parameters
                          gradients   4 P        summed in float32, divided by N from stage 2; b P at stage 0
-                         optimizer   12 P       divided by N from stage 1: float32 master, both Adam moments; with
-                                                bfloat16 4 P more, a flat copy of the gradients during the update
+                         optimizer   12 P       divided by N from stage 1: float32 master, both Adam moments, of
+                                                which Muon has one; with bfloat16 or offloading 4 P more, a flat copy of
+                                                the gradients for the update
                          activations of one micro-batch, kept for the backward pass, divided by
                                      trainer.sequence_parallel_size, and its logits
                          average     4 P        with trainer.ema_decay, divided by N from stage 1; in `optimizer`
                          With LoRA, P of gradients, optimizer and average is the adapters' parameters.
+    offloaded, per rank  of these in main memory: `optimizer`; at stage 3 the gradients, else b P / N, the new weights
+                         on their way; with optimizer+parameters b P / N, the weights, of which the device has the ones
+                         for the passes
     critic, per rank     weights, gradients and optimizer as the trainer's, no average; its passes come after the
                          policy's
     transfer             weights     b P        one copy on its way: the trainer's shared memory, which the engines
@@ -84,9 +88,9 @@ def checkpoint_bytes(
 
     `trained` as in `memory_plan`.
     """
-    policy = shape.parameter_count if trained is None else trained
-    average = 4 * policy if config.trainer.ema_decay else 0
-    return average + 12 * policy + (12 * (critic or shape).parameter_count if config.algorithm.needs_critic else 0)
+    average = 4 * (shape.parameter_count if trained is None else trained) if config.trainer.ema_decay else 0
+    of_critic = _master_bytes(config, critic or shape) if config.algorithm.needs_critic else 0
+    return average + _master_bytes(config, shape, trained) + of_critic
 
 
 def memory_plan(
@@ -100,9 +104,10 @@ def memory_plan(
         critic: its shape, when it is not the policy's.
         trained: parameters of the policy that are trained; None: all.
     """
-    rows = [_trainer(config, shape, trained), _rollout(config, shape), _transfer(config, shape)]
+    rows = _kept(config, _trainer(config, shape, trained), shape)
     if config.algorithm.needs_critic:
-        rows.insert(1, _critic(config, critic or shape))
+        rows += _kept(config, _critic(config, critic or shape), critic or shape)
+    rows += [_rollout(config, shape), _transfer(config, shape)]
     if config.needs_reference:
         rows.append(_reference(config, shape))
     workers = max(config.reward.replicas, 1) * (1 + config.reward.processes)
@@ -115,14 +120,15 @@ def _trainer(config: Config, shape: ModelShape, trained: int | None = None) -> M
     stage, ranks = config.trainer.zero_stage, config.trainer.ranks
     count = shape.parameter_count if trained is None else trained
     weights = weight_bytes(config, shape)
-    state = (16 if config.model.dtype == "bfloat16" else 12) + (4 if config.trainer.ema_decay else 0)
+    has_copy = config.model.dtype == "bfloat16" or config.trainer.offload != "none"
+    copies = (1 if has_copy else 0) + (1 if config.trainer.ema_decay else 0)
     return MemoryRow(
         role="trainer",
         count=ranks,
         on_gpu=config.trainer.device == "cuda",
         weights=weights // ranks + _gathered_bytes(config, shape) if stage == 3 else weights,
         gradients=4 * count // (ranks if stage >= 2 else 1) if stage else _bytes_of(config) * count,
-        optimizer=state * count // (ranks if stage >= 1 else 1),
+        optimizer=(_master_bytes(config, shape, trained) + 4 * copies * count) // (ranks if stage >= 1 else 1),
         activations=activation_bytes(config, shape) + logits_bytes(config, shape),
         programs=_TRAINER_PROGRAM,
     )
@@ -132,6 +138,39 @@ def _critic(config: Config, shape: ModelShape) -> MemoryRow:
     """Return what the critic adds to each of the trainer's ranks: it has no process of its own."""
     plain = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ema_decay": 0.0})})
     return replace(_trainer(plain, shape), role="critic", activations=0, programs=0)
+
+
+def _kept(config: Config, whole: MemoryRow, shape: ModelShape) -> list[MemoryRow]:
+    """Return the row of a model that is trained, cut in two when a part of it stays in main memory."""
+    if config.trainer.offload == "none":
+        return [whole]
+    is_last_stage = config.trainer.zero_stage == 3
+    partition = weight_bytes(config, shape) // config.trainer.ranks
+    weights_leave = config.trainer.offload == "optimizer+parameters"
+    on_device = replace(
+        whole,
+        weights=whole.weights - (partition if weights_leave else 0),
+        gradients=0 if is_last_stage else whole.gradients,
+        optimizer=0,
+    )
+    in_main_memory = MemoryRow(
+        role=f"{whole.role}, offloaded",
+        count=whole.count,
+        on_gpu=False,
+        weights=0 if is_last_stage and not weights_leave else partition,
+        gradients=whole.gradients if is_last_stage else 0,
+        optimizer=whole.optimizer,
+    )
+    return [on_device, in_main_memory]
+
+
+def _master_bytes(config: Config, shape: ModelShape, trained: int | None = None) -> int:
+    """Return the bytes of masters and moments: of AdamW two for each master, of Muon one for those of the layers."""
+    count = shape.parameter_count if trained is None else trained
+    if config.trainer.optimizer == "adamw":
+        return 12 * count
+    embeddings = shape.vocabulary * shape.hidden * (1 if shape.tied else 2) if trained is None else 0
+    return 12 * count - 4 * (count - embeddings)
 
 
 def _rollout(config: Config, shape: ModelShape) -> MemoryRow:

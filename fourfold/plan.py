@@ -16,6 +16,7 @@ from fourfold.batch_plan import BatchPlan, batch_plan
 from fourfold.config import Config, DataSourceConfig
 from fourfold.memory_plan import GIB, MemoryRow, checkpoint_bytes, kv_bytes_per_token, memory_plan, weight_bytes
 from fourfold.models import ModelShape
+from fourfold.optimizer_plan import optimizer_plan
 
 _WIDTH: Final = 110
 _LABEL: Final = 12
@@ -56,6 +57,7 @@ def describe(config: Config) -> str:
         *zip_longest(["algorithm"], algorithm_plan(config), fillvalue=""),
         ("the run", _run(config, plan, checkpoint_bytes(config, shape, critic, trained=trained))),
         ("trainer", _trainer(config, plan)),
+        *zip_longest(["optimizer"], optimizer_plan(config), fillvalue=""),
         ("rollout", _rollout(config, shape)),
         ("reward", _reward(config)),
         ("reference", _reference(config)),

@@ -18,15 +18,22 @@ from tests.trainer_driver import LEARNING_RATE, OPTIM, batch, loss_weights
 Arrays = Mapping[str, Any]
 
 
-def plain(folder: Path, *, kl_coef: float = 0.0, ema: float = 0.0, model: Any = None) -> Arrays:
+def plain(
+    folder: Path, *, kl_coef: float = 0.0, ema: float = 0.0, model: Any = None, optimizer_of: Any = None
+) -> Arrays:
     """Train the three steps in plain PyTorch, and look the fixed batch up before and after, and under the average.
 
-    Of a `model` that is given those parameters are trained that need a gradient.
+    Args:
+        folder: of the model.
+        kl_coef: of the KL term in the loss.
+        ema: decay of the average.
+        model: whose parameters that need a gradient are trained; None: the folder's.
+        optimizer_of: makes the optimizer of a model; None: AdamW.
     """
     if model is None:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     average = copy.deepcopy(model)
-    optimizer = _plain_adam(model)
+    optimizer = (optimizer_of or _plain_adam)(model)
     seen: dict[str, Any] = {"before": lookup(model), "losses": [], "norms": []}
     for number in (1, 2, 3):
         loss, kl = _loss(model, number)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
+import safetensors.torch
 import torch
 
 from fourfold.config import Config
@@ -59,13 +59,16 @@ class Case:
     again. resume: the same, and a new engine loads and does the third, too. poison: a step whose gradient overflows
     comes first. copy: load `source`, save, the third step. average: three steps; saves after the second, then back, and
     the third again. parts: a gradient is discarded, then three steps of two parts each, the second with another
-    learning rate and norm, and looked up in between."""
+    learning rate and norm, and looked up in between. stream: a step, then the weights as they are exported and as they
+    would be sent."""
     folder: str = ""
     """For the checkpoint."""
     source: str = ""
     """Folder of another case's checkpoint."""
     ema: float = 0.0
     lora: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "adamw"
+    offload: str = "none"
 
 
 def batch(number: int) -> list[Sample]:
@@ -105,6 +108,8 @@ def config_of(case: Case) -> Config:
                 "learning_rate": LEARNING_RATE,
                 "gradient_checkpointing": case.checkpointing,
                 "ema_decay": case.ema,
+                "optimizer": case.optimizer,
+                "offload": case.offload,
                 "step_timeout_seconds": 60,
                 "weight_decay": 0.01,
                 "lora": case.lora,
@@ -202,8 +207,8 @@ class Run:
         folder = Path(self.case.folder).with_name(f"{self.case.name} {name}")
         folder.mkdir()
         self.engine.export(folder, ema=ema)
-        tensors = safetensors.numpy.load_file(folder / "model.safetensors")
-        return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
+        tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        return np.concatenate([tensors[name].float().numpy().ravel() for name in sorted(tensors)])
 
     def close(self) -> None:
         """End the engine so that another one can be made."""
@@ -242,14 +247,37 @@ def average(run: Run) -> dict[str, Any]:
     return seen
 
 
+def stream(run: Run) -> dict[str, Any]:
+    """Return all weights of one rank, before and after a step, and then as the source hands them out."""
+    seen: dict[str, Any] = {"before": run.weights("before")}
+    run.train(1)
+    seen["exported"] = run.weights("exported")
+    source = run.engine._worker.policy.weight_source()
+    source.begin_round()
+    manifest = source.manifest()
+    spans = sorted(manifest.spans_of_rank(0), key=lambda span: manifest.tensors[span.tensor].name)
+    seen["streamed"] = np.concatenate([source.read(span).float().cpu().numpy() for span in spans])
+    seen["streamed_from"] = np.array([str(source.read(span).device.type) for span in spans])
+    source.end_round()
+    run.close()
+    return seen
+
+
+def offloads(engine: RankGroup) -> list[bool]:
+    """Return whether DeepSpeed has the policy's optimizer, and its parameters, in main memory."""
+    optimizer: Any = engine._worker.policy._engine.optimizer  # type: ignore[attr-defined]
+    own = getattr(optimizer, "offload_optimizer", getattr(optimizer, "cpu_offload", False))
+    return [bool(own), bool(getattr(optimizer, "offload_param", False))]
+
+
 def perform(case: Case, folder: Path) -> dict[str, Any]:
     """Do what a case says; return arrays by name."""
     run = Run(case, folder)
     layout = layout_of(run.config, run.engine.manifest())
     (folder / f"{case.name}.json").write_text(json.dumps(layout))
-    if case.does in ("copy", "average"):
-        return (copy if case.does == "copy" else average)(run)
-    seen: dict[str, Any] = {"before": run.logprobs()}
+    if case.does in ("copy", "average", "stream"):
+        return {"copy": copy, "average": average, "stream": stream}[case.does](run)
+    seen: dict[str, Any] = {"before": run.logprobs(), "offloads": offloads(run.engine)}
     if case.does == "poison":
         poisoned = run.train(9, kl_coef=1e39)
         seen["poisoned_norm"] = poisoned.policy_norms[0]

@@ -103,6 +103,37 @@ def test_an_average_is_a_fourth_float32_copy_of_the_policy_alone() -> None:
         assert checkpoint_bytes(with_it, SHAPE) == checkpoint_bytes(without, SHAPE) + 4 * million
 
 
+@pytest.mark.parametrize(
+    ("stage", "offload", "on_gpu", "in_main_memory"),
+    [  # bytes of a parameter: weights, gradients, optimizer
+        (1, "optimizer", (2, 4, 0), (2 / 4, 0, 16 / 4)),
+        (2, "optimizer", (2, 4 / 4, 0), (2 / 4, 0, 16 / 4)),
+        (3, "optimizer", (2 / 4 + 2, 0, 0), (0, 4 / 4, 16 / 4)),
+        (3, "optimizer+parameters", (2, 0, 0), (2 / 4, 4 / 4, 16 / 4)),
+    ],
+)
+def test_offloading_moves_what_it_says(
+    stage: int, offload: str, on_gpu: tuple[float, ...], in_main_memory: tuple[float, ...]
+) -> None:
+    tables: dict[str, Any] = {"ranks": 4, "zero_stage": stage, "device": "cuda", "offload": offload}
+    rows = memory_plan(recipe(trainer=tables, algorithm={"preset": "ppo"}), SHAPE)
+    roles = ["trainer", "trainer, offloaded", "critic", "critic, offloaded"]
+    assert [(row.role, row.count, row.on_gpu) for row in rows[:4]] == [(r, 4, "," not in r) for r in roles]
+    for row, wanted in zip(rows, [on_gpu, in_main_memory] * 2, strict=False):
+        found = (row.weights, row.gradients, row.optimizer)
+        assert found == tuple(share * SHAPE.parameter_count for share in wanted)
+    assert rows[0].activations and rows[0].programs and not rows[1].activations and not rows[1].programs
+
+
+def test_muon_has_one_moment_of_the_matrices() -> None:
+    adamw, with_muon = recipe(), recipe(trainer={"optimizer": "muon"})
+    for one in (SHAPE, replace(SHAPE, tied=not SHAPE.tied)):
+        matrices = one.parameter_count - one.vocabulary * one.hidden * (1 if one.tied else 2)
+        saved = memory_plan(adamw, one)[0].optimizer - memory_plan(with_muon, one)[0].optimizer
+        assert saved == 4 * matrices > 0
+        assert checkpoint_bytes(adamw, one) - checkpoint_bytes(with_muon, one) == 4 * matrices
+
+
 def test_float32_doubles_weights_and_cache() -> None:
     narrow, wide = recipe(), recipe(model={"dtype": "float32"})
     assert kv_bytes_per_token(narrow, SHAPE) == 2 * 2 * 2 * 16 * 2

@@ -39,6 +39,7 @@ the run     24 steps = 2,304 trajectories. 2 checkpoints of about 1.5 GiB; the n
             runs/quickstart/checkpoints.
 trainer     1 rank on CPU, ZeRO stage 3. The 96 trajectories go, in micro-batches of at most 2,048 tokens: 16
             of full length, so 6 passes at most. How they are split changes nothing in the result.
+optimizer   AdamW with betas 0.9 and 0.999; learning rate 1e-05, constant; gradients clipped to a norm of 1.
 rollout     1 service on CPU: 1 GiB of KV cache = 46,603 tokens = 364 samples of full length. At most 256
             samples run at once in each.
 reward      1 service, 1 worker process: `last_number`, at most 10 s for a sample.
@@ -141,6 +142,28 @@ def test_plan_tells_what_is_kept() -> None:
         "runs/quickstart/model-ema." in average
     )
     assert "2 checkpoints of about 2.0 GiB" in average and "trainer 1 0.50 0.50 2.51" in average
+
+
+def test_plan_tells_the_optimizers_and_their_learning_rates() -> None:
+    table = {"optimizer": "muon", "schedule": "cosine", "warmup_steps": 3, "final_learning_rate_share": 0.1}
+    text = changed(trainer={**table, "weight_decay": 0.1}, algorithm={"preset": "ppo"}, critic={"warmup_steps": 1})
+    assert (
+        "optimizer Muon with momentum 0.95 for the layers' matrices, AdamW with betas 0.9 and 0.999 for the rest; "
+        "learning rate 1e-05, reached after 3 steps, falling as a cosine to 0.1 of it after step 24; weight decay "
+        "0.1, gradients clipped to a norm of 1. critic: the same; learning rate 9e-06, reached after 1 step, constant "
+        "from then on; gradients clipped to a norm of 1." in text
+    )
+
+
+def test_plan_tells_what_is_offloaded() -> None:
+    for offload, device, sentence in (
+        ("optimizer", "cuda", "norm of 1. Masters and moments stay in main memory, and the CPU updates them. rollout"),
+        ("optimizer+parameters", "cuda", "the CPU updates them. Each layer's weights come to the GPU for its passes."),
+        ("optimizer", "cpu", "On CPU they are there without offloading, too, which only costs time here."),
+    ):
+        text = changed(trainer={"offload": offload, "device": device})
+        assert sentence in text
+        assert "trainer, offloaded 1 " in text
 
 
 def test_plan_counts_the_critic() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fourfold import metrics as m
-from fourfold.config import PRESETS, Config, TrainerConfig
+from fourfold.config import PRESETS, Config, CriticConfig, TrainerConfig
 from fourfold.errors import InvalidInput
 from fourfold.wire import Sample
 from fourfold_trainer import report, step
@@ -301,3 +301,19 @@ def test_the_learning_rate_warms_up_and_falls(schedule: str, warmup: int, rates:
     if schedule != "constant":
         assert learning_rate(config, 5, 4) == pytest.approx(0, abs=1e-12)
         assert learning_rate(config, 50, 4) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.8, 0.6, 0.4, 0.2]),  # 0.2 + 0.8 (1 - x), x = 0, 1/4, 2/4, 3/4 and 1 at the end
+        ("cosine", [0.5, 1, 1, 0.882843, 0.6, 0.317157, 0.2]),  # 0.2 + 0.8 (1 + cos(pi x)) / 2
+    ],
+)
+def test_the_learning_rate_falls_to_its_last_share(schedule: str, rates: list[float]) -> None:
+    table = {"learning_rate": 2.0, "schedule": schedule, "warmup_steps": 2, "final_learning_rate_share": 0.2}
+    for config in (TrainerConfig.model_validate(table), CriticConfig.model_validate(table)):
+        found = [learning_rate(config, n, 6) / 2 for n in range(1, 8)]
+        assert found == pytest.approx(rates, abs=1e-6)
+        assert learning_rate(config, 50, 6) == pytest.approx(2 * rates[-1])

@@ -354,7 +354,7 @@ def make_worker(config: Config, model_folder: Path, *, rank: int, rank_count: in
     from fourfold_trainer.zero.policy import DeepSpeedPolicy
     from fourfold_trainer.zero.ulysses import make_exchange
 
-    if config.trainer.device == "cpu":
+    if config.trainer.device == "cpu" or config.trainer.offload != "none":  # then the update is on the CPU
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or max(1, cores // rank_count))
     join(config, rank=rank, rank_count=rank_count, rendezvous=rendezvous)

@@ -3,6 +3,7 @@
     group.py       the ranks of a process group meet
     ulysses.py     some of them share a row: sequence parallelism
     settings.py    DeepSpeed's settings, and the optimizer
+    offload.py     what stays in main memory
     models.py      the model of a folder
     engine.py      one model and its optimizer: forward, backward, step, save, restore
     policy.py      log-probabilities, weights for the engines, export

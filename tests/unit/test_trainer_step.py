@@ -17,6 +17,7 @@ from fourfold.errors import InvalidInput
 from fourfold.wire import Sample
 from fourfold_trainer import report, step
 from fourfold_trainer.credit import Memory
+from fourfold_trainer.flops import Work
 from fourfold_trainer.passes import mini_batches
 from fourfold_trainer.schedule import learning_rate
 from fourfold_trainer.step import Result, train_step
@@ -90,7 +91,7 @@ def test_gradients_and_metrics_do_not_depend_on_ranks_and_micro_batches(name: st
             )
         found = report.summarise(split, config, step=1)
         assert found.keys() == wanted.keys()
-        for key in found.keys() - {m.PADDING_FRACTION}:
+        for key in found.keys() - {m.PADDING_FRACTION, m.DUMMY_FRACTION}:
             assert found[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-6, nan_ok=True), key
         assert found.keys() <= m.METRICS.keys()
 
@@ -177,6 +178,73 @@ def test_a_behavior_logprob_that_is_not_finite_is_left_out_of_the_mismatch() -> 
     assert (result.policy.token_count, len(result.policy.mismatches)) == (4, 3)
     found = report.summarise(result, recipe(), step=1)
     assert math.isfinite(found[m.MISMATCH_KL]) and 0 < found[m.EFFECTIVE_SAMPLE_SIZE] <= 1
+    assert found[m.MISMATCH_NONFINITE] == 1
+
+
+def with_behavior(samples: Sequence[Sample], ratios: Sequence[Sequence[float]]) -> tuple[list[Sample], list[float]]:
+    """Return samples whose tokens the toy finds so many times likelier than the engine, and the toy's own numbers."""
+    engine = ToyEngine(recipe())
+    found, old = [], []
+    for one, row in zip(samples, ratios, strict=True):
+        table = torch.log_softmax(engine.policy.detach() / one.temperature, 0).numpy()
+        logprobs = table[one.token_ids[one.loss_mask]]
+        behavior = one.behavior_logprobs.copy()
+        behavior[one.loss_mask] = logprobs - np.log(row)
+        found.append(replace(one, behavior_logprobs=behavior))
+        old += logprobs.tolist()
+    return found, old
+
+
+def test_what_a_correction_bounds_rejects_and_leaves_is_counted() -> None:
+    samples, old = with_behavior(group_of([0, 1, 3], group="a"), [[1.5, 4.0], [1.0, 0.25], [8.0, math.inf]])
+    config = recipe(algorithm={"correction": {"kind": "tis", "low": 0.5, "high": 2.0}})
+    found = report.summarise(run(samples, config)[1], config, step=1)
+    assert found[m.CORRECTION_WEIGHT_MIN] == pytest.approx(0.5)
+    assert found[m.CORRECTION_WEIGHT_MAX] == pytest.approx(2.0)
+    assert found[m.CORRECTION_WEIGHT] == pytest.approx((1.5 + 2 + 1 + 0.5 + 2 + 0) / 6)
+    assert found[m.TRUNCATED_WEIGHTS] == pytest.approx(3 / 6)
+    assert (found[m.REJECTED_TOKENS], found[m.REJECTED_SAMPLES]) == (pytest.approx(1 / 6), 0)
+    assert found[m.MISMATCH_NONFINITE] == 1
+    gaps = [abs(1 - 1 / ratio) * math.exp(logprob) for ratio, logprob in zip([1.5, 4, 1, 0.25, 8], old, strict=False)]
+    assert found[m.MISMATCH_PROBABILITY] == pytest.approx(sum(gaps) / 5, rel=1e-5)
+    config = recipe(algorithm={"correction": {"kind": "icepop", "low": 0.5, "high": 2.0}})
+    found = report.summarise(run(samples, config)[1], config, step=1)
+    assert found[m.REJECTED_TOKENS] == pytest.approx(4 / 6) and found[m.TRUNCATED_WEIGHTS] == 0
+    assert found[m.REJECTED_SAMPLES] == pytest.approx(1 / 3), "the third has no token left"
+    assert found[m.CORRECTION_WEIGHT_MIN] == pytest.approx(1.0), "of those that are not rejected"
+    assert found[m.CORRECTION_WEIGHT_MAX] == pytest.approx(1.5)
+
+
+def test_the_kl_term_is_reported_as_the_recipe_adds_it_up_before_its_coefficient() -> None:
+    config = recipe(algorithm={"advantage": "dr-grpo", "kl": {"coef": 0.25, "estimator": "k2"}})
+    samples = group_of([0, 1], reference=True)
+    _, result = run(samples, config)
+    _, old = with_behavior(samples, [[1, 1], [1, 1]])
+    reference = np.concatenate([s.reference_logprobs[s.loss_mask] for s in samples])
+    wanted = (np.clip(np.array(old) - reference, -20, 20) ** 2 / 2).clip(max=10).mean()
+    assert report.summarise(result, config, step=1)[m.KL_LOSS] == pytest.approx(wanted, rel=1e-5)
+    assert m.KL_LOSS not in report.summarise(run(samples, recipe())[1], recipe(), step=1)
+
+
+def test_a_loss_that_is_no_number_is_counted() -> None:
+    engine = ToyEngine(recipe())
+    with torch.no_grad():
+        engine.policy[0] = math.nan
+    result = train_step(engine, batch(), recipe(), step=1, memory=Memory())  # type: ignore[arg-type]
+    found = report.summarise(result, recipe(), step=1)
+    assert (found[m.NONFINITE_LOSS], found[m.UPDATES]) == (1, 0)
+    assert report.summarise(run(batch(), recipe())[1], recipe(), step=1)[m.NONFINITE_LOSS] == 0
+
+
+def test_the_work_of_a_step_is_its_look_ups_and_its_updates() -> None:
+    samples = [*group_of([0, 1], group="a"), *group_of([1, 1], group="b")]  # 5 tokens each; b is not forwarded
+    assert run(samples, recipe())[1].policy_work == Work(
+        forward_tokens=10, forward_squares=50, backward_tokens=10, backward_squares=50
+    )
+    twice = run(samples, recipe(batch={"epochs_per_step": 2}))[1].policy_work
+    assert twice == Work(forward_tokens=20 + 20, forward_squares=200, backward_tokens=20, backward_squares=100)
+    critic = run(samples, recipe(algorithm={"preset": "ppo", "kl": {"coef": 0.0}}))[1].critic_work
+    assert critic == Work(forward_tokens=40, forward_squares=200, backward_tokens=20, backward_squares=100)
 
 
 # ---- rewards -----------------------------------------------------------------------------------------------------

@@ -22,11 +22,13 @@ from fourfold.weights.manifest import Manifest
 from fourfold.weights.source import WeightSource
 from fourfold.wire import EMPTY_FLOATS, Float32Array
 from fourfold_trainer.batching import PolicyBatch, ValueBatch, WeightedBatch
+from fourfold_trainer.flops import Machine, ModelSize
 from fourfold_trainer.shards import Shard
 
 # Sums over tokens that metrics are made of, besides those that carry a metric's own name.
 RATIO_SUM: Final = "sum of the ratio of trainer to engine"
 RATIO_SQUARE_SUM: Final = "sum of its square"
+SAMPLE_COUNT: Final = "samples with loss tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,10 @@ class Engine(Protocol):
     def vocabulary_size(self) -> int:
         """Number of token ids."""
 
+    @property
+    def machine(self) -> Machine:
+        """What the ranks run on, and the sizes of the models."""
+
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
         """Make one optimizer step: each rank its share, the same number of batches on every rank."""
 
@@ -149,6 +155,9 @@ class Engine(Protocol):
 
 class Trained(Protocol):
     """One rank's model and optimizer. Collectives run inside: all ranks call the same method at the same time."""
+
+    size: ModelSize
+    """Of the whole model."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`, averaged over ranks; `last` says that no more comes before `update`."""

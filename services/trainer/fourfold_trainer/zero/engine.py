@@ -20,6 +20,7 @@ from fourfold.config import Config, CriticConfig, TrainerConfig
 from fourfold.errors import WrongState
 from fourfold_trainer import checkpoint, masters, shards
 from fourfold_trainer.ema import Average
+from fourfold_trainer.flops import ModelSize
 from fourfold_trainer.zero.group import device_of
 from fourfold_trainer.zero.settings import deepspeed_settings, make_optimizer
 
@@ -45,6 +46,7 @@ class Trained:
         self._max_grad_norm = table.max_grad_norm
         self._stage = config.trainer.zero_stage
         self._device = device_of(config, rank)
+        self.size = ModelSize.of(model)  # before it is partitioned
         self._engine: Any = deepspeed.initialize(
             model=model,
             optimizer=make_optimizer(table, config.trainer.adam_betas, model),

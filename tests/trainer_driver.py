@@ -60,6 +60,7 @@ class Case:
     source: str = ""
     """Folder of another case's checkpoint."""
     ema: float = 0.0
+    router_coef: float = 0.0
 
 
 def batch(number: int) -> list[Sample]:
@@ -97,6 +98,7 @@ def config_of(case: Case) -> Config:
                 "learning_rate": LEARNING_RATE,
                 "gradient_checkpointing": case.checkpointing,
                 "ema_decay": case.ema,
+                "router_aux_loss_coef": case.router_coef,
                 "step_timeout_seconds": 60,
                 "weight_decay": 0.01,
             },

@@ -174,6 +174,9 @@ class TrainerConfig(Table):
     ema_decay: float = Field(default=0.0, ge=0, lt=1)
     """Keep a moving average of the weights: after every optimizer step it is ema_decay * average + (1 - ema_decay) *
     weights. The run exports it beside the model, as `model-ema`. 0: none."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing loss of a mixture of experts (Switch Transformers; 1e-3 is usual), added to the
+    policy's loss. 0: none. The experts' load is in the metrics either way. A model without routers is refused."""
     gradient_checkpointing: bool = False
     step_timeout_seconds: Seconds = 3600.0
     """Longest time one step, checkpoint or export may take."""

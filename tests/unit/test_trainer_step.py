@@ -14,6 +14,7 @@ import torch
 from fourfold import metrics as m
 from fourfold.config import PRESETS, Config, TrainerConfig
 from fourfold.errors import InvalidInput
+from fourfold.nn.router import Routed
 from fourfold.wire import Sample
 from fourfold_trainer import report, step
 from fourfold_trainer.credit import Memory
@@ -21,7 +22,7 @@ from fourfold_trainer.flops import Work
 from fourfold_trainer.passes import mini_batches
 from fourfold_trainer.schedule import learning_rate
 from fourfold_trainer.step import Result, train_step
-from tests.fakes.toy_engine import ToyEngine
+from tests.fakes.toy_engine import Toy, ToyEngine
 from tests.fakes.trainer_engine import group_of, sample
 
 
@@ -203,7 +204,7 @@ def test_what_a_correction_bounds_rejects_and_leaves_is_counted() -> None:
     assert found[m.CORRECTION_WEIGHT_MAX] == pytest.approx(2.0)
     assert found[m.CORRECTION_WEIGHT] == pytest.approx((1.5 + 2 + 1 + 0.5 + 2 + 0) / 6)
     assert found[m.TRUNCATED_WEIGHTS] == pytest.approx(3 / 6)
-    assert (found[m.REJECTED_TOKENS], found[m.REJECTED_SAMPLES]) == (pytest.approx(1 / 6), 0)
+    assert found[m.REJECTED_TOKENS] == pytest.approx(1 / 6) and found[m.REJECTED_SAMPLES] == 0
     assert found[m.MISMATCH_NONFINITE] == 1
     gaps = [abs(1 - 1 / ratio) * math.exp(logprob) for ratio, logprob in zip([1.5, 4, 1, 0.25, 8], old, strict=False)]
     assert found[m.MISMATCH_PROBABILITY] == pytest.approx(sum(gaps) / 5, rel=1e-5)
@@ -234,6 +235,49 @@ def test_a_loss_that_is_no_number_is_counted() -> None:
     found = report.summarise(result, recipe(), step=1)
     assert (found[m.NONFINITE_LOSS], found[m.UPDATES]) == (1, 0)
     assert report.summarise(run(batch(), recipe())[1], recipe(), step=1)[m.NONFINITE_LOSS] == 0
+
+
+class FakeRouters:
+    """Two layers of three experts; the first one takes half of all tokens in the second layer."""
+
+    def __init__(self, toy: Toy) -> None:
+        self.toy, self.weight = toy, 0.0
+        self.weights: list[float] = []
+
+    def routed(self) -> Routed:
+        self.weights.append(self.weight)
+        counts = torch.tensor([[4.0, 4, 4], [6, 3, 3]])
+        return Routed(loss=torch.tensor(2.5), counts=counts)
+
+
+@pytest.mark.parametrize(("ranks", "budget"), [(1, 1000), (1, 16), (3, 20)])
+def test_the_routers_loss_is_weighted_by_the_share_of_tokens_and_dummies_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, budget: int
+) -> None:
+    made: list[FakeRouters] = []
+
+    def begin(toy: Toy, table: torch.Tensor, *, any_rank: bool = True) -> None:
+        original(toy, table, any_rank=any_rank)
+        made.append(FakeRouters(toy))
+        toy.routers = made[-1]  # type: ignore[assignment]
+
+    original = Toy.__init__
+    monkeypatch.setattr(Toy, "__init__", begin)
+    trainer = {"ranks": ranks, "learning_rate": 0.5, "router_aux_loss_coef": 0.01}
+    config = recipe(budget=budget, trainer=trainer)
+    engine, result = run([*batch(), sample("one", group="a", completion=7)], config)
+    found = report.summarise(result, config, step=1)
+    assert found[m.ROUTER_LOSS] == pytest.approx(2.5) and found[m.ROUTER_VIOLATION] == pytest.approx(0.5)
+    shares = [share for rank in engine.policy_shares[0] for share in rank]
+    weights = [weight for routers in made for weight in routers.weights]
+    real = sum(one.tokens.token_count for one in shares if not one.is_dummy)
+    assert weights == pytest.approx(
+        [0.0 if one.is_dummy else 0.01 * one.tokens.token_count / real * ranks for one in shares]
+    )
+    assert sum(weights) == pytest.approx(0.01 * ranks), "the gradient is averaged over the ranks"
+    assert all(routers.weight == 0 for routers in made), "and nothing is left for a loss of parts"
+    passes = len(shares) - sum(one.is_dummy for one in shares)
+    assert result.policy.expert_counts == [[4.0 * passes] * 3, [6.0 * passes, 3.0 * passes, 3.0 * passes]]
 
 
 def test_the_work_of_a_step_is_its_look_ups_and_its_updates() -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from fourfold.nn.batching import TokenBatch
+from fourfold.nn.router import Routers
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.source import WeightSource
 from fourfold.wire import EMPTY_FLOATS, Float32Array
@@ -38,6 +39,10 @@ class UpdateSettings:
     learning_rate: float
     kl_coef: float = 0.0
     """Of a KL term in the loss; the controller may have moved it away from the recipe's."""
+    router_coef: float = 0.0
+    """Of the routers' load-balancing loss."""
+    token_count: int = 0
+    """Tokens in the passes of all ranks, dummies left out."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,6 +61,8 @@ class UpdateSums:
     """|old - behavior| of every token that has a finite behavior log-probability."""
     grad_norm: float = 0.0
     """L2 norm before clipping, the same on all ranks; not finite: no weight was changed."""
+    expert_counts: list[list[float]] = field(default_factory=list)
+    """[L, E]: tokens that each expert of each layer got; empty without experts."""
     all_rejected: bool = False
     """No weight was changed because the correction rejected every token."""
 
@@ -75,6 +82,8 @@ class UpdateSums:
         for name, value in other.highest.items():
             self.highest[name] = max(self.highest.get(name, value), value)
         self.mismatches = np.concatenate([self.mismatches, other.mismatches])
+        pairs = zip(self.expert_counts, other.expert_counts, strict=True) if self.expert_counts else ()
+        self.expert_counts = [[a + b for a, b in zip(*rows, strict=True)] for rows in pairs] or other.expert_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +199,10 @@ class Policy(Trained, Protocol):
 
         Entropies are in nats, of the distribution at the token's temperature.
         """
+
+    @property
+    def routers(self) -> Routers | None:
+        """Those of a mixture of experts; None when it is none, or one whose routers are not known."""
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""

@@ -75,6 +75,9 @@ def _policy(result: Result) -> dict[str, float]:
     found[m.PADDING_FRACTION] = 1 - result.real_tokens / result.passed_tokens
     found[m.DUMMY_FRACTION] = result.dummy_count / result.pass_count
     found |= {name: sums.sums[name] / len(result.policy_norms) for name in _UPDATE_MEANS if name in sums.sums}
+    if sums.expert_counts:
+        loads = np.array(sums.expert_counts)
+        found[m.ROUTER_VIOLATION] = float((loads.max(1) / loads.mean(1)).max() - 1)
     if SAMPLE_COUNT in sums.sums:
         found[m.REJECTED_SAMPLES] = sums.sums[m.REJECTED_SAMPLES] / max(sums.sums[SAMPLE_COUNT], 1)
     found |= {name: sums.sums[name] / count for name in _POLICY_MEANS if name in sums.sums}

@@ -185,7 +185,13 @@ def _update_policy(
     config = tokens.config
     passes = tokens.policy_passes(members, weights)
     rate = learning_rate(config.trainer, step, config.steps)
-    sums = engine.update_policy(passes, UpdateSettings(learning_rate=rate, kl_coef=result.kl_coef))
+    settings = UpdateSettings(
+        learning_rate=rate,
+        kl_coef=result.kl_coef,
+        router_coef=config.trainer.router_aux_loss_coef,
+        token_count=sum(len(tokens.samples[i].token_ids) for i in members),
+    )
+    sums = engine.update_policy(passes, settings)
     if not math.isfinite(sums.grad_norm):
         result.skipped_reason = ALL_REJECTED if sums.all_rejected else NOT_FINITE
     result.policy_norms.append(sums.grad_norm)

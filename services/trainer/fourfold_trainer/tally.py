@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fourfold import metrics
+from fourfold.nn.router import Routed
 from fourfold_trainer.algorithm import kl
 from fourfold_trainer.algorithm.corrections import Correction
 from fourfold_trainer.algorithm.ratios import clamp
@@ -55,6 +56,7 @@ class Tally:
     reals: list[Tensor] = field(default_factory=list)
     accepted: list[Tensor] = field(default_factory=list)
     """Whether a micro-batch has a token that was not rejected."""
+    expert_counts: list[Tensor] = field(default_factory=list)
     all_rejected: bool = False
 
     def add(self, *, loss: Tensor, real: Tensor, means: dict[str, Tensor]) -> None:
@@ -96,6 +98,11 @@ class Tally:
             metrics.TRUNCATED_WEIGHTS: correction.truncated,
         }
 
+    def routed(self, routed: Routed, share: float) -> None:
+        """Note what the routers did in a micro-batch that has this share of the step's tokens; 0: a dummy."""
+        self.total(metrics.ROUTER_LOSS, routed.loss * share)
+        self.expert_counts.append(routed.counts * (share > 0))
+
     def any_accepted(self) -> bool:
         """Whether there is a token to learn from on this rank."""
         return bool(torch.stack(self.accepted).any())
@@ -110,6 +117,8 @@ class Tally:
             result.sums = dict(zip(self.parts, values, strict=True))
         result.lowest = _finite({name: torch.stack(part).min() for name, part in self.lowest.items()})
         result.highest = _finite({name: torch.stack(part).max() for name, part in self.highest.items()})
+        if self.expert_counts:
+            result.expert_counts = torch.stack(self.expert_counts).double().sum(0).tolist()
         if self.reals:
             self._describe_ratios(result, torch.cat(self.reals))
         return result

@@ -4,11 +4,14 @@
     c weight of a token's loss; w weight for the distance of o to u
 
     policy      sum over tokens of   c * ( w * loss(p, o, A) + kl_coef * kl(p, f) - entropy_coef * H )
+                + sum over micro-batches of   router_coef * share * router loss          share of the step's tokens
     critic      sum over tokens of   c * value_loss(V, G)
     parts       sum over tokens of   c * p                  c of the caller, of either sign
 
 The weights c are known before the first pass (algorithm/aggregation.py), so that the gradient
-does not depend on how the step is split; w is that of algorithm/corrections.py.
+does not depend on how the step is split; w is that of algorithm/corrections.py. The routers' loss
+is a product of two means over the tokens of a micro-batch and does depend on the split: weighted by
+shares of tokens, its scale does not.
 """
 
 from __future__ import annotations
@@ -41,7 +44,12 @@ def update_policy(
     """Run one rank's part of an optimizer step of the policy; all ranks run as many micro-batches."""
     tally = Tally()
     for index, batch in enumerate(batches):
+        share = 0.0 if batch.is_dummy or not settings.token_count else batch.tokens.token_count / settings.token_count
+        if policy.routers is not None:
+            policy.routers.weight = settings.router_coef * share * rank_count
         logprobs, entropy = policy.logprobs(batch.tokens, entropy=True)
+        if policy.routers is not None:
+            tally.routed(policy.routers.routed(), share)
         assert entropy is not None, "asked for"
         loss = _policy_objective(logprobs, entropy, _Columns.of(batch, logprobs), algorithm, settings, tally)
         last = index == len(batches) - 1
@@ -51,6 +59,8 @@ def update_policy(
             loss = loss + math.nan * logprobs.sum()
         # The gradient is averaged over the ranks, but c is that of the whole step.
         policy.backward(loss * rank_count, last=last)
+    if policy.routers is not None:
+        policy.routers.weight = 0.0  # a loss of parts is the caller's alone
     return tally.sums(grad_norm=policy.update(settings.learning_rate))
 
 

@@ -61,7 +61,8 @@ class Trained:
         self._average = Average(self._masters.tensors, decay=ema) if ema else None
 
     def _forward(self, **arguments: Any) -> Any:
-        if self._engine.training != torch.is_grad_enabled():  # gradient checkpoints are for gradients alone
+        # Gradient checkpoints are for gradients alone. The flag is the model's: the engine's own never changes.
+        if self._model.training != torch.is_grad_enabled():
             self._engine.train(torch.is_grad_enabled())
         return self._engine(**arguments)
 

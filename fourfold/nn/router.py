@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fourfold.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Routed:
@@ -39,7 +41,7 @@ class Routed:
 
 
 class Routers:
-    """The routers of one model. Made by `find`; belongs to the thread that runs the model."""
+    """The routers of one model. Made by `install`; belongs to the thread that runs the model."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         """Hook into them."""
@@ -71,24 +73,33 @@ class Routers:
         return attach
 
 
-def find(model: Any) -> Routers | None:
-    """Return the routers of a model, or None: it has none, or of a kind that is not known here.
+def install(model: Any, *, coef: float = 0.0) -> Routers | None:
+    """Return the routers of a model, hooked into, or None: it has none, or of a kind that is not known here.
 
     Known are those that choose by softmax(logits) and return (logits [t, E], weights [t, k], experts [t, k]), such as
     of Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE. Others are balanced in other ways (DeepSeek-V3 by a bias).
 
     Args:
         model: of transformers, whole in memory.
+        coef: that their loss will be weighted with.
+
+    Raises:
+        ConfigError: there is a coefficient, but no router that is known.
     """
     config = model.config.get_text_config()
     kinds = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
     recorder = next((kind["router_logits"] for kind in kinds if "router_logits" in kind), None)
     target = getattr(recorder, "target_class", None)
-    if target is None or not hasattr(config, "router_aux_loss_coef"):
-        return None
-    modules = [module for module in model.modules() if isinstance(module, target)]
-    known = modules and all(_is_known(module, config) for module in modules)
-    return Routers(modules) if known else None
+    modules = [module for module in model.modules() if target is not None and isinstance(module, target)]
+    if modules and hasattr(config, "router_aux_loss_coef") and all(_is_known(module, config) for module in modules):
+        return Routers(modules)
+    if coef:
+        raise ConfigError(
+            f"trainer.router_aux_loss_coef = {coef:g}, but {type(model).__name__} has no router whose load can be "
+            f"balanced here; remove the key, or train a mixture of experts such as MixtralForCausalLM or "
+            f"Qwen3MoeForCausalLM"
+        )
+    return None
 
 
 def balance_loss(logits: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from fourfold.errors import ConfigError
 from fourfold.nn import forward, router
 from tests.architectures import VOCABULARY, build
 
@@ -50,7 +51,7 @@ def prepared(name: str, *, checkpointing: bool = False) -> tuple[Any, router.Rou
         model.enable_input_require_grads()
     model.train()
     forward.install(model)
-    found = router.find(model)
+    found = router.install(model, coef=WEIGHT)
     assert found is not None
     return model, found
 
@@ -132,11 +133,17 @@ def test_the_loss_evens_the_experts_out() -> None:
 
 
 def test_a_dense_model_and_one_balanced_in_another_way_have_no_known_routers() -> None:
-    assert router.find(build("llama", torch.float32)) is None
+    dense = build("llama", torch.float32)
+    assert router.install(dense) is None
+    with pytest.raises(
+        ConfigError, match=r"router_aux_loss_coef = 0.001, but LlamaForCausalLM has no router .* remove"
+    ):
+        router.install(dense, coef=1e-3)
     config = transformers.DeepseekV3Config(
         vocab_size=11, hidden_size=8, intermediate_size=8, moe_intermediate_size=8, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
         topk_group=1, first_k_dense_replace=0, q_lora_rank=4, kv_lora_rank=4, qk_rope_head_dim=4, qk_nope_head_dim=4,
         v_head_dim=4,
     )  # fmt: skip
-    assert router.find(transformers.AutoModelForCausalLM.from_config(config)) is None  # type: ignore[no-untyped-call]
+    model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    assert router.install(model) is None

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold import metrics as m
 from fourfold.config import PRESETS, Config, TrainerConfig
@@ -235,6 +236,44 @@ def test_a_loss_that_is_no_number_is_counted() -> None:
     found = report.summarise(result, recipe(), step=1)
     assert (found[m.NONFINITE_LOSS], found[m.UPDATES]) == (1, 0)
     assert report.summarise(run(batch(), recipe())[1], recipe(), step=1)[m.NONFINITE_LOSS] == 0
+
+
+class NoWaiting(TorchDispatchMode):
+    """Notes what waits for a device: reading a number, and choosing by a mask. None between the passes of an update."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "item")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        masked = name == "index" and any(i is not None and i.dtype is torch.bool for i in args[1])
+        if name in self.WAITS or masked:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["grpo-paper", "gspo", "dual", "icepop"])
+def test_nothing_is_read_from_the_device_before_the_last_micro_batch(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    config = recipe(budget=16, algorithm=ALGORITHMS[name])
+    mode, passes = NoWaiting(), [0]
+
+    def backward(toy: Toy, loss: torch.Tensor, *, last: bool) -> None:
+        passes[0] += 1
+        if not last:
+            assert mode.seen == [], f"after {passes[0]} passes"
+        original(toy, loss, last=last)
+        mode.seen.clear()
+
+    original = Toy.backward
+    monkeypatch.setattr(Toy, "backward", backward)
+    with mode:
+        run(batch(), config)
+    assert passes[0] >= 3
 
 
 class FakeRouters:

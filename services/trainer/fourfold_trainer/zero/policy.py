@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fourfold.config import Config
-from fourfold.errors import ConfigError
 from fourfold.nn import forward, router
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.source import DenseSource, WeightSource
@@ -38,14 +37,8 @@ class DeepSpeedPolicy(Trained):
         torch.manual_seed(config.seed * rank_count + rank)
         model = load_model(config, model_folder)
         forward.install(model)
-        self.routers = router.find(model)
+        self.routers = router.install(model, coef=config.trainer.router_aux_loss_coef)
         """Those of a mixture of experts, or None."""
-        if config.trainer.router_aux_loss_coef and self.routers is None:
-            raise ConfigError(
-                f"trainer.router_aux_loss_coef = {config.trainer.router_aux_loss_coef:g}, but {type(model).__name__} "
-                f"has no router whose load can be balanced; remove the key, or train a mixture of experts such as "
-                f"MixtralForCausalLM or Qwen3MoeForCausalLM"
-            )
         self._vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
         super().__init__(config, config.trainer, model, rank=rank, ema=config.trainer.ema_decay)
 

@@ -35,7 +35,7 @@ def arguments(ids: torch.Tensor) -> dict[str, Any]:
 
 def theirs(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return transformers' loss of each layer, the mean of them; samples padded, padding masked out."""
-    rows = torch.split(ids, LENGTHS)
+    rows = list(torch.split(ids, list(LENGTHS)))
     padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     logits = model(input_ids=padded, attention_mask=mask, use_cache=False, output_router_logits=True).router_logits

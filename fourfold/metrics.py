@@ -2,7 +2,8 @@
 
 One line of `runs/NAME/metrics.jsonl` is one step: a JSON object with these names. The trainer
 sends its part in `TrainStepResponse.metrics` under the same names. A name that is not in
-`METRICS` is a bug.
+`METRICS` is a bug. Besides them a line has `step`, `diagnosis` (in words what is wrong with the
+step; empty: nothing) and `alarms` (what of it was told in the log).
 """
 
 from __future__ import annotations

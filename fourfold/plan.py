@@ -188,11 +188,12 @@ def _trainer(config: Config, plan: BatchPlan) -> str:
         if trainer.ema_decay
         else ""
     )
+    split = ", but for the routers' loss" if trainer.router_aux_loss_coef else ""
     return (
         f"{where}{ranks} on {device}{both}, ZeRO stage {trainer.zero_stage}. The {plan.samples_per_step:,} "
         f"trajectories go, {each}in micro-batches of at most {config.batch.tokens_per_micro_batch:,} tokens: "
         f"{plan.samples_per_micro_batch:,} of full length, so {plan.micro_batches_per_step:,} passes at most. How they "
-        f"are split changes nothing in the result.{slices}{ema}"
+        f"are split changes nothing in the result{split}.{slices}{ema}"
     )
 
 

@@ -69,6 +69,7 @@ class Case:
     lora: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "adamw"
     offload: str = "none"
+    router_coef: float = 0.0
 
 
 def batch(number: int) -> list[Sample]:
@@ -110,6 +111,7 @@ def config_of(case: Case) -> Config:
                 "ema_decay": case.ema,
                 "optimizer": case.optimizer,
                 "offload": case.offload,
+                "router_aux_loss_coef": case.router_coef,
                 "step_timeout_seconds": 60,
                 "weight_decay": 0.01,
                 "lora": case.lora,

@@ -185,6 +185,9 @@ class TrainerConfig(Table):
     ema_decay: float = Field(default=0.0, ge=0, lt=1)
     """Keep a moving average of the weights: after every optimizer step it is ema_decay * average + (1 - ema_decay) *
     weights. The run exports it beside the model, as `model-ema`. 0: none."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Weight of the load-balancing loss of a mixture of experts (Switch Transformers; 1e-3 is usual), added to the
+    policy's loss. 0: none. The experts' load is in the metrics either way. A model without routers is refused."""
     gradient_checkpointing: bool = False
     offload: Literal["none", "optimizer", "optimizer+parameters"] = "none"
     """What of policy and critic GPUs leave in main memory. optimizer: masters and moments, which the CPU updates;
@@ -208,6 +211,12 @@ class TrainerConfig(Table):
                 f"sequence_parallel_size = {self.sequence_parallel_size} does not divide ranks = {self.ranks}; set it "
                 f"to a divisor, or ranks to {more}"
             )
+        if self.router_aux_loss_coef and self.sequence_parallel_size > 1:
+            raise ValueError(
+                f"router_aux_loss_coef = {self.router_aux_loss_coef:g} and sequence_parallel_size = "
+                f"{self.sequence_parallel_size} do not go together: a rank sees the load of its slice alone; set one of "
+                f"them to its default"
+            )
         return self
 
     @model_validator(mode="after")
@@ -221,7 +230,7 @@ class TrainerConfig(Table):
             )
         if self.lora.rank and self.offload == "optimizer+parameters":
             raise ValueError(
-                f'offload = "{self.offload}" and lora.rank = {self.lora.rank} do not go together: base weights would be '
+                f'offload = "{self.offload}" and lora.rank = {self.lora.rank} do not go together: the weights would be '
                 f'merged with adapters that lie elsewhere; set offload = "none", or lora.rank = 0'
             )
         return self

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fourfold.config import Config
 from fourfold.nn.batching import TokenBatch
+from fourfold.nn.router import Routers
 from fourfold.wire import Float32Array
 from fourfold_trainer.batching import PolicyBatch, ValueBatch
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
@@ -25,6 +26,7 @@ class Toy:
 
     def __init__(self, table: Tensor, *, any_rank: bool = True) -> None:
         self.table = table
+        self.routers: Routers | None = None
         self.flags: list[bool] = []
         self.answer = any_rank
         self.gradient = torch.zeros_like(table)

@@ -15,6 +15,7 @@ from fourfold.weights.manifest import Manifest, Span, TensorSpec
 from fourfold.wire import Float32Array, Sample, VersionSpan
 from fourfold_trainer.batching import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, Sent, UpdateSettings, UpdateSums
+from fourfold_trainer.flops import Machine, ModelSize
 
 VOCABULARY = 100
 MANIFEST = Manifest(
@@ -29,6 +30,7 @@ class FakeEngine:
 
     def __init__(self, rank_count: int = 1) -> None:
         self.rank_count = rank_count
+        self.machine = Machine(policy=ModelSize(parameters=1000, trained_parameters=1000, attention=10))
         self.updates = 0
         self.settings: list[UpdateSettings] = []
         self.shares: list[Sequence[Sequence[PolicyBatch]]] = []
@@ -61,6 +63,7 @@ class FakeEngine:
             self.updates += 1
         count = sum(int((batch.weights > 0).sum()) for share in shares for batch in share)
         sums = {metrics.MISMATCH_KL: 0.125, metrics.MISMATCH_KL_K1: 0.0, metrics.REFERENCE_KL: 2.0}
+        sums |= {metrics.MISMATCH_PROBABILITY: 0.25, metrics.MISMATCH_NONFINITE: 0.0}
         return UpdateSums(
             loss=0.25,
             token_count=count,

@@ -90,7 +90,7 @@ def test_gradients_and_metrics_do_not_depend_on_ranks_and_micro_batches(name: st
             )
         found = report.summarise(split, config, step=1)
         assert found.keys() == wanted.keys()
-        for key in found.keys() - {m.PADDING_FRACTION}:
+        for key in found.keys() - {m.PADDING_FRACTION, m.DUMMY_FRACTION}:
             assert found[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-6, nan_ok=True), key
         assert found.keys() <= m.METRICS.keys()
 
@@ -177,6 +177,7 @@ def test_a_behavior_logprob_that_is_not_finite_is_left_out_of_the_mismatch() -> 
     assert (result.policy.token_count, len(result.policy.mismatches)) == (4, 3)
     found = report.summarise(result, recipe(), step=1)
     assert math.isfinite(found[m.MISMATCH_KL]) and 0 < found[m.EFFECTIVE_SAMPLE_SIZE] <= 1
+    assert found[m.MISMATCH_NONFINITE] == 1
 
 
 # ---- rewards -----------------------------------------------------------------------------------------------------

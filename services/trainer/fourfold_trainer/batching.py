@@ -40,6 +40,11 @@ class PolicyBatch:
     old_logprobs: Float32Array  # [k], or [0]: the present ones, because the policy has not moved yet
     reference_logprobs: Float32Array  # [k], or [0] where the loss needs none
 
+    @property
+    def is_dummy(self) -> bool:
+        """Whether nothing of it counts."""
+        return not self.weights.any()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ValueBatch:

@@ -39,6 +39,7 @@ from fourfold.weights.sender import combine_digest
 from fourfold.wire import Float32Array
 from fourfold_trainer.batching import Batch, PolicyBatch, ValueBatch, WeightedBatch, to_arrays
 from fourfold_trainer.engine import Sent, UpdateSettings, UpdateSums
+from fourfold_trainer.flops import Machine
 from fourfold_trainer.link import Array, Link, Message
 from fourfold_trainer.worker import RankWorker, read_error, read_sums
 
@@ -100,12 +101,17 @@ class RankGroup:
             self._raise_death(error)
             self.close()
             raise
-        self._manifest = self._worker.sender.manifest()
+        self._manifest, self._machine = self._worker.sender.manifest(), self._worker.machine
 
     @property
     def vocabulary_size(self) -> int:
         """Number of token ids."""
         return self._worker.policy.vocabulary_size
+
+    @property
+    def machine(self) -> Machine:
+        """What the ranks run on, and the sizes of the models."""
+        return self._machine
 
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
         """Make one optimizer step: each rank its share."""

@@ -21,6 +21,7 @@ from fourfold.errors import FourfoldError, Internal
 from fourfold.weights.sender import WeightSender
 from fourfold_trainer import batching
 from fourfold_trainer.engine import Critic, Policy, Trained, UpdateSettings, UpdateSums
+from fourfold_trainer.flops import Machine
 from fourfold_trainer.link import Message, from_bytes
 from fourfold_trainer.update import discard_gradient, forward_backward, update_critic, update_policy, use_gradient
 
@@ -55,6 +56,12 @@ class RankWorker:
     def sender(self) -> WeightSender:
         """This rank's weight sender."""
         return self._sender
+
+    @property
+    def machine(self) -> Machine:
+        """What this rank runs on; all ranks are alike."""
+        gpu = torch.cuda.get_device_name(self._rank) if self._config.trainer.device == "cuda" else ""
+        return Machine(policy=self._policy.size, critic=None if self._critic is None else self._critic.size, gpu=gpu)
 
     @property
     def policy(self) -> Policy:

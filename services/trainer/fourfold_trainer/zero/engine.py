@@ -20,6 +20,7 @@ from fourfold.config import Config, CriticConfig, TrainerConfig
 from fourfold.errors import WrongState
 from fourfold_trainer import checkpoint, masters, shards
 from fourfold_trainer.ema import Average
+from fourfold_trainer.flops import ModelSize
 from fourfold_trainer.muon import MOMENTUM, Muon
 from fourfold_trainer.zero import offload
 from fourfold_trainer.zero.group import device_of
@@ -49,6 +50,7 @@ class Trained:
         self._max_grad_norm = table.max_grad_norm
         self._stage = config.trainer.zero_stage
         self._device = device_of(config, rank)
+        self.size = ModelSize.of(model)  # before it is partitioned
         speed_up(config, model)
         optimizer = make_optimizer(config, table, model)
         settings = deepspeed_settings(config, model, max_grad_norm=table.max_grad_norm)
@@ -67,7 +69,8 @@ class Trained:
         self._average = Average(self._masters.tensors, decay=ema) if ema else None
 
     def _forward(self, **arguments: Any) -> Any:
-        if self._engine.training != torch.is_grad_enabled():  # gradient checkpoints are for gradients alone
+        # Gradient checkpoints are for gradients alone. The flag is the model's: the engine's own never changes.
+        if self._model.training != torch.is_grad_enabled():
             self._engine.train(torch.is_grad_enabled())
         return self._engine(**arguments)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fourfold.config import Config
-from fourfold.nn import forward
+from fourfold.nn import forward, router
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.sequence import Exchange
 from fourfold.weights.merged import MergedSource, merged
@@ -45,6 +45,8 @@ class DeepSpeedPolicy(Trained):
         forward.install(model)
         if exchange is not None:
             forward.share_rows(model, exchange)
+        self.routers = router.install(model, coef=config.trainer.router_aux_loss_coef)
+        """Those of a mixture of experts, or None."""
         self._vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
         table = config.trainer.lora
         self._adapters = lora.Adapters(table, model, source=model_folder, seed=config.seed) if table.rank else None

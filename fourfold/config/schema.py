@@ -214,7 +214,7 @@ class TrainerConfig(Table):
         if self.router_aux_loss_coef and self.sequence_parallel_size > 1:
             raise ValueError(
                 f"router_aux_loss_coef = {self.router_aux_loss_coef:g} and sequence_parallel_size = "
-                f"{self.sequence_parallel_size} do not go together: a rank sees the load of its slice alone; set one of "
+                f"{self.sequence_parallel_size} do not go together: a rank sees the load of its slice; set one of "
                 f"them to its default"
             )
         return self

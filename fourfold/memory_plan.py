@@ -9,8 +9,8 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
                                                 bfloat16 4 P more, a flat copy of the gradients during the update
                          activations of one micro-batch, kept for the backward pass, and its logits
                          average     4 P        with trainer.ema_decay, divided by N from stage 1; in `optimizer`
-    critic, per rank     weights, gradients and optimizer as the trainer's, no average; its passes come after the
-                         policy's
+    critic, per rank     weights, gradients and optimizer as the trainer's, no average; in the policy's ranks its
+                         passes come after the policy's, with critic.ranks they have activations of their own
     transfer             weights     b P        one copy on its way: the trainer's shared memory, which the engines
                                                 read in place; by gloo one in every engine worker
     rollout, reference   weights     b P        divided by the GPUs of a tensor-parallel engine
@@ -118,9 +118,12 @@ def _trainer(config: Config, shape: ModelShape) -> MemoryRow:
 
 
 def _critic(config: Config, shape: ModelShape) -> MemoryRow:
-    """Return what the critic adds to each of the trainer's ranks: it has no process of its own."""
-    plain = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ema_decay": 0.0})})
-    return replace(_trainer(plain, shape), role="critic", activations=0, programs=0)
+    """Return what the critic adds to each of the trainer's ranks; or its own ranks, where it has some."""
+    table = {"ema_decay": 0.0, "ranks": config.critic_ranks}
+    row = _trainer(config.model_copy(update={"trainer": config.trainer.model_copy(update=table)}), shape)
+    if config.critic_apart:
+        return replace(row, role="critic")
+    return replace(row, role="critic", activations=0, programs=0)
 
 
 def _rollout(config: Config, shape: ModelShape) -> MemoryRow:

@@ -180,10 +180,13 @@ class TrainerConfig(Table):
 
 
 class CriticConfig(Table):
-    """The critic, in the trainer's ranks; there is one when `algorithm.advantage` is `gae`."""
+    """The critic, part of the trainer; there is one when `algorithm.advantage` is `gae`."""
 
     source: str = ""
     """A folder as for `model.source`; a reward or value model keeps its head. Empty: the policy's, with a new head."""
+    ranks: int = Field(default=0, ge=0)
+    """0: it is in the policy's ranks, and they take turns. Above 0: it has as many processes of its own, on GPUs after
+    the policy's, and both work at the same time."""
     learning_rate: float = Field(default=9e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
@@ -303,6 +306,21 @@ class Config(Table):
         """Whether the algorithm compares with the reference policy."""
         return self.algorithm.kl.coef > 0
 
+    @property
+    def critic_apart(self) -> bool:
+        """Whether there is a critic with ranks of its own."""
+        return self.algorithm.needs_critic and self.critic.ranks > 0
+
+    @property
+    def critic_ranks(self) -> int:
+        """Ranks that have a part of the critic, where there is one."""
+        return self.critic.ranks or self.trainer.ranks
+
+    @property
+    def trainer_processes(self) -> int:
+        """All ranks of the trainer, the critic's own among them; on GPUs one GPU each."""
+        return self.trainer.ranks + (self.critic.ranks if self.critic_apart else 0)
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.sampling.max_new_tokens >= self.model.max_context_tokens:
@@ -327,6 +345,11 @@ class Config(Table):
             )
         batch = self.batch
         self.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)
+        if self.critic_apart and batch.samples_per_step < self.critic.ranks * batch.mini_batches_per_step:
+            raise ValueError(
+                f"{batch.samples_per_step} samples in {batch.mini_batches_per_step} mini-batches cannot feed "
+                f"critic.ranks = {self.critic.ranks}; lower it, or raise batch.prompts_per_step"
+            )
         if batch.samples_per_step < self.trainer.ranks * batch.mini_batches_per_step:
             raise ValueError(
                 f"{batch.prompts_per_step} prompts x {batch.group_size} per group = {batch.samples_per_step} samples "

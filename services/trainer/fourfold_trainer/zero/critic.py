@@ -16,7 +16,7 @@ from fourfold_trainer.zero.models import load_model
 class DeepSpeedCritic(Trained):
     """The `Critic` of one rank: a body with a value head, of another folder or of the policy's."""
 
-    def __init__(self, config: Config, model_folder: Path, *, rank: int) -> None:
+    def __init__(self, config: Config, model_folder: Path, *, rank: int, gpu: int) -> None:
         """Load the model; `join` was called before.
 
         Raises:
@@ -24,7 +24,7 @@ class DeepSpeedCritic(Trained):
         """
         model = load_model(config, model_folder)
         forward.install_values(model, forward.read_value_head(model_folder))
-        super().__init__(config, config.critic, model, rank=rank)
+        super().__init__(config, config.critic, model, rank=rank, gpu=gpu)
 
     def values(self, batch: TokenBatch) -> Tensor:
         """Return float32 [k]: the value of the state before each asked token."""

@@ -16,7 +16,6 @@ from fourfold.nn.batching import TokenBatch
 from fourfold.weights.source import DenseSource, WeightSource
 from fourfold.weights.zero3 import Zero3Source
 from fourfold_trainer import checkpoint
-from fourfold_trainer.zero import group
 from fourfold_trainer.zero.engine import Trained
 from fourfold_trainer.zero.models import load_model
 
@@ -83,11 +82,6 @@ class DeepSpeedPolicy(Trained):
         if self._stage == 3:
             return Zero3Source(self._engine)
         return DenseSource(self._model, rank_count=self._rank_count)
-
-    def close(self) -> None:
-        """Leave the process group."""
-        self._engine.destroy()
-        group.leave()
 
     def _gather_groups(self) -> Iterator[tuple[list[str], list[Any]]]:
         """Yield names and parameters, as many at once as the gather limit allows."""

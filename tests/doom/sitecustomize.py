@@ -104,7 +104,8 @@ def _hook_reads() -> None:
     shards._Files.fill = filled  # type: ignore[method-assign, assignment]
 
 
-if "FOURFOLD_DOOM" in os.environ and "fourfold" in " ".join(sys.orig_argv):
+# The ranks alone: what guards them needs none of these imports.
+if "FOURFOLD_DOOM" in os.environ and {"serve", "fourfold_trainer.rank"} & set(sys.orig_argv):
     _hook_models()
     _hook_files()
     _hook_reads()

@@ -69,25 +69,32 @@ class Moment:
 
 # Of a step on each rank: lookup 8, forward and backward 12, optimizer 6, because each step of the critic has one group
 # of parameters and each of the policy two; those of two models take turns. Of a checkpoint: file 2, load 147.
-MOMENTS: Final = (
-    Moment(0, "forward", 1),  # nothing is saved yet
-    Moment(1, "file", 2),  # the policy's, of the first checkpoint
-    Moment(1, "lookup", 3, 6),
-    Moment(0, "backward", 3, 3),
-    Moment(1, "forward", 3, 9),
-    Moment(0, "optimizer", 3),  # the critic's first
-    Moment(1, "updated", 4, 2),  # half of the policy's first
-    Moment(1, "backward", 4, 12),
-    Moment(0, "updated", 4, 6),  # all is done, but for the answer
-    Moment(0, "answer", 4),
-    Moment(0, "file", 4),
-    Moment(1, "file", 4, 2),  # the critic's
-    Moment(0, "files", 4),
-    Moment(0, "saved", 4),
-    Moment(1, "load", 4, 5),
-    Moment(0, "load", 4, 100),
-    Moment(0, "removal", 6),
-)
+MOMENTS: Final = {
+    "the first steps": (
+        Moment(0, "forward", 1),  # nothing is saved yet
+        Moment(1, "file", 2),  # the policy's, of the first checkpoint
+        Moment(1, "lookup", 3, 6),
+        Moment(0, "backward", 3, 3),
+        Moment(1, "forward", 3, 9),
+        Moment(0, "removal", 6),
+    ),
+    "the optimizers": (
+        Moment(0, "optimizer", 3),  # the critic's first
+        Moment(1, "updated", 4, 2),  # half of the policy's first
+        Moment(1, "backward", 4, 12),
+        Moment(0, "updated", 4, 6),  # all is done, but for the answer
+        Moment(0, "answer", 4),
+        Moment(1, "answer", 5),
+    ),
+    "the checkpoints": (
+        Moment(0, "file", 4),
+        Moment(1, "file", 4, 2),  # the critic's
+        Moment(0, "files", 4),
+        Moment(0, "saved", 4),
+        Moment(1, "load", 4, 5),
+        Moment(0, "load", 4, 100),
+    ),
+}
 
 
 # These are waited for when the step is answered.
@@ -245,11 +252,12 @@ async def undisturbed(trainers: Trainers) -> Truth:
     return Truth(run_dir=trainers.run_dir, answers=answers)
 
 
-async def test_a_run_that_is_killed_at_every_moment_goes_on_bit_for_bit(
-    llama: Path, truth: Truth, tmp_path: Path
+@pytest.mark.parametrize("place", MOMENTS)
+async def test_a_run_that_is_killed_again_and_again_goes_on_bit_for_bit(
+    llama: Path, truth: Truth, tmp_path: Path, place: str
 ) -> None:
     trainers = Trainers(llama, tmp_path)
-    for moment in MOMENTS:
+    for moment in MOMENTS[place]:
         try:
             await meet(trainers, moment, truth)
         except BaseException as error:
@@ -257,7 +265,7 @@ async def test_a_run_that_is_killed_at_every_moment_goes_on_bit_for_bit(
             raise
     with trainers.process() as service:
         async with trainers.client(service) as client:
-            assert await resume(client) == STEPS
+            await go_on(client, truth, await resume(client) + 1, STEPS)
             assert await train(client, STEPS + 1) == truth.answers[STEPS]
             await client.export_model("model", timeout=200)
             await client.export_model("model-ema", ema=True, timeout=200)

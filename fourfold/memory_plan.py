@@ -15,8 +15,8 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
     offloaded, per rank  of these in main memory: `optimizer`; at stage 3 the gradients, else b P / N, the new weights
                          on their way; with optimizer+parameters b P / N, the weights, of which the device has the ones
                          for the passes
-    critic, per rank     weights, gradients and optimizer as the trainer's, no average; its passes come after the
-                         policy's
+    critic, per rank     weights, gradients and optimizer as the trainer's, no average; in the policy's ranks its
+                         passes come after the policy's, with critic.ranks they have activations of their own
     transfer             weights     b P        one copy on its way: the trainer's shared memory, which the engines
                                                 read in place; by gloo one in every engine worker
     rollout, reference   weights     b P        divided by the GPUs of a tensor-parallel engine
@@ -135,9 +135,12 @@ def _trainer(config: Config, shape: ModelShape, trained: int | None = None) -> M
 
 
 def _critic(config: Config, shape: ModelShape) -> MemoryRow:
-    """Return what the critic adds to each of the trainer's ranks: it has no process of its own."""
-    plain = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ema_decay": 0.0})})
-    return replace(_trainer(plain, shape), role="critic", activations=0, programs=0)
+    """Return what the critic adds to each of the trainer's ranks; or its own ranks, where it has some."""
+    table = {"ema_decay": 0.0, "ranks": config.critic_ranks}
+    row = _trainer(config.model_copy(update={"trainer": config.trainer.model_copy(update=table)}), shape)
+    if config.critic_apart:
+        return replace(row, role="critic")
+    return replace(row, role="critic", activations=0, programs=0)
 
 
 def _kept(config: Config, whole: MemoryRow, shape: ModelShape) -> list[MemoryRow]:

@@ -182,6 +182,9 @@ def _trainer(config: Config, plan: BatchPlan) -> str:
         else ""
     )
     both = " for policy and critic" if config.algorithm.needs_critic else ""
+    if config.critic_apart:
+        own = f"{config.critic.ranks} {'rank' if config.critic.ranks == 1 else 'ranks'}"
+        both = f" for the policy, and {own} of its own for the critic, at the same time"
     ema = (
         f" A moving average of the weights, decay {trainer.ema_decay:g} with each optimizer step, is exported, too, as "
         f"runs/{config.name}/model-ema."

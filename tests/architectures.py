@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import pytest
 import torch
 import transformers
 
@@ -72,3 +73,10 @@ def build(name: str, dtype: torch.dtype, **more: Any) -> Any:
             else:
                 parameter.copy_(1.2 * noise / parameter.shape[-1] ** 0.5)
     return model
+
+
+def know_float64_alone(patch: pytest.MonkeyPatch) -> None:
+    """Make float32 mean float64: architectures compute norms, positions and softmax in it whatever the weights are."""
+    for name in ("float32", "float"):
+        patch.setattr(torch, name, torch.float64)
+    patch.setattr(torch.Tensor, "float", torch.Tensor.double)

@@ -34,13 +34,14 @@ def config_of(ranks: int, size: int) -> Config:
 
 def main(rank: int, count: int, size: int, folder: Path) -> None:
     """Run all cases."""
-    from fourfold_trainer import ranks
+    from fourfold_trainer import processes
 
     config = config_of(count, size)
-    os.environ.update(ranks.environment(config, rank=rank))
+    place = processes.places(config, critic=False)[rank]
+    os.environ.update(processes.environment(config, place))
     from fourfold_trainer.zero import group, ulysses
 
-    group.join(config, rank=rank, rank_count=count, rendezvous=folder / "rendezvous")
+    group.join(config, rank=rank, rank_count=count, gpu=place.gpu, rendezvous=folder / "rendezvous")
     exchange = ulysses.make_exchange(config, rank=rank)
     for index, case in enumerate(CASES):
         with float64_alone():

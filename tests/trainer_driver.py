@@ -31,6 +31,7 @@ from fourfold_trainer.ranks import RankGroup
 from fourfold_trainer.report import summarise
 from fourfold_trainer.step import Result, train_step
 from tests.fakes.trainer_engine import group_of
+from tests.plain_gradients import ragged
 
 REPOSITORY = Path(__file__).parents[1]
 SERVICES = ("rollout", "trainer", "reward", "coordinator")
@@ -60,7 +61,8 @@ class Case:
     comes first. copy: load `source`, save, the third step. average: three steps; saves after the second, then back, and
     the third again. parts: a gradient is discarded, then three steps of two parts each, the second with another
     learning rate and norm, and looked up in between. stream: a step, then the weights as they are exported and as they
-    would be sent."""
+    would be sent. split: the first step, again and again, of every batch of SPLITS with each of its budgets; saves
+    after each, in a folder of its own."""
     folder: str = ""
     """For the checkpoint."""
     source: str = ""
@@ -70,6 +72,13 @@ class Case:
     optimizer: str = "adamw"
     offload: str = "none"
     router_coef: float = 0.0
+    max_grad_norm: float = 1.0
+    critic_source: str = ""
+    critic_ranks: int = 0
+
+
+# Tokens of a micro-batch, by kind of the batch: one pass on each rank, two or three, one for each sample.
+SPLITS = {"many": (512, 64, 25), "few": (512, 16), "one": (16,)}
 
 
 def batch(number: int) -> list[Sample]:
@@ -100,13 +109,20 @@ def config_of(case: Case) -> Config:
             },
             "sampling": {"max_new_tokens": 8},
             "algorithm": case.algorithm,
-            "critic": {"learning_rate": LEARNING_RATE, "weight_decay": 0.01},
+            "critic": {
+                "source": case.critic_source,
+                "ranks": case.critic_ranks,
+                "learning_rate": LEARNING_RATE,
+                "weight_decay": 0.01,
+                "max_grad_norm": case.max_grad_norm,
+            },
             "trainer": {
                 "device": case.device,
                 "ranks": case.ranks,
                 "sequence_parallel_size": case.sequence,
                 "zero_stage": case.stage,
                 "learning_rate": LEARNING_RATE,
+                "max_grad_norm": case.max_grad_norm,
                 "gradient_checkpointing": case.checkpointing,
                 "ema_decay": case.ema,
                 "optimizer": case.optimizer,
@@ -197,12 +213,12 @@ class Run:
         """Return the critic's values of a fixed batch; none without a critic."""
         if not self.config.algorithm.needs_critic:
             return np.zeros(0, np.float32)
-        return self._look_up(self.engine.compute_values)
+        return self._look_up(self.engine.compute_values, ranks=self.config.critic_ranks)
 
-    def _look_up(self, compute: Compute) -> Float32Array:
+    def _look_up(self, compute: Compute, *, ranks: int = 0) -> Float32Array:
         samples = batch(99)
         every = [np.arange(1, len(s.token_ids)) for s in samples]
-        return np.concatenate(look_up(compute, samples, every, self.config))
+        return np.concatenate(look_up(compute, samples, every, self.config, ranks=ranks))
 
     def weights(self, name: str, *, ema: bool = False) -> Float32Array:
         """Export into a new folder beside the checkpoint; return all weights, one after another."""
@@ -272,13 +288,34 @@ def offloads(engine: RankGroup) -> list[bool]:
     return [bool(own), bool(getattr(optimizer, "offload_param", False))]
 
 
+def split(run: Run) -> dict[str, Any]:
+    """Make the same step with every split; leave what Adam saw in checkpoints."""
+    folder = Path(run.case.folder)
+    (folder / "start").mkdir()
+    run.engine.save(folder / "start")
+    for kind, budgets in SPLITS.items():
+        for budget in budgets:
+            run.engine.load(folder / "start")
+            table = run.config.batch.model_copy(update={"tokens_per_micro_batch": budget})
+            config = run.config.model_copy(update={"batch": table})
+            samples = ragged(kind, vocabulary=VOCABULARY)
+            train_step(run.engine, samples, config, step=1, memory=Memory())
+            (folder / f"{kind} {budget}").mkdir()
+            run.engine.save(folder / f"{kind} {budget}")
+    run.close()
+    return {}
+
+
+WHOLE = {"copy": copy, "average": average, "split": split, "stream": stream}
+
+
 def perform(case: Case, folder: Path) -> dict[str, Any]:
     """Do what a case says; return arrays by name."""
     run = Run(case, folder)
     layout = layout_of(run.config, run.engine.manifest())
     (folder / f"{case.name}.json").write_text(json.dumps(layout))
-    if case.does in ("copy", "average", "stream"):
-        return {"copy": copy, "average": average, "stream": stream}[case.does](run)
+    if case.does in WHOLE:
+        return WHOLE[case.does](run)
     seen: dict[str, Any] = {"before": run.logprobs(), "offloads": offloads(run.engine)}
     if case.does == "poison":
         poisoned = run.train(9, kl_coef=1e39)

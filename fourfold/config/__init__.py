@@ -15,7 +15,6 @@ from fourfold.config.schema import (
     BatchConfig,
     CheckpointConfig,
     Config,
-    CriticConfig,
     DataConfig,
     DataSourceConfig,
     EvaluationConfig,
@@ -27,9 +26,9 @@ from fourfold.config.schema import (
     RolloutConfig,
     SamplingConfig,
     SecurityConfig,
-    TrainerConfig,
     WeightsConfig,
 )
+from fourfold.config.trainer import CriticConfig, TrainerConfig
 
 __all__ = [
     "PRESETS",

@@ -6,7 +6,8 @@ that came before. So gradients can be worked out by hand, and a rank is only its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from fourfold_trainer.batching import PolicyBatch, ValueBatch
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.update import update_critic, update_policy
 from tests.fakes.trainer_engine import VOCABULARY
+
+T = TypeVar("T")
 
 
 class Toy:
@@ -65,6 +68,7 @@ class ToyEngine:
         """Of the policy's updates."""
         self.critic_gradients: list[Tensor] = []
         self.policy_shares: list[Sequence[Sequence[PolicyBatch]]] = []
+        self.critic_shares: list[Sequence[Sequence[ValueBatch]]] = []
 
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
         self.policy_shares.append(shares)
@@ -76,6 +80,7 @@ class ToyEngine:
         return self._finish(parts, self.policy, self.gradients[-1], settings.learning_rate)
 
     def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
+        self.critic_shares.append(shares)
         toys = [Toy(self.critic) for _ in shares]
         parts = [
             update_critic(toy, share, settings, self.config.critic, rank_count=len(shares))  # type: ignore[arg-type]
@@ -83,6 +88,10 @@ class ToyEngine:
         ]
         self.critic_gradients.append(_average(toys, shares))
         return self._finish(parts, self.critic, self.critic_gradients[-1], settings.learning_rate)
+
+    def beside(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
+        critic()
+        return policy()
 
     def _ranks(
         self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings, *, any_rank: bool

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, Sent, UpdateSet
 from fourfold_trainer.flops import Machine, ModelSize
 
 VOCABULARY = 100
+T = TypeVar("T")
 MANIFEST = Manifest(
     tensors=(TensorSpec(name="w", dtype="float32", shape=(2,)),),
     spans=(Span(tensor=0, start=0, count=2, rank=0, offset=0),),
@@ -80,6 +82,10 @@ class FakeEngine:
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
         self._enter("compute_values")
         return [[(b.targets / 4).astype(np.float32) for b in share] for share in shares]
+
+    def beside(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
+        critic()
+        return policy()
 
     def forward_backward(self, shares: Sequence[Sequence[WeightedBatch]]) -> list[list[Float32Array]]:
         self._enter("forward_backward")

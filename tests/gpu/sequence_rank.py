@@ -87,13 +87,14 @@ def one_pass(model: Any, device: torch.device) -> tuple[Tensor, Tensor, list[Ten
 
 def main(rank: int, count: int, folder: Path, device_name: str = "cuda") -> None:
     """Compare."""
-    from fourfold_trainer import ranks
+    from fourfold_trainer import processes
 
     config = config_of(count, device_name)
-    os.environ.update(ranks.environment(config, rank=rank))
+    place = processes.places(config, critic=False)[rank]
+    os.environ.update(processes.environment(config, place))
     from fourfold_trainer.zero import group, ulysses
 
-    group.join(config, rank=rank, rank_count=count, rendezvous=folder / "rendezvous")
+    group.join(config, rank=rank, rank_count=count, gpu=place.gpu, rendezvous=folder / "rendezvous")
     device = group.device_of(config, rank)
     exchange = ulysses.make_exchange(config, rank=rank)
     assert exchange is not None

@@ -96,6 +96,11 @@ def test_values_never_change(tmp_path: Path) -> None:
             "[trainer]\nranks = 9\n[batch]",
             "= 8 samples cannot feed 9 trainer ranks in 1 mini-batches; raise batch.prompts",
         ),
+        (
+            "[batch]",
+            '[algorithm]\npreset = "ppo"\n[critic]\nranks = 9\n[batch]',
+            "8 samples in 1 mini-batches cannot feed critic.ranks = 9; lower it, or raise batch.prompts_per_step",
+        ),
         ("steps = 3", "steps = 3 4", "DIR/recipe.toml: not valid TOML: "),
         ("steps = 3", "steps = true", ":2  steps = True"),
         ("steps = 3", "steps = 2.5", ":2  steps = 2.5"),

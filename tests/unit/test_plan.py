@@ -172,6 +172,10 @@ def test_plan_counts_the_critic() -> None:
     assert "1 rank on CPU for policy and critic, ZeRO stage 3." in text
     assert "checkpoints of about 1.5 GiB" in plain and "checkpoints of about 3.0 GiB" in text
     assert "critic 1 0.50 0.50 2.00 - - - 3.01 rollout" in text and "critic" not in plain
+    apart = changed(algorithm={"preset": "ppo"}, critic={"ranks": 2})
+    assert "1 rank on CPU for the policy, and 2 ranks of its own for the critic, at the same time, ZeRO" in apart
+    assert "critic 2 0.38 0.25 1.00" in apart
+    assert changed(critic={"ranks": 2}) == plain
     with pytest.raises(ConfigError, match="no such folder"):
         changed(algorithm={"preset": "ppo"}, critic={"source": "no/such/folder"})
     assert changed(critic={"source": "no/such/folder"}) == plain, "there is none to load"

@@ -20,11 +20,13 @@ from fourfold.nn import forward
 from fourfold_trainer.batching import dummy_value_batch
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.link import Message
+from fourfold_trainer.processes import ProcessGroup
 from fourfold_trainer.ranks import RankGroup
 from fourfold_trainer.worker import _sums_answer as sums_answer
 from tests.architectures import build
 from tests.fakes.threads import ThreadGroup
 from tests.sequence_cases import CASES, Case, check, float64_alone, make_model, run
+from tests.sequence_ranks import config_of
 
 
 @pytest.fixture(autouse=True)
@@ -62,16 +64,18 @@ def test_a_rank_holds_its_slice_alone() -> None:
 
 
 def test_a_group_has_one_share_and_one_of_its_ranks_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = object.__new__(ProcessGroup)
+    ranks._config = config_of(4, 2)
     group = object.__new__(RankGroup)
-    group._group_size = 2
+    group._critic = ranks
     sent: list[Any] = []
 
-    def call(_self: RankGroup, _name: str, *, fields: Any, arrays: Any) -> list[Message]:
+    def call(_self: ProcessGroup, _name: str, *, fields: Any, arrays: Any) -> list[Message]:
         sent.extend(arrays)
         sums = [UpdateSums(token_count=10**rank, mismatches=np.ones(rank, np.float32)) for rank in range(4)]
         return [sums_answer(one) for one in sums]
 
-    monkeypatch.setattr(RankGroup, "_call", call)
+    monkeypatch.setattr(ProcessGroup, "call", call)
     shares = [[dummy_value_batch()], [dummy_value_batch(), dummy_value_batch()]]
     sums = group.update_critic(shares, UpdateSettings(learning_rate=1.0))
     assert [len(part) for part in sent] == [8, 8, 16, 16]  # of 8 arrays each

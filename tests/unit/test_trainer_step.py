@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -22,6 +22,8 @@ from fourfold_trainer.schedule import learning_rate
 from fourfold_trainer.step import Result, train_step
 from tests.fakes.toy_engine import ToyEngine
 from tests.fakes.trainer_engine import group_of, sample
+
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -280,6 +282,33 @@ def test_a_critic_whose_gradient_overflows_while_it_is_trained_alone_skips_the_s
         engine.critic[:] = math.nan
     result = train_step(engine, batch(), config, step=1, memory=Memory())  # type: ignore[arg-type]
     assert result.skipped_reason == "NOT_FINITE"
+
+
+class PolicyFirst(ToyEngine):
+    """A critic that is apart may end last."""
+
+    def beside(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
+        self.beside_count += 1
+        found = policy()
+        critic()
+        return found
+
+    beside_count = 0
+
+
+def test_policy_and_critic_may_work_at_the_same_time() -> None:
+    config = recipe(algorithm={"preset": "ppo"}, batch={"mini_batches_per_step": 2}, critic={"ranks": 3})
+    other, wanted = run(batch(), config)
+    engine = PolicyFirst(config)
+    found = train_step(engine, batch(), config, step=1, memory=Memory())  # type: ignore[arg-type]
+    assert engine.beside_count == 3  # the look-up and two mini-batches
+    for mine, theirs in zip(
+        engine.gradients + engine.critic_gradients, other.gradients + other.critic_gradients, strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    assert report.summarise(found, config, step=1) == report.summarise(wanted, config, step=1)
+    assert [len(shares) for shares in engine.policy_shares] == [1, 1]
+    assert [len(shares) for shares in engine.critic_shares] == [3, 3]
 
 
 # ---- schedule ----------------------------------------------------------------------------------------------------

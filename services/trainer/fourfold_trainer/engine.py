@@ -1,7 +1,7 @@
 """What the trainer asks of its engine: all ranks as one (`Engine`), and one rank's models (`Policy`, `Critic`).
 
     servicer -> core -> step -> Engine --- RankGroup --- link ---> RankWorker -> Policy, Critic     (every rank)
-                                                                   update.py
+                                           processes.py            update.py
 
 `core` and `step` know `Engine` alone and are tested with a fake one; `update` and the worker
 know `Policy` and `Critic` alone. `zero` implements those two, `ranks` the `Engine`.
@@ -9,10 +9,10 @@ know `Policy` and `Critic` alone. `zero` implements those two, `ranks` the `Engi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -25,6 +25,8 @@ from fourfold.wire import EMPTY_FLOATS, Float32Array
 from fourfold_trainer.batching import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.flops import Machine, ModelSize
 from fourfold_trainer.shards import Shard
+
+T = TypeVar("T")
 
 # Sums over tokens that metrics are made of, besides those that carry a metric's own name.
 RATIO_SUM: Final = "sum of the ratio of trainer to engine"
@@ -134,6 +136,12 @@ class Engine(Protocol):
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
         """Return the critic's value of the state before each asked token."""
 
+    def beside(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
+        """Make the critic's calls and the policy's, at the same time where it can; return what the latter return.
+
+        The critic's may come from another thread. An error of either is raised when both have ended.
+        """
+
     def save(self, folder: Path) -> None:
         """Write every rank's state into an existing folder, durably."""
 
@@ -189,6 +197,9 @@ class Trained(Protocol):
     def restore(self, shard: Shard) -> None:
         """Go back to what `read` returned."""
 
+    def close(self) -> None:
+        """Leave the process group."""
+
 
 class Policy(Trained, Protocol):
     """The model that samples and is trained."""
@@ -215,9 +226,6 @@ class Policy(Trained, Protocol):
 
     def weight_source(self) -> WeightSource:
         """Return where this rank's weights are."""
-
-    def close(self) -> None:
-        """Leave the process group."""
 
 
 class Critic(Trained, Protocol):

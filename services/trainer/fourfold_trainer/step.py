@@ -3,7 +3,8 @@
     shape      scores -> outcomes                                           credit.py
     look up    old log-probabilities and values, where they are needed      passes.py
     assign     outcomes -> advantages and returns of all tokens             credit.py
-    update     epochs x mini-batches: the critic, then the policy           update.py, on all ranks
+    update     epochs x mini-batches: the critic, then or beside it         update.py, on all ranks
+               the policy
     report     metrics                                                      report.py
 
 The formulas are in algorithm/.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -131,8 +133,7 @@ def train_step(engine: Engine, samples: Sequence[Sample], config: Config, *, ste
     batch = Batch.of(samples, algorithm)
     outcomes, memory = shape(batch, config, memory)
     work, critic_work = Work(), Work()
-    old = _look_up(engine.compute_logprobs, batch, config, work) if needs_old_logprobs(config) else None
-    values = _look_up(engine.compute_values, batch, config, critic_work) if algorithm.needs_critic else None
+    old, values = _look_up_both(engine, batch, config, work, critic_work)
     credit = assign(batch, outcomes, config, old=old, values=values, kl_coef=kl_coef)
     kl_in_loss = algorithm.kl.coef > 0 and algorithm.kl.placement == "loss"
     tokens = LossTokens.of(batch, credit, config, kl_in_loss=kl_in_loss)
@@ -148,10 +149,12 @@ def train_step(engine: Engine, samples: Sequence[Sample], config: Config, *, ste
     trains_policy = not algorithm.needs_critic or step >= config.critic.policy_starts_at_step
     for part in mini_batches(len(samples), config, step=step):
         weights = tokens.weights(part)
-        if algorithm.needs_critic:
-            _update_critic(engine, tokens, part, weights, result, step=step)
-        if trains_policy:
-            _update_policy(engine, tokens, part, weights, result, step=step)
+        critic = partial(_update_critic, engine, tokens, part, weights, result, step=step)
+        policy = partial(_update_policy, engine, tokens, part, weights, result, step=step)
+        if algorithm.needs_critic and trains_policy:
+            engine.beside(critic, policy)
+        else:
+            (policy if trains_policy else critic)()
     if result.policy_updates:
         result.skipped_reason = ""
     elif not trains_policy and result.critic_norms and not any(map(math.isfinite, result.critic_norms)):
@@ -169,10 +172,25 @@ def needs_old_logprobs(config: Config) -> bool:
     return config.batch.updates_per_step > 1 or for_the_reward
 
 
-def _look_up(compute: Compute, batch: Batch, config: Config, work: Work) -> Float32Array:
-    """Return a number for each action token, packed."""
-    work.add((len(s.token_ids) for s, p in zip(batch.samples, batch.positions, strict=True) if len(p)), backward=False)
-    return np.concatenate(look_up(compute, batch.samples, batch.positions, config))
+def _look_up_both(
+    engine: Engine, batch: Batch, config: Config, work: Work, critic_work: Work
+) -> tuple[Float32Array | None, Float32Array | None]:
+    """Return the old log-probability and the value of each action token, packed; None for what is not needed."""
+    lengths = [len(s.token_ids) for s, p in zip(batch.samples, batch.positions, strict=True) if len(p)]
+
+    def numbers(compute: Compute, work: Work, *, ranks: int = 0) -> Float32Array:
+        work.add(lengths, backward=False)
+        return np.concatenate(look_up(compute, batch.samples, batch.positions, config, ranks=ranks))
+
+    def logprobs() -> Float32Array | None:
+        return numbers(engine.compute_logprobs, work) if needs_old_logprobs(config) else None
+
+    if not config.algorithm.needs_critic:
+        return logprobs(), None
+    values: list[Float32Array] = []
+    ranks = config.critic_data_parallel_size
+    old = engine.beside(lambda: values.append(numbers(engine.compute_values, critic_work, ranks=ranks)), logprobs)
+    return old, values[0]
 
 
 def _update_policy(

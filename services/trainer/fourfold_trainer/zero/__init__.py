@@ -9,6 +9,6 @@
     policy.py      log-probabilities, weights for the engines, export
     critic.py      values
 
-The environment of `ranks.environment` must be set before anything here is imported: the device
+The environment of `processes.environment` must be set before anything here is imported: the device
 that DeepSpeed uses is chosen then. `join` comes before the first model.
 """

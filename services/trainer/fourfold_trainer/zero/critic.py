@@ -17,7 +17,9 @@ from fourfold_trainer.zero.models import load_model
 class DeepSpeedCritic(Trained):
     """The `Critic` of one rank: a body with a value head, of another folder or of the policy's."""
 
-    def __init__(self, config: Config, model_folder: Path, *, rank: int, exchange: Exchange | None = None) -> None:
+    def __init__(
+        self, config: Config, model_folder: Path, *, rank: int, gpu: int, exchange: Exchange | None = None
+    ) -> None:
         """Load the model; `join` was called before. The ranks of `exchange` share every row.
 
         Raises:
@@ -27,7 +29,7 @@ class DeepSpeedCritic(Trained):
         forward.install_values(model, forward.read_value_head(model_folder))
         if exchange is not None:
             forward.share_rows(model, exchange)
-        super().__init__(config, config.critic, model, rank=rank)
+        super().__init__(config, config.critic, model, rank=rank, gpu=gpu)
 
     def values(self, batch: TokenBatch) -> Tensor:
         """Return float32 [k]: the value of the state before each asked token."""

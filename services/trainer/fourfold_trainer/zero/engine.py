@@ -23,7 +23,7 @@ from fourfold_trainer.ema import Average
 from fourfold_trainer.flops import ModelSize
 from fourfold_trainer.muon import MOMENTUM, Muon
 from fourfold_trainer.zero import offload
-from fourfold_trainer.zero.group import device_of
+from fourfold_trainer.zero.group import device_of, leave
 from fourfold_trainer.zero.models import speed_up
 from fourfold_trainer.zero.settings import deepspeed_settings, make_optimizer
 
@@ -35,7 +35,14 @@ class Trained:
     """One rank's part of one model and its optimizer. All methods belong to the thread that made it."""
 
     def __init__(
-        self, config: Config, table: TrainerConfig | CriticConfig, model: Any, *, rank: int, ema: float = 0.0
+        self,
+        config: Config,
+        table: TrainerConfig | CriticConfig,
+        model: Any,
+        *,
+        rank: int,
+        gpu: int | None = None,
+        ema: float = 0.0,
     ) -> None:
         """Give the model to DeepSpeed.
 
@@ -44,12 +51,13 @@ class Trained:
             table: where the optimizer's settings are.
             model: whole, on this rank.
             rank: of this process.
+            gpu: of this process; None: that of the same number.
             ema: decay of the weights' moving average; 0: none is kept.
         """
         self._config, self._rank = config, rank
         self._max_grad_norm = table.max_grad_norm
         self._stage = config.trainer.zero_stage
-        self._device = device_of(config, rank)
+        self._device = device_of(config, rank if gpu is None else gpu)
         self.size = ModelSize.of(model)  # before it is partitioned
         speed_up(config, model)
         optimizer = make_optimizer(config, table, model)
@@ -160,6 +168,11 @@ class Trained:
                 self._average.tensors[index].copy_(state.get(shards.EMA, state[shards.MASTER]).view(master.shape))
         self._refresh()
         self._restore_random(shard)
+
+    def close(self) -> None:
+        """Leave the process group, which every model of this process is in."""
+        self._engine.destroy()
+        leave()
 
     def _restore_random(self, shard: shards.Shard) -> None:
         """Go on with this rank's random numbers; a rank that is new begins others, by the seed and Adam's count."""

@@ -18,7 +18,7 @@ from fourfold.weights.merged import MergedSource, merged
 from fourfold.weights.source import DenseSource, WeightSource, named_weights
 from fourfold.weights.zero3 import Zero3Source, make_whole
 from fourfold_trainer import checkpoint
-from fourfold_trainer.zero import group, lora
+from fourfold_trainer.zero import lora
 from fourfold_trainer.zero.engine import Trained
 from fourfold_trainer.zero.models import load_model
 
@@ -125,11 +125,6 @@ class DeepSpeedPolicy(Trained):
 
     def _check(self, folder: Path) -> None:
         lora.check_record(folder, self._adapters)
-
-    def close(self) -> None:
-        """Leave the process group."""
-        self._engine.destroy()
-        group.leave()
 
     def _gather_groups(self) -> Iterator[tuple[list[str], list[Any]]]:
         """Yield names and parameters, as many at once as the gather limit allows."""

@@ -104,6 +104,7 @@ def test_weights_are_sent_under_the_names_that_they_had(name: str) -> None:
 def test_adapters_stay_whole_and_nothing_else_does() -> None:
     config = config_of(Case(name="x", model="x", stage=3))
     model = build("llama", torch.float32)
+    forward.install(model)
     threshold = "stage3_param_persistence_threshold"
     assert threshold not in deepspeed_settings(config, model, max_grad_norm=1.0)["zero_optimization"]  # as a critic
     Adapters(LoraConfig(rank=4096), model, source=Path("base"), seed=5)
@@ -153,9 +154,10 @@ def test_without_peft_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
+    model = build("llama", torch.float32)
     monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(ConfigError) as caught:
-        Adapters(LoraConfig(rank=3), build("llama", torch.float32), source=Path("base"), seed=5)
+        Adapters(LoraConfig(rank=3), model, source=Path("base"), seed=5)
     assert caught.value.message == (
         "trainer.lora.rank = 3 needs PEFT, which cannot be imported (No module named 'peft'); "
         "pip install 'fourfold-trainer[lora]', or set it to 0"

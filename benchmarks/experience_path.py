@@ -121,7 +121,9 @@ class ReadyCore:
 
     async def train_step(self, step: int, samples: list[Sample], batch_sha256: str, *, timeout: float) -> StepAnswer:
         tokens = sum(len(sample.token_ids) for sample in samples)
-        return StepAnswer(step=step, policy_version=step, skipped_reason="", metrics={"train/tokens": float(tokens)})
+        return StepAnswer(
+            step=step, policy_version=step, skipped_reason="", metrics={"train/tokens_per_step": float(tokens)}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +191,7 @@ class Coordinator:
         experiences = (encode(sample) for group in groups for sample in group)
         response = await self._trainer.train_step(step, experiences, timeout=TIMEOUT)
         end = time.perf_counter()
-        trained = response.metrics["train/tokens"]
+        trained = response.metrics["train/tokens_per_step"]
         if trained != options.samples * options.tokens:
             raise RuntimeError(f"{trained:.0f} tokens arrived; {options.samples} x {options.tokens} were sent")
         timings.add(generate=generated - start, train=end - generated, total=end - start)

@@ -43,6 +43,7 @@ def algorithm_plan(config: Config) -> list[str]:
         _advantage(algorithm),
         _loss(algorithm),
         _total(config),
+        _routers(config),
         _correction(algorithm.correction),
         _filter(config),
         _updates(config),
@@ -152,6 +153,17 @@ def _total(config: Config) -> str:
     rule = _AGGREGATIONS[algorithm.aggregation]
     text = rule.format(term=" ".join(terms), length=config.sampling.max_new_tokens)
     return f"loss: {text} ({algorithm.aggregation})."
+
+
+def _routers(config: Config) -> str:
+    coef = config.trainer.router_aux_loss_coef
+    if not coef:
+        return ""
+    return (
+        f"loss of the routers: + {coef:g} E sum(f P), mean over the layers; f is the share of tokens routed to each of "
+        f"a layer's E experts, and P its mean probability, over the tokens of a micro-batch. Micro-batches weigh as "
+        f"their tokens."
+    )
 
 
 def _kl_term(kl: KlConfig, now: str) -> str:

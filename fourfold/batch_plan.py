@@ -20,7 +20,7 @@ class BatchPlan:
     samples_per_mini_batch: int
     """Of one optimizer step, at most."""
     samples_per_rank: int
-    """Of one step, on the trainer rank that has the most."""
+    """Of one step, on the trainer rank that has the most; with sequence parallelism, on the group of ranks."""
     samples_per_micro_batch: int
     """Of full length; more when they are short."""
     micro_batches_per_step: int
@@ -35,7 +35,7 @@ class BatchPlan:
 def batch_plan(config: Config) -> BatchPlan:
     """Derive the plan of a checked recipe."""
     samples = config.batch.samples_per_step
-    per_rank = -(-samples // config.trainer.ranks)
+    per_rank = -(-samples // config.trainer.data_parallel_size)
     per_mini_batch = -(-samples // config.batch.mini_batches_per_step)
     per_micro_batch = config.batch.tokens_per_micro_batch // config.model.max_context_tokens
     evaluated = config.data.eval is not None or config.data.holdout is not None
@@ -47,7 +47,7 @@ def batch_plan(config: Config) -> BatchPlan:
         samples_per_rank=per_rank,
         samples_per_micro_batch=per_micro_batch,
         micro_batches_per_step=config.batch.updates_per_step
-        * -(-per_mini_batch // (config.trainer.ranks * per_micro_batch)),
+        * -(-per_mini_batch // (config.trainer.data_parallel_size * per_micro_batch)),
         samples_in_run=samples * config.steps,
         evaluations=(0, *_every(config.evaluation.every_steps, config.steps)) if evaluated else (),
         checkpoints=_every(config.checkpoint.every_steps, config.steps),

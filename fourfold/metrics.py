@@ -2,7 +2,8 @@
 
 One line of `runs/NAME/metrics.jsonl` is one step: a JSON object with these names. The trainer
 sends its part in `TrainStepResponse.metrics` under the same names. A name that is not in
-`METRICS` is a bug.
+`METRICS` is a bug. Besides them a line has `step`, `diagnosis` (in words what is wrong with the
+step; empty: nothing) and `alarms` (what of it was told in the log).
 """
 
 from __future__ import annotations
@@ -23,18 +24,24 @@ REWARD_MEAN: Final = "reward/mean"
 REWARD_STD: Final = "reward/std"
 REWARD_MIN: Final = "reward/min"
 REWARD_MAX: Final = "reward/max"
+SCORE_MEAN: Final = "score/mean"
 ABSTAIN_COUNT: Final = "score/abstain_count"
 USEFUL_GROUPS: Final = "groups/useful"
 GROUPS_ALL_MAX: Final = "groups/all_max"
 GROUPS_ALL_MIN: Final = "groups/all_min"
+GROUPS_STD: Final = "groups/std_mean"
 FILTER_ACCEPT_RATE: Final = "groups/filter_accept_rate"
 PROMPTS_CONSUMED: Final = "groups/prompts_consumed"
 RESPONSE_LENGTH: Final = "length/response_mean"
 RESPONSE_LENGTH_P95: Final = "length/response_p95"
 RESPONSE_LENGTH_MAX: Final = "length/response_max"
+TOTAL_LENGTH: Final = "length/total_mean"
+TURNS: Final = "length/turns_mean"
 TRUNCATION_RATE: Final = "length/truncation_rate"
+NO_ACTION_RATE: Final = "length/no_action_rate"
 POLICY_LOSS: Final = "policy/loss"
 APPROX_KL: Final = "policy/approx_kl"
+APPROX_KL_K1: Final = "policy/approx_kl_k1"
 CLIP_FRACTION_LOW: Final = "policy/clip_fraction_low"
 CLIP_FRACTION_HIGH: Final = "policy/clip_fraction_high"
 DUAL_CLIP_FRACTION: Final = "policy/dual_clip_fraction"
@@ -42,7 +49,8 @@ RATIO_MEAN: Final = "policy/ratio_mean"
 RATIO_MIN: Final = "policy/ratio_min"
 RATIO_MAX: Final = "policy/ratio_max"
 ENTROPY: Final = "policy/entropy"
-REFERENCE_KL: Final = "kl/reference"
+KL_LOSS: Final = "kl/loss"
+REFERENCE_KL: Final = "kl/ref"
 REWARD_KL: Final = "kl/reward"
 KL_COEF: Final = "kl/coef"
 ADVANTAGE_MEAN: Final = "advantage/mean"
@@ -56,24 +64,37 @@ RETURN_MEAN: Final = "return/mean"
 MISMATCH_MEAN: Final = "mismatch/logprob_diff_mean"
 MISMATCH_MAX: Final = "mismatch/logprob_diff_max"
 MISMATCH_P99: Final = "mismatch/logprob_diff_p99"
+MISMATCH_PROBABILITY: Final = "mismatch/prob_diff_mean"
 MISMATCH_KL: Final = "mismatch/kl_k3"
 MISMATCH_KL_K1: Final = "mismatch/kl_k1"
 MISMATCH_CHI2: Final = "mismatch/chi2"
+MISMATCH_NONFINITE: Final = "mismatch/nonfinite"
 EFFECTIVE_SAMPLE_SIZE: Final = "mismatch/ess"
 CORRECTION_WEIGHT: Final = "mismatch/is_weight_mean"
+CORRECTION_WEIGHT_MIN: Final = "mismatch/is_weight_min"
+CORRECTION_WEIGHT_MAX: Final = "mismatch/is_weight_max"
+TRUNCATED_WEIGHTS: Final = "mismatch/truncated_fraction"
 REJECTED_TOKENS: Final = "mismatch/rejected_token_fraction"
+REJECTED_SAMPLES: Final = "mismatch/rejected_sample_fraction"
+ROUTER_LOSS: Final = "moe/aux_loss"
+ROUTER_VIOLATION: Final = "moe/max_violation"
 GRAD_NORM: Final = "train/grad_norm"
 CRITIC_GRAD_NORM: Final = "train/critic_grad_norm"
 LEARNING_RATE: Final = "train/lr"
 CRITIC_LEARNING_RATE: Final = "train/critic_lr"
 UPDATES: Final = "train/updates"
 TRAIN_SPEED: Final = "train/tokens_per_second"
+TRAIN_TFLOPS: Final = "train/tflops_per_second"
+MFU: Final = "train/mfu"
 SKIPPED_STEPS: Final = "train/skipped_steps"
-TRAINED_TOKENS: Final = "train/tokens"
-TRAINED_SAMPLES: Final = "train/trained_samples"
+NONFINITE_LOSS: Final = "train/nonfinite_loss"
+TRAINED_TOKENS: Final = "train/tokens_per_step"
+TRAINED_SAMPLES: Final = "train/samples_per_step"
+DUMMY_FRACTION: Final = "train/dummy_fraction"
 PADDING_FRACTION: Final = "train/padding_fraction"
 POLICY_LAG_MEAN: Final = "train/policy_lag_mean"
 POLICY_LAG_MAX: Final = "train/policy_lag_max"
+LAG_SPAN: Final = "train/lag_span"
 PROBE_DIFF_MEAN: Final = "weights/probe_diff_mean"
 PROBE_DIFF_MAX: Final = "weights/probe_diff_max"
 PUBLISH_SECONDS: Final = "weights/publish_seconds"
@@ -98,18 +119,24 @@ METRICS: Final[dict[str, str]] = {
     REWARD_STD: "score units: standard deviation of these scores",
     REWARD_MIN: "score units: lowest of these scores",
     REWARD_MAX: "score units: highest of these scores",
+    SCORE_MEAN: "score units: mean score of the samples that came to the trainer: after the filter, before any penalty",
     ABSTAIN_COUNT: "samples: on which the scorer had nothing to say",
     USEFUL_GROUPS: "share in [0, 1]: groups whose scores differ, of all generated for the step, before the filter",
     GROUPS_ALL_MAX: "share in [0, 1]: groups in which every sample has the step's highest score, before the filter",
     GROUPS_ALL_MIN: "share in [0, 1]: groups in which every sample has the step's lowest score, before the filter",
+    GROUPS_STD: "score units: standard deviation of the scores within a group, mean over the groups, before the filter",
     FILTER_ACCEPT_RATE: "share in [0, 1]: groups that the filter let through, of all generated; 1 without a filter",
     PROMPTS_CONSUMED: "prompts: drawn for the step, those of filtered and lost groups included",
     RESPONSE_LENGTH: "tokens: mean length of a completion, before the filter",
     RESPONSE_LENGTH_P95: "tokens: 95th percentile of the lengths of completions, before the filter",
     RESPONSE_LENGTH_MAX: "tokens: length of the longest completion, before the filter",
+    TOTAL_LENGTH: "tokens: mean length of a sample, prompt and all turns, before the filter",
+    TURNS: "turns: mean number of stretches of sampled tokens in a sample, before the filter",
     TRUNCATION_RATE: "share in [0, 1]: completions that a budget ended, before the filter",
+    NO_ACTION_RATE: "share in [0, 1]: samples without a sampled token, before the filter",
     POLICY_LOSS: "value of the minimised policy loss, as the recipe adds it up; mean over the step's updates",
     APPROX_KL: "nats per token: k3 estimate of KL(old || current) during the update",
+    APPROX_KL_K1: "nats per token: k1 estimate of the same, which may be below 0",
     CLIP_FRACTION_LOW: "share in [0, 1]: trained tokens whose ratio is below 1 - clip_low, and is clipped",
     CLIP_FRACTION_HIGH: "share in [0, 1]: trained tokens whose ratio is above 1 + clip_high, and is clipped",
     DUAL_CLIP_FRACTION: "share in [0, 1]: trained tokens whose loss the dual clip bounds",
@@ -117,6 +144,7 @@ METRICS: Final[dict[str, str]] = {
     RATIO_MIN: "smallest of them",
     RATIO_MAX: "largest of them",
     ENTROPY: "nats: mean entropy of the policy at the sampling temperature, over trained tokens",
+    KL_LOSS: "nats: value of the KL term of the loss, before its coefficient; mean over the step's updates",
     REFERENCE_KL: "nats per token: k3 estimate of KL(old || reference), over trained tokens",
     REWARD_KL: "nats per token: the estimate that is subtracted from the rewards",
     KL_COEF: "coefficient of the KL term in this step",
@@ -131,24 +159,37 @@ METRICS: Final[dict[str, str]] = {
     MISMATCH_MEAN: "nats: mean |trainer logprob - engine logprob| over trained tokens, same weights",
     MISMATCH_MAX: "nats: largest |trainer logprob - engine logprob|",
     MISMATCH_P99: "nats: 99th percentile of |trainer logprob - engine logprob|",
+    MISMATCH_PROBABILITY: "mean |trainer probability - engine probability| over trained tokens",
     MISMATCH_KL: "nats per token: k3 estimate of KL(engine || trainer)",
     MISMATCH_KL_K1: "nats per token: k1 estimate of KL(engine || trainer)",
     MISMATCH_CHI2: "mean squared ratio of trainer to engine, minus 1",
+    MISMATCH_NONFINITE: "tokens: whose engine log-probability is not finite; they are left out of these numbers",
     EFFECTIVE_SAMPLE_SIZE: "share in (0, 1]: of trained tokens that count after weighting with that ratio",
     CORRECTION_WEIGHT: "mean weight that the correction gives to a token; a rejected one has 0",
+    CORRECTION_WEIGHT_MIN: "smallest weight of a token that is not rejected",
+    CORRECTION_WEIGHT_MAX: "largest of them",
+    TRUNCATED_WEIGHTS: "share in [0, 1]: tokens whose weight the correction bounds",
     REJECTED_TOKENS: "share in [0, 1]: tokens that the correction rejects",
+    REJECTED_SAMPLES: "share in [0, 1]: trained samples of which it rejects every token",
+    ROUTER_LOSS: "load-balancing loss of the routers; top-k where all experts are used alike, mean over the updates",
+    ROUTER_VIOLATION: "load of the busiest expert over the mean load, minus 1; of the worst layer, over the step",
     GRAD_NORM: "L2 norm of the gradient before clipping, mean over the step's updates",
     CRITIC_GRAD_NORM: "the same of the critic",
     LEARNING_RATE: "learning rate of the update",
     CRITIC_LEARNING_RATE: "learning rate of the critic's update",
     UPDATES: "optimizer steps of the policy in this step",
     TRAIN_SPEED: "tokens per second: of all samples of the step, prompts included, by the time in the trainer",
+    TRAIN_TFLOPS: "TFLOP/s per GPU: of the models' passes, recomputation not counted, by the time in the trainer",
+    MFU: "share in [0, 1]: of the GPUs' peak rate in bfloat16 that these are; none where the peak is not known",
     SKIPPED_STEPS: "steps: that changed nothing since the start of the run: nothing to learn, or an overflow",
-    TRAINED_TOKENS: "tokens: of the samples that the policy was trained on, once for every epoch",
+    NONFINITE_LOSS: "updates: of the policy in this step whose loss was not finite",
+    TRAINED_TOKENS: "tokens: that the policy was trained on, those of the loss alone, once for every epoch",
     TRAINED_SAMPLES: "samples: in the update",
-    PADDING_FRACTION: "share in [0, 1]: dummies in the trainer's micro-batches; there is no padding",
+    DUMMY_FRACTION: "share in [0, 1]: micro-batches of the policy that are dummies, for ranks with fewer than others",
+    PADDING_FRACTION: "share in [0, 1]: tokens in the policy's micro-batches that belong to no sample",
     POLICY_LAG_MEAN: "policy versions: mean of the trainer's version minus the oldest that sampled the trajectory",
     POLICY_LAG_MAX: "policy versions: largest of them",
+    LAG_SPAN: "policy versions: newest minus oldest version within a sample, largest of the step",
     PROBE_DIFF_MEAN: "nats: mean |trainer - engine| on the probe prompt after the update, worst engine",
     PROBE_DIFF_MAX: "nats: largest |trainer - engine| on the probe prompt after the update",
     PUBLISH_SECONDS: "seconds: from the first call of the weight update to the last commit",

@@ -15,6 +15,7 @@ import fcntl
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -132,6 +133,42 @@ def shape(source: str) -> ModelShape:
     return folder_shape(folder)
 
 
+def tensor_shapes(source: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's tensors by name, from file headers, or for a built-in from its sizes.
+
+    Raises:
+        ConfigError: as in `shape`.
+    """
+    if source.startswith(BUILTIN_PREFIX):
+        return _llama_shapes(_builtin(source.removeprefix(BUILTIN_PREFIX)).shape)
+    folder = Path(source).expanduser()
+    _check_folder(folder, source)
+    return _tensor_shapes(folder)
+
+
+def _llama_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a Llama, the one architecture of built-in models."""
+    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    block: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (shape.intermediate, hidden),
+        "mlp.up_proj": (shape.intermediate, hidden),
+        "mlp.down_proj": (hidden, shape.intermediate),
+    }
+    head = {} if shape.tied else {"lm_head.weight": (shape.vocabulary, hidden)}
+    return {
+        "model.embed_tokens.weight": (shape.vocabulary, hidden),
+        **{f"model.layers.{i}.{name}.weight": size for i in range(shape.layers) for name, size in block.items()},
+        "model.norm.weight": (hidden,),
+        **head,
+    }
+
+
 def folder_shape(folder: Path) -> ModelShape:
     """Return the sizes of the model in a folder.
 
@@ -151,7 +188,7 @@ def folder_shape(folder: Path) -> ModelShape:
             intermediate=int(config["intermediate_size"]),
             vocabulary=int(config["vocab_size"]),
             tied=bool(config.get("tie_word_embeddings", False)),
-            parameter_count=sum(_parameter_count(file) for file in sorted(folder.glob("*.safetensors"))),
+            parameter_count=sum(math.prod(shape) for shape in _tensor_shapes(folder).values()),
         )
     except KeyError as error:
         raise ConfigError(
@@ -272,21 +309,20 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _parameter_count(file: Path) -> int:
-    """Count elements from a safetensors header: 8 bytes of little-endian length, then JSON."""
+def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of a folder, by name."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: shape for file in files for name, shape in _header(file).items()}
+
+
+def _header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes in a safetensors header: 8 bytes of little-endian length, then JSON."""
     try:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             if size > 100 << 20:
                 raise ValueError(f"header of {size} bytes")
             header = json.loads(stream.read(size))
-        return sum(_product(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        return {name: tuple(map(int, entry["shape"])) for name, entry in header.items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file}: not a safetensors file ({error}); save the model again") from None
-
-
-def _product(numbers: list[int]) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result

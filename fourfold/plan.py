@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Final
 
 from fourfold import config as configuration
-from fourfold import models
+from fourfold import models, sequence_parallel
+from fourfold.adapters import AdapterPlan, adapter_plan
 from fourfold.algorithm_plan import algorithm_plan
 from fourfold.batch_plan import BatchPlan, batch_plan
 from fourfold.config import Config, DataSourceConfig
 from fourfold.memory_plan import GIB, MemoryRow, checkpoint_bytes, kv_bytes_per_token, memory_plan, weight_bytes
 from fourfold.models import ModelShape
+from fourfold.optimizer_plan import optimizer_plan
 
 _WIDTH: Final = 110
 _LABEL: Final = 12
@@ -38,19 +40,24 @@ def describe(config: Config) -> str:
     """Return the plan as text.
 
     Raises:
-        ConfigError: the model is not there.
+        ConfigError: the model is not there, or its rows cannot be shared as `trainer.sequence_parallel_size` says.
     """
+    sequence_parallel.check(config)
     shape, plan = models.shape(config.model.source), batch_plan(config)
     own_critic = config.algorithm.needs_critic and config.critic.source
     critic = models.shape(config.critic.source) if own_critic else shape
+    adapters = adapter_plan(config)
+    trained = adapters.parameter_count if adapters else None
     sentences = [
         ("model", _model(config, shape)),
+        *([("lora", _lora(config, shape, adapters))] if adapters else []),
         ("data", _data(config)),
         ("held out", _held_out(config, plan)),
         ("one step", _step(config, plan)),
         *zip_longest(["algorithm"], algorithm_plan(config), fillvalue=""),
-        ("the run", _run(config, plan, checkpoint_bytes(config, shape, critic))),
+        ("the run", _run(config, plan, checkpoint_bytes(config, shape, critic, trained=trained))),
         ("trainer", _trainer(config, plan)),
+        *zip_longest(["optimizer"], optimizer_plan(config), fillvalue=""),
         ("rollout", _rollout(config, shape)),
         ("reward", _reward(config)),
         ("reference", _reference(config)),
@@ -63,7 +70,7 @@ def describe(config: Config) -> str:
         lines += textwrap.wrap(
             text, _WIDTH, initial_indent=label.ljust(_LABEL), subsequent_indent=" " * _LABEL, break_on_hyphens=False
         )
-    return "\n".join([*lines, "", *memory_table(memory_plan(config, shape, critic))]) + "\n"
+    return "\n".join([*lines, "", *memory_table(memory_plan(config, shape, critic, trained=trained))]) + "\n"
 
 
 def _model(config: Config, shape: ModelShape) -> str:
@@ -72,6 +79,16 @@ def _model(config: Config, shape: ModelShape) -> str:
     return (
         f"{shape.parameter_count / 1e6:,.1f}M parameters: {shape.layers} layers of {shape.hidden}, {shape.heads} heads "
         f"({shape.kv_heads} for keys and values), vocabulary {shape.vocabulary:,}{tied}. Trained in {kind}."
+    )
+
+
+def _lora(config: Config, shape: ModelShape, adapters: AdapterPlan) -> str:
+    lora = config.trainer.lora
+    share = adapters.parameter_count / shape.parameter_count
+    return (
+        f"adapters of rank {lora.rank} in {adapters.layers:,} linear layers ({', '.join(adapters.kinds)}), scale "
+        f"{lora.scale:g}: {adapters.parameter_count / 1e6:,.2f}M parameters are trained, {share:.2%} of the model's; "
+        f"the others stay as they are. Engines and exports get the sum."
     )
 
 
@@ -155,19 +172,31 @@ def _trainer(config: Config, plan: BatchPlan) -> str:
     where = "started by hand, " if trainer.replicas == 0 else ""
     device = "GPU" if trainer.device == "cuda" else "CPU"
     ranks = f"{trainer.ranks} {'rank' if trainer.ranks == 1 else 'ranks'}"
-    each = f"{plan.samples_per_rank:,} of them on each rank, " if trainer.ranks > 1 else ""
+    shared = trainer.sequence_parallel_size > 1
+    owner = f"group of {trainer.sequence_parallel_size} ranks" if shared else "rank"
+    each = f"{plan.samples_per_rank:,} of them on each {owner}, " if trainer.ranks > 1 else ""
+    slices = (
+        f" The {trainer.sequence_parallel_size} ranks of a group share every micro-batch (sequence parallelism): each "
+        f"holds at most {-(-config.batch.tokens_per_micro_batch // trainer.sequence_parallel_size):,} tokens of it."
+        if shared
+        else ""
+    )
     both = " for policy and critic" if config.algorithm.needs_critic else ""
+    if config.critic_apart:
+        own = f"{config.critic.ranks} {'rank' if config.critic.ranks == 1 else 'ranks'}"
+        both = f" for the policy, and {own} of its own for the critic, at the same time"
     ema = (
         f" A moving average of the weights, decay {trainer.ema_decay:g} with each optimizer step, is exported, too, as "
         f"runs/{config.name}/model-ema."
         if trainer.ema_decay
         else ""
     )
+    split = ", but for the routers' loss" if trainer.router_aux_loss_coef else ""
     return (
         f"{where}{ranks} on {device}{both}, ZeRO stage {trainer.zero_stage}. The {plan.samples_per_step:,} "
         f"trajectories go, {each}in micro-batches of at most {config.batch.tokens_per_micro_batch:,} tokens: "
         f"{plan.samples_per_micro_batch:,} of full length, so {plan.micro_batches_per_step:,} passes at most. How they "
-        f"are split changes nothing in the result.{ema}"
+        f"are split changes nothing in the result{split}.{slices}{ema}"
     )
 
 

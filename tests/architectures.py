@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import pytest
 import torch
 import transformers
 
@@ -56,10 +57,10 @@ ARCHITECTURES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 }
 
 
-def build(name: str, dtype: torch.dtype) -> Any:
-    """Return a model in evaluation mode; the same name gives the same weights."""
+def build(name: str, dtype: torch.dtype, **more: Any) -> Any:
+    """Return a model in evaluation mode; the same name, and what `more` changes of its sizes, give the same weights."""
     family, changes = ARCHITECTURES[name]
-    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **changes})
+    config = getattr(transformers, f"{family}Config")(**{**_SHAPE, **changes, **more})
     model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
     model.eval()
     model.set_experts_implementation("eager")  # the others have no float64
@@ -72,3 +73,10 @@ def build(name: str, dtype: torch.dtype) -> Any:
             else:
                 parameter.copy_(1.2 * noise / parameter.shape[-1] ** 0.5)
     return model
+
+
+def know_float64_alone(patch: pytest.MonkeyPatch) -> None:
+    """Make float32 mean float64: architectures compute norms, positions and softmax in it whatever the weights are."""
+    for name in ("float32", "float"):
+        patch.setattr(torch, name, torch.float64)
+    patch.setattr(torch.Tensor, "float", torch.Tensor.double)

@@ -1,5 +1,7 @@
 """Every preset on a tiny generated model: `python -m tests.learning_driver MODEL OUT PRESET...`.
 
+`grpo-lora` is grpo with adapters.
+
 The trainer is the real one, DeepSpeed included; the sampler is a plain PyTorch loop over the
 weights that it exports. A token with an id in the lower half of the vocabulary is worth a point,
 so that the reward of a random model is about a half. OUT/<preset>.json gets the mean reward of
@@ -30,6 +32,7 @@ NEW_TOKENS: Final = 10
 PROMPTS: Final = np.arange(1, 25, dtype=np.int64).reshape(6, 4) * 17 % 512  # six prompts of four tokens
 # What learns at this size: GSPO's narrow clip needs several small updates, the critic a head start.
 MINI_BATCHES: Final = {"gspo": 4, "ppo": 2, "dapo": 2}
+LORA: Final = "-lora"
 
 
 def recipe(preset: str, model: Path) -> Config:
@@ -48,8 +51,13 @@ def recipe(preset: str, model: Path) -> Config:
                 "tokens_per_micro_batch": 512,
                 "mini_batches_per_step": MINI_BATCHES.get(preset, 1),
             },
-            "algorithm": {"preset": preset},
-            "trainer": {"zero_stage": 0, "learning_rate": 3e-3, "step_timeout_seconds": 60},
+            "algorithm": {"preset": preset.removesuffix(LORA)},
+            "trainer": {
+                "zero_stage": 0,
+                "learning_rate": 1e-2 if preset.endswith(LORA) else 3e-3,
+                "step_timeout_seconds": 60,
+                "lora": {"rank": 4} if preset.endswith(LORA) else {},
+            },
             "critic": {"learning_rate": 3e-3},
         }
     )

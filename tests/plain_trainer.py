@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from fourfold.config import Config
 from fourfold_trainer.passes import mini_batches
@@ -18,16 +20,35 @@ from tests.trainer_driver import LEARNING_RATE, OPTIM, batch, loss_weights
 Arrays = Mapping[str, Any]
 
 
-def plain(folder: Path, *, kl_coef: float = 0.0, ema: float = 0.0) -> Arrays:
-    """Train the three steps in plain PyTorch, and look the fixed batch up before and after, and under the average."""
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+def plain(
+    folder: Path,
+    *,
+    kl_coef: float = 0.0,
+    ema: float = 0.0,
+    router_coef: float = 0.0,
+    model: Any = None,
+    optimizer_of: Any = None,
+) -> Arrays:
+    """Train the three steps in plain PyTorch, and look the fixed batch up before and after, and under the average.
+
+    Args:
+        folder: of the model.
+        kl_coef: of the KL term in the loss.
+        ema: decay of the average.
+        router_coef: of the routers' load-balancing loss.
+        model: whose parameters that need a gradient are trained; None: the folder's.
+        optimizer_of: makes the optimizer of a model; None: AdamW.
+    """
+    if model is None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     average = copy.deepcopy(model)
-    optimizer = _plain_adam(model)
+    optimizer = (optimizer_of or _plain_adam)(model)
     seen: dict[str, Any] = {"before": lookup(model), "losses": [], "norms": []}
     for number in (1, 2, 3):
         loss, kl = _loss(model, number)
         optimizer.zero_grad()
-        torch.autograd.backward(loss + kl_coef * kl)
+        balance = router_coef * _router_loss(model, number) if router_coef else 0.0
+        torch.autograd.backward(loss + kl_coef * kl + balance)
         seen["losses"] += [float(loss.detach()), 0.0]
         seen["norms"].append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
@@ -89,6 +110,23 @@ def _loss(model: Any, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         loss = loss - (torch.exp(logprobs - logprobs.detach()) * advantage).sum() / total
         kl = kl + (torch.exp(difference) - 1 - difference).clamp(max=10).sum() / total
     return loss, kl
+
+
+def _router_loss(model: Any, number: int) -> torch.Tensor:
+    """Return transformers' loss of each layer over all samples that have an advantage, the mean of them."""
+    groups = defaultdict(set)
+    for one in batch(number):
+        groups[one.group_id].add(one.score)
+    rows = [torch.from_numpy(s.token_ids).long() for s in batch(number) if len(groups[s.group_id]) > 1]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    logits = model(input_ids=ids, attention_mask=mask, output_router_logits=True).router_logits
+    config = model.config
+    losses = [
+        load_balancing_loss_func((layer,), config.num_local_experts, config.num_experts_per_tok, mask)
+        for layer in logits
+    ]
+    return torch.stack([torch.as_tensor(loss) for loss in losses]).mean()
 
 
 @torch.no_grad()

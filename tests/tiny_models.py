@@ -49,6 +49,11 @@ _FAMILIES: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
         "GemmaForCausalLM",
         {"tie_word_embeddings": True, "hidden_activation": "gelu_pytorch_tanh"},
     ),
+    "mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {"tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
     # Runs in vLLM, but no test covers a weight update of it.
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"tie_word_embeddings": False}),
 }

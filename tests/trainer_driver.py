@@ -18,17 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.numpy
+import safetensors.torch
 import torch
 
 from fourfold.config import Config
+from fourfold.metrics import PADDING_FRACTION
 from fourfold.wire import Float32Array, Sample
 from fourfold_trainer.checkpoint import layout_of
 from fourfold_trainer.credit import Memory
 from fourfold_trainer.passes import Compute, add_gradient, forward, look_up
 from fourfold_trainer.ranks import RankGroup
+from fourfold_trainer.report import summarise
 from fourfold_trainer.step import Result, train_step
 from tests.fakes.trainer_engine import group_of
+from tests.plain_gradients import ragged
 
 REPOSITORY = Path(__file__).parents[1]
 SERVICES = ("rollout", "trainer", "reward", "coordinator")
@@ -44,22 +47,38 @@ class Case:
     model: str
     stage: int = 3
     ranks: int = 1
+    sequence: int = 1
+    """Ranks that share a row."""
     dtype: str = "float32"
+    device: str = "cpu"
     budget: int = 512
     algorithm: dict[str, Any] = field(default_factory=dict)
     mini_batches: int = 1
     checkpointing: bool = False
     does: str = "train"
-    """train: three steps. restore: two, save, two more; then back, and the third again. resume: the same, and a
-    new engine loads and does the third, too. poison: a step whose gradient overflows comes first. copy: load
-    `source`, save, the third step. average: three steps; saves after the second, then back, and the third again. parts:
-    a gradient is discarded, then three steps of two parts each, the second with another learning rate and norm, and
-    looked up in between."""
+    """train: three steps, and with a folder the weights, too. restore: two, save, two more; then back, and the third
+    again. resume: the same, and a new engine loads and does the third, too. poison: a step whose gradient overflows
+    comes first. copy: load `source`, save, the third step. average: three steps; saves after the second, then back, and
+    the third again. parts: a gradient is discarded, then three steps of two parts each, the second with another
+    learning rate and norm, and looked up in between. stream: a step, then the weights as they are exported and as they
+    would be sent. split: the first step, again and again, of every batch of SPLITS with each of its budgets; saves
+    after each, in a folder of its own."""
     folder: str = ""
     """For the checkpoint."""
     source: str = ""
     """Folder of another case's checkpoint."""
     ema: float = 0.0
+    lora: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "adamw"
+    offload: str = "none"
+    router_coef: float = 0.0
+    max_grad_norm: float = 1.0
+    critic_source: str = ""
+    critic_ranks: int = 0
+
+
+# Tokens of a micro-batch, by kind of the batch: one pass on each rank, two or three, one for each sample.
+SPLITS = {"many": (512, 64, 25), "few": (512, 16), "one": (16,)}
 
 
 def batch(number: int) -> list[Sample]:
@@ -90,15 +109,28 @@ def config_of(case: Case) -> Config:
             },
             "sampling": {"max_new_tokens": 8},
             "algorithm": case.algorithm,
-            "critic": {"learning_rate": LEARNING_RATE, "weight_decay": 0.01},
+            "critic": {
+                "source": case.critic_source,
+                "ranks": case.critic_ranks,
+                "learning_rate": LEARNING_RATE,
+                "weight_decay": 0.01,
+                "max_grad_norm": case.max_grad_norm,
+            },
             "trainer": {
+                "device": case.device,
                 "ranks": case.ranks,
+                "sequence_parallel_size": case.sequence,
                 "zero_stage": case.stage,
                 "learning_rate": LEARNING_RATE,
+                "max_grad_norm": case.max_grad_norm,
                 "gradient_checkpointing": case.checkpointing,
                 "ema_decay": case.ema,
+                "optimizer": case.optimizer,
+                "offload": case.offload,
+                "router_aux_loss_coef": case.router_coef,
                 "step_timeout_seconds": 60,
                 "weight_decay": 0.01,
+                "lora": case.lora,
             },
         }
     )
@@ -125,6 +157,8 @@ class Run:
         self.case, self.config = case, config_of(case)
         self.losses: list[float] = []
         self.norms: list[float] = []
+        self.metrics: list[float] = []
+        """Of every step, in the order of their names; but for what depends on how a step is split."""
         self.engine = RankGroup(
             self.config, Path(case.model), run_dir=folder, member_id="trainer-0", on_death=self._on_death
         )
@@ -134,6 +168,8 @@ class Run:
         result = train_step(self.engine, batch(number), self.config, step=number, memory=Memory(kl_coef=kl_coef))
         self.losses += [result.policy.loss, result.critic.loss]
         self.norms += result.policy_norms + result.critic_norms
+        found = summarise(result, self.config, step=number)
+        self.metrics += [found[name] for name in sorted(found) if name != PADDING_FRACTION]
         return result
 
     def step(self, number: int) -> None:
@@ -177,20 +213,20 @@ class Run:
         """Return the critic's values of a fixed batch; none without a critic."""
         if not self.config.algorithm.needs_critic:
             return np.zeros(0, np.float32)
-        return self._look_up(self.engine.compute_values)
+        return self._look_up(self.engine.compute_values, ranks=self.config.critic_ranks)
 
-    def _look_up(self, compute: Compute) -> Float32Array:
+    def _look_up(self, compute: Compute, *, ranks: int = 0) -> Float32Array:
         samples = batch(99)
         every = [np.arange(1, len(s.token_ids)) for s in samples]
-        return np.concatenate(look_up(compute, samples, every, self.config))
+        return np.concatenate(look_up(compute, samples, every, self.config, ranks=ranks))
 
     def weights(self, name: str, *, ema: bool = False) -> Float32Array:
         """Export into a new folder beside the checkpoint; return all weights, one after another."""
         folder = Path(self.case.folder).with_name(f"{self.case.name} {name}")
         folder.mkdir()
         self.engine.export(folder, ema=ema)
-        tensors = safetensors.numpy.load_file(folder / "model.safetensors")
-        return np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
+        tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        return np.concatenate([tensors[name].float().numpy().ravel() for name in sorted(tensors)])
 
     def close(self) -> None:
         """End the engine so that another one can be made."""
@@ -229,14 +265,58 @@ def average(run: Run) -> dict[str, Any]:
     return seen
 
 
+def stream(run: Run) -> dict[str, Any]:
+    """Return all weights of one rank, before and after a step, and then as the source hands them out."""
+    seen: dict[str, Any] = {"before": run.weights("before")}
+    run.train(1)
+    seen["exported"] = run.weights("exported")
+    source = run.engine._worker.policy.weight_source()
+    source.begin_round()
+    manifest = source.manifest()
+    spans = sorted(manifest.spans_of_rank(0), key=lambda span: manifest.tensors[span.tensor].name)
+    seen["streamed"] = np.concatenate([source.read(span).float().cpu().numpy() for span in spans])
+    seen["streamed_from"] = np.array([str(source.read(span).device.type) for span in spans])
+    source.end_round()
+    run.close()
+    return seen
+
+
+def offloads(engine: RankGroup) -> list[bool]:
+    """Return whether DeepSpeed has the policy's optimizer, and its parameters, in main memory."""
+    optimizer: Any = engine._worker.policy._engine.optimizer  # type: ignore[attr-defined]
+    own = getattr(optimizer, "offload_optimizer", getattr(optimizer, "cpu_offload", False))
+    return [bool(own), bool(getattr(optimizer, "offload_param", False))]
+
+
+def split(run: Run) -> dict[str, Any]:
+    """Make the same step with every split; leave what Adam saw in checkpoints."""
+    folder = Path(run.case.folder)
+    (folder / "start").mkdir()
+    run.engine.save(folder / "start")
+    for kind, budgets in SPLITS.items():
+        for budget in budgets:
+            run.engine.load(folder / "start")
+            table = run.config.batch.model_copy(update={"tokens_per_micro_batch": budget})
+            config = run.config.model_copy(update={"batch": table})
+            samples = ragged(kind, vocabulary=VOCABULARY)
+            train_step(run.engine, samples, config, step=1, memory=Memory())
+            (folder / f"{kind} {budget}").mkdir()
+            run.engine.save(folder / f"{kind} {budget}")
+    run.close()
+    return {}
+
+
+WHOLE = {"copy": copy, "average": average, "split": split, "stream": stream}
+
+
 def perform(case: Case, folder: Path) -> dict[str, Any]:
     """Do what a case says; return arrays by name."""
     run = Run(case, folder)
     layout = layout_of(run.config, run.engine.manifest())
     (folder / f"{case.name}.json").write_text(json.dumps(layout))
-    if case.does in ("copy", "average"):
-        return (copy if case.does == "copy" else average)(run)
-    seen: dict[str, Any] = {"before": run.logprobs()}
+    if case.does in WHOLE:
+        return WHOLE[case.does](run)
+    seen: dict[str, Any] = {"before": run.logprobs(), "offloads": offloads(run.engine)}
     if case.does == "poison":
         poisoned = run.train(9, kl_coef=1e39)
         seen["poisoned_norm"] = poisoned.policy_norms[0]
@@ -266,6 +346,9 @@ def perform(case: Case, folder: Path) -> dict[str, Any]:
     if case.does != "restore":
         run.step(3)
     seen |= {"after": run.logprobs(), "values": run.values(), "losses": run.losses, "norms": run.norms}
+    seen["metrics"] = run.metrics
+    if case.does == "train" and case.folder:
+        seen["weights"] = run.weights("end")
     run.close()
     return seen
 

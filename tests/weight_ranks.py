@@ -32,6 +32,9 @@ class Case:
     persistence_threshold: int = 100_000
     freeze: str = ""
     offload: bool = False
+    """Move the engine's parameters to main memory and back, in between."""
+    in_main_memory: bool = False
+    """The engine keeps its partitions and its optimizer there always."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,7 @@ def _run(case: Case) -> Outcome:
     from fourfold.weights.zero3 import Zero3Source
 
     engine = _engine(case)
+    assert hasattr(engine.optimizer, "lp_param_buffer") != case.in_main_memory
     source = Zero3Source(engine, dtype=torch_dtype(case.sent_dtype) if case.sent_dtype else None)
     _train(engine)
     parameters = dict(engine.module.named_parameters())
@@ -110,6 +114,7 @@ def _engine(case: Case) -> Any:
         {"params": [p for _, p in trained if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for _, p in trained if p.dim() == 1], "weight_decay": 0.0},
     ]
+    place = {"device": "cpu", "pin_memory": False}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": case.dtype == "bfloat16"},
@@ -117,7 +122,9 @@ def _engine(case: Case) -> Any:
             "stage": 3,
             "stage3_param_persistence_threshold": case.persistence_threshold,
             "sub_group_size": 20_000,
+            **({"offload_param": place, "offload_optimizer": place} if case.in_main_memory else {}),
         },
+        "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=1e-2), config=config)

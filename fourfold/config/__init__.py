@@ -9,12 +9,12 @@ from fourfold.config.algorithm import (
 )
 from fourfold.config.dump import dump
 from fourfold.config.load import load
+from fourfold.config.lora import LoraConfig
 from fourfold.config.presets import PRESETS
 from fourfold.config.schema import (
     BatchConfig,
     CheckpointConfig,
     Config,
-    CriticConfig,
     DataConfig,
     DataSourceConfig,
     EvaluationConfig,
@@ -26,9 +26,9 @@ from fourfold.config.schema import (
     RolloutConfig,
     SamplingConfig,
     SecurityConfig,
-    TrainerConfig,
     WeightsConfig,
 )
+from fourfold.config.trainer import CriticConfig, TrainerConfig
 
 __all__ = [
     "PRESETS",
@@ -44,6 +44,7 @@ __all__ = [
     "FilterConfig",
     "HoldoutConfig",
     "KlConfig",
+    "LoraConfig",
     "ModelConfig",
     "ReferenceConfig",
     "RetryConfig",

@@ -6,15 +6,13 @@ can disagree. Units are in the names: `_seconds`, `_tokens`, `_bytes`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from fourfold.config.algorithm import AlgorithmConfig
-from fourfold.config.table import Table
-
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
+from fourfold.config.table import Name, Seconds, Table
+from fourfold.config.trainer import CriticConfig, TrainerConfig
 
 
 class ModelConfig(Table):
@@ -96,7 +94,8 @@ class BatchConfig(Table):
     group_size: int = Field(ge=1, le=256)
     """Samples of one prompt; most advantages compare them."""
     tokens_per_micro_batch: int = Field(default=4096, ge=16)
-    """Most tokens in one forward and backward pass of one rank."""
+    """Most tokens in one forward and backward pass of one rank, or of the `trainer.sequence_parallel_size` ranks that
+    share it."""
     mini_batches_per_step: int = Field(default=1, ge=1)
     """Optimizer steps on one pass over the batch, each on an equal part of its samples, drawn at random."""
     epochs_per_step: int = Field(default=1, ge=1)
@@ -153,54 +152,6 @@ class RolloutConfig(Table):
     """Skip compilation and CUDA graphs. Unset: true on CPU, false on GPUs."""
     public_listen: str = ""
     """host:port of the public port for agents (TLS and a token); empty: none."""
-
-
-class TrainerConfig(Table):
-    """The trainer service."""
-
-    replicas: Literal[0, 1] = 1
-    """1: the launcher starts it; 0: it is started by hand."""
-    ranks: int = Field(default=1, ge=1)
-    """Processes; on GPUs one GPU each."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    zero_stage: Literal[0, 1, 2, 3] = 3
-    learning_rate: float = Field(default=1e-6, gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up; linear and cosine would reach 0 one step after the last."""
-    warmup_steps: int = Field(default=0, ge=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    adam_betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    ema_decay: float = Field(default=0.0, ge=0, lt=1)
-    """Keep a moving average of the weights: after every optimizer step it is ema_decay * average + (1 - ema_decay) *
-    weights. The run exports it beside the model, as `model-ema`. 0: none."""
-    gradient_checkpointing: bool = False
-    liger_kernels: bool = False
-    """Fused kernels for norms, rotary embeddings and gated MLPs (package liger-kernel), on CUDA."""
-    step_timeout_seconds: Seconds = 3600.0
-    """Longest time one step, checkpoint or export may take."""
-
-    @model_validator(mode="after")
-    def _kernels_need_a_gpu(self) -> Self:
-        if self.liger_kernels and self.device != "cuda":
-            raise ValueError('`liger_kernels` run on GPUs alone; set device = "cuda", or remove them')
-        return self
-
-
-class CriticConfig(Table):
-    """The critic, in the trainer's ranks; there is one when `algorithm.advantage` is `gae`."""
-
-    source: str = ""
-    """A folder as for `model.source`; a reward or value model keeps its head. Empty: the policy's, with a new head."""
-    learning_rate: float = Field(default=9e-6, gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: int = Field(default=0, ge=0)
-    weight_decay: float = Field(default=0.0, ge=0)
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    value_clip: float = Field(default=0.5, ge=0)
-    """A value may move by this much in one step; 0: any."""
-    policy_starts_at_step: int = Field(default=1, ge=1)
-    """Before this step only the critic is trained."""
 
 
 class RewardConfig(Table):
@@ -311,6 +262,26 @@ class Config(Table):
         """Whether the algorithm compares with the reference policy."""
         return self.algorithm.kl.coef > 0
 
+    @property
+    def critic_apart(self) -> bool:
+        """Whether there is a critic with ranks of its own."""
+        return self.algorithm.needs_critic and self.critic.ranks > 0
+
+    @property
+    def critic_ranks(self) -> int:
+        """Ranks that have a part of the critic, where there is one."""
+        return self.critic.ranks or self.trainer.ranks
+
+    @property
+    def critic_data_parallel_size(self) -> int:
+        """Shares that the critic's micro-batches are dealt in."""
+        return self.critic.ranks if self.critic_apart else self.trainer.data_parallel_size
+
+    @property
+    def trainer_processes(self) -> int:
+        """All ranks of the trainer, the critic's own among them; on GPUs one GPU each."""
+        return self.trainer.ranks + (self.critic.ranks if self.critic_apart else 0)
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.sampling.max_new_tokens >= self.model.max_context_tokens:
@@ -335,11 +306,24 @@ class Config(Table):
             )
         batch = self.batch
         self.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)
-        if batch.samples_per_step < self.trainer.ranks * batch.mini_batches_per_step:
+        groups = self.trainer.data_parallel_size
+        if self.critic_apart and self.trainer.sequence_parallel_size > 1:
+            raise ValueError(
+                f"critic.ranks = {self.critic.ranks} and trainer.sequence_parallel_size = "
+                f"{self.trainer.sequence_parallel_size} do not go together; set critic.ranks = 0: the critic then "
+                f"shares the ranks and rows of the policy"
+            )
+        if self.critic_apart and batch.samples_per_step < self.critic.ranks * batch.mini_batches_per_step:
+            raise ValueError(
+                f"{batch.samples_per_step} samples in {batch.mini_batches_per_step} mini-batches cannot feed "
+                f"critic.ranks = {self.critic.ranks}; lower it, or raise batch.prompts_per_step"
+            )
+        if batch.samples_per_step < groups * batch.mini_batches_per_step:
+            what = "trainer ranks" if self.trainer.sequence_parallel_size == 1 else "groups of trainer ranks"
             raise ValueError(
                 f"{batch.prompts_per_step} prompts x {batch.group_size} per group = {batch.samples_per_step} samples "
-                f"cannot feed {self.trainer.ranks} trainer ranks in {batch.mini_batches_per_step} mini-batches; raise "
+                f"cannot feed {groups} {what} in {batch.mini_batches_per_step} mini-batches; raise "
                 f"batch.prompts_per_step to at least "
-                f"{-(-self.trainer.ranks * batch.mini_batches_per_step // batch.group_size)}"
+                f"{-(-groups * batch.mini_batches_per_step // batch.group_size)}"
             )
         return self

@@ -27,6 +27,8 @@ from torch.nn import functional
 from torch.nn.attention import varlen
 
 from fourfold.errors import ConfigError
+from fourfold.nn import sequence
+from fourfold.nn.sequence import Exchange
 from fourfold.nn.transfer import to_device
 
 NAME: Final = "fourfold_packed"
@@ -39,13 +41,15 @@ _VARLEN_HEAD_SIZE: Final = 256
 class Segments:
     """Where the segments of a packed row are, on one device; made once per forward pass, used by every layer."""
 
-    def __init__(self, lengths: Tensor, device: torch.device) -> None:
+    def __init__(self, lengths: Tensor, device: torch.device, exchange: Exchange | None = None) -> None:
         """Take the lengths of the segments.
 
         Args:
             lengths: [s] integers, each at least 1. On the CPU: reading them elsewhere waits for the device.
             device: of the row.
+            exchange: the ranks that share the row, each with an equal slice of it; None: it is all here.
         """
+        self.exchange = exchange
         self.lengths: list[int] = lengths.tolist()
         self.longest = max(self.lengths)
         self.device = device
@@ -110,7 +114,7 @@ def attend(
 
     Args:
         module: the layer that asks.
-        query: [1, h, t, d].
+        query: [1, h, t, d]. Where ranks share the row, t is that of a slice here and in the answer.
         key: [1, g, t, d], g a divisor of h.
         value: [1, g, t, d].
         window: tokens that a token reads, itself included; None: all. From `_window`.
@@ -129,7 +133,6 @@ def attend(
             f"{type(module).__name__} does not hand keyword arguments on to its attention, so samples cannot be packed "
             f"in one row; use another architecture, such as LlamaForCausalLM or Qwen2ForCausalLM"
         )
-    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = None if window is None or window >= segments.longest else window
     if softcap and query.is_cuda:
@@ -137,11 +140,26 @@ def attend(
             f"{type(module).__name__} caps attention scores at {softcap}, which the CUDA kernel for packed samples "
             f"cannot; use a model without attn_logit_softcapping, or train on the CPU"
         )
+    kernel = functools.partial(_attend, segments=segments, scale=scale, window=window, softcap=softcap)
+    rows = [x.transpose(1, 2) for x in (query, key, value)]
+    return kernel(*rows) if segments.exchange is None else sequence.attend(segments.exchange, kernel, *rows), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    segments: Segments,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Return [1, t, h, d] from query [1, t, h, d] and key and value [1, t, g, d] of the whole row."""
+    rows = [x[0] for x in (query, key, value)]
     if _has_varlen(query, value):
-        packed = _varlen(*rows, segments=segments, scale=scale, window=window)
-    else:
-        packed = _grouped(*rows, segments=segments, scale=scale, window=window, softcap=softcap)
-    return packed[None], None
+        return _varlen(*rows, segments=segments, scale=scale, window=window)[None]
+    return _grouped(*rows, segments=segments, scale=scale, window=window, softcap=softcap)[None]
 
 
 def _window(*, config: Any, local_size: int | None = None, use_vmap: bool = False, **arguments: Any) -> int | None:

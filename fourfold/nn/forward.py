@@ -10,6 +10,7 @@ packed row and the head on the asked rows alone:
 Both then compare with what the architecture itself gives for two short segments, one per row:
 a token that sees the other segment, or has another position, is found there. The heads are
 modules of the model because ZeRO-3 gathers the parameters of a module when that module is called.
+After `share_rows` several ranks call the model with the same row and do a slice of it each (sequence.py).
 
 Legend: t tokens of all samples, s samples, k asked rows, h hidden size, v vocabulary size.
 """
@@ -26,9 +27,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fourfold.errors import ConfigError
-from fourfold.nn import attention
+from fourfold.nn import attention, sequence
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.logprobs import token_logprobs
+from fourfold.nn.sequence import Exchange, RowSlice
 from fourfold.nn.transfer import to_device
 
 # Tokens of the two segments that are compared.
@@ -136,7 +138,9 @@ def install_values(model: Any, weight: Tensor | None = None) -> None:
         model.score = ValueHead(linear.weight, weight)
         model.forward = types.MethodType(_forward_values, model)
         probe = _probe_arguments(ids)
-        found = _hidden(model, probe["token_ids"], probe["lengths"])[probe["rows"]].float()
+        found = _asked_states(
+            model, probe["token_ids"], RowSlice(None, probe["lengths"], probe["rows"], ids.device)
+        ).float()
         model(**probe)
     share = float((found - own).norm(dim=1).max() / own.norm(dim=1).mean())
     if not share <= max(_PROBE_SHARE_ULPS * torch.finfo(linear.weight.dtype).eps, _PROBE_SHARE):
@@ -145,6 +149,16 @@ def install_values(model: Any, weight: Tensor | None = None) -> None:
             f"of packed samples differ by {share:.3g} of their length from its own; use another architecture, or teach "
             f"fourfold/nn/forward.py this one"
         )
+
+
+def share_rows(model: Any, exchange: Exchange) -> None:
+    """Let the ranks of `exchange` share every row from now on; the model was installed on each.
+
+    Raises:
+        ConfigError: the architecture is one whose rows cannot be divided among so many.
+    """
+    sequence.check(model, exchange.size)
+    model.exchange = exchange
 
 
 def read_value_head(folder: Path) -> Tensor | None:
@@ -167,11 +181,14 @@ def batch_arguments(batch: TokenBatch, device: torch.device) -> dict[str, Tensor
 
 
 def value_arguments(batch: TokenBatch, device: torch.device) -> dict[str, Tensor]:
-    """Return `batch` as the arguments of a model that gives values. Lengths stay on the CPU, where they are read."""
+    """Return `batch` as the arguments of a model that gives values.
+
+    Lengths and rows stay on the CPU, where they are read.
+    """
     return {
         "token_ids": to_device(batch.token_ids, device, torch.int64),
         "lengths": torch.from_numpy(batch.lengths),
-        "rows": to_device(batch.rows, device),
+        "rows": torch.from_numpy(batch.rows),
     }
 
 
@@ -200,29 +217,32 @@ def _forward_logprobs(
         self: the model.
         token_ids: [t], all samples one after another.
         lengths: [s], on the CPU.
-        rows: [k], index into the t hidden states.
+        rows: [k], index into the t hidden states; from the CPU nothing waits for the device.
         targets: [k] token ids.
         temperatures: [k].
         entropy: ask for entropies.
     """
-    chosen = _hidden(self, token_ids, lengths).index_select(0, rows)
-    result: tuple[Tensor, Tensor | None] = self.get_output_embeddings()(chosen, targets, temperatures, entropy)
-    return result
+    own = RowSlice(getattr(self, "exchange", None), lengths, rows, token_ids.device)
+    states = _asked_states(self, token_ids, own)
+    head = self.get_output_embeddings()
+    logprobs, entropies = head(states, own.asked(targets), own.asked(temperatures), entropy)
+    return own.gather(logprobs), None if entropies is None else own.gather(entropies)
 
 
 def _forward_values(self: Any, token_ids: Tensor, lengths: Tensor, rows: Tensor) -> Tensor:
     """Return values [k], float32; arguments as in `_forward_logprobs`."""
-    values: Tensor = self.score(_hidden(self, token_ids, lengths).index_select(0, rows))
-    return values
+    own = RowSlice(getattr(self, "exchange", None), lengths, rows, token_ids.device)
+    return own.gather(self.score(_asked_states(self, token_ids, own)))
 
 
-def _hidden(model: Any, token_ids: Tensor, lengths: Tensor) -> Tensor:
-    """Return the last hidden states [t, h] of packed samples."""
-    segments = attention.Segments(lengths, token_ids.device)
+def _asked_states(model: Any, token_ids: Tensor, own: RowSlice) -> Tensor:
+    """Return the last hidden states [k, h] of packed samples at the rows asked of this rank."""
+    segments = attention.Segments(own.lengths, token_ids.device, own.exchange)
+    ids, positions = own.tokens(token_ids), own.tokens(segments.positions)
     hidden: Tensor = model.base_model(
-        input_ids=token_ids[None], position_ids=segments.positions[None], use_cache=False, segments=segments
+        input_ids=ids[None], position_ids=positions[None], use_cache=False, segments=segments
     )[0]
-    return hidden[0]
+    return hidden[0].index_select(0, own.rows)
 
 
 def _output_embedding(model: Any) -> nn.Linear:

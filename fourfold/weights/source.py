@@ -7,7 +7,7 @@ to `end_round`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 import torch
@@ -16,6 +16,9 @@ from fourfold.errors import InvalidInput, WrongState
 from fourfold.weights.manifest import ITEM_BYTES, Manifest, Span, TensorSpec, aligned
 
 _DTYPE_PREFIX: Final = "torch."
+
+Rename = Callable[[str], str]
+"""Gives the name that a parameter is sent under; empty: it is not sent."""
 
 
 class WeightSource(Protocol):
@@ -40,13 +43,21 @@ class WeightSource(Protocol):
 class DenseSource:
     """Whole parameters, as with ZeRO stages 0 to 2 or no DeepSpeed at all: rank 0 sends everything."""
 
-    def __init__(self, model: torch.nn.Module, *, rank_count: int = 1, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        rank_count: int = 1,
+        dtype: torch.dtype | None = None,
+        rename: Rename | None = None,
+    ) -> None:
         """Describe the parameters of `model`.
 
         Args:
             model: a Hugging Face model; its parameters' names are the checkpoint's.
             rank_count: trainer ranks; all but rank 0 hold empty shards.
             dtype: type to send; None: each parameter's own.
+            rename: names of the checkpoint, where the parameters' are others; None: they are the same.
 
         Raises:
             WrongState: the model keeps state besides parameters, which an update would miss.
@@ -54,7 +65,7 @@ class DenseSource:
         """
         if rank_count < 1:
             raise InvalidInput(f"rank_count is {rank_count}; it must be at least 1")
-        self._parameters = list(named_weights(model))
+        self._parameters = list(named_weights(model, rename))
         tensors, spans, offset = [], [], 0
         for index, (name, parameter) in enumerate(self._parameters):
             spec = TensorSpec(name=name, dtype=dtype_name(dtype or parameter.dtype, name), shape=tuple(parameter.shape))
@@ -93,8 +104,8 @@ class DenseSource:
         """Nothing was taken."""
 
 
-def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield name and parameter, tied ones once.
+def named_weights(model: torch.nn.Module, rename: Rename | None = None) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield name and parameter of all that is sent, tied ones once.
 
     Raises:
         WrongState: the model has persistent buffers, which are part of a checkpoint but are not sent.
@@ -106,7 +117,9 @@ def named_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parame
                     f"{type(model).__name__} keeps a persistent buffer {module_name}.{name}; only models whose whole "
                     f"state is in parameters can be sent"
                 )
-    yield from model.named_parameters(remove_duplicate=True)
+    for name, parameter in model.named_parameters(remove_duplicate=True):
+        if sent := rename(name) if rename else name:
+            yield sent, parameter
 
 
 def dtype_name(dtype: torch.dtype, name: str) -> str:

@@ -6,7 +6,11 @@ optimizer's parameter groups. Partition r of a parameter of n elements over W ra
 elements [r * p, min((r + 1) * p, n)) with p = ceil(n / W); what is beyond n is padding.
 
     buffer of rank r   | partition of group 0's 1st | of its 2nd | ... | of group 1's 1st | ...
-    shard of rank r    = that buffer, byte for byte, then the frozen parameters
+    shard of rank r    = that buffer, byte for byte, then the frozen parameters; of a model that is all frozen but for
+                         its adapters, the frozen parameters alone
+
+An engine that offloads its parameters (`offload_param`) keeps them in main memory instead, pinned, in one buffer per
+group, `optimizer.param_groups_fp16_flat_cpu_memory`; the shard is these, one after another. They are read there.
 
 The layout is the same on all ranks, so each of them computes the whole manifest without a
 word to the others. Persistent parameters (small ones that DeepSpeed keeps whole between steps)
@@ -15,6 +19,7 @@ have their partition in the buffer like all others; reading it does not disturb 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,7 +29,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from fourfold.errors import WrongState
 from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partition_spans
-from fourfold.weights.source import dtype_name, named_weights, synchronize
+from fourfold.weights.source import Rename, dtype_name, named_weights, synchronize
 
 _UNSUPPORTED: Final = "send from an engine without it, or use ZeRO stage 2"
 
@@ -36,28 +41,30 @@ class _Piece:
     name: str
     parameter: Any  # torch.nn.Parameter with DeepSpeed's ds_* attributes
     partition_count: int  # elements of each rank's partition, padding included
-    element: int  # first element in the buffer; -1: a frozen parameter, outside
+    position: int  # first byte in the buffers, one after another; -1: a frozen parameter, outside
 
 
 class Zero3Source:
     """The shard of one rank of a ZeRO-3 engine."""
 
-    def __init__(self, engine: Any, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, engine: Any, *, dtype: torch.dtype | None = None, rename: Rename | None = None) -> None:
         """Describe the engine's parameters; no communication.
 
         Args:
             engine: what `deepspeed.initialize` returned, stage 3, with an optimizer.
             dtype: type to send; None: the one that DeepSpeed keeps the partitions in.
+            rename: names of the checkpoint, where the parameters' are others; None: they are the same.
 
         Raises:
             WrongState: not stage 3, or a feature of it whose layout is not known here.
         """
         self._optimizer = _stage3_optimizer(engine)
-        self._buffer_pointer = self._optimizer.lp_param_buffer.data_ptr()
+        self._device = torch.device(engine.device)
+        self._pointers = [buffer.data_ptr() for buffer in self._buffers]
         group = self._optimizer.dp_process_group
         self._rank = int(torch.distributed.get_rank(group))
         rank_count = int(torch.distributed.get_world_size(group))
-        self._pieces = [self._piece(name, p, rank_count) for name, p in named_weights(engine.module)]
+        self._pieces = [self._piece(name, p, rank_count) for name, p in named_weights(engine.module, rename)]
         self._manifest = self._lay_out(rank_count, dtype)
 
     @property
@@ -75,18 +82,18 @@ class Zero3Source:
         Raises:
             WrongState: the engine's states are offloaded, or were moved.
         """
-        synchronize(self._optimizer.lp_param_buffer.device)
+        synchronize(self._device)
         offloaded = [str(state) for state in self._optimizer.offloaded_states]
         if any("lp_params" in state for state in offloaded):
             raise WrongState(f"the engine's states {offloaded} are offloaded; call engine.reload_states() first")
-        if self._optimizer.lp_param_buffer.data_ptr() != self._buffer_pointer:
+        if [buffer.data_ptr() for buffer in self._buffers] != self._pointers:
             raise WrongState("the engine's parameters were moved, by offload_states perhaps; make a new source")
         for piece in self._pieces:
-            element = self._element(piece.parameter)
-            available = piece.parameter.ds_tensor.status is PartitionedParamStatus.AVAILABLE
-            if element != piece.element or piece.parameter.ds_tensor.numel() != piece.partition_count or not available:
+            partition, position = piece.parameter.ds_tensor, self._position(piece.parameter)
+            available = partition.status is PartitionedParamStatus.AVAILABLE
+            if position != piece.position or partition.numel() != piece.partition_count or not available:
                 raise WrongState(
-                    f"the partition of {piece.name} is not where it was (element {element}, was {piece.element}); "
+                    f"the partition of {piece.name} is not where it was (byte {position}, was {piece.position}); "
                     f"make a new source"
                 )
 
@@ -109,24 +116,36 @@ class Zero3Source:
                 f"parameter {name} has a partition of {count} of its {parameter.ds_numel} elements over {ranks} "
                 f"ranks; {rank_count} equal parts were expected. {_UNSUPPORTED}"
             )
-        element = self._element(parameter)
-        if element < 0 and parameter.requires_grad:
+        position = self._position(parameter)
+        if position < 0 and parameter.requires_grad:
             raise WrongState(f"the partition of {name} is not in DeepSpeed's buffer; {_UNSUPPORTED}")
-        return _Piece(name, parameter, count, element)
+        return _Piece(name, parameter, count, position)
 
-    def _element(self, parameter: Any) -> int:
-        """Return where a partition begins in the buffer, in elements, or -1 when it is outside."""
-        buffer, partition = self._optimizer.lp_param_buffer, parameter.ds_tensor
-        distance = partition.data_ptr() - buffer.data_ptr()
-        size = buffer.numel() * buffer.element_size()
-        inside = partition.dtype == buffer.dtype and partition.device == buffer.device and 0 <= distance < size
-        return distance // buffer.element_size() if inside else -1
+    @property
+    def _buffers(self) -> list[torch.Tensor]:
+        """What holds the partitions of all trained parameters."""
+        if hasattr(self._optimizer, "lp_param_buffer"):
+            return [self._optimizer.lp_param_buffer]
+        return list(self._optimizer.param_groups_fp16_flat_cpu_memory)
+
+    def _position(self, parameter: Any) -> int:
+        """Return where a partition begins in the buffers, in bytes, or -1 when it is in none."""
+        partition, begin = parameter.ds_tensor, 0
+        for buffer in self._buffers:
+            distance, size = partition.data_ptr() - buffer.data_ptr(), buffer.numel() * buffer.element_size()
+            alike = partition.dtype == buffer.dtype and partition.device == buffer.device
+            if alike and 0 <= distance < size:
+                return begin + int(distance)
+            begin = aligned(begin + size)
+        return -1
 
     def _lay_out(self, rank_count: int, dtype: torch.dtype | None) -> Manifest:
-        buffer = self._optimizer.lp_param_buffer
-        as_is = dtype is None or dtype == buffer.dtype
-        # A shard in the buffer's own layout can be sent in place; a cast one is written anew.
-        end = aligned(buffer.numel() * buffer.element_size()) if as_is else 0
+        as_is = dtype is None or dtype == self._buffers[0].dtype
+        as_is = as_is and any(piece.position >= 0 for piece in self._pieces)
+        # A shard in the buffers' own layout can be sent in place; a cast one is written anew.
+        end = 0
+        for buffer in self._buffers if as_is else ():
+            end = aligned(end + buffer.numel() * buffer.element_size())
         tensors: list[TensorSpec] = []
         spans: list[Span] = []
         for index, piece in enumerate(self._pieces):
@@ -137,12 +156,22 @@ class Zero3Source:
                 shape=tuple(parameter.ds_shape),
             )
             tensors.append(spec)
-            if as_is and piece.element >= 0:
-                offset = piece.element * buffer.element_size()
+            if as_is and piece.position >= 0:
+                offset = piece.position
             else:
                 offset, end = end, aligned(end + piece.partition_count * spec.item_bytes)
             spans += partition_spans(index, spec.count, rank_count, offset)
         return Manifest(tensors=tuple(tensors), spans=tuple(spans), shard_bytes=(end,) * rank_count)
+
+
+def make_whole(parameters: Sequence[Any]) -> None:
+    """Gather those of the parameters that are not whole on this rank, until DeepSpeed partitions them again.
+
+    A collective when there are any; DeepSpeed keeps those that it calls persistent whole between its steps.
+    """
+    missing = [p for p in parameters if p.ds_status is not PartitionedParamStatus.AVAILABLE]
+    if missing:
+        missing[0].all_gather(missing)
 
 
 def _stage3_optimizer(engine: Any) -> Any:
@@ -151,8 +180,8 @@ def _stage3_optimizer(engine: Any) -> Any:
         raise WrongState(
             f"the engine's optimizer is a {type(optimizer).__name__}, not ZeRO stage 3; use DenseSource(engine.module)"
         )
-    if not hasattr(optimizer, "lp_param_buffer"):
-        raise WrongState(f"the engine offloads its parameters (offload_param); {_UNSUPPORTED}")
+    if optimizer.params_in_nvme_and_cpu:
+        raise WrongState(f"the engine offloads its parameters to a disk; {_UNSUPPORTED}")
     config = engine._config.zero_config
     for name in ("zero_hpz_partition_size", "zero_quantized_weights", "mics_shard_size"):
         if getattr(config, name, 0) not in (0, 1, -1, False):

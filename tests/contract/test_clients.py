@@ -115,7 +115,7 @@ class TestTrainerClient:
         client = TrainerClient(await serve(servicer.servicer()), peer="t")
         experiences = (encode(sample(f"s{i}", 20_000)) for i in range(30))  # 30 * 180 kB
         response = await client.train_step(4, experiences, timeout=10)
-        assert response.metrics["train/trained_samples"] == 30
+        assert response.metrics["train/samples_per_step"] == 30
         assert {m.step for m in servicer.messages} == {4}
         assert 4 < len(servicer.messages) < 10
         assert max(m.ByteSize() for m in servicer.messages) < 1.3 * (1 << 20)

@@ -36,7 +36,9 @@ async def test_a_run_is_reported_as_it_is(client: RunClient, board: RunBoard) ->
     board.progress(0.25)
     board.at(step=1, policy_version=3)
     board.wait_for("a reward service")
-    board.add_step(1, {"reward/mean": 0.5, "mismatch/kl_k3": math.nan, "diagnosis": "fine", "train/tokens": None})
+    board.add_step(
+        1, {"reward/mean": 0.5, "mismatch/kl_k3": math.nan, "diagnosis": "fine", "train/tokens_per_step": None}
+    )
     board.add_eval(EvalRow(step=0, score=0.5, half_width=None, answer_count=8, missing_count=0, answers=[]))
     board.set_members([pb.Member(member_id="rollout-0", role="rollout", target="x:1", policy_version=3)])
     status = await client.get_run(timeout=5)

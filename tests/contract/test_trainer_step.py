@@ -15,12 +15,17 @@ import pytest
 from fourfold import metrics
 from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Unavailable, WrongState
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
-from fourfold.wire import Sample, encode
+from fourfold.wire import Float32Array, Sample, VersionSpan, encode
 from tests.conftest import Serve
-from tests.fakes.trainer_engine import VOCABULARY, group_of, sample
-from tests.fakes.trainer_service import SECONDS, Start, Trainer, trainers
+from tests.fakes.trainer_engine import VOCABULARY, FakeEngine, group_of, sample
+from tests.fakes.trainer_service import SECONDS, Start, Trainer, config, trainers
 
 USEFUL = group_of([0, 1])
+NAN, INF = float("nan"), float("inf")
+
+
+def floats(*values: float) -> Float32Array:
+    return np.array(values, np.float32)
 
 
 @pytest.fixture
@@ -88,7 +93,33 @@ async def test_any_other_step_is_a_wrong_state(trainer: Trainer, step: int) -> N
         ({"temperature": 0.0}, "sample bad: temperature is 0"),
         ({"token_ids": np.array([1, 2, 3, 4, VOCABULARY], np.int32)}, "token id 100 is outside the vocabulary"),
         ({"loss_mask": np.array([1, 0, 0, 1, 1], bool)}, "loss_mask selects tokens outside action_mask"),
-        ({"behavior_logprobs": np.full(5, np.nan, np.float32)}, "behavior_logprobs holds nan"),
+        ({"behavior_logprobs": np.full(5, np.nan, np.float32)}, "sample bad: behavior_logprobs holds nan"),
+        ({"behavior_logprobs": floats(NAN, NAN, NAN, -1, INF)}, "sample bad: behavior_logprobs holds inf"),
+        ({"behavior_logprobs": floats(NAN, NAN, NAN, -1, -INF)}, r"sample bad: behavior_logprobs\[4\] is -inf.*`tis`"),
+        ({"behavior_logprobs": floats(0, NAN, NAN, -1, -1)}, "sample bad: behavior_logprobs must be NaN on tokens"),
+        ({"behavior_logprobs": floats(NAN, -1)}, "sample bad: behavior_logprobs has 8 bytes; 5 float32 need 20"),
+        ({"reference_logprobs": floats(NAN, -1, -1, NAN, -1)}, "sample bad: reference_logprobs must be finite"),
+        ({"reference_logprobs": floats(NAN, -1, -1, -INF, -1)}, "sample bad: reference_logprobs must be finite"),
+        ({"reference_logprobs": floats(NAN, -1)}, "sample bad: reference_logprobs has 8 bytes; 5 float32 need 20"),
+        ({"score": NAN}, "sample bad: score is nan; it must be finite"),
+        ({"score": INF}, "sample bad: score is inf; it must be finite"),
+        ({"baseline_score": -INF}, "sample bad: baseline_score is -inf"),
+        ({"token_rewards": floats(0, 0, 0, 1)}, "sample bad: token_rewards has 16 bytes; 5 float32 need 20"),
+        ({"token_rewards": floats(0, 0, 0, 1, 0, 0)}, "sample bad: token_rewards has 24 bytes; 5 float32 need 20"),
+        ({"token_rewards": floats(0, 0, 0, NAN, 1)}, "sample bad: token_rewards must be finite"),
+        ({"token_rewards": floats(0, 2, 0, 1, 1)}, "sample bad: token_rewards must be finite, and 0 where action_mask"),
+        (
+            {"version_spans": (VersionSpan(policy_version=-1, token_count=3),)},
+            "sample bad: version_spans cover 3 tokens",
+        ),
+        (
+            {
+                "version_spans": tuple(
+                    VersionSpan(policy_version=v, token_count=n) for v, n in ((-1, 3), (0, 1), (7, 1))
+                )
+            },
+            "sample bad was sampled by policy version 7; the trainer is at 0",
+        ),
         ({"sample_id": "g-0"}, "sample g-0 occurs twice"),
         ({"sample_id": "no/slash"}, "sample_id is 'no/slash'"),
     ],
@@ -105,6 +136,43 @@ async def test_a_bad_sample_is_named_and_nothing_changes(trainer: Trainer, chang
 async def test_a_sample_of_a_version_that_was_never_published_is_refused(trainer: Trainer) -> None:
     with pytest.raises(InvalidInput, match="sample g-0 was sampled by policy version 3; the trainer is at 0"):
         await trainer.train(1, group_of([0, 1], version=3))
+
+
+async def test_a_token_of_probability_zero_is_left_to_a_correction_that_rejects_it(start_trainer: Start) -> None:
+    bad = replace(sample("bad"), behavior_logprobs=floats(NAN, NAN, NAN, -1, -INF))
+    trainer = await start_trainer(algorithm={"correction": {"kind": "tis"}})
+    assert (await trainer.train(1, [*USEFUL, bad])).step == 1
+    masked = replace(bad, loss_mask=np.array([0, 0, 0, 1, 0], bool))
+    assert (await (await start_trainer()).train(1, [*USEFUL, masked])).step == 1
+
+
+async def test_fewer_samples_than_ranks_are_trained_on_and_a_recipe_that_asks_for_them_is_refused(
+    start_trainer: Start,
+) -> None:
+    trainer = await start_trainer(FakeEngine(rank_count=3), trainer={"ranks": 3})
+    answer = await trainer.train(1, USEFUL)
+    assert [sum(batch.is_dummy for batch in share) for share in trainer.engine.shares[0]] == [0, 0, 1]
+    assert answer.policy_version == 1 and answer.metrics[metrics.DUMMY_FRACTION] == pytest.approx(1 / 3)
+    with pytest.raises(ValueError, match=r"4 samples cannot feed 5 trainer ranks .* raise batch.prompts_per_step to"):
+        config(trainer={"ranks": 5})
+
+
+async def test_an_unknown_estimator_is_refused_by_its_key() -> None:
+    with pytest.raises(
+        ValueError, match=r"algorithm.advantage\n  Input should be 'gae', 'reinforce', .*input_value='gea'"
+    ):
+        config(algorithm={"advantage": "gea"})
+
+
+async def test_the_speed_is_measured_in_flop_on_a_gpu_and_in_tokens_everywhere(trainer: Trainer) -> None:
+    answer = await trainer.train(1, USEFUL)
+    assert answer.metrics[metrics.TRAIN_SPEED] > 0 and metrics.TRAIN_TFLOPS not in answer.metrics
+    trainer.engine.machine = replace(trainer.engine.machine, gpu="NVIDIA H200")
+    answer = await trainer.train(2, group_of([0, 1], version=1))
+    seconds = 10 / answer.metrics[metrics.TRAIN_SPEED]
+    flops = 6 * 1000 * 10 + 6 * 10 * 2 * 5**2  # two samples of 5 tokens
+    assert answer.metrics[metrics.TRAIN_TFLOPS] == pytest.approx(flops / seconds / 1e12)
+    assert answer.metrics[metrics.MFU] == pytest.approx(flops / seconds / 989e12)
 
 
 async def test_a_sample_longer_than_the_context_is_refused(trainer: Trainer) -> None:

@@ -117,7 +117,7 @@ class Trainer(trainer_grpc.TrainerServiceServicer):
                 raise self.raises
             self.messages.append(message)
         count = sum(len(m.experiences) for m in self.messages)
-        return trainer.TrainStepResponse(step=self.messages[-1].step, metrics={"train/trained_samples": count})
+        return trainer.TrainStepResponse(step=self.messages[-1].step, metrics={"train/samples_per_step": count})
 
     async def _never(self, request: Any, context: Context) -> Any:
         raise AssertionError("not called here")

@@ -6,18 +6,22 @@ that came before. So gradients can be worked out by hand, and a rank is only its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from fourfold.config import Config
 from fourfold.nn.batching import TokenBatch
+from fourfold.nn.router import Routers
 from fourfold.wire import Float32Array
 from fourfold_trainer.batching import PolicyBatch, ValueBatch
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.update import update_critic, update_policy
 from tests.fakes.trainer_engine import VOCABULARY
+
+T = TypeVar("T")
 
 
 class Toy:
@@ -25,6 +29,7 @@ class Toy:
 
     def __init__(self, table: Tensor, *, any_rank: bool = True) -> None:
         self.table = table
+        self.routers: Routers | None = None
         self.flags: list[bool] = []
         self.answer = any_rank
         self.gradient = torch.zeros_like(table)
@@ -63,6 +68,7 @@ class ToyEngine:
         """Of the policy's updates."""
         self.critic_gradients: list[Tensor] = []
         self.policy_shares: list[Sequence[Sequence[PolicyBatch]]] = []
+        self.critic_shares: list[Sequence[Sequence[ValueBatch]]] = []
 
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
         self.policy_shares.append(shares)
@@ -74,6 +80,7 @@ class ToyEngine:
         return self._finish(parts, self.policy, self.gradients[-1], settings.learning_rate)
 
     def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
+        self.critic_shares.append(shares)
         toys = [Toy(self.critic) for _ in shares]
         parts = [
             update_critic(toy, share, settings, self.config.critic, rank_count=len(shares))  # type: ignore[arg-type]
@@ -81,6 +88,10 @@ class ToyEngine:
         ]
         self.critic_gradients.append(_average(toys, shares))
         return self._finish(parts, self.critic, self.critic_gradients[-1], settings.learning_rate)
+
+    def beside(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
+        critic()
+        return policy()
 
     def _ranks(
         self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings, *, any_rank: bool

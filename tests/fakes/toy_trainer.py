@@ -110,7 +110,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
             policy_version=self.version,
             skipped_reason="" if learned else "NO_ADVANTAGE" if groups else "NO_ACTION_TOKENS",
             # The real one measures what it is sent, too.
-            metrics={"train/trained_samples": float(len(samples)), "mismatch/logprob_diff_mean": 0.01}
+            metrics={"train/samples_per_step": float(len(samples)), "mismatch/logprob_diff_mean": 0.01}
             | {"reward/mean": float(np.mean([s.score for s in samples]))},
         )
         if self.lost_answers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,8 +16,10 @@ from fourfold.weights.manifest import Manifest, Span, TensorSpec
 from fourfold.wire import Float32Array, Sample, VersionSpan
 from fourfold_trainer.batching import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, Sent, UpdateSettings, UpdateSums
+from fourfold_trainer.flops import Machine, ModelSize
 
 VOCABULARY = 100
+T = TypeVar("T")
 MANIFEST = Manifest(
     tensors=(TensorSpec(name="w", dtype="float32", shape=(2,)),),
     spans=(Span(tensor=0, start=0, count=2, rank=0, offset=0),),
@@ -29,6 +32,7 @@ class FakeEngine:
 
     def __init__(self, rank_count: int = 1) -> None:
         self.rank_count = rank_count
+        self.machine = Machine(policy=ModelSize(parameters=1000, trained_parameters=1000, attention=10))
         self.updates = 0
         self.settings: list[UpdateSettings] = []
         self.shares: list[Sequence[Sequence[PolicyBatch]]] = []
@@ -61,6 +65,7 @@ class FakeEngine:
             self.updates += 1
         count = sum(int((batch.weights > 0).sum()) for share in shares for batch in share)
         sums = {metrics.MISMATCH_KL: 0.125, metrics.MISMATCH_KL_K1: 0.0, metrics.REFERENCE_KL: 2.0}
+        sums |= {metrics.MISMATCH_PROBABILITY: 0.25, metrics.MISMATCH_NONFINITE: 0.0}
         return UpdateSums(
             loss=0.25,
             token_count=count,
@@ -77,6 +82,10 @@ class FakeEngine:
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
         self._enter("compute_values")
         return [[(b.targets / 4).astype(np.float32) for b in share] for share in shares]
+
+    def beside(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
+        critic()
+        return policy()
 
     def forward_backward(self, shares: Sequence[Sequence[WeightedBatch]]) -> list[list[Float32Array]]:
         self._enter("forward_backward")

@@ -1,4 +1,4 @@
-"""Every preset raises the reward of a tiny model; see `tests/learning_driver.py`."""
+"""Every preset raises the reward of a tiny model, and so does LoRA; see `tests/learning_driver.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 from fourfold.config import PRESETS
+from tests.learning_driver import LORA
 from tests.trainer_driver import REPOSITORY, trainer_environment
+
+RUNS = [*PRESETS, f"grpo{LORA}"]
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -21,7 +24,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900
 def curves(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("learning")
     model = tiny_model("llama", 0, "float32")
-    argv = [sys.executable, "-m", "tests.learning_driver", str(model), str(out), *PRESETS]
+    argv = [sys.executable, "-m", "tests.learning_driver", str(model), str(out), *RUNS]
     result = subprocess.run(
         argv, env=trainer_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=850
     )
@@ -29,7 +32,7 @@ def curves(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     return out
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", RUNS)
 def test_a_preset_raises_the_reward(curves: Path, preset: str) -> None:
     rewards = json.loads((curves / f"{preset}.json").read_text())["rewards"]
     assert 0.4 < rewards[0] < 0.6  # of a random model

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +37,22 @@ TinyModel = Callable[..., Path]
 
 
 class Service:
-    """`fourfold serve trainer` as a process."""
+    """`fourfold serve trainer` as a process. A later one with the same folder goes on with the run."""
 
-    def __init__(self, model: Path, folder: Path, *, ranks: int, dtype: str = "bfloat16", stage: int = 3) -> None:
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        *,
+        ranks: int,
+        dtype: str = "bfloat16",
+        stage: int = 3,
+        timeout: int = 60,
+        batch: str = "",
+        trainer: str = "",
+        tables: str = "",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.run_dir = folder / "run"
         recipe = folder / "recipe.toml"
         recipe.write_text(
@@ -56,19 +69,23 @@ path = "train.jsonl"
 prompts_per_step = 5
 group_size = 4
 tokens_per_micro_batch = 64
+{batch}
 [sampling]
 max_new_tokens = 8
 [trainer]
 ranks = {ranks}
 zero_stage = {stage}
 learning_rate = {LEARNING_RATE}
-step_timeout_seconds = 60
+step_timeout_seconds = {timeout}
+{trainer}
+{tables}
 """
         )
         self.log = folder / "service.log"
         argv = [sys.executable, "-m", "fourfold", "serve", "trainer", str(recipe), "--run-dir", str(self.run_dir)]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(argv, stdout=log, stderr=log, env=trainer_environment(), cwd=folder)
+            env = trainer_environment() | dict(environment or {})
+            self.process = subprocess.Popen(argv, stdout=log, stderr=log, env=env, cwd=folder)
         self.target = ""
 
     def wait_ready(self, timeout: float = 150.0) -> str:

@@ -51,13 +51,13 @@ def content(folder: Path) -> dict[str, Any]:
     return found
 
 
-def check_copy(source: Path, target: Path) -> None:
+def check_copy(source: Path, target: Path, *, muon: bool = False) -> None:
     """The same in both, bit for bit, whoever wrote it."""
     wanted, found = content(source), content(target)
     assert set(found) == set(wanted)
-    kinds = {key.rsplit("/", 1)[0] for key in wanted}
-    assert kinds == {
-        *(f"{model}/{kind}" for model in ("policy", "critic") for kind in ("master", "exp_avg", "exp_avg_sq", "step")),
+    kinds = ["master", "exp_avg", "exp_avg_sq", "step", *(["momentum"] if muon else [])]
+    assert {key.rsplit("/", 1)[0] for key in wanted} == {
+        *(f"{model}/{kind}" for model in ("policy", "critic") for kind in kinds),
         "policy/ema",
     }
     for key, value in wanted.items():

@@ -73,6 +73,8 @@ def test_shards_are_the_gathered_parameters_after_optimizer_steps(
         Case(name="float32, sent as bfloat16", folder=untied, dtype="float32", sent_dtype="bfloat16"),
         Case(name="frozen embedding", folder=untied, freeze="embed_tokens"),
         Case(name="offloaded and reloaded", folder=tied, offload=True),
+        Case(name="in main memory, frozen embedding", folder=untied, freeze="embed_tokens", in_main_memory=True),
+        Case(name="in main memory, float32", folder=untied, dtype="float32", in_main_memory=True),
     ]
     if rank_count == 1:
         cases = cases[::3]
@@ -82,7 +84,7 @@ def test_shards_are_the_gathered_parameters_after_optimizer_steps(
         assert manifest.rank_count == rank_count
         names = {spec.name for spec in manifest.tensors}
         assert ("lm_head.weight" in names) == any(word in name for word in ("float32", "frozen"))
-        dtype = "float32" if name == "float32" else "bfloat16"
+        dtype = "float32" if name.endswith("float32") else "bfloat16"
         assert {spec.dtype for spec in manifest.tensors} == {dtype}
     if rank_count == 2:
         while_offloaded, afterwards = outcomes["offloaded and reloaded"][0].refused

@@ -24,6 +24,13 @@ def said(algorithm: dict[str, Any] | None = None, **tables: Any) -> str:
     return "\n".join(algorithm_plan(Config.model_validate(recipe | tables)))
 
 
+def test_the_loss_of_the_routers_is_named_where_there_is_one() -> None:
+    assert "routers" not in said()
+    assert "loss of the routers: + 0.001 E sum(f P), mean over the layers" in said(
+        trainer={"router_aux_loss_coef": 1e-3}
+    )
+
+
 GRPO = "advantage: A = (r - mean(r)) / (std(r) + 1e-06), mean and std over the samples of a prompt"
 DISTINCTIVE = {
     "ppo": "advantage: A_t = d_t + A_next, d_t = R_t + V_next - V_t (GAE, gamma 1, lambda 1); R = r clipped to "

@@ -1,4 +1,4 @@
-"""The numbers of a batch and what is said of them, the probe, and what a completion must be."""
+"""The numbers of a batch, the probe, and what a completion must be."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fourfold.metrics import METRICS
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.wire import VersionSpan, decode, encode
-from fourfold_coordinator.batch_metrics import diagnose, summarize
+from fourfold_coordinator.batch_metrics import summarize
 from fourfold_coordinator.probe import Probe
 from fourfold_coordinator.prompts import Prompt
 from fourfold_coordinator.samples import Batch, Group, Trajectory, build_sample, check_completions, digest
@@ -80,8 +80,9 @@ def test_truncation_comes_from_the_finish_reason() -> None:
         ({"tokens": 9}, "9 tokens sampled; asked for 1 to 8"),
         ({"token_ids": np.array([1, 2, 20], np.int32)}, "outside the vocabulary"),
         ({"token_ids": np.array([1, -2, 3], np.int32)}, "outside the vocabulary"),
-        ({"logprobs": np.array([-1, np.nan, -1], np.float32)}, "NaN or above 0"),
-        ({"logprobs": np.array([-1, 0.5, -1], np.float32)}, "NaN or above 0"),
+        ({"logprobs": np.array([-1, np.nan, -1], np.float32)}, "NaN, -inf or above 0"),
+        ({"logprobs": np.array([-1, -np.inf, -1], np.float32)}, "NaN, -inf or above 0"),
+        ({"logprobs": np.array([-1, 0.5, -1], np.float32)}, "NaN, -inf or above 0"),
     ],
 )
 def test_a_completion_that_cannot_be_trained_on_is_asked_of_another_engine(changes: dict[str, Any], words: str) -> None:
@@ -102,7 +103,22 @@ def test_a_batch_in_numbers() -> None:
     assert (numbers["groups/all_max"], numbers["groups/all_min"]) == (0.25, 0.25)
     assert numbers["length/response_mean"] == pytest.approx((8 * 3 + 2 * 7) / 10)
     assert (numbers["train/policy_lag_mean"], numbers["train/policy_lag_max"]) == (1, 1)
+    assert numbers["groups/std_mean"] == pytest.approx(0.5 / 4)
+    assert numbers["length/total_mean"] == pytest.approx(5 + (8 * 3 + 2 * 7) / 10)
+    assert (numbers["length/turns_mean"], numbers["length/no_action_rate"], numbers["train/lag_span"]) == (1, 0, 0)
     assert set(numbers) <= set(METRICS)
+
+
+def test_turns_versions_and_samples_without_actions_are_counted() -> None:
+    one, other = group(1, 0).trajectories
+    mask = one.sample.action_mask.copy()
+    mask[[1, 2]] = True  # of eight tokens the policy sampled 1 to 2 and 5 to 7
+    spans = [(-1, 1), (3, 2), (-1, 2), (7, 2), (4, 1)]
+    versions = tuple(VersionSpan(policy_version=v, token_count=n) for v, n in spans)
+    two = replace(one, sample=replace(one.sample, action_mask=mask, version_spans=versions))
+    none = replace(other, sample=replace(other.sample, action_mask=np.zeros(8, bool), version_spans=()))
+    numbers = summarize(collected(replace(group(1, 0), trajectories=(two, none))), policy_version=8)
+    assert (numbers["length/turns_mean"], numbers["length/no_action_rate"], numbers["train/lag_span"]) == (1, 0.5, 4)
 
 
 def test_the_numbers_of_a_batch_are_those_of_all_that_was_generated() -> None:
@@ -118,38 +134,6 @@ def test_the_numbers_of_a_batch_are_those_of_all_that_was_generated() -> None:
 def test_groups_of_one_have_nothing_to_differ_from() -> None:
     numbers = summarize(collected(group(1), group(1)), policy_version=2)
     assert not [name for name in numbers if name in ("groups/useful", "groups/all_max", "groups/all_min")]
-    same = summarize(collected(group(1, 1), group(0, 0)), policy_version=2)
-    assert diagnose(same, skipped_reason="", dropped={"BASELINE": 2}, compares_samples=False) == ""
-    assert "2 RAISED" in diagnose(same, skipped_reason="", dropped={"FILTERED": 4, "RAISED": 2})
-    assert "FILTERED" not in diagnose(same, skipped_reason="", dropped={"FILTERED": 4, "RAISED": 2})
-
-
-@pytest.mark.parametrize(
-    ("scores", "extra", "words"),
-    [
-        ([(0, 0), (0, 0)], {}, "every sample scored 0; .* too hard"),
-        ([(1, 1), (1, 1)], {}, "every sample scored 1; .* too easy"),
-        ([(1, 1), (0, 0)], {}, "within each group all samples scored the same"),
-        ([(1, 0)] + [(0, 0)] * 9, {}, "only 10% of the groups"),
-        ([(1, 0)], {"length/truncation_rate": 0.5}, "50% of the completions were cut off"),
-        ([(1, 0)], {"mismatch/kl_k3": 0.5}, "engine and trainer disagree"),
-        ([(1, 0)], {"policy/approx_kl": 0.5}, "lower trainer.learning_rate"),
-    ],
-)
-def test_what_is_wrong_with_a_step_is_said_in_words(
-    scores: list[tuple[float, float]], extra: dict[str, float], words: str
-) -> None:
-    numbers = summarize(collected(*(group(*s) for s in scores)), policy_version=2) | extra
-    text = diagnose(numbers, skipped_reason="", dropped={})
-    assert len(text) > 20
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(text)
-
-
-def test_nothing_is_said_of_a_healthy_step() -> None:
-    numbers = summarize(collected(group(1, 0), group(0, 1)), policy_version=2)
-    assert diagnose(numbers, skipped_reason="", dropped={}) == ""
-    assert "2 RAISED" in diagnose(numbers, skipped_reason="NO_ADVANTAGE", dropped={"RAISED": 2})
 
 
 # -- the probe --------------------------------------------------------------------------------------------------------

@@ -42,6 +42,12 @@ def test_batches_are_split_over_ranks_and_micro_batches() -> None:
     assert plan.samples_in_run == 200
 
 
+def test_ranks_that_share_rows_are_one_to_the_batch() -> None:
+    trainer = {"ranks": 6, "sequence_parallel_size": 2}
+    assert batch_plan(recipe(trainer=trainer)) == batch_plan(recipe(trainer={"ranks": 3}))
+    assert activation_bytes(recipe(trainer=trainer), SHAPE) == activation_bytes(recipe(), SHAPE) / 2
+
+
 def test_mini_batches_and_epochs_multiply_the_passes() -> None:
     plan = batch_plan(recipe(trainer={"ranks": 3}, batch={"mini_batches_per_step": 2, "epochs_per_step": 3}))
     assert plan.samples_per_mini_batch == 10
@@ -95,6 +101,37 @@ def test_an_average_is_a_fourth_float32_copy_of_the_policy_alone() -> None:
         assert found[0].optimizer == plain[0].optimizer + 4 * million // share
         assert found[1:] == plain[1:]
         assert checkpoint_bytes(with_it, SHAPE) == checkpoint_bytes(without, SHAPE) + 4 * million
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "on_gpu", "in_main_memory"),
+    [  # bytes of a parameter: weights, gradients, optimizer
+        (1, "optimizer", (2, 4, 0), (2 / 4, 0, 16 / 4)),
+        (2, "optimizer", (2, 4 / 4, 0), (2 / 4, 0, 16 / 4)),
+        (3, "optimizer", (2 / 4 + 2, 0, 0), (0, 4 / 4, 16 / 4)),
+        (3, "optimizer+parameters", (2, 0, 0), (2 / 4, 4 / 4, 16 / 4)),
+    ],
+)
+def test_offloading_moves_what_it_says(
+    stage: int, offload: str, on_gpu: tuple[float, ...], in_main_memory: tuple[float, ...]
+) -> None:
+    tables: dict[str, Any] = {"ranks": 4, "zero_stage": stage, "device": "cuda", "offload": offload}
+    rows = memory_plan(recipe(trainer=tables, algorithm={"preset": "ppo"}), SHAPE)
+    roles = ["trainer", "trainer, offloaded", "critic", "critic, offloaded"]
+    assert [(row.role, row.count, row.on_gpu) for row in rows[:4]] == [(r, 4, "," not in r) for r in roles]
+    for row, wanted in zip(rows, [on_gpu, in_main_memory] * 2, strict=False):
+        found = (row.weights, row.gradients, row.optimizer)
+        assert found == tuple(share * SHAPE.parameter_count for share in wanted)
+    assert rows[0].activations and rows[0].programs and not rows[1].activations and not rows[1].programs
+
+
+def test_muon_has_one_moment_of_the_matrices() -> None:
+    adamw, with_muon = recipe(), recipe(trainer={"optimizer": "muon"})
+    for one in (SHAPE, replace(SHAPE, tied=not SHAPE.tied)):
+        matrices = one.parameter_count - one.vocabulary * one.hidden * (1 if one.tied else 2)
+        saved = memory_plan(adamw, one)[0].optimizer - memory_plan(with_muon, one)[0].optimizer
+        assert saved == 4 * matrices > 0
+        assert checkpoint_bytes(adamw, one) - checkpoint_bytes(with_muon, one) == 4 * matrices
 
 
 def test_float32_doubles_weights_and_cache() -> None:

@@ -96,6 +96,11 @@ def test_values_never_change(tmp_path: Path) -> None:
             "[trainer]\nranks = 9\n[batch]",
             "= 8 samples cannot feed 9 trainer ranks in 1 mini-batches; raise batch.prompts",
         ),
+        (
+            "[batch]",
+            '[algorithm]\npreset = "ppo"\n[critic]\nranks = 9\n[batch]',
+            "8 samples in 1 mini-batches cannot feed critic.ranks = 9; lower it, or raise batch.prompts_per_step",
+        ),
         ("steps = 3", "steps = 3 4", "DIR/recipe.toml: not valid TOML: "),
         ("steps = 3", "steps = true", ":2  steps = True"),
         ("steps = 3", "steps = 2.5", ":2  steps = 2.5"),
@@ -111,6 +116,20 @@ def test_values_never_change(tmp_path: Path) -> None:
             "[weights]\ntimeout_seconds = nan\n[sampling]",
             "weights.timeout_seconds = nan: input should be",
         ),
+        (
+            "[sampling]",
+            '[trainer]\nzero_stage = 0\noffload = "optimizer"\n[sampling]',
+            ':15  trainer: offload = "optimizer" needs zero_stage 1, 2 or 3, and it is 0; set zero_stage = 1, or '
+            'offload = "none"',
+        ),
+        (
+            "[sampling]",
+            '[trainer]\nzero_stage = 2\noffload = "optimizer+parameters"\n[sampling]',
+            ':15  trainer: offload = "optimizer+parameters" needs zero_stage 3, and it is 2; set zero_stage = 3, or '
+            'offload = "optimizer"',
+        ),
+        ("[sampling]", '[trainer]\noffload = "disk"\n[sampling]', ":16  trainer.offload = 'disk': input should be"),
+        ("[sampling]", "[trainer]\nmuon_momentum = 1\n[sampling]", "trainer.muon_momentum = 1: input should be less"),
         ("[sampling]", "[trainer]\nema_decay = 1\n[sampling]", "trainer.ema_decay = 1: input should be less than 1"),
         (
             "[sampling]",

@@ -51,7 +51,9 @@ def test_without_a_terminal_each_event_is_one_plain_line_told_once() -> None:
         display.update(snapshot(1))
         display.refresh()
         display.note("12:00:00 rollout-0 died (killed by SIGKILL); starting it again")
-        display.update(snapshot(2))
+        second = snapshot(2)
+        second.steps[-1].alarms.extend(["82% of the completions were cut off", "large update"])
+        display.update(second)
         display.refresh()
         display.refresh()
     assert output.getvalue().splitlines() == [
@@ -60,6 +62,8 @@ def test_without_a_terminal_each_event_is_one_plain_line_told_once() -> None:
         "step 1/24  reward 0.10  useful groups 75%  drift 0.0042  lag 0  9.8 s (generate 3.1, train 5.4)",
         "12:00:00 rollout-0 died (killed by SIGKILL); starting it again",
         "step 2/24  reward 0.20  useful groups 75%  drift 0.0042  lag 0  9.8 s (generate 3.1, train 5.4)",
+        "  ! 82% of the completions were cut off",
+        "  ! large update",
     ]
 
 
@@ -81,7 +85,10 @@ def test_live_panel_shows_what_matters() -> None:
     output = io.StringIO()
     with dashboard(output, live=True) as display:
         display.set_services([("coordinator-0", "ready"), ("rollout-0", "starting")])
-        display.update(snapshot(8))
+        status = snapshot(8)
+        status.steps[2].alarms.append("the entropy collapses")
+        status.steps[-1].metrics.update({"policy/entropy": 1.25, "mismatch/ess": 0.97, "train/mfu": 0.31})
+        display.update(status)
         display.note("something happened")
         display.refresh()
     text = output.getvalue().replace("\u2502", "|")
@@ -95,6 +102,10 @@ def test_live_panel_shows_what_matters() -> None:
         "0 steps at most, weights version 8",
         "9.8 s: generate 3.1, train 5.4",
         "coordinator-0, rollout-0 (starting), reward-7",
+        "step 3: the entropy collapses",
+        "1.25",
+        "97%",
+        "31%",
         "something happened",
         "runs/demo/logs",
     ):

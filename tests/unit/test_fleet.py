@@ -198,6 +198,15 @@ def test_service_that_never_gets_ready_is_told(tmp_path: Path, clock: FakeClock)
     assert ending is not None and ending.text.startswith("trainer-0 not ready in time")
 
 
+@pytest.mark.parametrize(("critic_ranks", "gpus"), [(0, 2), (3, 5)])
+def test_a_critic_apart_has_gpus_of_its_own(critic_ranks: int, gpus: int) -> None:
+    tables = {"trainer": {"device": "cuda", "ranks": 2}, "critic": {"ranks": critic_ranks}}
+    (trainer,) = [s for s in launched(recipe(algorithm={"preset": "ppo"}, **tables)) if s.role == "trainer"]
+    assert (trainer.gpus, trainer.cpus) == (gpus, gpus)
+    (without,) = [s for s in launched(recipe(**tables)) if s.role == "trainer"]
+    assert without.gpus == 2
+
+
 def test_gpus_are_dealt_out_in_order_and_shared_when_there_are_few() -> None:
     services = launched(recipe(rollout={"replicas": 2, "gpus_per_replica": 1}, trainer={"ranks": 2, "device": "cuda"}))
     assert assign_gpus(services, ["4", "5", "6", "7"]) == {
@@ -226,7 +235,7 @@ def test_cluster_that_is_too_small_is_refused_with_a_table() -> None:
         "have   node 0               64     3",
         "have   node 1               64     3",
         "have   node 2               64     2",
-        "Lower rollout.replicas, rollout.gpus_per_replica or trainer.ranks, or add nodes to the cluster.",
+        "Lower rollout.replicas, rollout.gpus_per_replica, trainer.ranks or critic.ranks, or add nodes to the cluster.",
     ]
     with pytest.raises(ConfigError, match="reward-0 finds no place"):  # CPUs run out
         refuse_unless_fits(services, [{"CPU": 8, "GPU": 8}])
@@ -257,9 +266,11 @@ def test_bad_input_of_run_is_refused_before_anything_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     good = (ROOT / "recipes" / "quickstart.toml").read_text()
+    shared = good.replace("[trainer]", "[trainer]\nranks = 2\nsequence_parallel_size = 2")
     for text, words, code, message in (
         (good + "\n[rolout]\n", ["r.toml"], 1, "rolout: no such key. Did you mean `rollout`?"),
         (good.replace("builtin:smollm2-135m-instruct", "gone"), ["r.toml"], 1, "model.source = 'gone': no such folder"),
+        (shared, ["r.toml"], 1, "trainer.sequence_parallel_size = 2 does not divide the 9 attention heads"),
         (good, [], 2, "give a recipe, or --resume RUN_DIR"),
         (good, ["nowhere.toml"], 1, "nowhere.toml: cannot read the recipe"),
         (good, ["--resume", "nowhere"], 1, "nowhere: not the folder of a run"),

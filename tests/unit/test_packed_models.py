@@ -16,7 +16,7 @@ from torch import Tensor
 from fourfold.errors import ConfigError
 from fourfold.nn import attention, forward
 from fourfold.nn.batching import TokenBatch, pack
-from tests.architectures import ARCHITECTURES, VOCABULARY, build
+from tests.architectures import ARCHITECTURES, VOCABULARY, build, know_float64_alone
 
 LENGTHS = (7, 2, 12, 3, 12)
 TEMPERATURES = (1.0, 0.5, 1.25, 2.0, 0.75)  # exact in float32
@@ -33,10 +33,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def float64_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make float32 mean float64: architectures compute norms, positions and softmax in it whatever the weights are."""
-    for name in ("float32", "float"):
-        monkeypatch.setattr(torch, name, torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    know_float64_alone(monkeypatch)
 
 
 def batch() -> TokenBatch:

@@ -39,6 +39,7 @@ the run     24 steps = 2,304 trajectories. 2 checkpoints of about 1.5 GiB; the n
             runs/quickstart/checkpoints.
 trainer     1 rank on CPU, ZeRO stage 3. The 96 trajectories go, in micro-batches of at most 2,048 tokens: 16
             of full length, so 6 passes at most. How they are split changes nothing in the result.
+optimizer   AdamW with betas 0.9 and 0.999; learning rate 1e-05, constant; gradients clipped to a norm of 1.
 rollout     1 service on CPU: 1 GiB of KV cache = 46,603 tokens = 364 samples of full length. At most 256
             samples run at once in each.
 reward      1 service, 1 worker process: `last_number`, at most 10 s for a sample.
@@ -99,6 +100,15 @@ def test_plan_of_gpus_and_ranks() -> None:
     assert "trainer, per GPU 8" in text and "rollout, per GPU 2" in text and "85% of GPU" in text
 
 
+def test_plan_of_ranks_that_share_micro_batches() -> None:
+    text = changed(trainer={"ranks": 6, "sequence_parallel_size": 3})
+    assert "The 96 trajectories go, 48 of them on each group of 3 ranks, in micro-batches of at most 2,048" in text
+    assert "The 3 ranks of a group share every micro-batch (sequence parallelism): each holds at most 683" in text
+    assert "sequence parallelism" not in changed(trainer={"ranks": 6})
+    with pytest.raises(ConfigError, match="sequence_parallel_size = 2 does not divide the 9 attention heads of model"):
+        changed(trainer={"ranks": 6, "sequence_parallel_size": 2})
+
+
 def test_plan_tells_what_is_started_by_hand_and_the_reference() -> None:
     text = changed(rollout={"replicas": 0}, algorithm={"kl": {"coef": 0.01}})
     assert "rollout started by hand on CPU" in text
@@ -134,12 +144,38 @@ def test_plan_tells_what_is_kept() -> None:
     assert "2 checkpoints of about 2.0 GiB" in average and "trainer 1 0.50 0.50 2.51" in average
 
 
+def test_plan_tells_the_optimizers_and_their_learning_rates() -> None:
+    table = {"optimizer": "muon", "schedule": "cosine", "warmup_steps": 3, "final_learning_rate_share": 0.1}
+    text = changed(trainer={**table, "weight_decay": 0.1}, algorithm={"preset": "ppo"}, critic={"warmup_steps": 1})
+    assert (
+        "optimizer Muon with momentum 0.95 for the layers' matrices, AdamW with betas 0.9 and 0.999 for the rest; "
+        "learning rate 1e-05, reached after 3 steps, falling as a cosine to 0.1 of it after step 24; weight decay "
+        "0.1, gradients clipped to a norm of 1. critic: the same; learning rate 9e-06, reached after 1 step, constant "
+        "from then on; gradients clipped to a norm of 1." in text
+    )
+
+
+def test_plan_tells_what_is_offloaded() -> None:
+    for offload, device, sentence in (
+        ("optimizer", "cuda", "norm of 1. Masters and moments stay in main memory, and the CPU updates them. rollout"),
+        ("optimizer+parameters", "cuda", "the CPU updates them. Each layer's weights come to the GPU for its passes."),
+        ("optimizer", "cpu", "On CPU they are there without offloading, too, which only costs time here."),
+    ):
+        text = changed(trainer={"offload": offload, "device": device})
+        assert sentence in text
+        assert "trainer, offloaded 1 " in text
+
+
 def test_plan_counts_the_critic() -> None:
     plain, text = changed(), changed(algorithm={"preset": "ppo"})
     assert "quickstart: 24 steps of ppo on" in text
     assert "1 rank on CPU for policy and critic, ZeRO stage 3." in text
     assert "checkpoints of about 1.5 GiB" in plain and "checkpoints of about 3.0 GiB" in text
     assert "critic 1 0.50 0.50 2.00 - - - 3.01 rollout" in text and "critic" not in plain
+    apart = changed(algorithm={"preset": "ppo"}, critic={"ranks": 2})
+    assert "1 rank on CPU for the policy, and 2 ranks of its own for the critic, at the same time, ZeRO" in apart
+    assert "critic 2 0.38 0.25 1.00" in apart
+    assert changed(critic={"ranks": 2}) == plain
     with pytest.raises(ConfigError, match="no such folder"):
         changed(algorithm={"preset": "ppo"}, critic={"source": "no/such/folder"})
     assert changed(critic={"source": "no/such/folder"}) == plain, "there is none to load"

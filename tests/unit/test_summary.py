@@ -32,6 +32,15 @@ def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path:
     assert "8.3 GB of memory (without trainer-0: not on the coord" in "\n".join(summary_lines(away, tmp_path))
     assert "Held-out accuracy: 0.11 +- 0.07 (160 answers) before, 0.63 (160 answers) after training (95 %)." in text
     assert "Dropped samples: 3 REWARD_ERROR" in text
+    assert "What to look at" not in text
+    wrong = [
+        {"text": "82% were cut off; raise it", "steps": 20, "first": 2, "last": 24},
+        {"text": "nothing was learned: every sample scored 0", "steps": 1, "first": 3, "last": 3},
+    ]
+    lines = summary_lines({**report, "skipped_steps": 1, "diagnosis": wrong}, tmp_path)
+    assert "1 of 24 steps changed nothing." in lines
+    assert "  20 steps, 2 to 24: 82% were cut off; raise it" in lines
+    assert "  step 3: nothing was learned: every sample scored 0" in lines
     assert "Against demo-1, the same recipe: the same first step, accuracy -0.02." in text
     assert "What is 3 * 4?" in text and "I think it is 34," in text and "12 *" in text
     assert f"{tmp_path}/curve.png" in text and f"{tmp_path}/metrics.jsonl" not in text

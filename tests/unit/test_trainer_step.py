@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
 
 from fourfold import metrics as m
-from fourfold.config import PRESETS, Config, TrainerConfig
+from fourfold.config import PRESETS, Config, CriticConfig, TrainerConfig
 from fourfold.errors import InvalidInput
 from fourfold.wire import Sample
 from fourfold_trainer import report, step
@@ -22,6 +22,8 @@ from fourfold_trainer.schedule import learning_rate
 from fourfold_trainer.step import Result, train_step
 from tests.fakes.toy_engine import ToyEngine
 from tests.fakes.trainer_engine import group_of, sample
+
+T = TypeVar("T")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,7 +92,7 @@ def test_gradients_and_metrics_do_not_depend_on_ranks_and_micro_batches(name: st
             )
         found = report.summarise(split, config, step=1)
         assert found.keys() == wanted.keys()
-        for key in found.keys() - {m.PADDING_FRACTION}:
+        for key in found.keys() - {m.PADDING_FRACTION, m.DUMMY_FRACTION}:
             assert found[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-6, nan_ok=True), key
         assert found.keys() <= m.METRICS.keys()
 
@@ -177,6 +179,7 @@ def test_a_behavior_logprob_that_is_not_finite_is_left_out_of_the_mismatch() -> 
     assert (result.policy.token_count, len(result.policy.mismatches)) == (4, 3)
     found = report.summarise(result, recipe(), step=1)
     assert math.isfinite(found[m.MISMATCH_KL]) and 0 < found[m.EFFECTIVE_SAMPLE_SIZE] <= 1
+    assert found[m.MISMATCH_NONFINITE] == 1
 
 
 # ---- rewards -----------------------------------------------------------------------------------------------------
@@ -281,6 +284,33 @@ def test_a_critic_whose_gradient_overflows_while_it_is_trained_alone_skips_the_s
     assert result.skipped_reason == "NOT_FINITE"
 
 
+class PolicyFirst(ToyEngine):
+    """A critic that is apart may end last."""
+
+    def beside(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
+        self.beside_count += 1
+        found = policy()
+        critic()
+        return found
+
+    beside_count = 0
+
+
+def test_policy_and_critic_may_work_at_the_same_time() -> None:
+    config = recipe(algorithm={"preset": "ppo"}, batch={"mini_batches_per_step": 2}, critic={"ranks": 3})
+    other, wanted = run(batch(), config)
+    engine = PolicyFirst(config)
+    found = train_step(engine, batch(), config, step=1, memory=Memory())  # type: ignore[arg-type]
+    assert engine.beside_count == 3  # the look-up and two mini-batches
+    for mine, theirs in zip(
+        engine.gradients + engine.critic_gradients, other.gradients + other.critic_gradients, strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    assert report.summarise(found, config, step=1) == report.summarise(wanted, config, step=1)
+    assert [len(shares) for shares in engine.policy_shares] == [1, 1]
+    assert [len(shares) for shares in engine.critic_shares] == [3, 3]
+
+
 # ---- schedule ----------------------------------------------------------------------------------------------------
 
 
@@ -301,3 +331,19 @@ def test_the_learning_rate_warms_up_and_falls(schedule: str, warmup: int, rates:
     if schedule != "constant":
         assert learning_rate(config, 5, 4) == pytest.approx(0, abs=1e-12)
         assert learning_rate(config, 50, 4) == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.8, 0.6, 0.4, 0.2]),  # 0.2 + 0.8 (1 - x), x = 0, 1/4, 2/4, 3/4 and 1 at the end
+        ("cosine", [0.5, 1, 1, 0.882843, 0.6, 0.317157, 0.2]),  # 0.2 + 0.8 (1 + cos(pi x)) / 2
+    ],
+)
+def test_the_learning_rate_falls_to_its_last_share(schedule: str, rates: list[float]) -> None:
+    table = {"learning_rate": 2.0, "schedule": schedule, "warmup_steps": 2, "final_learning_rate_share": 0.2}
+    for config in (TrainerConfig.model_validate(table), CriticConfig.model_validate(table)):
+        found = [learning_rate(config, n, 6) / 2 for n in range(1, 8)]
+        assert found == pytest.approx(rates, abs=1e-6)
+        assert learning_rate(config, 50, 6) == pytest.approx(2 * rates[-1])

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)fourfold/coordinator/v1/run_service.proto\x12\x17\x66ourfold.coordinator.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x8d\x03\n\tRunStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x05phase\x18\x02 \x01(\x0e\x32!.fourfold.coordinator.v1.RunPhase\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x12\n\nstep_count\x18\x04 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0ephase_progress\x18\x07 \x01(\x01\x12\x32\n\x05steps\x18\x08 \x03(\x0b\x32#.fourfold.coordinator.v1.StepRecord\x12\x32\n\x05\x65vals\x18\t \x03(\x0b\x32#.fourfold.coordinator.v1.EvalRecord\x12\x30\n\x07members\x18\n \x03(\x0b\x32\x1f.fourfold.coordinator.v1.Member\x12\x0f\n\x07\x66\x61ilure\x18\x0b \x01(\t\x12\x13\n\x0bwaiting_for\x18\x0c \x01(\t\"\x8d\x01\n\nStepRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x41\n\x07metrics\x18\x02 \x03(\x0b\x32\x30.fourfold.coordinator.v1.StepRecord.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"X\n\nEvalRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x12\n\nmean_score\x18\x02 \x01(\x01\x12\x12\n\nhalf_width\x18\x03 \x01(\x01\x12\x14\n\x0c\x61nswer_count\x18\x04 \x01(\x05\"Q\n\x06Member\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\"\x0f\n\rGetRunRequest\"D\n\x0eGetRunResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.coordinator.v1.RunStatus\"\x11\n\x0fWatchRunRequest\"F\n\x10WatchRunResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.coordinator.v1.RunStatus*\x89\x02\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\"\n\x1eRUN_PHASE_WAITING_FOR_SERVICES\x10\x01\x12\x18\n\x14RUN_PHASE_RECOVERING\x10\x02\x12\x18\n\x14RUN_PHASE_GENERATING\x10\x03\x12\x16\n\x12RUN_PHASE_TRAINING\x10\x04\x12\x18\n\x14RUN_PHASE_PUBLISHING\x10\x05\x12\x18\n\x14RUN_PHASE_EVALUATING\x10\x06\x12\x14\n\x10RUN_PHASE_SAVING\x10\x07\x12\x12\n\x0eRUN_PHASE_DONE\x10\x08\x12\x14\n\x10RUN_PHASE_FAILED\x10\t2\xca\x01\n\nRunService\x12Y\n\x06GetRun\x12&.fourfold.coordinator.v1.GetRunRequest\x1a\'.fourfold.coordinator.v1.GetRunResponse\x12\x61\n\x08WatchRun\x12(.fourfold.coordinator.v1.WatchRunRequest\x1a).fourfold.coordinator.v1.WatchRunResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)fourfold/coordinator/v1/run_service.proto\x12\x17\x66ourfold.coordinator.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x8d\x03\n\tRunStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x05phase\x18\x02 \x01(\x0e\x32!.fourfold.coordinator.v1.RunPhase\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x12\n\nstep_count\x18\x04 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0ephase_progress\x18\x07 \x01(\x01\x12\x32\n\x05steps\x18\x08 \x03(\x0b\x32#.fourfold.coordinator.v1.StepRecord\x12\x32\n\x05\x65vals\x18\t \x03(\x0b\x32#.fourfold.coordinator.v1.EvalRecord\x12\x30\n\x07members\x18\n \x03(\x0b\x32\x1f.fourfold.coordinator.v1.Member\x12\x0f\n\x07\x66\x61ilure\x18\x0b \x01(\t\x12\x13\n\x0bwaiting_for\x18\x0c \x01(\t\"\x9d\x01\n\nStepRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x41\n\x07metrics\x18\x02 \x03(\x0b\x32\x30.fourfold.coordinator.v1.StepRecord.MetricsEntry\x12\x0e\n\x06\x61larms\x18\x03 \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"X\n\nEvalRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x12\n\nmean_score\x18\x02 \x01(\x01\x12\x12\n\nhalf_width\x18\x03 \x01(\x01\x12\x14\n\x0c\x61nswer_count\x18\x04 \x01(\x05\"Q\n\x06Member\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\"\x0f\n\rGetRunRequest\"D\n\x0eGetRunResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.coordinator.v1.RunStatus\"\x11\n\x0fWatchRunRequest\"F\n\x10WatchRunResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.coordinator.v1.RunStatus*\x89\x02\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\"\n\x1eRUN_PHASE_WAITING_FOR_SERVICES\x10\x01\x12\x18\n\x14RUN_PHASE_RECOVERING\x10\x02\x12\x18\n\x14RUN_PHASE_GENERATING\x10\x03\x12\x16\n\x12RUN_PHASE_TRAINING\x10\x04\x12\x18\n\x14RUN_PHASE_PUBLISHING\x10\x05\x12\x18\n\x14RUN_PHASE_EVALUATING\x10\x06\x12\x14\n\x10RUN_PHASE_SAVING\x10\x07\x12\x12\n\x0eRUN_PHASE_DONE\x10\x08\x12\x14\n\x10RUN_PHASE_FAILED\x10\t2\xca\x01\n\nRunService\x12Y\n\x06GetRun\x12&.fourfold.coordinator.v1.GetRunRequest\x1a\'.fourfold.coordinator.v1.GetRunResponse\x12\x61\n\x08WatchRun\x12(.fourfold.coordinator.v1.WatchRunRequest\x1a).fourfold.coordinator.v1.WatchRunResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,26 +34,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STEPRECORD_METRICSENTRY']._loaded_options = None
   _globals['_STEPRECORD_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_RUNPHASE']._serialized_start=999
-  _globals['_RUNPHASE']._serialized_end=1264
+  _globals['_RUNPHASE']._serialized_start=1015
+  _globals['_RUNPHASE']._serialized_end=1280
   _globals['_RUNSTATUS']._serialized_start=104
   _globals['_RUNSTATUS']._serialized_end=501
   _globals['_STEPRECORD']._serialized_start=504
-  _globals['_STEPRECORD']._serialized_end=645
-  _globals['_STEPRECORD_METRICSENTRY']._serialized_start=599
-  _globals['_STEPRECORD_METRICSENTRY']._serialized_end=645
-  _globals['_EVALRECORD']._serialized_start=647
-  _globals['_EVALRECORD']._serialized_end=735
-  _globals['_MEMBER']._serialized_start=737
-  _globals['_MEMBER']._serialized_end=818
-  _globals['_GETRUNREQUEST']._serialized_start=820
-  _globals['_GETRUNREQUEST']._serialized_end=835
-  _globals['_GETRUNRESPONSE']._serialized_start=837
-  _globals['_GETRUNRESPONSE']._serialized_end=905
-  _globals['_WATCHRUNREQUEST']._serialized_start=907
-  _globals['_WATCHRUNREQUEST']._serialized_end=924
-  _globals['_WATCHRUNRESPONSE']._serialized_start=926
-  _globals['_WATCHRUNRESPONSE']._serialized_end=996
-  _globals['_RUNSERVICE']._serialized_start=1267
-  _globals['_RUNSERVICE']._serialized_end=1469
+  _globals['_STEPRECORD']._serialized_end=661
+  _globals['_STEPRECORD_METRICSENTRY']._serialized_start=615
+  _globals['_STEPRECORD_METRICSENTRY']._serialized_end=661
+  _globals['_EVALRECORD']._serialized_start=663
+  _globals['_EVALRECORD']._serialized_end=751
+  _globals['_MEMBER']._serialized_start=753
+  _globals['_MEMBER']._serialized_end=834
+  _globals['_GETRUNREQUEST']._serialized_start=836
+  _globals['_GETRUNREQUEST']._serialized_end=851
+  _globals['_GETRUNRESPONSE']._serialized_start=853
+  _globals['_GETRUNRESPONSE']._serialized_end=921
+  _globals['_WATCHRUNREQUEST']._serialized_start=923
+  _globals['_WATCHRUNREQUEST']._serialized_end=940
+  _globals['_WATCHRUNRESPONSE']._serialized_start=942
+  _globals['_WATCHRUNRESPONSE']._serialized_end=1012
+  _globals['_RUNSERVICE']._serialized_start=1283
+  _globals['_RUNSERVICE']._serialized_end=1485
 # @@protoc_insertion_point(module_scope)

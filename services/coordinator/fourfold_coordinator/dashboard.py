@@ -28,6 +28,9 @@ _log = logging.getLogger("fourfold.dashboard")
 _BLOCKS: Final = "".join(chr(0x2581 + i) for i in range(8))
 _ASCII_BLOCKS: Final = "_.-=+*%#"
 _NOTES: Final = 5
+_ALARMS: Final = 4
+# What was told longer ago than so many steps is told again if it lasts.
+_ALARM_STEPS: Final = 50
 _PHASES: Final = {
     pb.RUN_PHASE_WAITING_FOR_SERVICES: "waiting for services",
     pb.RUN_PHASE_RECOVERING: "restoring a checkpoint",
@@ -155,6 +158,7 @@ class Dashboard:
             bar = Table.grid(expand=True)  # a bar alone does not end its line
             bar.add_row(ProgressBar(total=self._status.step_count, completed=self._status.step))
             parts.insert(0, bar)
+        parts += [Text(line, style="bold yellow") for line in alarm_lines(self._status)[-_ALARMS:]]
         parts += [Text(note, style="yellow") for note in self._notes[-_NOTES:]]
         return Panel(Group(*parts), title=title, subtitle=footer, title_align="left", subtitle_align="left")
 
@@ -170,7 +174,10 @@ class Dashboard:
         # An evaluation is told after its step, whose record comes a little later.
         last = status.step_count if status.phase in _OVER else max((record.step for record in status.steps), default=0)
         done = [(record.step, 0, eval_line(record)) for record in status.evals if record.step <= last]
-        done += [(record.step, -1, step_line(record, status.step_count)) for record in status.steps]
+        done += [(record.step, -2, step_line(record, status.step_count)) for record in status.steps]
+        for record in status.steps:
+            if record.alarms:
+                done.append((record.step, -1, "\n".join(f"  ! {text}" for text in record.alarms)))
         for step, kind, line in sorted(done):
             lines[f"{kind} {step}"] = line
         new = [line for key, line in lines.items() if key not in self._told]
@@ -229,7 +236,11 @@ def step_facts(status: pb.RunStatus, blocks: str) -> list[tuple[str, str]]:
     for label, metric, form in (
         ("reward", metrics.REWARD_MEAN, "{:.2f}"),
         ("useful groups", metrics.USEFUL_GROUPS, "{:.0%}"),
+        ("entropy", metrics.ENTROPY, "{:.2f}"),
         ("logprob drift", metrics.MISMATCH_MEAN, "{:.4f}"),
+        ("effective tokens", metrics.EFFECTIVE_SAMPLE_SIZE, "{:.0%}"),
+        ("tokens/s trained", metrics.TRAIN_SPEED, "{:.0f}"),
+        ("MFU", metrics.MFU, "{:.0%}"),
     ):
         history = [record.metrics[metric] for record in status.steps if metric in record.metrics]
         if metric in last:
@@ -249,6 +260,7 @@ def step_line(record: pb.StepRecord, step_count: int) -> str:
         (metrics.REWARD_MEAN, "reward {:.2f}"),
         (metrics.USEFUL_GROUPS, "useful groups {:.0%}"),
         (metrics.MISMATCH_MEAN, "drift {:.4f}"),
+        (metrics.MFU, "MFU {:.0%}"),
         (metrics.POLICY_LAG_MAX, "lag {:.0f}"),
         (metrics.TIME_STEP, "{:.1f} s"),
     ):
@@ -256,6 +268,12 @@ def step_line(record: pb.StepRecord, step_count: int) -> str:
             words.append(form.format(record.metrics[metric]))
     parts = phase_times(record)
     return "  ".join(words) + (f" ({parts})" if parts else "")
+
+
+def alarm_lines(status: pb.RunStatus) -> list[str]:
+    """Return what was found to be wrong not long ago, in order."""
+    recent = [record for record in status.steps if record.step > status.step - _ALARM_STEPS]
+    return [f"step {record.step}: {text}" for record in recent for text in record.alarms]
 
 
 def eval_line(record: pb.EvalRecord) -> str:

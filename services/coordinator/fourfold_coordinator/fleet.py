@@ -82,14 +82,14 @@ def started_by_hand(config: Config) -> list[Service]:
 def _services(config: Config, *, by_hand: bool) -> list[Service]:
     roles = [
         ("rollout", config.rollout.replicas, config.rollout.gpus_per_replica, 2),
-        ("trainer", config.trainer.replicas, config.trainer.ranks if config.trainer.device == "cuda" else 0, 1),
+        ("trainer", config.trainer.replicas, config.trainer_processes if config.trainer.device == "cuda" else 0, 1),
         ("reward", config.reward.replicas, 0, config.reward.processes),
     ]
     if config.needs_reference:
         roles.append(("reference", config.reference.replicas, int(config.reference.device == "cuda"), 1))
     found = []
     for role, replicas, gpus, cpus in roles:
-        cpus = config.trainer.ranks if role == "trainer" else cpus
+        cpus = config.trainer_processes if role == "trainer" else cpus
         count = (1 if by_hand else 0) if replicas == 0 else (0 if by_hand else replicas)
         found += [Service(role=role, name=f"{role}-{i}", gpus=gpus, cpus=cpus) for i in range(count)]
     return found

@@ -78,7 +78,8 @@ def assign_gpus(services: Sequence[Service], gpus: Sequence[str]) -> dict[str, t
         if service.gpus > len(gpus):
             raise ConfigError(
                 f"{service.name} asks for {service.gpus} GPUs and this machine offers {len(gpus)}; lower "
-                f'rollout.gpus_per_replica or trainer.ranks, set trainer.device = "cpu", or see `fourfold doctor`'
+                f"rollout.gpus_per_replica, trainer.ranks or critic.ranks, set trainer.device = `cpu`, or see "
+                f"`fourfold doctor`"
             )
         if service.gpus:
             assigned[service.name] = tuple(gpus[(position + i) % len(gpus)] for i in range(service.gpus))

@@ -35,8 +35,9 @@ from fourfold.metrics import MetricsWriter
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
 from . import report
-from .batch_metrics import diagnose, summarize
+from .batch_metrics import summarize
 from .collect import Collector
+from .diagnosis import Doctor, Finding
 from .ledger import TRAINER_RESTORED
 from .parts import Parts
 from .recovery import restore
@@ -63,6 +64,7 @@ class Loop:
         self.needed, self.start_seconds = needed_services(parts.config), parts.start_seconds
         self.samples_file = SampleWriter(parts.folder / "samples.jsonl")
         self.metrics_file = MetricsWriter(parts.folder / "metrics.jsonl")
+        self.doctor = Doctor.of(parts.config)
         self.step = 0
         """Steps done."""
         self._life_began = time.monotonic()
@@ -101,6 +103,8 @@ class Loop:
         restored = await restore(self.config, self.folder, self.ledger, self.session)
         self.metrics_file = MetricsWriter(self.folder / "metrics.jsonl")
         self.step, self.collector.position = restored.step, restored.data_position
+        self.doctor = Doctor.of(self.config)
+        self.doctor.remember(self.ledger.steps())
         self.board.set_history(((row.step, row.metrics) for row in self.ledger.steps()), self.ledger.evals())
         await self.broker.settle(self.session.policy_version, step=self.step)
         self.board.begin()
@@ -128,12 +132,15 @@ class Loop:
             with timed(metrics, m.TIME_EVALUATE):
                 metrics |= await self.evaluate(step)
         metrics[m.TIME_STEP] = time.monotonic() - began
-        self._keep_metrics(step, metrics, trained, seconds)
+        found, news = self.doctor.examine(
+            step, metrics, skipped_reason=trained.skipped_reason, dropped=self._dropped(step)
+        )
+        self._keep_metrics(step, metrics, found, news, seconds)
         if last or step % self.config.checkpoint.every_steps == 0:
             with timed(metrics, m.TIME_CHECKPOINT):
                 await self.checkpoint(step)
             metrics[m.TIME_STEP] = time.monotonic() - began
-            self._keep_metrics(step, metrics, trained, seconds)
+            self._keep_metrics(step, metrics, found, news, seconds)
         self._show_metrics(step)
 
     # -- collect, train, publish ----------------------------------------------------------------------------------
@@ -250,23 +257,20 @@ class Loop:
         """Return the samples dropped in this step by reason; those of a step that was lost later are not its own."""
         return {reason: count for reason, count in self.ledger.dropped(step).items() if reason != TRAINER_RESTORED}
 
-    def _keep_metrics(self, step: int, metrics: dict[str, float], trained: TrainStepResponse, seconds: float) -> None:
-        text = diagnose(
-            metrics,
-            skipped_reason=trained.skipped_reason,
-            dropped=self._dropped(step),
-            compares_samples=self.config.algorithm.compares_samples,
-        )
+    def _keep_metrics(
+        self, step: int, metrics: dict[str, float], found: list[Finding], news: list[Finding], seconds: float
+    ) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
-        self.ledger.record_metrics(step, {**finite, "diagnosis": text}, seconds=seconds)
+        words = {"diagnosis": "; ".join(f.text for f in found), "alarms": [f.text for f in news]}
+        self.ledger.record_metrics(step, {**finite, **words}, seconds=seconds)
 
     def _show_metrics(self, step: int) -> None:
         row = self.ledger.step_row(step)
         self.metrics_file.write({"step": step, **row.metrics})
         self.board.add_step(step, row.metrics)
         log.info("step %d of %d is done", step, self.config.steps, extra={"reward": row.metrics.get(m.REWARD_MEAN)})
-        if row.metrics["diagnosis"]:
-            log.warning("step %d: %s", step, row.metrics["diagnosis"])
+        for text in row.metrics["alarms"]:
+            log.warning("step %d: %s", step, text)
 
     def _seconds(self) -> float:
         return self._seconds_before + time.monotonic() - self._life_began

@@ -37,5 +37,7 @@ def table(services: Sequence[Service], nodes: Sequence[Mapping[str, float]]) -> 
     lines.append(f"{'asked  together':24}{sum(s.cpus for s in services):6d}{sum(s.gpus for s in services):6d}")
     for index, node in enumerate(nodes):
         lines.append(f"{f'have   node {index}':24}{node.get('CPU', 0):6.0f}{node.get('GPU', 0):6.0f}")
-    lines.append("Lower rollout.replicas, rollout.gpus_per_replica or trainer.ranks, or add nodes to the cluster.")
+    lines.append(
+        "Lower rollout.replicas, rollout.gpus_per_replica, trainer.ranks or critic.ranks, or add nodes to the cluster."
+    )
     return "\n".join(lines)

@@ -13,7 +13,8 @@ report.json, all times in seconds, sizes in bytes:
     evals                        all of them
     first_step                   SHA-256 of its prompts, request seeds and sampled tokens
     answers_before, answers_after  ten sampled answers to the same held-out prompts
-    skipped_steps, dropped       steps that had nothing to learn; dropped samples by reason
+    skipped_steps, dropped       steps that changed nothing; dropped samples by reason
+    diagnosis                    what was wrong: {"text", "steps", "first", "last"} each, the most frequent first
     policy_version, model        of the last weights; folder of the export
     model_ema                    folder of the export of their moving average, or null
     distance                     to the newest finished run of the same recipe beside this one, or null (`compare`)
@@ -33,6 +34,7 @@ from typing import Any
 from fourfold import metrics as m
 from fourfold.config import Config
 
+from .diagnosis import history
 from .ledger import EvalRow, Ledger, StepRow
 from .samples import Group, digest
 
@@ -92,6 +94,7 @@ def build(
         "first_step": json.loads(ledger.get(FIRST_STEP) or "{}"),
         "skipped_steps": sum(bool(step.skipped_reason) for step in steps),
         "dropped": ledger.dropped(),
+        "diagnosis": history(config, steps),
         "policy_version": steps[-1].policy_version if steps else 0,
         "model": model,
         "model_ema": model_ema,

@@ -21,7 +21,8 @@ from types import FrameType
 from typing import IO, Final
 
 from fourfold import config as configuration
-from fourfold import models
+from fourfold import models, sequence_parallel
+from fourfold.adapters import adapter_plan
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.security import Security
@@ -61,9 +62,12 @@ def main(args: argparse.Namespace) -> int:
     with interrupt.installed():
         if args.resume is not None:
             run_dir, config = args.resume, _resumed_config(args.resume, args.name)
+            sequence_parallel.check(config)
         else:
             config = configuration.load(args.recipe)
             models.check(config.model.source)  # a missing model is found before a folder is made
+            sequence_parallel.check(config)
+            adapter_plan(config)  # and so is a layer that it does not have
             run_dir, config = make_run_dir(config, args.name or config.name)
         with _locked(run_dir):
             if args.resume is not None and is_finished(run_dir, config):

@@ -140,7 +140,7 @@ class RunServicer(pb_grpc.RunServiceServicer):
 
 def _step_record(step: int, metrics: Mapping[str, Any]) -> pb.StepRecord:
     numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
-    return pb.StepRecord(step=step, metrics=numbers)
+    return pb.StepRecord(step=step, metrics=numbers, alarms=metrics.get("alarms", []))
 
 
 def _eval_record(row: EvalRow) -> pb.EvalRecord:

@@ -185,8 +185,8 @@ def check_completions(completions: Sequence[Completion], *, who: str, vocabulary
             raise Unavailable(f"{who}: {count} tokens sampled; asked for 1 to {max_tokens}", reason="BAD_SAMPLE")
         if int(completion.token_ids.view(np.uint32).max()) >= vocabulary_size:  # a negative id is a large one
             raise Unavailable(f"{who}: sampled ids outside the vocabulary [0, {vocabulary_size})", reason="BAD_SAMPLE")
-        if not bool((completion.logprobs <= 0).all()):  # NaN fails the comparison, too
-            raise Unavailable(f"{who}: log-probabilities that are NaN or above 0", reason="BAD_SAMPLE")
+        if not bool(((completion.logprobs <= 0) & (completion.logprobs > -np.inf)).all()):  # NaN fails it, too
+            raise Unavailable(f"{who}: log-probabilities that are NaN, -inf or above 0", reason="BAD_SAMPLE")
 
 
 def sampling_params(config: Config, prompt: Prompt, seed: int) -> rollout.SamplingParams:

@@ -22,6 +22,7 @@ _GAP: Final = "  "
 _FRAME: Final = 200
 _QUESTION: Final = 24
 _RIGHT: Final = 8
+_FINDINGS: Final = 5
 _LINES: Final = 3  # of a prompt, and of an answer
 _NO_BREAK: Final = "\N{NO-BREAK SPACE}"  # keeps the mark on the answer's last line
 
@@ -58,6 +59,7 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
         lines.append("Dropped samples: " + ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())))
     if twin := report.get("distance"):
         lines.append(_distance(twin))
+    lines += _diagnosis(report)
     lines += answer_table(report.get("answers_before") or [], report.get("answers_after") or [])
     lines += ["", *_files(run_dir)]
     lines += ["", f"Talk to it: fourfold chat {run_dir / 'model'}"]
@@ -73,6 +75,20 @@ def _headline(report: dict[str, Any]) -> str:
         f"{report['name']} is done: {report['steps']} steps{each} in {clock(report['seconds'])}, seed {report['seed']}"
         f", {memory}."
     )
+
+
+def _diagnosis(report: dict[str, Any]) -> list[str]:
+    """Return what was wrong, in words, the most frequent first."""
+    lines = []
+    if skipped := report.get("skipped_steps"):
+        lines += ["", f"{skipped} of {report['steps']} steps changed nothing."]
+    if found := report.get("diagnosis"):
+        lines += ["", "What to look at:"]
+        for entry in found[:_FINDINGS]:
+            steps = f"step {entry['first']}" if entry["steps"] == 1 else f"{entry['steps']} steps, {entry['first']} to"
+            when = steps if entry["steps"] == 1 else f"{steps} {entry['last']}"
+            lines += textwrap.wrap(f"{when}: {entry['text']}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return lines
 
 
 def _interval(evaluation: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 Samples are dealt to the ranks so that each gets about the same number of tokens; each rank's
 part is packed under the token budget. Collectives run inside a forward pass under ZeRO-3, so
 all ranks must run the same number of passes: a rank with fewer gets dummies, two tokens whose
-weight is 0.
+weight is 0. With sequence parallelism, "rank" is a group of ranks that share every pass.
 
 Legend: k loss tokens of a micro-batch.
 """
@@ -39,6 +39,11 @@ class PolicyBatch:
     behavior_logprobs: Float32Array  # [k]
     old_logprobs: Float32Array  # [k], or [0]: the present ones, because the policy has not moved yet
     reference_logprobs: Float32Array  # [k], or [0] where the loss needs none
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether nothing of it counts."""
+        return not self.weights.any()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -259,14 +259,14 @@ def rank_file(model: str, rank: int | None) -> str:
     return f"{model}-{'*' if rank is None else format(rank, '03d')}.safetensors"
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
     """Write tensors, durably.
 
     Raises:
         Unavailable: the disk refuses.
     """
     try:
-        safetensors.torch.save_file(dict(tensors), path)
+        safetensors.torch.save_file(dict(tensors), path, metadata=metadata)
         sync(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise _refused(path, error) from None
@@ -297,6 +297,21 @@ def write_model(model: Any, state: dict[str, Tensor], folder: Path, *, source: P
             sync(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise _refused(folder, error) from None
+
+
+def write_adapter(folder: Path, settings: str, tensors: Mapping[str, Tensor]) -> None:
+    """Write an adapter as PEFT keeps it, durably.
+
+    Raises:
+        Unavailable: the disk refuses.
+    """
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise _refused(folder, error) from None
+    write_text(folder / "adapter_config.json", settings)
+    write_tensors(folder / "adapter_model.safetensors", tensors, metadata={"format": "pt"})
+    sync(folder)
 
 
 def sync(path: Path) -> None:

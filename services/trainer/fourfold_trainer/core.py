@@ -26,7 +26,7 @@ from fourfold.config import Config
 from fourfold.errors import AlreadyExists, DeadlinePassed, FourfoldError, InvalidInput, Unavailable, WrongState
 from fourfold.weights.manifest import Manifest
 from fourfold.wire import Sample
-from fourfold_trainer import gradients, report
+from fourfold_trainer import flops, gradients, report
 from fourfold_trainer import step as steps
 from fourfold_trainer.checkpoint import CheckpointStore, StepAnswer, TrainerState, layout_of, whole
 from fourfold_trainer.engine import Engine, Sent
@@ -267,6 +267,13 @@ class TrainerCore:
         measured[metrics.SKIPPED_STEPS] = float(skipped)
         measured[metrics.TIME_TRAIN] = seconds
         measured[metrics.TRAIN_SPEED] = sum(len(s.token_ids) for s in samples) / seconds
+        measured |= flops.speed(
+            self._running.machine,
+            result.policy_work,
+            result.critic_work,
+            seconds=seconds,
+            rank_count=config.trainer.ranks,
+        )
         answer = StepAnswer(
             step=step,
             policy_version=state.policy_version + bool(result.policy_updates),

@@ -1,7 +1,7 @@
 """What the trainer asks of its engine: all ranks as one (`Engine`), and one rank's models (`Policy`, `Critic`).
 
     servicer -> core -> step -> Engine --- RankGroup --- link ---> RankWorker -> Policy, Critic     (every rank)
-                                                                   update.py
+                                           processes.py            update.py
 
 `core` and `step` know `Engine` alone and are tested with a fake one; `update` and the worker
 know `Policy` and `Critic` alone. `zero` implements those two, `ranks` the `Engine`.
@@ -9,24 +9,29 @@ know `Policy` and `Critic` alone. `zero` implements those two, `ranks` the `Engi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from fourfold.nn.batching import TokenBatch
+from fourfold.nn.router import Routers
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.source import WeightSource
 from fourfold.wire import EMPTY_FLOATS, Float32Array
 from fourfold_trainer.batching import PolicyBatch, ValueBatch, WeightedBatch
+from fourfold_trainer.flops import Machine, ModelSize
 from fourfold_trainer.shards import Shard
+
+T = TypeVar("T")
 
 # Sums over tokens that metrics are made of, besides those that carry a metric's own name.
 RATIO_SUM: Final = "sum of the ratio of trainer to engine"
 RATIO_SQUARE_SUM: Final = "sum of its square"
+SAMPLE_COUNT: Final = "samples with loss tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +41,10 @@ class UpdateSettings:
     learning_rate: float
     kl_coef: float = 0.0
     """Of a KL term in the loss; the controller may have moved it away from the recipe's."""
+    router_coef: float = 0.0
+    """Of the routers' load-balancing loss."""
+    token_count: int = 0
+    """Tokens in the passes of all ranks, dummies left out."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,6 +63,8 @@ class UpdateSums:
     """|old - behavior| of every token that has a finite behavior log-probability."""
     grad_norm: float = 0.0
     """L2 norm before clipping, the same on all ranks; not finite: no weight was changed."""
+    expert_counts: list[list[float]] = field(default_factory=list)
+    """[L, E]: tokens that each expert of each layer got; empty without experts."""
     all_rejected: bool = False
     """No weight was changed because the correction rejected every token."""
 
@@ -73,6 +84,8 @@ class UpdateSums:
         for name, value in other.highest.items():
             self.highest[name] = max(self.highest.get(name, value), value)
         self.mismatches = np.concatenate([self.mismatches, other.mismatches])
+        pairs = zip(self.expert_counts, other.expert_counts, strict=True) if self.expert_counts else ()
+        self.expert_counts = [[a + b for a, b in zip(*rows, strict=True)] for rows in pairs] or other.expert_counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +97,18 @@ class Sent:
 
 
 class Engine(Protocol):
-    """All ranks as one. Every method blocks and belongs to one thread, except `abort_weights`."""
+    """All ranks as one. Every method blocks and belongs to one thread, except `abort_weights`.
+
+    With sequence parallelism "rank" means, where batches are dealt, a group of ranks that share every pass.
+    """
 
     @property
     def vocabulary_size(self) -> int:
         """Number of token ids."""
+
+    @property
+    def machine(self) -> Machine:
+        """What the ranks run on, and the sizes of the models."""
 
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
         """Make one optimizer step: each rank its share, the same number of batches on every rank."""
@@ -115,6 +135,12 @@ class Engine(Protocol):
 
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
         """Return the critic's value of the state before each asked token."""
+
+    def beside(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
+        """Make the critic's calls and the policy's, at the same time where it can; return what the latter return.
+
+        The critic's may come from another thread. An error of either is raised when both have ended.
+        """
 
     def save(self, folder: Path) -> None:
         """Write every rank's state into an existing folder, durably."""
@@ -150,6 +176,9 @@ class Engine(Protocol):
 class Trained(Protocol):
     """One rank's model and optimizer. Collectives run inside: all ranks call the same method at the same time."""
 
+    size: ModelSize
+    """Of the whole model."""
+
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`, averaged over ranks; `last` says that no more comes before `update`."""
 
@@ -168,6 +197,9 @@ class Trained(Protocol):
     def restore(self, shard: Shard) -> None:
         """Go back to what `read` returned."""
 
+    def close(self) -> None:
+        """Leave the process group."""
+
 
 class Policy(Trained, Protocol):
     """The model that samples and is trained."""
@@ -182,6 +214,10 @@ class Policy(Trained, Protocol):
         Entropies are in nats, of the distribution at the token's temperature.
         """
 
+    @property
+    def routers(self) -> Routers | None:
+        """Those of a mixture of experts; None when it is none, or one whose routers are not known."""
+
     def any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
 
@@ -190,9 +226,6 @@ class Policy(Trained, Protocol):
 
     def weight_source(self) -> WeightSource:
         """Return where this rank's weights are."""
-
-    def close(self) -> None:
-        """Leave the process group."""
 
 
 class Critic(Trained, Protocol):

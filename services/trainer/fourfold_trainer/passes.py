@@ -46,7 +46,7 @@ class ForwardBackward(Protocol):
 
 
 def look_up(
-    compute: Compute, samples: Sequence[Sample], positions: Sequence[Int64Array], config: Config
+    compute: Compute, samples: Sequence[Sample], positions: Sequence[Int64Array], config: Config, *, ranks: int = 0
 ) -> list[Float32Array]:
     """Return a float32 number, or a row of them, for each asked token of each sample, in order.
 
@@ -55,11 +55,12 @@ def look_up(
         samples: any number.
         positions: of each sample, tokens in [1, n); may be none.
         config: of the run.
+        ranks: that have the model; 0: the policy's.
     """
     asked = [i for i, p in enumerate(positions) if len(p)]
     if not asked:
         return [EMPTY_FLOATS] * len(samples)
-    shares = _split(samples, asked, config, gradient=False)
+    shares = _split(samples, asked, config, ranks=ranks or config.trainer.data_parallel_size, gradient=False)
 
     def make(members: Sequence[int]) -> TokenBatch:
         return batching.pack_tokens([samples[i] for i in members], [positions[i] for i in members])
@@ -88,11 +89,14 @@ def forward(engine: Engine, samples: Sequence[Sample], config: Config, *, entrop
             "algorithm.advantage = `gae`"
         )
     every = [np.arange(1, len(s.token_ids), dtype=np.int64) for s in samples]
-    found = look_up(partial(engine.compute_logprobs, entropies=entropies), samples, every, config)
+    compute = partial(engine.compute_logprobs, entropies=entropies)
+    found = look_up(compute, samples, every, config)
+    ranks = config.critic_data_parallel_size
+    valued = look_up(engine.compute_values, samples, every, config, ranks=ranks) if values else []
     return Forward(
         logprobs=[_after_nan(row[:, 0] if entropies else row) for row in found],
         entropies=[_after_nan(row[:, 1]) for row in found] if entropies else [],
-        values=[_after_nan(row) for row in look_up(engine.compute_values, samples, every, config)] if values else [],
+        values=[_after_nan(row) for row in valued],
     )
 
 
@@ -114,7 +118,7 @@ def add_gradient(
     members = [i for i, p in enumerate(positions) if len(p)]
     if not members:
         return [EMPTY_FLOATS] * len(samples)
-    shares = _split(samples, members, config)
+    shares = _split(samples, members, config, ranks=config.trainer.ranks)
 
     def make(members: Sequence[int]) -> WeightedBatch:
         return WeightedBatch(
@@ -205,12 +209,12 @@ class LossTokens:
     def policy_passes(self, members: Sequence[int], weights: dict[int, float]) -> list[list[PolicyBatch]]:
         """Return each rank's passes over `members`; each has loss tokens."""
         dummy = batching.dummy_policy_batch(with_old=self.old is not None, with_reference=self.reference is not None)
-        shares = _split(self.samples, members, self.config)
+        shares = _split(self.samples, members, self.config, ranks=self.config.trainer.ranks)
         return batching.fill(shares, lambda ids: self._policy_batch(ids, weights), dummy)
 
     def value_passes(self, members: Sequence[int], weights: dict[int, float]) -> list[list[ValueBatch]]:
         """The same for the critic."""
-        shares = _split(self.samples, members, self.config)
+        shares = _split(self.samples, members, self.config, ranks=self.config.critic_data_parallel_size)
         return batching.fill(shares, lambda ids: self._value_batch(ids, weights), batching.dummy_value_batch())
 
     def _policy_batch(self, members: Sequence[int], weights: dict[int, float]) -> PolicyBatch:
@@ -236,12 +240,12 @@ class LossTokens:
 
 
 def _split(
-    samples: Sequence[Sample], members: Sequence[int], config: Config, *, gradient: bool = True
+    samples: Sequence[Sample], members: Sequence[int], config: Config, *, ranks: int, gradient: bool = True
 ) -> list[list[list[int]]]:
-    """Return for each rank its passes over `members`, each as a list of them; none: a dummy."""
+    """Return for each rank, or group that shares a row, its passes over `members`: lists of them; none: a dummy."""
     shares = batching.split(
         [len(samples[i].token_ids) for i in members],
-        rank_count=config.trainer.ranks,
+        rank_count=ranks,
         max_tokens=config.batch.tokens_per_micro_batch * (1 if gradient else _LOOK_UP_FACTOR),
     )
     return [[[members[i] for i in ids] for ids in share] for share in shares]

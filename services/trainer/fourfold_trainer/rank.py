@@ -1,4 +1,4 @@
-"""Process of rank 1 and above: `python -m fourfold_trainer.rank SOCKET`, started by rank 0 alone.
+"""A rank as a process of its own: `python -m fourfold_trainer.rank SOCKET`, started by the policy's rank 0 alone.
 
 reader thread    rank 0's commands -> queue;  an abort is carried out at once;  end of link: exit
 main thread      queue -> worker -> answer
@@ -20,7 +20,7 @@ from fourfold.config import Config
 from fourfold.errors import FourfoldError
 from fourfold.process import die_with_parent
 from fourfold_trainer.link import Link, Message
-from fourfold_trainer.ranks import make_worker
+from fourfold_trainer.processes import Place, make_worker
 from fourfold_trainer.worker import ANSWER, RankWorker
 
 
@@ -37,8 +37,7 @@ def main() -> int:
         worker = make_worker(
             Config.model_validate(start["config"]),
             Path(start["model_folder"]),
-            rank=start["rank"],
-            rank_count=start["rank_count"],
+            Place(**start["place"]),
             rendezvous=Path(start["rendezvous"]),
         )
     except FourfoldError as error:

@@ -11,13 +11,14 @@ import numpy as np
 from fourfold import metrics as m
 from fourfold.config import Config
 from fourfold_trainer.credit import Float64Array
-from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM
+from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT
 from fourfold_trainer.schedule import learning_rate
 from fourfold_trainer.step import Result
 
 # Sums over tokens that are metrics as they are, once divided by the number of tokens.
 _POLICY_MEANS: Final = (
     m.APPROX_KL,
+    m.APPROX_KL_K1,
     m.CLIP_FRACTION_LOW,
     m.CLIP_FRACTION_HIGH,
     m.DUAL_CLIP_FRACTION,
@@ -25,8 +26,11 @@ _POLICY_MEANS: Final = (
     m.ENTROPY,
     m.REFERENCE_KL,
     m.CORRECTION_WEIGHT,
+    m.TRUNCATED_WEIGHTS,
     m.REJECTED_TOKENS,
 )
+# Parts of an update's loss: means over the updates.
+_UPDATE_MEANS: Final = (m.KL_LOSS, m.ROUTER_LOSS)
 _SMALL: Final = 1e-5
 
 
@@ -47,7 +51,7 @@ def summarise(result: Result, config: Config, *, step: int) -> dict[str, float]:
 
 def _credit(result: Result) -> dict[str, float]:
     scores = np.array([sample.score for sample in result.batch.samples], np.float64)
-    found = {m.REWARD_PENALTY: float((result.outcomes - scores).mean())}
+    found = {m.SCORE_MEAN: float(scores.mean()), m.REWARD_PENALTY: float((result.outcomes - scores).mean())}
     advantages = result.credit.advantages[result.batch.selected]
     if len(advantages):
         found[m.ADVANTAGE_MEAN] = float(advantages.mean())
@@ -67,7 +71,15 @@ def _policy(result: Result) -> dict[str, float]:
         return found
     found[m.GRAD_NORM] = _norm(result.policy_norms)
     found[m.POLICY_LOSS] = sums.loss / len(result.policy_norms)
+    found[m.NONFINITE_LOSS] = float(result.nonfinite_losses)
     found[m.PADDING_FRACTION] = 1 - result.real_tokens / result.passed_tokens
+    found[m.DUMMY_FRACTION] = result.dummy_count / result.pass_count
+    found |= {name: sums.sums[name] / len(result.policy_norms) for name in _UPDATE_MEANS if name in sums.sums}
+    if sums.expert_counts:
+        loads = np.array(sums.expert_counts)
+        found[m.ROUTER_VIOLATION] = float((loads.max(1) / loads.mean(1)).max() - 1)
+    if SAMPLE_COUNT in sums.sums:
+        found[m.REJECTED_SAMPLES] = sums.sums[m.REJECTED_SAMPLES] / max(sums.sums[SAMPLE_COUNT], 1)
     found |= {name: sums.sums[name] / count for name in _POLICY_MEANS if name in sums.sums}
     return found | sums.lowest | sums.highest
 
@@ -75,14 +87,16 @@ def _policy(result: Result) -> dict[str, float]:
 def _mismatch(result: Result) -> dict[str, float]:
     """Return how far trainer and engine are from each other, over tokens with a finite engine log-probability."""
     sums, mismatches = result.policy.sums, result.policy.mismatches
+    found = {m.MISMATCH_NONFINITE: sums[m.MISMATCH_NONFINITE]} if m.MISMATCH_NONFINITE in sums else {}
     count = len(mismatches)
     if not count:
-        return {}
+        return found
     ratio, square = sums[RATIO_SUM], sums[RATIO_SQUARE_SUM]
-    return {
+    return found | {
         m.MISMATCH_MEAN: float(mismatches.mean(dtype=np.float64)),
         m.MISMATCH_MAX: float(mismatches.max()),
         m.MISMATCH_P99: float(np.quantile(mismatches, 0.99)),
+        m.MISMATCH_PROBABILITY: sums[m.MISMATCH_PROBABILITY] / count,
         m.MISMATCH_KL: sums[m.MISMATCH_KL] / count,
         m.MISMATCH_KL_K1: sums[m.MISMATCH_KL_K1] / count,
         m.MISMATCH_CHI2: square / count - 1,

@@ -15,14 +15,25 @@ class Schedule(Protocol):
     def schedule(self) -> str: ...
     @property
     def warmup_steps(self) -> int: ...
+    @property
+    def final_learning_rate_share(self) -> float: ...
 
 
 def learning_rate(config: Schedule, step: int, step_count: int) -> float:
-    """Return the learning rate of step 1, 2, ...: a linear warm-up, then the schedule; it is 0 after the last step."""
+    """Return the learning rate of step 1, 2, ...: a linear warm-up, then the schedule.
+
+    With w warm-up steps of n, share f, and x = (step - 1 - w) / (n - w), at most 1, of the rest done:
+
+        step <= w   rate * step / w
+        constant    rate
+        linear      rate * (f + (1 - f) * (1 - x))
+        cosine      rate * (f + (1 - f) * (1 + cos(pi * x)) / 2)
+    """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
     if config.schedule == "constant":
         return config.learning_rate
-    done = (step - 1 - config.warmup_steps) / max(step_count - config.warmup_steps, 1)
-    left = 1 - min(done, 1.0)
-    return config.learning_rate * (left if config.schedule == "linear" else (1 - math.cos(math.pi * left)) / 2)
+    done = min((step - 1 - config.warmup_steps) / max(step_count - config.warmup_steps, 1), 1.0)
+    left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    final = config.final_learning_rate_share
+    return config.learning_rate * (final + (1 - final) * left)

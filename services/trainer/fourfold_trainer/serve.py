@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 
-from fourfold import models
+from fourfold import models, sequence_parallel
 from fourfold.coordinator.v1.membership_service_pb2 import ROLE_TRAINER
 from fourfold.serve import Host, ServeOptions
 from fourfold.tokenizer import tokenizer_sha256
@@ -37,6 +37,7 @@ async def _serve(options: ServeOptions) -> int:
 
     def make_engine() -> RankGroup:
         folder = models.resolve(config.model.source)
+        sequence_parallel.check(config)
         servicer.tokenizer_sha256 = host.tokenizer_sha256 = tokenizer_sha256(folder)
         return RankGroup(config, folder, run_dir=run_dir, member_id=options.member_id, on_death=host.fatal)
 

@@ -5,6 +5,7 @@
         exp_avg/0/lm_head.weight        Adam's moments of the same elements
         exp_avg_sq/0/lm_head.weight
         step/0/lm_head.weight           [1], updates that Adam has made
+        momentum/0/...q_proj.weight     Muon's, of what it trains, in place of these three
         ema/0/lm_head.weight            their average, where one is kept
         rng.cpu, rng.cuda               state of the rank's random generators
     policy-001.safetensors              what rank 1 holds: master/141557760/lm_head.weight ...
@@ -41,7 +42,7 @@ class Shard:
     """What one rank holds of a model's state, on the CPU."""
 
     states: list[dict[str, Tensor]]
-    """Of each master, flat tensors by kind: its elements, Adam's moments, STEP, EMA; 0 in the padding."""
+    """Of each master, flat tensors by kind: its elements, the optimizer's moments, STEP, EMA; 0 in the padding."""
     random: dict[str, Tensor]
     """State of the random generators by name; empty for a rank that was not there when they were written."""
 

@@ -4,19 +4,21 @@
     c weight of a token's loss; w weight for the distance of o to u
 
     policy      sum over tokens of   c * ( w * loss(p, o, A) + kl_coef * kl(p, f) - entropy_coef * H )
+                + sum over micro-batches of   router_coef * share * router loss          share of the step's tokens
     critic      sum over tokens of   c * value_loss(V, G)
     parts       sum over tokens of   c * p                  c of the caller, of either sign
 
 The weights c are known before the first pass (algorithm/aggregation.py), so that the gradient
-does not depend on how the step is split; w is that of algorithm/corrections.py.
+does not depend on how the step is split; w is that of algorithm/corrections.py. The routers' loss
+is a product of two means over the tokens of a micro-batch and does depend on the split: weighted by
+shares of tokens, its scale does not.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,9 +30,8 @@ from fourfold.wire import Float32Array
 from fourfold_trainer.algorithm import corrections, kl, losses
 from fourfold_trainer.algorithm.losses import TokenLoss
 from fourfold_trainer.batching import PolicyBatch, ValueBatch, WeightedBatch, dummy_tokens
-from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, Critic, Policy, UpdateSettings, UpdateSums
-
-_MAX_LOG_RATIO: Final = 20.0
+from fourfold_trainer.engine import Critic, Policy, UpdateSettings, UpdateSums
+from fourfold_trainer.tally import Tally, distances
 
 
 def update_policy(
@@ -42,9 +43,14 @@ def update_policy(
     rank_count: int,
 ) -> UpdateSums:
     """Run one rank's part of an optimizer step of the policy; all ranks run as many micro-batches."""
-    tally = _Tally()
+    tally = Tally()
     for index, batch in enumerate(batches):
+        share = 0.0 if batch.is_dummy or not settings.token_count else batch.tokens.token_count / settings.token_count
+        if policy.routers is not None:
+            policy.routers.weight = settings.router_coef * share * rank_count
         logprobs, entropy = policy.logprobs(batch.tokens, entropy=True)
+        if policy.routers is not None:
+            tally.routed(policy.routers.routed(), share)
         assert entropy is not None, "asked for"
         loss = _policy_objective(logprobs, entropy, _Columns.of(batch, logprobs), algorithm, settings, tally)
         last = index == len(batches) - 1
@@ -54,6 +60,8 @@ def update_policy(
             loss = loss + math.nan * logprobs.sum()
         # The gradient is averaged over the ranks, but c is that of the whole step.
         policy.backward(loss * rank_count, last=last)
+    if policy.routers is not None:
+        policy.routers.weight = 0.0  # a loss of parts is the caller's alone
     return tally.sums(grad_norm=policy.update(settings.learning_rate))
 
 
@@ -61,7 +69,7 @@ def update_critic(
     critic: Critic, batches: Sequence[ValueBatch], settings: UpdateSettings, config: CriticConfig, *, rank_count: int
 ) -> UpdateSums:
     """Run one rank's part of an optimizer step of the critic."""
-    tally = _Tally()
+    tally = Tally()
     for index, batch in enumerate(batches):
         values = critic.values(batch.tokens)
         old, returns, weights = (
@@ -137,7 +145,7 @@ def _policy_objective(
     columns: _Columns,
     algorithm: AlgorithmConfig,
     settings: UpdateSettings,
-    tally: _Tally,
+    tally: Tally,
 ) -> Tensor:
     """Return a micro-batch's part of the step's loss, a scalar, and note what the metrics need of it."""
     real = columns.weights > 0
@@ -156,18 +164,20 @@ def _policy_objective(
         token_loss = torch.where(correction.rejected, 0.0, correction.weights * token_loss)
         if columns.reference is None and not algorithm.entropy_coef:  # these terms reject nothing
             accepted = real & ~correction.rejected
-        means |= {metrics.CORRECTION_WEIGHT: correction.weights, metrics.REJECTED_TOKENS: correction.rejected}
+        means |= tally.corrected(correction, columns.segments, columns.segment_count, real=real)
     loss = policy_loss = _weighted_sum(token_loss, columns.weights)
     if columns.reference is not None:
         distance = kl.estimate(logprobs, columns.reference, algorithm.kl.estimator)
-        loss = loss + settings.kl_coef * _weighted_sum(distance, columns.weights)
+        kl_loss = _weighted_sum(distance, columns.weights)
+        loss = loss + settings.kl_coef * kl_loss
+        tally.total(metrics.KL_LOSS, kl_loss)
         means[metrics.REFERENCE_KL] = kl.k3(columns.reference - columns.old)
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * _weighted_sum(entropy, columns.weights)
     means[metrics.ENTROPY] = entropy.detach()
-    means |= _distances(logprobs.detach(), columns)
+    means |= distances(logprobs.detach(), columns.old, columns.behavior)
     tally.add(loss=policy_loss.detach(), real=real, means=means)
-    tally.note(log_ratio=logprobs.detach() - columns.old, mismatch=columns.old - columns.behavior, real=real)
+    tally.note(logprobs.detach() - columns.old, columns.old - columns.behavior, real)
     tally.accepted.append(accepted.any())
     return loss
 
@@ -192,72 +202,6 @@ def _policy_loss(logprobs: Tensor, columns: _Columns, algorithm: AlgorithmConfig
             return losses.reinforce(logprobs, advantages)
 
 
-def _distances(logprobs: Tensor, columns: _Columns) -> dict[str, Tensor]:
-    """Return, token by token, how far the policies are from each other."""
-    moved, mismatch = logprobs - columns.old, columns.old - columns.behavior
-    finite = torch.isfinite(mismatch)
-    ratio = mismatch.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp()
-    return {
-        metrics.APPROX_KL: kl.k3(moved),
-        metrics.RATIO_MEAN: moved.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO).exp(),
-        metrics.MISMATCH_KL: torch.where(finite, kl.k3(mismatch), 0.0),
-        metrics.MISMATCH_KL_K1: torch.where(finite, -mismatch, 0.0),
-        RATIO_SUM: torch.where(finite, ratio, 0.0),
-        RATIO_SQUARE_SUM: torch.where(finite, ratio.square(), 0.0),
-    }
-
-
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
     """Return the sum of weights * values over the tokens that count; an exact 0 with a gradient when none does."""
     return (weights * torch.where(weights > 0, values, 0.0)).sum()
-
-
-@dataclass(slots=True)
-class _Tally:
-    """Adds up what the metrics need. Tensors are read once, at the end: reading one waits for the device."""
-
-    losses: list[Tensor] = field(default_factory=list)
-    counts: list[Tensor] = field(default_factory=list)
-    means: dict[str, list[Tensor]] = field(default_factory=dict)
-    log_ratios: list[Tensor] = field(default_factory=list)
-    mismatches: list[Tensor] = field(default_factory=list)
-    reals: list[Tensor] = field(default_factory=list)
-    accepted: list[Tensor] = field(default_factory=list)
-    """Whether a micro-batch has a token that was not rejected."""
-    all_rejected: bool = False
-
-    def add(self, *, loss: Tensor, real: Tensor, means: dict[str, Tensor]) -> None:
-        """Add a micro-batch: its part of the loss, which tokens count, and what is averaged over them."""
-        self.losses.append(loss.double())
-        self.counts.append(real.sum())
-        for name, values in means.items():
-            self.means.setdefault(name, []).append(torch.where(real, values, 0).double().sum())
-
-    def note(self, *, log_ratio: Tensor, mismatch: Tensor, real: Tensor) -> None:
-        """Keep what has a distribution of interest, [k] each."""
-        self.log_ratios.append(log_ratio)
-        self.mismatches.append(mismatch)
-        self.reals.append(real)
-
-    def any_accepted(self) -> bool:
-        """Whether there is a token to learn from on this rank."""
-        return bool(torch.stack(self.accepted).any())
-
-    def sums(self, *, grad_norm: float) -> UpdateSums:
-        """Read everything."""
-        result = UpdateSums(grad_norm=grad_norm, all_rejected=self.all_rejected)
-        result.loss = float(torch.stack(self.losses).sum())
-        result.token_count = int(torch.stack(self.counts).sum())
-        result.sums = {name: float(torch.stack(values).sum()) for name, values in self.means.items()}
-        if self.reals:
-            self._describe_ratios(result, torch.cat(self.reals))
-        return result
-
-    def _describe_ratios(self, result: UpdateSums, real: Tensor) -> None:
-        """Fill in what has a distribution of interest. Choosing rows waits for the device, so it is done once."""
-        ratio = torch.cat(self.log_ratios)[real].exp()
-        if len(ratio):
-            result.lowest[metrics.RATIO_MIN] = float(ratio.min())
-            result.highest[metrics.RATIO_MAX] = float(ratio.max())
-        mismatch = torch.cat(self.mismatches)[real]
-        result.mismatches = mismatch[torch.isfinite(mismatch)].abs().float().cpu().numpy()

@@ -21,7 +21,9 @@ from fourfold.errors import FourfoldError, Internal
 from fourfold.weights.sender import WeightSender
 from fourfold_trainer import batching
 from fourfold_trainer.engine import Critic, Policy, Trained, UpdateSettings, UpdateSums
+from fourfold_trainer.flops import Machine
 from fourfold_trainer.link import Message, from_bytes
+from fourfold_trainer.shards import Shard
 from fourfold_trainer.update import discard_gradient, forward_backward, update_critic, update_policy, use_gradient
 
 ANSWER: Final = "answer"
@@ -31,10 +33,20 @@ ERROR: Final = "error"
 class RankWorker:
     """Commands of one rank. All methods but `abort_weights` belong to one thread."""
 
-    def __init__(self, config: Config, policy: Policy, critic: Critic | None, *, rank: int, rank_count: int) -> None:
+    def __init__(
+        self, config: Config, policy: Policy | None, critic: Critic | None, *, rank: int, rank_count: int
+    ) -> None:
+        """Take over what this rank holds: a policy, a critic, or both."""
         self._config, self._rank, self._rank_count = config, rank, rank_count
-        self._policy, self._critic = policy, critic
-        self._sender = WeightSender(policy.weight_source(), rank=rank, rank_count=rank_count)
+        self._models: dict[str, Trained] = {}
+        """By the name of their files."""
+        if policy is not None:
+            self._models["policy"] = self._policy = policy
+            self._sender = WeightSender(policy.weight_source(), rank=rank, rank_count=rank_count)
+        if critic is not None:
+            self._models["critic"] = self._critic = critic
+        self._shards: dict[str, Shard] = {}
+        """Read, and not yet restored."""
         self._commands: dict[str, Callable[[Message], Message]] = {
             "update_policy": self._update_policy,
             "update_critic": self._update_critic,
@@ -44,7 +56,9 @@ class RankWorker:
             "compute_logprobs": self._compute_logprobs,
             "compute_values": self._compute_values,
             "save": self._save,
-            "load": self._load,
+            "read": self._read,
+            "restore": self._restore,
+            "forget": self._forget,
             "export": self._export,
             "make_offer": self._make_offer,
             "open_weights": self._open_weights,
@@ -55,6 +69,12 @@ class RankWorker:
     def sender(self) -> WeightSender:
         """This rank's weight sender."""
         return self._sender
+
+    @property
+    def machine(self) -> Machine:
+        """What this rank runs on; all ranks are alike."""
+        gpu = torch.cuda.get_device_name(self._rank) if self._config.trainer.device == "cuda" else ""
+        return Machine(policy=self._policy.size, critic=None if self._critic is None else self._critic.size, gpu=gpu)
 
     @property
     def policy(self) -> Policy:
@@ -75,8 +95,9 @@ class RankWorker:
 
     def close(self) -> None:
         """Leave the process group."""
-        self._sender.close()
-        self._policy.close()
+        if "policy" in self._models:
+            self._sender.close()
+        next(iter(self._models.values())).close()
 
     def _update_policy(self, command: Message) -> Message:
         batches, settings = batching.policy_batches(command.arrays), UpdateSettings(**command.fields)
@@ -86,7 +107,7 @@ class RankWorker:
     def _update_critic(self, command: Message) -> Message:
         batches, settings = batching.value_batches(command.arrays), UpdateSettings(**command.fields)
         config = self._config.critic
-        return _sums_answer(update_critic(self._needed_critic, batches, settings, config, rank_count=self._rank_count))
+        return _sums_answer(update_critic(self._critic, batches, settings, config, rank_count=self._rank_count))
 
     def _forward_backward(self, command: Message) -> Message:
         batches = batching.weighted_batches(command.arrays)
@@ -110,7 +131,7 @@ class RankWorker:
 
     def _compute_values(self, command: Message) -> Message:
         with torch.no_grad():
-            rows = [self._needed_critic.values(b).cpu().numpy() for b in batching.token_batches(command.arrays)]
+            rows = [self._critic.values(b).cpu().numpy() for b in batching.token_batches(command.arrays)]
         return Message(name=ANSWER, arrays=rows)
 
     def _save(self, command: Message) -> Message:
@@ -119,23 +140,21 @@ class RankWorker:
             model.save(folder, name)
         return Message(name=ANSWER)
 
-    def _load(self, command: Message) -> Message:
+    def _read(self, command: Message) -> Message:
         folder = Path(command.fields["folder"])
-        # All files are read before the first model changes, on every rank.
-        read = [(model, model.read(folder, name)) for name, model in self._models.items()]
-        for model, shard in read:
-            model.restore(shard)
+        self._shards.clear()
+        self._shards |= {name: model.read(folder, name) for name, model in self._models.items()}
         return Message(name=ANSWER)
 
-    @property
-    def _models(self) -> dict[str, Trained]:
-        """Return all models, by the name of their files."""
-        return {"policy": self._policy} | ({} if self._critic is None else {"critic": self._critic})
+    def _restore(self, _command: Message) -> Message:
+        # The policy comes last: where ranks hold both, random numbers go on as its file says.
+        for name in reversed(self._models):
+            self._models[name].restore(self._shards.pop(name))
+        return Message(name=ANSWER)
 
-    @property
-    def _needed_critic(self) -> Critic:
-        assert self._critic is not None, "rank 0 asks only where the recipe has a critic"
-        return self._critic
+    def _forget(self, _command: Message) -> Message:
+        self._shards.clear()
+        return Message(name=ANSWER)
 
     def _export(self, command: Message) -> Message:
         self._policy.export(Path(command.fields["folder"]), ema=command.fields["ema"])

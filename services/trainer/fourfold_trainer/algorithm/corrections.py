@@ -34,6 +34,8 @@ class Correction:
     """[k], detached, finite; exactly 0 where rejected."""
     rejected: Tensor
     """bool [k]."""
+    truncated: Tensor
+    """bool [k]: kept with another weight than its ratio, because of the bounds."""
 
 
 def correct(
@@ -62,10 +64,12 @@ def correct(
     known = u.isfinite()
     d = o - u  # not a number where both are infinite, but only known tokens are selected
     weights = clamp(d).exp()
+    truncated = torch.zeros_like(known)
     match kind:
         case "tis":
             kept = known
             weights = weights.clamp(low, high)
+            truncated = known & ~_within(d, low, high)
         case "icepop":
             kept = known & _within(d, low, high)
         case "sequence-mask":
@@ -75,7 +79,7 @@ def correct(
             kept = known & _within(segment_mean(d, segments, segment_count, known), low, high)[segments]
         case _:
             assert_never(kind)
-    return Correction(weights=torch.where(kept, weights, 0.0), rejected=~kept)
+    return Correction(weights=torch.where(kept, weights, 0.0), rejected=~kept, truncated=truncated)
 
 
 def _within(log_ratio: Tensor, low: float, high: float) -> Tensor:

@@ -20,18 +20,29 @@ from fourfold.config import Config, CriticConfig, TrainerConfig
 from fourfold.errors import WrongState
 from fourfold_trainer import checkpoint, masters, shards
 from fourfold_trainer.ema import Average
-from fourfold_trainer.zero.group import device_of
+from fourfold_trainer.flops import ModelSize
+from fourfold_trainer.muon import MOMENTUM, Muon
+from fourfold_trainer.zero import offload
+from fourfold_trainer.zero.group import device_of, leave
 from fourfold_trainer.zero.models import speed_up
 from fourfold_trainer.zero.settings import deepspeed_settings, make_optimizer
 
-_ADAM_STATE: Final = ("exp_avg", "exp_avg_sq", "step")
+_ADAM_STATE: Final = ("exp_avg", "exp_avg_sq", shards.STEP)
+_MUON_STATE: Final = (MOMENTUM,)
 
 
 class Trained:
     """One rank's part of one model and its optimizer. All methods belong to the thread that made it."""
 
     def __init__(
-        self, config: Config, table: TrainerConfig | CriticConfig, model: Any, *, rank: int, ema: float = 0.0
+        self,
+        config: Config,
+        table: TrainerConfig | CriticConfig,
+        model: Any,
+        *,
+        rank: int,
+        gpu: int | None = None,
+        ema: float = 0.0,
     ) -> None:
         """Give the model to DeepSpeed.
 
@@ -40,28 +51,34 @@ class Trained:
             table: where the optimizer's settings are.
             model: whole, on this rank.
             rank: of this process.
+            gpu: of this process; None: that of the same number.
             ema: decay of the weights' moving average; 0: none is kept.
         """
         self._config, self._rank = config, rank
         self._max_grad_norm = table.max_grad_norm
         self._stage = config.trainer.zero_stage
-        self._device = device_of(config, rank)
+        self._device = device_of(config, rank if gpu is None else gpu)
+        self.size = ModelSize.of(model)  # before it is partitioned
         speed_up(config, model)
+        optimizer = make_optimizer(config, table, model)
+        settings = deepspeed_settings(config, model, max_grad_norm=table.max_grad_norm)
+        if config.trainer.offload == "optimizer+parameters":
+            offload.partition(model, settings, self._device)
         self._engine: Any = deepspeed.initialize(
-            model=model,
-            optimizer=make_optimizer(table, config.trainer.adam_betas, model),
-            config=deepspeed_settings(config, max_grad_norm=table.max_grad_norm),
-            dist_init_required=False,
+            model=model, optimizer=optimizer, config=settings, dist_init_required=False
         )[0]
         self._model: Any = self._engine.module
         # Some stages have made an empty step: Adam must not count it.
         self._inner.state.clear()
         self._engine.train()
         self._masters = masters.find(self._engine.optimizer, self._model, stage=self._stage, rank=rank)
+        if isinstance(self._inner, Muon):
+            self._inner.attach(self._masters, device=self._device, dtype=getattr(torch, config.model.dtype))
         self._average = Average(self._masters.tensors, decay=ema) if ema else None
 
     def _forward(self, **arguments: Any) -> Any:
-        if self._engine.training != torch.is_grad_enabled():  # gradient checkpoints are for gradients alone
+        # Gradient checkpoints are for gradients alone. The flag is the model's: the engine's own never changes.
+        if self._model.training != torch.is_grad_enabled():
             self._engine.train(torch.is_grad_enabled())
         return self._engine(**arguments)
 
@@ -92,7 +109,12 @@ class Trained:
             return norm
         self._engine.step()
         norm = float(self._engine.get_global_grad_norm())
-        return norm if self._engine.was_step_applied() else math.nan
+        if self._engine.was_step_applied():
+            return norm
+        if self._stage in (1, 2) and self._config.trainer.offload != "none":
+            # DeepSpeed 0.19.8 forgets to: the next gradients would be added to the one that is not finite.
+            self._engine.optimizer.averaged_gradients.clear()
+        return math.nan
 
     def _clip_to(self, norm: float) -> None:
         """Set what gradients are clipped to from now on; 0: they are not."""
@@ -102,7 +124,7 @@ class Trained:
             self._engine.optimizer.clip_grad = norm
 
     def save(self, folder: Path, name: str) -> None:
-        """Write this rank's masters, Adam's moments, average and random state."""
+        """Write this rank's masters, the optimizer's moments, average and random state."""
         random = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self._device)
@@ -111,10 +133,11 @@ class Trained:
 
     def read(self, folder: Path, name: str) -> shards.Shard:
         """Read what this rank needs of all files; raise on every rank when one of them cannot."""
-        kinds = [shards.MASTER, *_ADAM_STATE, *([shards.EMA] if self._average else [])]
+        kinds = [shards.MASTER, *_ADAM_STATE, *_MUON_STATE, *([shards.EMA] if self._average else [])]
         failure: WrongState | None = None
         shard = shards.Shard(states=[], random={})
         try:
+            self._check(folder)
             shard = shards.read(folder, name, self._masters, kinds, rank=self._rank)
         except WrongState as error:
             failure = error
@@ -126,13 +149,18 @@ class Trained:
             raise WrongState(f"another rank cannot read its part of {folder}; restore another checkpoint")
         return shard
 
+    def _check(self, folder: Path) -> None:
+        """Raise WrongState for a checkpoint whose shards do not say all that they must."""
+
     @torch.no_grad()
     def restore(self, shard: shards.Shard) -> None:
         """Go back to what `read` returned."""
         self._inner.state.clear()
         for index, (master, state) in enumerate(zip(self._masters.tensors, shard.states, strict=True)):
             master.data.copy_(state[shards.MASTER].view(master.shape))
-            moments = {key: state[key] for key in _ADAM_STATE if key in state}
+            # What another optimizer has left is of no use to this one, which begins without moments then.
+            kinds = _MUON_STATE if isinstance(self._inner, Muon) and self._inner.trains(master) else _ADAM_STATE
+            moments = {key: state[key] for key in kinds if key in state}
             if moments:
                 shapes = {key: () if key == shards.STEP else master.shape for key in moments}
                 self._inner.state[master] = {k: v.view(shapes[k]).to(master.device) for k, v in moments.items()}
@@ -140,6 +168,11 @@ class Trained:
                 self._average.tensors[index].copy_(state.get(shards.EMA, state[shards.MASTER]).view(master.shape))
         self._refresh()
         self._restore_random(shard)
+
+    def close(self) -> None:
+        """Leave the process group, which every model of this process is in."""
+        self._engine.destroy()
+        leave()
 
     def _restore_random(self, shard: shards.Shard) -> None:
         """Go on with this rank's random numbers; a rank that is new begins others, by the seed and Adam's count."""
@@ -158,7 +191,7 @@ class Trained:
 
     @property
     def _inner(self) -> Any:
-        """The AdamW inside of DeepSpeed's wrapper."""
+        """The optimizer inside of DeepSpeed's wrapper."""
         wrapper = self._engine.optimizer
         return wrapper if self._is_plain else wrapper.optimizer
 

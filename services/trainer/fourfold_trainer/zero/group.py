@@ -15,22 +15,23 @@ from deepspeed.comm import comm as deepspeed_comm
 from fourfold.config import Config
 
 
-def device_of(config: Config, rank: int) -> torch.device:
-    """Return the device of a rank."""
-    return torch.device(f"cuda:{rank}" if config.trainer.device == "cuda" else "cpu")
+def device_of(config: Config, gpu: int) -> torch.device:
+    """Return the device of a rank that has this GPU, where there are GPUs."""
+    return torch.device(f"cuda:{gpu}" if config.trainer.device == "cuda" else "cpu")
 
 
-def join(config: Config, *, rank: int, rank_count: int, rendezvous: Path) -> None:
-    """Join the process group: gloo or NCCL, over loopback alone (see `ranks.environment`).
+def join(config: Config, *, rank: int, rank_count: int, gpu: int, rendezvous: Path) -> None:
+    """Join the process group: gloo or NCCL, over loopback alone (see `processes.environment`).
 
     Args:
         config: of the run.
         rank: of this process.
         rank_count: number of ranks.
+        gpu: of this process.
         rendezvous: path of a file that all ranks see, in a folder of this run alone.
     """
     if config.trainer.device == "cuda":
-        torch.cuda.set_device(device_of(config, rank))
+        torch.cuda.set_device(device_of(config, gpu))
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # torch 2.13 has new names for two collectives, and says so at every call of DeepSpeed's.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

@@ -11,24 +11,30 @@ import torch
 from torch import Tensor
 
 from fourfold.config import Config
-from fourfold.nn import forward
+from fourfold.nn import forward, router
 from fourfold.nn.batching import TokenBatch
-from fourfold.weights.source import DenseSource, WeightSource
-from fourfold.weights.zero3 import Zero3Source
+from fourfold.nn.sequence import Exchange
+from fourfold.weights.merged import MergedSource, merged
+from fourfold.weights.source import DenseSource, WeightSource, named_weights
+from fourfold.weights.zero3 import Zero3Source, make_whole
 from fourfold_trainer import checkpoint
-from fourfold_trainer.zero import group
+from fourfold_trainer.zero import lora
 from fourfold_trainer.zero.engine import Trained
 from fourfold_trainer.zero.models import load_model
 
 # Elements that the export gathers at once.
 _GATHER_ELEMENTS: Final = 1 << 28
+# Folder in an export, of the adapters alone.
+_ADAPTER_FOLDER: Final = "adapter"
 
 
 class DeepSpeedPolicy(Trained):
     """The `Policy` of one rank."""
 
-    def __init__(self, config: Config, model_folder: Path, *, rank: int, rank_count: int) -> None:
-        """Load the model; `join` was called before.
+    def __init__(
+        self, config: Config, model_folder: Path, *, rank: int, rank_count: int, exchange: Exchange | None = None
+    ) -> None:
+        """Load the model; `join` was called before. The ranks of `exchange` share every row.
 
         Raises:
             ConfigError: the folder holds no model that can be trained.
@@ -37,7 +43,13 @@ class DeepSpeedPolicy(Trained):
         torch.manual_seed(config.seed * rank_count + rank)
         model = load_model(config, model_folder)
         forward.install(model)
+        if exchange is not None:
+            forward.share_rows(model, exchange)
+        self.routers = router.install(model, coef=config.trainer.router_aux_loss_coef)
+        """Those of a mixture of experts, or None."""
         self._vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
+        table = config.trainer.lora
+        self._adapters = lora.Adapters(table, model, source=model_folder, seed=config.seed) if table.rank else None
         super().__init__(config, config.trainer, model, rank=rank, ema=config.trainer.ema_decay)
 
     @property
@@ -71,30 +83,55 @@ class DeepSpeedPolicy(Trained):
 
     def _export(self, folder: Path) -> None:
         state: dict[str, Tensor] = {}
+        self._make_adapters_whole()
         for names, parameters in self._gather_groups():
             with deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
                 if self._rank == 0:
-                    state.update({n: p.detach().cpu().clone() for n, p in zip(names, parameters, strict=True)})
+                    state.update({n: self._exported(n, p) for n, p in zip(names, parameters, strict=True)})
         if self._rank == 0:
             checkpoint.write_model(self._model, state, folder, source=self._source_folder)
+            if self._adapters is not None:
+                self._adapters.write(folder / _ADAPTER_FOLDER)
+
+    def _exported(self, name: str, parameter: Any) -> Tensor:
+        """Return a weight on the CPU, with its adapter in it."""
+        weight: Tensor = parameter.detach()
+        adapter = self._adapters.by_weight.get(name) if self._adapters is not None else None
+        if adapter is not None:
+            weight = merged(weight.reshape(-1), adapter).view(weight.shape)
+        return weight.cpu().clone()
+
+    def _make_adapters_whole(self) -> None:
+        if self._adapters is not None and self._stage == 3:
+            make_whole(self._adapters.parameters)
 
     def weight_source(self) -> WeightSource:
         """Return where this rank's weights are."""
-        if self._stage == 3:
-            return Zero3Source(self._engine)
-        return DenseSource(self._model, rank_count=self._rank_count)
+        rename = self._adapters.rename if self._adapters is not None else None
+        source: WeightSource = (
+            Zero3Source(self._engine, rename=rename)
+            if self._stage == 3
+            else DenseSource(self._model, rank_count=self._rank_count, rename=rename)
+        )
+        if self._adapters is None:
+            return source
+        return MergedSource(source, self._adapters.by_weight, gather=self._make_adapters_whole)
 
-    def close(self) -> None:
-        """Leave the process group."""
-        self._engine.destroy()
-        group.leave()
+    def save(self, folder: Path, name: str) -> None:
+        """Write this rank's masters, and what adapters belong to."""
+        super().save(folder, name)
+        if self._adapters is not None and self._rank == 0:
+            self._adapters.write_record(folder)
+
+    def _check(self, folder: Path) -> None:
+        lora.check_record(folder, self._adapters)
 
     def _gather_groups(self) -> Iterator[tuple[list[str], list[Any]]]:
         """Yield names and parameters, as many at once as the gather limit allows."""
         names: list[str] = []
         parameters: list[Any] = []
         size = 0
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in named_weights(self._model, self._adapters.rename if self._adapters else None):
             count = int(getattr(parameter, "ds_numel", parameter.numel()))
             if parameters and size + count > _GATHER_ELEMENTS:
                 yield names, parameters

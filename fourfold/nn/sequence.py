@@ -1,0 +1,163 @@
+"""One packed row shared by several ranks, each with its slice of the tokens: sequence parallelism by Ulysses.
+
+    row [t] -> slice [t / n] -> layers -> hidden states of the slice -> head on the rows asked in it -> every rank: [k]
+                                  |
+             attention:   t / n tokens of h heads -- all-to-all --> t tokens of h / n heads -- kernel -- and back
+
+All else in a layer is done token by token, so attention alone needs the other slices. It sees the
+whole row, of fewer heads: segments, windows and kernels stay as they are. Jacobs et al. 2023, "DeepSpeed
+Ulysses" (arXiv 2309.14509).
+
+Every rank of a group has all [k] results and makes the same loss of them. Its gradient goes back
+into the rank's own slice alone, so that the gradients of the weights are to be added over the ranks of
+a group, as over all others.
+
+Legend: n ranks of a group, t tokens of a row (a multiple of n), k asked rows, h query heads, g key and value
+heads, d head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fourfold.errors import ConfigError
+from fourfold.nn.transfer import to_device
+
+Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Exchange(Protocol):
+    """The ranks that share a row. Collectives run inside: all of them call the same method at the same time."""
+
+    @property
+    def rank(self) -> int:
+        """Place of this rank in the group, and of its slice in the row: 0 is the first."""
+
+    @property
+    def size(self) -> int:
+        """n."""
+
+    def attend(self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return what `kernel` gives for the whole row, of this rank's slice; differentiable.
+
+        Args:
+            kernel: [1, t, h / n, d], [1, t, g / n, d] twice -> [1, t, h / n, d].
+            query: [1, t / n, h, d], h a multiple of n.
+            key: [1, t / n, g, d], g a multiple of n.
+            value: as `key`.
+
+        Returns:
+            [1, t / n, h, d].
+        """
+
+    def add(self, numbers: Tensor) -> None:
+        """Make of `numbers` their sum over the ranks, in place."""
+
+
+class RowSlice:
+    """This rank's slice of a packed row, and which of the asked rows are in it; without an exchange, all of it."""
+
+    def __init__(self, exchange: Exchange | None, lengths: Tensor, rows: Tensor, device: torch.device) -> None:
+        """Divide a row.
+
+        Args:
+            exchange: the ranks that share it, each with the same arguments; None: this one alone.
+            lengths: [s] integers on the CPU, of the segments.
+            rows: int64 [k], into the row.
+            device: of the model.
+        """
+        self.exchange = exchange
+        self.lengths = lengths
+        """Of the segments of the row; one more makes it a multiple of n. Nobody reads that one's tokens."""
+        self.rows = _send(rows, device)
+        """int64 [k'], those asked of this slice, into it."""
+        if exchange is None:
+            return
+        if padding := -int(lengths.sum()) % exchange.size:
+            self.lengths = functional.pad(lengths, (0, 1), value=padding)
+        self._row_count = len(rows)
+        self._size = int(self.lengths.sum()) // exchange.size
+        self._start = exchange.rank * self._size
+        rows = rows.cpu() - self._start
+        places = ((rows >= 0) & (rows < self._size)).nonzero().squeeze(1)
+        self._places, self.rows = _send(places, device), _send(rows[places], device)
+
+    def tokens(self, row: Tensor) -> Tensor:
+        """Return what a slice has of a row, [t] or without its last segment: [t / n]."""
+        if self.exchange is None:
+            return row
+        own = row[self._start : self._start + self._size]
+        return functional.pad(own, (0, self._size - len(own)))
+
+    def asked(self, column: Tensor) -> Tensor:
+        """Return what belongs to the rows of this slice, [k'], of what belongs to all rows, [k]."""
+        return column if self.exchange is None else column[self._places]
+
+    def gather(self, column: Tensor) -> Tensor:
+        """Return [k] numbers of all ranks from each one's own [k'], whose gradient stops there."""
+        if self.exchange is None:
+            return column
+        whole: Tensor = _Gather.apply(column, self.exchange, self._places, self._row_count)  # type: ignore[no-untyped-call]
+        return whole
+
+
+def _send(indices: Tensor, device: torch.device) -> Tensor:
+    return indices if indices.device == device else to_device(indices.numpy(), device)
+
+
+class _Gather(torch.autograd.Function):
+    """[k'] of every rank -> [k]. All ranks make the same loss of it, so each takes its own part of one gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, column: Tensor, exchange: Exchange, places: Tensor, row_count: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.set_materialize_grads(False)  # the head does less where no gradient arrives
+        whole = column.new_zeros(row_count).index_copy_(0, places, column)
+        exchange.add(whole)  # to every number zeros: all ranks have the same bits
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return None if gradients[0] is None else gradients[0][places], None, None, None
+
+
+def attend(exchange: Exchange, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Return [1, t / n, h, d]; arguments as in `Exchange.attend`, but g is any divisor of h.
+
+    Key and value heads that n does not divide are repeated first, as few times as make it: a rank's query heads
+    then find theirs among its own.
+    """
+    repeats = exchange.size // math.gcd(exchange.size, key.shape[2])
+    if repeats > 1:
+        key, value = (x.repeat_interleave(repeats, dim=2) for x in (key, value))
+    return exchange.attend(kernel, query, key, value)
+
+
+def check(model: Any, size: int) -> None:
+    """Refuse a model whose rows `size` ranks cannot share.
+
+    Raises:
+        ConfigError: its heads cannot be dealt, or its positions depend on the longest sample of a row.
+    """
+    config = model.config.get_text_config()
+    if config.num_attention_heads % size:
+        raise ConfigError(
+            f"trainer.sequence_parallel_size = {size} does not divide the {config.num_attention_heads} attention heads "
+            f"of {type(model).__name__}; set it to a divisor of {config.num_attention_heads}"
+        )
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *(r for r in ropes.values() if isinstance(r, dict))):
+        kind = str(rope.get("rope_type", ""))
+        if "dynamic" in kind or kind == "longrope":
+            raise ConfigError(
+                f"the rotary embedding of {type(model).__name__}, rope_type = {kind!r}, depends on the longest sample "
+                f"of a row, which a slice of it does not show; set trainer.sequence_parallel_size = 1, or use a model "
+                f"with another one"
+            )

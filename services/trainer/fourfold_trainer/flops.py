@@ -1,0 +1,135 @@
+"""How much the trainer computes, and how much of the GPUs' peak that is (MFU, model FLOP utilisation).
+
+A forward pass over samples of t_1, t_2, ... tokens takes
+
+    2 N sum(t) + 2 L H sum(t^2)        FLOP
+
+    N   parameters that a token uses: of a mixture of experts, those of top-k experts alone
+    L   layers
+    H   width of the attention: heads times head size. QK' and AV take 4 L H t for a token that
+        reads t others; under a causal mask half of them.
+
+and its backward pass twice that, where all is trained: 6 N T + 6 L H sum(t^2) for an update (PaLM,
+arXiv 2204.02311, appendix B, with the causal half). Frozen parameters have no gradient of their own.
+What gradient checkpointing computes again is not counted, nor are dummies.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from fourfold import metrics
+
+# Dense bfloat16 FLOP/s of one GPU by a part of its name; the first that fits counts. From NVIDIA's and AMD's data
+# sheets of each: half of what is advertised "with sparsity". A board that is throttled has less.
+_PEAKS: Final = (
+    (r"\bGB[23]00\b", 2500e12),  # nvidia.com/en-us/data-center/gb200-nvl72, gb300-nvl72: 360 PFLOPS of 72, sparse
+    (r"\bB[23]00\b", 2250e12),  # nvidia.com/en-us/data-center/hgx: 36 PFLOPS of 8, sparse
+    (r"\bB100\b", 1750e12),  # NVIDIA Blackwell architecture brief
+    (r"\bH100 NVL\b", 835e12),  # nvidia.com/en-us/data-center/h100
+    (r"\bH100 PCIe\b", 756e12),
+    (r"\bH200 NVL\b", 835e12),  # nvidia.com/en-us/data-center/h200
+    (r"\bG?H[12]00\b|\bH800\b", 989e12),  # the SXM boards, GH200 too
+    (r"\bH20\b", 148e12),
+    (r"\bA[18]00\b", 312e12),  # nvidia.com/en-us/data-center/a100
+    (r"\bA40\b", 150e12),
+    (r"\bA30\b", 165e12),
+    (r"\bA10G\b", 70e12),  # aws.amazon.com/ec2/instance-types/g5
+    (r"\bA10\b", 125e12),
+    (r"\bL40S\b", 362e12),  # nvidia.com/en-us/data-center/l40s
+    (r"\bL40\b", 181e12),
+    (r"\bL4\b", 121e12),
+    (r"\bMI300X\b", 1307e12),  # amd.com/en/products/accelerators/instinct/mi300
+)
+
+
+def peak_rate(device_name: str) -> float | None:
+    """Return the dense bfloat16 FLOP/s of a GPU by its name as CUDA gives it, or None when it is not known."""
+    return next((rate for pattern, rate in _PEAKS if re.search(pattern, device_name)), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """What a model's passes cost."""
+
+    parameters: int
+    """That a token uses."""
+    trained_parameters: int
+    """Those of them that have a gradient."""
+    attention: int
+    """Layers times width of the attention."""
+
+    @classmethod
+    def of(cls, model: Any) -> ModelSize:
+        """Count a model that is whole in memory."""
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        used = {name: p.numel() * _used_share(p, config) for name, p in model.named_parameters()}
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        return cls(
+            parameters=round(sum(used.values())),
+            trained_parameters=round(sum(count for name, count in used.items() if name in trained)),
+            attention=config.num_hidden_layers * heads * head_size,
+        )
+
+
+def _used_share(parameter: torch.Tensor, config: Any) -> float:
+    """Return the share of a parameter that one token uses: transformers keeps all experts of a layer in one tensor."""
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if not experts or not chosen or parameter.dim() != 3 or parameter.shape[0] != experts:
+        return 1.0
+    return float(chosen) / float(experts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the trainer runs on, and the sizes of what it runs."""
+
+    policy: ModelSize
+    critic: ModelSize | None = None
+    gpu: str = ""
+    """Name of the ranks' GPU as CUDA gives it; empty on CPUs."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """Samples that went through a model."""
+
+    forward_tokens: int = 0
+    forward_squares: int = 0
+    """Sum of the squares of their lengths."""
+    backward_tokens: int = 0
+    backward_squares: int = 0
+
+    def add(self, lengths: Iterable[int], *, backward: bool) -> None:
+        """Add a forward pass over samples, and a backward pass."""
+        lengths = list(lengths)
+        tokens, squares = sum(lengths), sum(n * n for n in lengths)
+        self.forward_tokens += tokens
+        self.forward_squares += squares
+        if backward:
+            self.backward_tokens += tokens
+            self.backward_squares += squares
+
+    def flops(self, size: ModelSize) -> float:
+        """Return what that took."""
+        forward = 2.0 * size.parameters * self.forward_tokens + 2.0 * size.attention * self.forward_squares
+        backward = 2.0 * (size.parameters + size.trained_parameters) * self.backward_tokens
+        return forward + backward + 4.0 * size.attention * self.backward_squares
+
+
+def speed(machine: Machine, policy: Work, critic: Work, *, seconds: float, rank_count: int) -> dict[str, float]:
+    """Return the metrics of a step's speed: none on CPUs, and no MFU on a GPU whose peak is not known."""
+    if not machine.gpu:
+        return {}
+    flops = policy.flops(machine.policy) + (critic.flops(machine.critic) if machine.critic else 0.0)
+    rate = flops / seconds / rank_count
+    peak = peak_rate(machine.gpu)
+    return {metrics.TRAIN_TFLOPS: rate / 1e12} | ({metrics.MFU: rate / peak} if peak else {})

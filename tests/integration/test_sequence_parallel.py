@@ -1,0 +1,135 @@
+"""Sequence parallelism with real ranks: DeepSpeed's exchange over gloo, and whole steps under ZeRO.
+
+What one rank alone gives is the truth; tests/unit/test_sequence.py has the same with ranks that are threads.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from tests.plain_trainer import Arrays
+from tests.sequence_cases import CASES, check, float64_alone, make_model, run
+from tests.trainer_driver import Case, trainer_environment, write_cases
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(400)]
+
+REPOSITORY = Path(__file__).parents[2]
+TinyModel = Callable[..., Path]
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"kl": {"coef": 0.1}},
+    "gspo": {"preset": "gspo"},
+    "ppo": {"preset": "ppo"},
+    # What a sample's other tokens are decides about each: its ratio as a whole.
+    "masked": {"correction": {"kind": "sequence-mask", "low": 0.5, "high": 2.0}, "entropy_coef": 0.01},
+}
+
+
+def wait_for(commands: Sequence[Sequence[str]]) -> None:
+    """Run processes side by side."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env=trainer_environment(),
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command in commands
+    ]
+    try:
+        for process in started:
+            output, _ = process.communicate(timeout=350)
+            assert process.returncode == 0, output[-4000:]
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize(("count", "size"), [(2, 2), (4, 2), (4, 4)])
+def test_the_exchange_of_deepspeed_gives_what_one_rank_gives(count: int, size: int, tmp_path: Path) -> None:
+    wait_for([("tests.sequence_ranks", *map(str, (rank, count, size, tmp_path))) for rank in range(count)])
+    torch.set_num_threads(1)
+    for index, case in enumerate(CASES):
+        for seed in range(count // size):
+            ranks = range(seed * size, (seed + 1) * size)
+            parts = [safetensors.torch.load_file(tmp_path / f"{index}-{rank}.safetensors") for rank in ranks]
+            with float64_alone():
+                check(parts, run(case, make_model(case), seed=seed))
+
+
+# ---- whole steps ---------------------------------------------------------------------
+
+
+def drive(cases: Sequence[Case], folder: Path) -> dict[str, Arrays]:
+    """Run cases in one process; return what each saw."""
+    write_cases(folder / "cases.json", cases)
+    wait_for([("tests.trainer_driver", str(folder / "cases.json"), str(folder))])
+    return {case.name: np.load(folder / f"{case.name}.npz") for case in cases}
+
+
+def case_of(name: str, model: Path, folder: Path, **settings: Any) -> Case:
+    algorithm = ALGORITHMS[name]
+    mini_batches = 2 if name == "ppo" else 1
+    does = "parts" if settings.get("does") == "parts" else "train"
+    named = f"{name} {does}"
+    return Case(
+        **{**settings, "does": does},
+        name=named,
+        model=str(model),
+        algorithm=algorithm,
+        budget=64,
+        mini_batches=mini_batches,
+        folder=str(folder / "x"),
+    )
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_model: TinyModel) -> Path:
+    return tiny_model("llama", 0, "float32")
+
+
+@pytest.fixture(scope="module")
+def one_rank(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Arrays]:
+    folder = tmp_path_factory.mktemp("one-rank")
+    cases = [*(case_of(name, llama, folder) for name in ALGORITHMS), case_of("grpo", llama, folder, does="parts")]
+    return drive(cases, folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        *((name, {"ranks": 2}) for name in ALGORITHMS),
+        ("grpo", {"ranks": 4}),
+        ("gspo", {"ranks": 4, "checkpointing": True}),
+        ("grpo", {"ranks": 2, "does": "parts"}),
+        *(("gspo", {"ranks": 2, "stage": stage}) for stage in (0, 1, 2)),
+    ],
+)
+def test_ranks_that_share_rows_learn_as_one(
+    one_rank: dict[str, Arrays], llama: Path, tmp_path: Path, name: str, settings: dict[str, Any]
+) -> None:
+    case = case_of(name, llama, tmp_path, sequence=2, **settings)
+    found, wanted = drive([case], tmp_path)[case.name], one_rank[case.name]
+    np.testing.assert_allclose(found["before"], wanted["before"], atol=1e-5)
+    np.testing.assert_allclose(found["losses"], wanted["losses"], atol=1e-5)
+    np.testing.assert_allclose(found["norms"], wanted["norms"], rtol=1e-5)
+    np.testing.assert_allclose(found["metrics"], wanted["metrics"], rtol=1e-4, atol=1e-5)  # tokens among them
+    np.testing.assert_allclose(found["after"], wanted["after"], atol=2e-4)
+    assert np.abs(found["after"] - found["before"]).max() > 0.05  # it did learn something
+    np.testing.assert_allclose(found["values"], wanted["values"], atol=2e-4)
+    if case.does == "train":
+        # Adam makes a whole step of a gradient that is nearly 0, whatever its sign: a few elements may differ by more.
+        np.testing.assert_allclose(found["weights"], wanted["weights"], atol=2e-4)
+        assert np.linalg.norm(found["weights"] - wanted["weights"]) < 1e-6 * np.linalg.norm(wanted["weights"])
+        assert len(found["metrics"]) > 30

@@ -1,0 +1,102 @@
+"""A critic with ranks of its own: the numbers of one in the policy's ranks, and checkpoints that move between both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fourfold.channel import open_channel
+from fourfold.errors import Unavailable
+from fourfold.trainer.client import TrainerClient
+from fourfold.wire import encode
+from tests.integration.test_trainer_deepspeed import PPO, run
+from tests.integration.test_trainer_service import Service
+from tests.integration.test_trainer_state import Copies
+from tests.trainer_driver import Case, batch
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+SEEN = ("before", "straight", "straight_values", "back", "losses", "norms")
+
+
+@pytest.fixture(scope="module")
+def llama(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llama", 0, "float32")
+
+
+async def test_a_critic_apart_trains_saves_and_its_death_is_explained(llama: Path, tmp_path: Path) -> None:
+    tables = '[algorithm]\npreset = "ppo"\n[critic]\nranks = 1\nlearning_rate = 1e-3'
+    trainer = Service(llama, tmp_path, ranks=1, dtype="float32", timeout=120, tables=tables)
+    try:
+        channel = open_channel(trainer.wait_ready(), None)
+        client = TrainerClient(channel, peer="trainer-0")
+        answer = await client.train_step(1, [encode(s) for s in batch(1)], timeout=100)
+        assert answer.metrics["train/critic_grad_norm"] > 0 and answer.policy_version == 1
+        assert await client.save_checkpoint(timeout=60) == 1
+        saved = trainer.run_dir / "checkpoints/step-000001"
+        assert sorted(p.stem for p in saved.glob("*.safetensors")) == ["critic-000", "policy-000"]
+        (rank,) = trainer.ranks()
+        rank.kill()
+        with pytest.raises(Unavailable):
+            await client.train_step(2, [encode(s) for s in batch(2)], timeout=100)
+        await channel.close()
+        assert trainer.process.wait(20) == 1
+        last = trainer.log.read_text()[-1500:]
+        assert "trainer-0: trainer-0-critic-rank-0 died" in last and "SIGKILL" in last
+    finally:
+        trainer.end()
+
+
+def case(model: Path, folder: Path, ranks: int, critic_ranks: int, stage: int) -> Case:
+    """Return one that saves after two steps, makes two more, and goes back."""
+    name = f"{ranks} {critic_ranks} {stage}"
+    (folder / name).mkdir()
+    return Case(
+        name=name,
+        model=str(model),
+        ranks=ranks,
+        critic_ranks=critic_ranks,
+        stage=stage,
+        algorithm=PPO,
+        mini_batches=2,
+        budget=64,
+        does="restore",
+        folder=str(folder / name),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "critic_ranks", "stage"), [(1, 1, 3), (2, 1, 3), (1, 2, 3), (1, 2, 1)])
+def test_a_critic_apart_learns_what_it_learns_in_the_ranks_of_the_policy(
+    llama: Path, tmp_path: Path, ranks: int, critic_ranks: int, stage: int
+) -> None:
+    apart, shared = case(llama, tmp_path, ranks, critic_ranks, stage), case(llama, tmp_path, 1, 0, stage)
+    found = run([apart, shared], tmp_path)
+    mine, theirs = found[apart.name], found[shared.name]
+    same: Any = np.testing.assert_array_equal
+    if ranks + critic_ranks > 2:  # sums in another order
+        same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)  # noqa: E731
+    for name in SEEN:
+        same(mine[name], theirs[name])
+    np.testing.assert_array_equal(mine["back"], mine["straight"])
+    assert np.abs(mine["straight_values"]).max() > 0.01
+
+
+@pytest.mark.slow
+def test_a_checkpoint_moves_between_a_critic_apart_and_one_in_the_ranks_of_the_policy(
+    llama: Path, tmp_path: Path
+) -> None:
+    made = Copies(llama, tmp_path)
+    made.run(
+        made.case("apart", ranks=2, critic_ranks=1),
+        made.case("shared", source="apart"),
+        made.case("apart again", source="shared", critic_ranks=2, stage=1),
+    )
+    made.check("shared", "apart")
+    made.check("apart again", "shared")
+    for name in ("shared", "apart again"):
+        np.testing.assert_array_equal(made.random(name, 0), made.random("apart", 0))

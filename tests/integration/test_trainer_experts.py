@@ -1,0 +1,67 @@
+"""A tiny mixture of experts on real DeepSpeed engines: experts under every ZeRO stage, and the routers' loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.integration.test_trainer_deepspeed import check, run
+from tests.plain_trainer import Arrays, plain
+from tests.trainer_driver import Case
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+COEF = 1.0
+
+
+@pytest.fixture(scope="module")
+def mixtral(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("mixtral", 0, "float32")
+
+
+@pytest.fixture(scope="module")
+def balanced(mixtral: Path) -> Arrays:
+    return plain(mixtral, router_coef=COEF)
+
+
+def case(name: str, mixtral: Path, *, coef: float = COEF, budget: int = 512, stage: int = 3, **more: Any) -> Case:
+    return Case(name=name, model=str(mixtral), stage=stage, router_coef=coef, budget=budget, **more)
+
+
+def test_experts_at_stage_3_learn_with_the_routers_loss_what_plain_pytorch_learns(
+    mixtral: Path, balanced: Arrays, tmp_path: Path
+) -> None:
+    seen = run([case("whole", mixtral), case("checkpointing", mixtral, checkpointing=True)], tmp_path)
+    check(seen["whole"], balanced)
+    check(seen["checkpointing"], balanced)  # a layer that runs again adds nothing
+    norms = plain(mixtral)["norms"]
+    assert np.abs(np.subtract(norms, balanced["norms"])).max() > 0.05  # the routers' loss is there
+
+
+@pytest.mark.slow
+def test_experts_learn_the_same_at_every_stage_and_on_two_ranks(
+    mixtral: Path, balanced: Arrays, tmp_path: Path
+) -> None:
+    truth = plain(mixtral)
+    seen = run([case(f"stage {n}", mixtral, coef=0.0, budget=48, stage=n) for n in range(4)], tmp_path)
+    for found in seen.values():
+        check(found, truth)
+    check(run([case("stage 0", mixtral, stage=0)], tmp_path)["stage 0"], balanced)
+    check(run([case("two", mixtral, coef=0.0, budget=64, ranks=2)], tmp_path)["two"], truth)
+
+
+@pytest.mark.slow
+def test_the_scale_of_the_routers_loss_does_not_depend_on_the_split(
+    mixtral: Path, balanced: Arrays, tmp_path: Path
+) -> None:
+    split = run([case("split", mixtral, budget=48)], tmp_path)["split"]
+    two = run([case("two", mixtral, budget=64, ranks=2)], tmp_path)["two"]
+    alone = np.array(plain(mixtral)["norms"])
+    for found in (split, two):
+        # Its gradient is that of a product of means over a micro-batch: near that of the whole step, not the same.
+        np.testing.assert_allclose(found["norms"][0], balanced["norms"][0], rtol=0.05)
+        assert abs(found["norms"][0] - alone[0]) > 0.02

@@ -1,0 +1,79 @@
+"""Where the ranks of policy and critic are, and how their calls meet; real ranks are in tests/integration."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from fourfold.config import Config
+from fourfold.errors import Unavailable
+from fourfold_trainer.processes import environment, places
+from fourfold_trainer.ranks import RankGroup
+
+
+def recipe(**tables: Any) -> Config:
+    return Config.model_validate(
+        {
+            "name": "ranks",
+            "steps": 1,
+            "model": {"source": "tiny", "max_context_tokens": 12},
+            "data": {"train": {"path": "train.jsonl"}},
+            "sampling": {"max_new_tokens": 8},
+            "batch": {"prompts_per_step": 4, "group_size": 3},
+            "trainer": {"ranks": 2, "device": "cuda"},
+            **tables,
+        }
+    )
+
+
+def held(config: Config, *, critic: bool = False) -> list[tuple[int, int, str, int]]:
+    return [(p.rank, p.rank_count, p.holds, p.gpu) for p in places(config, critic=critic)]
+
+
+def test_a_critic_is_in_the_ranks_of_the_policy_or_on_gpus_after_them() -> None:
+    assert held(recipe()) == [(0, 2, "policy", 0), (1, 2, "policy", 1)]
+    shared = recipe(algorithm={"preset": "ppo"})
+    assert held(shared) == [(0, 2, "both", 0), (1, 2, "both", 1)]
+    apart = recipe(algorithm={"preset": "ppo"}, critic={"ranks": 3})
+    assert held(apart) == [(0, 2, "policy", 0), (1, 2, "policy", 1)]
+    assert held(apart, critic=True) == [(0, 3, "critic", 2), (1, 3, "critic", 3), (2, 3, "critic", 4)]
+    last = environment(apart, places(apart, critic=True)[2])
+    assert (last["RANK"], last["WORLD_SIZE"], last["LOCAL_RANK"]) == ("2", "3", "4")
+    assert last["NCCL_SOCKET_IFNAME"] == last["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def group(second: ThreadPoolExecutor | None) -> RankGroup:
+    """Return one without ranks."""
+    made = object.__new__(RankGroup)
+    made._second = second
+    return made
+
+
+def test_calls_for_a_critic_apart_run_beside_those_for_the_policy() -> None:
+    meeting, met = threading.Barrier(2, timeout=30), list[int]()
+    with ThreadPoolExecutor(1) as second:
+        assert group(second).beside(lambda: met.append(meeting.wait()), meeting.wait) != met[0]
+
+
+def test_an_error_of_either_is_raised_when_both_have_ended() -> None:
+    ended: list[str] = []
+
+    def fail(name: str) -> None:
+        ended.append(name)
+        raise Unavailable(name)
+
+    with ThreadPoolExecutor(1) as second:
+        with pytest.raises(Unavailable, match="policy"):
+            group(second).beside(lambda: ended.append("critic"), lambda: fail("policy"))
+        with pytest.raises(Unavailable, match="critic"):
+            group(second).beside(lambda: fail("critic"), lambda: ended.append("policy"))
+    assert sorted(ended) == ["critic", "critic", "policy", "policy"]
+
+
+def test_calls_in_shared_ranks_take_turns_the_critic_first() -> None:
+    order: list[str] = []
+    group(None).beside(lambda: order.append("critic"), lambda: order.append("policy"))
+    assert order == ["critic", "policy"]

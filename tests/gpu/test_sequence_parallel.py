@@ -23,7 +23,9 @@ from tests.trainer_driver import Case, trainer_environment, write_cases
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs DeepSpeed"),
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("deepspeed", "einops"))), reason="needs DeepSpeed, and einops for it"
+    ),
     pytest.mark.timeout(300),
 ]
 

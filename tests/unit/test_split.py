@@ -63,6 +63,7 @@ class Rank:
 
     def __init__(self, model: Any, rank_count: int) -> None:
         self._model, self._count = model, rank_count
+        self.routers = None
 
     def logprobs(self, batch: TokenBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         found: tuple[Tensor, Tensor | None] = self._model(**forward.batch_arguments(batch, CPU), entropy=entropy)

@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
-from deepspeed.sequence.layer import DistributedAttention
 from torch import Tensor
 
 from fourfold.config import Config
@@ -23,6 +22,9 @@ class Ulysses:
 
     def __init__(self, group: Any) -> None:
         """Take the process group of the ranks that share a row, in the order of their slices."""
+        # Imported here: with its operators it is for those who share rows alone.
+        from deepspeed.sequence.layer import DistributedAttention
+
         self._group = group
         self.rank: int = torch.distributed.get_rank(group)
         self.size: int = torch.distributed.get_world_size(group)

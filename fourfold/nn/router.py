@@ -13,8 +13,10 @@ where one layer's favourite may hide that of another.
 
 The loss is not returned and added to another one: each router attaches its own to the weights
 that it returns, as Megatron-LM does, so that its gradient comes with that of the pass, whatever
-else the pass is for. Under gradient checkpointing layers run twice; only the second time is there
-something to attach to, so nothing counts double, and no layer's logits outlive it.
+else the pass is for. Where several ranks share a row (sequence.py), f and P are those of the whole
+row, and each rank attaches the part of its slice. Under gradient checkpointing layers run twice;
+only the second time is there something to attach to, so nothing counts double, and no layer's
+logits outlive it.
 
 Legend: t tokens of a pass, E experts, k experts that a token is routed to, L layers with a router.
 """
@@ -28,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from fourfold.errors import ConfigError
+from fourfold.nn.sequence import Exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,12 +46,14 @@ class Routed:
 class Routers:
     """The routers of one model. Made by `install`; belongs to the thread that runs the model."""
 
-    def __init__(self, modules: list[nn.Module]) -> None:
-        """Hook into them."""
+    def __init__(self, modules: list[nn.Module], exchange: Exchange | None = None) -> None:
+        """Hook into them; the ranks of `exchange` share every row."""
+        self.token_count = 0
+        """Of the row of the next pass; needed with an exchange alone, because a slice may end in padding."""
         self.weight = 0.0
         """Of the mean loss in the gradient of the passes from now on; a pass keeps that of its forward."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
-        self._count = len(modules)
+        self._count, self._exchange = len(modules), exchange
         for index, module in enumerate(modules):
             module.register_forward_hook(self._hook(index))
 
@@ -62,18 +67,18 @@ class Routers:
             if not module.training:
                 return output
             logits, weights, experts = output
-            loss, counts = balance_loss(logits, experts)
+            part, loss, counts = balance_loss(logits, experts, self._exchange, token_count=self.token_count)
             # By layer, because a checkpointed layer runs again, with the same result.
-            self._layers[index] = loss.detach(), counts
+            self._layers[index] = loss, counts
             if not self.weight or not weights.requires_grad:
                 return output
-            attached = _Attach.apply(weights, loss * (self.weight / self._count))  # type: ignore[no-untyped-call]
+            attached = _Attach.apply(weights, part * (self.weight / self._count))  # type: ignore[no-untyped-call]
             return logits, attached, experts
 
         return attach
 
 
-def install(model: Any, *, coef: float = 0.0) -> Routers | None:
+def install(model: Any, *, coef: float = 0.0, exchange: Exchange | None = None) -> Routers | None:
     """Return the routers of a model, hooked into, or None: it has none, or of a kind that is not known here.
 
     Known are those that choose by softmax(logits) and return (logits [t, E], weights [t, k], experts [t, k]), such as
@@ -82,6 +87,7 @@ def install(model: Any, *, coef: float = 0.0) -> Routers | None:
     Args:
         model: of transformers, whole in memory.
         coef: that their loss will be weighted with.
+        exchange: the ranks that share every row, if there are several.
 
     Raises:
         ConfigError: there is a coefficient, but no router that is known.
@@ -92,7 +98,7 @@ def install(model: Any, *, coef: float = 0.0) -> Routers | None:
     target = getattr(recorder, "target_class", None)
     modules = [module for module in model.modules() if target is not None and isinstance(module, target)]
     if modules and hasattr(config, "router_aux_loss_coef") and all(_is_known(module, config) for module in modules):
-        return Routers(modules)
+        return Routers(modules, exchange)
     if coef:
         raise ConfigError(
             f"trainer.router_aux_loss_coef = {coef:g}, but {type(model).__name__} has no router whose load can be "
@@ -102,21 +108,33 @@ def install(model: Any, *, coef: float = 0.0) -> Routers | None:
     return None
 
 
-def balance_loss(logits: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of one layer, a scalar with the gradient of P, and [E]: tokens of each expert.
+def balance_loss(
+    logits: Tensor, experts: Tensor, exchange: Exchange | None = None, *, token_count: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return of one layer this rank's part of the loss, with the gradient of P; the loss, detached; tokens by expert.
 
-    Both are float32, or float64 from float64.
+    Two scalars and [E]; float32, or float64 from float64. The parts of the ranks of an exchange add up to the loss.
 
     Args:
-        logits: [t, E], of the router.
+        logits: [t, E], of the router, or of this rank's slice.
         experts: int64 [t, k], those that each token is routed to.
+        exchange: the ranks that share the row.
+        token_count: t of the row, without padding; read with an exchange alone.
     """
-    tokens, count = logits.shape
-    probabilities = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
-    chosen = experts.reshape(-1)
+    size, count = logits.shape
+    total, own = size, size
+    if exchange is not None:
+        total, own = token_count, min(max(token_count - exchange.rank * size, 0), size)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    probabilities = torch.softmax(logits[:own].to(wide), -1).sum(0)
+    chosen = experts[:own].reshape(-1)
     # Not bincount: it waits for the device.
-    counts = probabilities.new_zeros(count).scatter_add_(0, chosen, torch.ones_like(chosen, dtype=probabilities.dtype))
-    return count * (counts / tokens * probabilities.mean(0)).sum(), counts
+    counts = probabilities.new_zeros(count).scatter_add_(0, chosen, torch.ones_like(chosen, dtype=wide))
+    whole = torch.stack([counts, probabilities.detach()])
+    if exchange is not None:
+        exchange.add(whole)
+    slope = count * whole[0] / total**2
+    return (slope * probabilities).sum(), (slope * whole[1]).sum(), whole[0]
 
 
 class _Attach(torch.autograd.Function):

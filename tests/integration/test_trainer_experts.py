@@ -65,3 +65,10 @@ def test_the_scale_of_the_routers_loss_does_not_depend_on_the_split(
         # Its gradient is that of a product of means over a micro-batch: near that of the whole step, not the same.
         np.testing.assert_allclose(found["norms"][0], balanced["norms"][0], rtol=0.05)
         assert abs(found["norms"][0] - alone[0]) > 0.02
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_row_have_the_routers_loss_of_the_whole_row(
+    mixtral: Path, balanced: Arrays, tmp_path: Path
+) -> None:
+    check(run([case("shared", mixtral, ranks=2, sequence=2, checkpointing=True)], tmp_path)["shared"], balanced)

@@ -109,12 +109,45 @@ def test_look_ups_leave_no_trace() -> None:
 def test_the_loss_is_k_when_experts_are_used_alike_and_more_when_not(seed: int) -> None:
     even = torch.zeros(8, EXPERTS)
     experts = torch.tensor([[0, 1], [2, 3]] * 4)
-    loss, counts = router.balance_loss(even, experts)
+    _, loss, counts = router.balance_loss(even, experts)
     assert float(loss) == pytest.approx(CHOSEN) and counts.tolist() == [4.0] * EXPERTS
     logits = torch.randn(50, EXPERTS, generator=torch.Generator().manual_seed(seed)) + torch.tensor([2.0, 0, 0, 0])
-    loss, counts = router.balance_loss(logits, logits.topk(CHOSEN).indices)
+    part, loss, counts = router.balance_loss(logits, logits.topk(CHOSEN).indices)
     assert float(loss) == pytest.approx(float(load_balancing_loss_func((logits,), EXPERTS, CHOSEN)))
-    assert float(loss) > CHOSEN and counts[0] > 40
+    assert float(loss) == float(part) > CHOSEN and counts[0] > 40
+
+
+class Sums:
+    """The exchange of one rank of two, when it is known what the other one adds."""
+
+    size = 2
+
+    def __init__(self, rank: int, other: torch.Tensor) -> None:
+        self.rank, self.other = rank, other
+
+    def add(self, numbers: torch.Tensor) -> None:
+        numbers += self.other
+
+
+def test_two_ranks_that_share_a_row_have_the_loss_and_the_gradient_of_the_whole_row() -> None:
+    logits = torch.randn(7, EXPERTS, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    experts = logits.detach().topk(CHOSEN).indices
+    whole, wanted, counts = router.balance_loss(logits, experts)
+    (gradient,) = torch.autograd.grad(whole, logits)
+    slices = list(torch.split(torch.cat([logits, torch.full((1, EXPERTS), 9.0)]), 4))  # the last token is padding
+    routed = list(torch.split(torch.cat([experts, torch.zeros(1, CHOSEN, dtype=torch.int64)]), 4))
+    alone = [
+        torch.stack([torch.bincount(e.flatten(), minlength=EXPERTS), torch.softmax(z, -1).sum(0)]).detach()
+        for e, z in ((experts[:4], logits[:4]), (experts[4:], logits[4:]))
+    ]
+    parts = []
+    for rank in (0, 1):
+        exchange: Any = Sums(rank, alone[1 - rank])
+        part, loss, found = router.balance_loss(slices[rank], routed[rank], exchange, token_count=7)
+        assert float(loss) == pytest.approx(float(wanted)) and torch.equal(found, counts)
+        parts.append(part)
+    (found,) = torch.autograd.grad(parts[0] + parts[1], logits)
+    torch.testing.assert_close(found, gradient)
 
 
 def test_the_loss_evens_the_experts_out() -> None:

@@ -123,7 +123,7 @@ class FakeRouters:
     """Two layers of three experts; the first one takes half of all tokens in the second layer."""
 
     def __init__(self, toy: Toy) -> None:
-        self.toy, self.weight = toy, 0.0
+        self.toy, self.weight, self.token_count = toy, 0.0, 0
         self.weights: list[float] = []
 
     def routed(self) -> Routed:

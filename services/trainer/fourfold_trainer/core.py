@@ -272,7 +272,7 @@ class TrainerCore:
             result.policy_work,
             result.critic_work,
             seconds=seconds,
-            rank_count=config.trainer.ranks,
+            rank_count=config.trainer_processes,
         )
         answer = StepAnswer(
             step=step,

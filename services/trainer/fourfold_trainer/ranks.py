@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -26,7 +26,7 @@ from fourfold.weights.sender import combine_digest
 from fourfold.wire import Float32Array
 from fourfold_trainer.batching import Batch, PolicyBatch, ValueBatch, WeightedBatch, to_arrays
 from fourfold_trainer.engine import Sent, UpdateSettings, UpdateSums
-from fourfold_trainer.flops import Machine
+from fourfold_trainer.flops import Machine, ModelSize
 from fourfold_trainer.link import Array, Message
 from fourfold_trainer.processes import ProcessGroup, checked, places
 from fourfold_trainer.worker import RankWorker, read_error, read_sums
@@ -83,6 +83,9 @@ class RankGroup:
         # The critic's own ranks are all elsewhere: who asks them needs nothing but their links.
         self._second = ThreadPoolExecutor(1, "critic") if config.critic_apart else None
         self._manifest, self._machine = self._worker.sender.manifest(), self._worker.machine
+        if config.critic_apart:  # no part of it is here
+            size = ModelSize(**self._critic.call("critic_size")[0].fields)
+            self._machine = replace(self._machine, critic=size)
 
     @property
     def _worker(self) -> RankWorker:

@@ -48,6 +48,7 @@ def update_policy(
         share = 0.0 if batch.is_dummy or not settings.token_count else batch.tokens.token_count / settings.token_count
         if policy.routers is not None:
             policy.routers.weight = settings.router_coef * share * rank_count
+            policy.routers.token_count = batch.tokens.token_count
         logprobs, entropy = policy.logprobs(batch.tokens, entropy=True)
         if policy.routers is not None:
             tally.routed(policy.routers.routed(), share)

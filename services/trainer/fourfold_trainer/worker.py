@@ -55,6 +55,7 @@ class RankWorker:
             "discard_gradient": self._discard_gradient,
             "compute_logprobs": self._compute_logprobs,
             "compute_values": self._compute_values,
+            "critic_size": self._critic_size,
             "save": self._save,
             "read": self._read,
             "restore": self._restore,
@@ -74,7 +75,8 @@ class RankWorker:
     def machine(self) -> Machine:
         """What this rank runs on; all ranks are alike."""
         gpu = torch.cuda.get_device_name(self._rank) if self._config.trainer.device == "cuda" else ""
-        return Machine(policy=self._policy.size, critic=None if self._critic is None else self._critic.size, gpu=gpu)
+        critic = self._models.get("critic")
+        return Machine(policy=self._policy.size, critic=None if critic is None else critic.size, gpu=gpu)
 
     @property
     def policy(self) -> Policy:
@@ -103,6 +105,9 @@ class RankWorker:
         batches, settings = batching.policy_batches(command.arrays), UpdateSettings(**command.fields)
         algorithm = self._config.algorithm
         return _sums_answer(update_policy(self._policy, batches, settings, algorithm, rank_count=self._rank_count))
+
+    def _critic_size(self, command: Message) -> Message:
+        return Message(name=ANSWER, fields=asdict(self._critic.size))
 
     def _update_critic(self, command: Message) -> Message:
         batches, settings = batching.value_batches(command.arrays), UpdateSettings(**command.fields)

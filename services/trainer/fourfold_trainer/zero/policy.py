@@ -45,7 +45,7 @@ class DeepSpeedPolicy(Trained):
         forward.install(model)
         if exchange is not None:
             forward.share_rows(model, exchange)
-        self.routers = router.install(model, coef=config.trainer.router_aux_loss_coef)
+        self.routers = router.install(model, coef=config.trainer.router_aux_loss_coef, exchange=exchange)
         """Those of a mixture of experts, or None."""
         self._vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
         table = config.trainer.lora

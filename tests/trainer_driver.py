@@ -364,6 +364,7 @@ def main(cases: Sequence[Case], out: Path) -> None:
 def trainer_environment() -> dict[str, str]:
     """Return the environment of a trainer's process in tests."""
     paths = [str(REPOSITORY), *(str(REPOSITORY / "services" / name) for name in SERVICES)]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])  # where libraries lie that are not installed
     # One thread: tiny models gain nothing from more, and threads that wait for each other crawl on a busy machine.
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 

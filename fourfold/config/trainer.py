@@ -64,12 +64,6 @@ class TrainerConfig(Table):
                 f"sequence_parallel_size = {self.sequence_parallel_size} does not divide ranks = {self.ranks}; set it "
                 f"to a divisor, or ranks to {more}"
             )
-        if self.router_aux_loss_coef and self.sequence_parallel_size > 1:
-            raise ValueError(
-                f"router_aux_loss_coef = {self.router_aux_loss_coef:g} and sequence_parallel_size = "
-                f"{self.sequence_parallel_size} do not go together: a rank sees the load of its slice; set one of "
-                f"them to its default"
-            )
         return self
 
     @model_validator(mode="after")

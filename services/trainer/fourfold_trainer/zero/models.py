@@ -54,6 +54,9 @@ def speed_up(config: Config, model: Any) -> None:
         names = [name for name in model._no_split_modules or () if name in {type(m).__name__ for m in model.modules()}]
         if names:
             set_z3_leaf_modules(model, names)
+            # DeepSpeed lets a layer's weights go when the gradient of its inputs is there, and where its inputs need
+            # none, as those of the first layer of a model with adapters, before its backward pass.
+            model.enable_input_require_grads()
     if config.trainer.liger_kernels:
         apply_liger(model)
 

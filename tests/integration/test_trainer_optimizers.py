@@ -182,5 +182,7 @@ def test_another_optimizer_begins_without_moments_of_what_it_trains_otherwise(ll
     matrices = {f"{model}/{kind}" for model in ("policy", "critic") for kind in kinds}
     lost = set(before) - set(after)
     assert lost and {key.rsplit("/", 1)[0] for key in lost} == matrices
-    assert all("_proj." in key for key in lost) and set(again) == set(after)
+    assert all("_proj." in key for key in lost)
+    # Moments that count less updates than their neighbours would be corrected too little: none of these is kept.
+    assert not any("_proj." in key for key in again if key.rsplit("/", 1)[0] in matrices)
     assert np.isfinite(made.seen["muon"]["straight"]).all() and np.isfinite(made.seen["adamw again"]["straight"]).all()

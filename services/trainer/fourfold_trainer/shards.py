@@ -165,7 +165,7 @@ class _Files:
 
 
 def _read_master(files: _Files, size: int, slices: Sequence[Slice], kinds: Collection[str]) -> dict[str, Tensor]:
-    """Return the state of one master, by kind; a kind that none of its parameters has is left out."""
+    """Return the state of one master, by kind; a kind that not all of its parameters have is left out."""
     state: dict[str, Tensor] = {}
     for kind in kinds:
         if kind == STEP:
@@ -173,7 +173,8 @@ def _read_master(files: _Files, size: int, slices: Sequence[Slice], kinds: Colle
                 state[kind] = torch.tensor([count])
             continue
         flat = torch.zeros(size)
-        if sum(files.fill(flat, piece, kind) for piece in slices):
+        filled = [files.fill(flat, piece, kind) for piece in slices]
+        if filled and all(filled):
             state[kind] = flat
     state.setdefault(MASTER, torch.zeros(size))  # one of padding alone has no slice
     return state

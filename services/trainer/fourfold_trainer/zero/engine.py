@@ -160,8 +160,8 @@ class Trained:
             master.data.copy_(state[shards.MASTER].view(master.shape))
             # What another optimizer has left is of no use to this one, which begins without moments then.
             kinds = _MUON_STATE if isinstance(self._inner, Muon) and self._inner.trains(master) else _ADAM_STATE
-            moments = {key: state[key] for key in kinds if key in state}
-            if moments:
+            if all(key in state for key in kinds):
+                moments = {key: state[key] for key in kinds}
                 shapes = {key: () if key == shards.STEP else master.shape for key in moments}
                 self._inner.state[master] = {k: v.view(shapes[k]).to(master.device) for k, v in moments.items()}
             if self._average is not None:  # of a checkpoint that has none it begins with the weights

@@ -32,6 +32,7 @@ def case(name: str, mixtral: Path, *, coef: float = COEF, budget: int = 512, sta
     return Case(name=name, model=str(mixtral), stage=stage, router_coef=coef, budget=budget, **more)
 
 
+@pytest.mark.slow
 def test_experts_at_stage_3_learn_with_the_routers_loss_what_plain_pytorch_learns(
     mixtral: Path, balanced: Arrays, tmp_path: Path
 ) -> None:

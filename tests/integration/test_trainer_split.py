@@ -104,6 +104,7 @@ def check(checkpoint: Path, wanted: dict[str, Gradients]) -> None:
         check_gradients(mine, gradients, TOLERANCE)
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_gradients_of_one_padded_batch(llama: Path, critic: Path, tmp_path: Path) -> None:
     compare("ppo", 2, [3], llama, critic, tmp_path)
 

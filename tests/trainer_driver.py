@@ -213,7 +213,7 @@ class Run:
         """Return the critic's values of a fixed batch; none without a critic."""
         if not self.config.algorithm.needs_critic:
             return np.zeros(0, np.float32)
-        return self._look_up(self.engine.compute_values, ranks=self.config.critic_ranks)
+        return self._look_up(self.engine.compute_values, ranks=self.config.critic_data_parallel_size)
 
     def _look_up(self, compute: Compute, *, ranks: int = 0) -> Float32Array:
         samples = batch(99)

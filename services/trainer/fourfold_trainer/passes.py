@@ -118,7 +118,7 @@ def add_gradient(
     members = [i for i, p in enumerate(positions) if len(p)]
     if not members:
         return [EMPTY_FLOATS] * len(samples)
-    shares = _split(samples, members, config, ranks=config.trainer.ranks)
+    shares = _split(samples, members, config, ranks=config.trainer.data_parallel_size)
 
     def make(members: Sequence[int]) -> WeightedBatch:
         return WeightedBatch(
@@ -209,7 +209,7 @@ class LossTokens:
     def policy_passes(self, members: Sequence[int], weights: dict[int, float]) -> list[list[PolicyBatch]]:
         """Return each rank's passes over `members`; each has loss tokens."""
         dummy = batching.dummy_policy_batch(with_old=self.old is not None, with_reference=self.reference is not None)
-        shares = _split(self.samples, members, self.config, ranks=self.config.trainer.ranks)
+        shares = _split(self.samples, members, self.config, ranks=self.config.trainer.data_parallel_size)
         return batching.fill(shares, lambda ids: self._policy_batch(ids, weights), dummy)
 
     def value_passes(self, members: Sequence[int], weights: dict[int, float]) -> list[list[ValueBatch]]:

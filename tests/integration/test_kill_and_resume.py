@@ -67,13 +67,13 @@ class Moment:
     occurrence: int = 1
 
 
-# Of a step on each rank: lookup 8, forward and backward 12, optimizer 6, because each step of the critic has one group
+# Of a step on each rank: lookup 2, forward and backward 12, optimizer 6, because each step of the critic has one group
 # of parameters and each of the policy two; those of two models take turns. Of a checkpoint: file 2, load 147.
 MOMENTS: Final = {
     "the first steps": (
         Moment(0, "forward", 1),  # nothing is saved yet
         Moment(1, "file", 2),  # the policy's, of the first checkpoint
-        Moment(1, "lookup", 3, 6),
+        Moment(1, "lookup", 3, 2),  # the critic's values
         Moment(0, "backward", 3, 3),
         Moment(1, "forward", 3, 9),
         Moment(0, "removal", 6),

@@ -148,7 +148,7 @@ def _kept(config: Config, whole: MemoryRow, shape: ModelShape) -> list[MemoryRow
     if config.trainer.offload == "none":
         return [whole]
     is_last_stage = config.trainer.zero_stage == 3
-    partition = weight_bytes(config, shape) // config.trainer.ranks
+    partition = weight_bytes(config, shape) // whole.count
     weights_leave = config.trainer.offload == "optimizer+parameters"
     on_device = replace(
         whole,

@@ -27,8 +27,8 @@ from fourfold_trainer.batching import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.credit import Batch, Credit, Int64Array
 from fourfold_trainer.engine import Engine
 
-# A pass without gradients keeps the activations of one layer, and so takes more tokens in the same memory; as many fit
-# for any model that is not trained with checkpoints alone.
+# A pass without gradients keeps the activations of one layer, and so takes more tokens in the same memory: not so
+# where gradient checkpoints let a pass with gradients keep no more.
 _LOOK_UP_FACTOR: Final = 4
 _NAN: Final = np.full(1, np.nan, np.float32)
 
@@ -243,10 +243,11 @@ def _split(
     samples: Sequence[Sample], members: Sequence[int], config: Config, *, ranks: int, gradient: bool = True
 ) -> list[list[list[int]]]:
     """Return for each rank, or group that shares a row, its passes over `members`: lists of them; none: a dummy."""
+    factor = 1 if gradient or config.trainer.gradient_checkpointing else _LOOK_UP_FACTOR
     shares = batching.split(
         [len(samples[i].token_ids) for i in members],
         rank_count=ranks,
-        max_tokens=config.batch.tokens_per_micro_batch * (1 if gradient else _LOOK_UP_FACTOR),
+        max_tokens=config.batch.tokens_per_micro_batch * factor,
     )
     return [[[members[i] for i in ids] for ids in share] for share in shares]
 

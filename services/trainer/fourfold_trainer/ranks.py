@@ -192,7 +192,8 @@ class RankGroup:
         try:
             return policy()
         finally:
-            running.result()  # also after an error: no command may be under way when this returns
+            # Also after an error: no command may be under way when this returns. Each has its deadline (`ask`).
+            running.result()
 
     def leave(self) -> None:
         """Leave the process groups in good order, before `close`."""

@@ -39,6 +39,9 @@ def load_model(config: Config, folder: Path) -> Any:
     forward.disable_dropout(model)
     if config.trainer.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    if config.trainer.gradient_checkpointing or config.trainer.zero_stage == 3:
+        # With adapters alone the first layer's inputs need no gradient: checkpoints then give none, and DeepSpeed lets
+        # the layer's weights go before its backward pass: it does so when the gradient of the inputs is there.
         model.enable_input_require_grads()  # type: ignore[no-untyped-call]
     return model.train()
 
@@ -54,9 +57,6 @@ def speed_up(config: Config, model: Any) -> None:
         names = [name for name in model._no_split_modules or () if name in {type(m).__name__ for m in model.modules()}]
         if names:
             set_z3_leaf_modules(model, names)
-            # DeepSpeed lets a layer's weights go when the gradient of its inputs is there, and where its inputs need
-            # none, as those of the first layer of a model with adapters, before its backward pass.
-            model.enable_input_require_grads()
     if config.trainer.liger_kernels:
         apply_liger(model)
 

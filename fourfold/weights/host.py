@@ -16,12 +16,12 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def host_id() -> str:
-    """Return a name that is equal for processes that can map each other's memory: host, boot and PID namespace.
+    """Return a name that is equal for processes that can map each other's memory: host, boot, PID and IPC namespace.
 
     32 hexadecimal digits; a hash, so that it tells nobody anything else.
     """
     parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/ipc"):
         parts.append(_read(Path(path)))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 

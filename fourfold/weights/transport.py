@@ -55,10 +55,14 @@ def _has_gloo() -> bool:
 
 
 class Deadline:
-    """A point in time that waits must not pass."""
+    """A point in time that waits must not pass, and a way to end them earlier."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, *, stopped: Callable[[], bool] | None = None) -> None:
         """Make a deadline `seconds` from now.
+
+        Args:
+            seconds: that are left.
+            stopped: tells whether somebody outside gave up what is waited for; cheap.
 
         Raises:
             InvalidInput: not a positive number.
@@ -66,6 +70,7 @@ class Deadline:
         if not 0 < seconds < 1e9:
             raise InvalidInput(f"timeout is {seconds} s; it must be a positive number of seconds")
         self._seconds = seconds
+        self._stopped = stopped
         self._end = time.monotonic() + seconds
 
     @property
@@ -78,7 +83,10 @@ class Deadline:
 
         Raises:
             DeadlinePassed: none is left; the message says that `what` did not happen.
+            StaleEpoch: it was given up from outside.
         """
+        if self._stopped is not None and self._stopped():
+            raise aborted()
         left = self.remaining
         if left <= 0:
             raise DeadlinePassed(f"{what} did not happen within {self._seconds:.1f} s; abort, and try a new epoch")

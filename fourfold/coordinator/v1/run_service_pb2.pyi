@@ -349,3 +349,118 @@ class WatchRunResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchRunResponse: _TypeAlias = WatchRunResponse  # noqa: Y015
+
+@_typing.final
+class GetWeightPlaneRequest(_message.Message):
+    """Empty on purpose, so that fields can be added later."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetWeightPlaneRequest: _TypeAlias = GetWeightPlaneRequest  # noqa: Y015
+
+@_typing.final
+class GetWeightPlaneResponse(_message.Message):
+    """The weight plane, now."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    PHASE_SECONDS_FIELD_NUMBER: _builtins.int
+    PARTIES_FIELD_NUMBER: _builtins.int
+    LAST_UPDATE_SECONDS_FIELD_NUMBER: _builtins.int
+    LAST_PAUSE_SECONDS_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """Version published last, or being published."""
+    epoch: _builtins.int
+    """Epoch of the membership; it grows whenever an engine comes, goes or fails."""
+    phase: _builtins.str
+    """What the update that is under way is doing, for people ("transfer"); empty between
+    updates.
+    """
+    phase_seconds: _builtins.float
+    """Seconds since that began."""
+    last_update_seconds: _builtins.float
+    """Seconds of the last whole update."""
+    last_pause_seconds: _builtins.float
+    """The part of them in which the engines did not sample."""
+    @_builtins.property
+    def parties(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightParty]:
+        """The trainer, and every engine."""
+
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        phase: _builtins.str = ...,
+        phase_seconds: _builtins.float = ...,
+        parties: _abc.Iterable[Global___WeightParty] | None = ...,
+        last_update_seconds: _builtins.float = ...,
+        last_pause_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "last_pause_seconds", b"last_pause_seconds", "last_update_seconds", b"last_update_seconds", "parties", b"parties", "phase", b"phase", "phase_seconds", b"phase_seconds", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetWeightPlaneResponse: _TypeAlias = GetWeightPlaneResponse  # noqa: Y015
+
+@_typing.final
+class WeightParty(_message.Message):
+    """One side of the weight plane."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    STATE_SECONDS_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    LAST_ERROR_FIELD_NUMBER: _builtins.int
+    member_id: _builtins.str
+    """Name of the member."""
+    backend: _builtins.str
+    """"nccl", "cuda_ipc", "gloo", "shm"; empty while none is chosen."""
+    policy_version: _builtins.int
+    """Version that it serves for sure; -1: none."""
+    state: _builtins.str
+    """"serving", "updating", "waiting", "fenced", "refused", for people."""
+    state_seconds: _builtins.float
+    """Seconds since it is in this state."""
+    last_error: _builtins.str
+    """What it failed of last; empty while it is well."""
+    @_builtins.property
+    def waits_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Members whose answers it waits for."""
+
+    def __init__(
+        self,
+        *,
+        member_id: _builtins.str = ...,
+        backend: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+        state: _builtins.str = ...,
+        state_seconds: _builtins.float = ...,
+        waits_for: _abc.Iterable[_builtins.str] | None = ...,
+        last_error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "last_error", b"last_error", "member_id", b"member_id", "policy_version", b"policy_version", "state", b"state", "state_seconds", b"state_seconds", "waits_for", b"waits_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WeightParty: _TypeAlias = WeightParty  # noqa: Y015

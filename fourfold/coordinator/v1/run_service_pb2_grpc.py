@@ -45,6 +45,11 @@ class RunServiceStub(object):
                 request_serializer=fourfold_dot_coordinator_dot_v1_dot_run__service__pb2.WatchRunRequest.SerializeToString,
                 response_deserializer=fourfold_dot_coordinator_dot_v1_dot_run__service__pb2.WatchRunResponse.FromString,
                 _registered_method=True)
+        self.GetWeightPlane = channel.unary_unary(
+                '/fourfold.coordinator.v1.RunService/GetWeightPlane',
+                request_serializer=fourfold_dot_coordinator_dot_v1_dot_run__service__pb2.GetWeightPlaneRequest.SerializeToString,
+                response_deserializer=fourfold_dot_coordinator_dot_v1_dot_run__service__pb2.GetWeightPlaneResponse.FromString,
+                _registered_method=True)
 
 
 class RunServiceServicer(object):
@@ -66,6 +71,13 @@ class RunServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetWeightPlane(self, request, context):
+        """Reports how weights get to the engines: who waits for whom, since when. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RunServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +90,11 @@ def add_RunServiceServicer_to_server(servicer, server):
                     servicer.WatchRun,
                     request_deserializer=fourfold_dot_coordinator_dot_v1_dot_run__service__pb2.WatchRunRequest.FromString,
                     response_serializer=fourfold_dot_coordinator_dot_v1_dot_run__service__pb2.WatchRunResponse.SerializeToString,
+            ),
+            'GetWeightPlane': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWeightPlane,
+                    request_deserializer=fourfold_dot_coordinator_dot_v1_dot_run__service__pb2.GetWeightPlaneRequest.FromString,
+                    response_serializer=fourfold_dot_coordinator_dot_v1_dot_run__service__pb2.GetWeightPlaneResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +152,33 @@ class RunService(object):
             '/fourfold.coordinator.v1.RunService/WatchRun',
             fourfold_dot_coordinator_dot_v1_dot_run__service__pb2.WatchRunRequest.SerializeToString,
             fourfold_dot_coordinator_dot_v1_dot_run__service__pb2.WatchRunResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetWeightPlane(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fourfold.coordinator.v1.RunService/GetWeightPlane',
+            fourfold_dot_coordinator_dot_v1_dot_run__service__pb2.GetWeightPlaneRequest.SerializeToString,
+            fourfold_dot_coordinator_dot_v1_dot_run__service__pb2.GetWeightPlaneResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,8 @@ class RunServiceStub:
     """Reports the run: the present state at once, then on every change. Level-triggered: to
     resume, call again; a slow reader misses states, never the last. Needs no deadline.
     """
+    GetWeightPlane: _grpc.UnaryUnaryMultiCallable[_run_service_pb2.GetWeightPlaneRequest, _run_service_pb2.GetWeightPlaneResponse]
+    """Reports how weights get to the engines: who waits for whom, since when. Idempotent."""
 
 @_typing.type_check_only
 class RunServiceAsyncStub(RunServiceStub):
@@ -51,6 +53,8 @@ class RunServiceAsyncStub(RunServiceStub):
     """Reports the run: the present state at once, then on every change. Level-triggered: to
     resume, call again; a slow reader misses states, never the last. Needs no deadline.
     """
+    GetWeightPlane: _aio.UnaryUnaryMultiCallable[_run_service_pb2.GetWeightPlaneRequest, _run_service_pb2.GetWeightPlaneResponse]  # type: ignore[assignment]
+    """Reports how weights get to the engines: who waits for whom, since when. Idempotent."""
 
 class RunServiceServicer(metaclass=_abc_1.ABCMeta):
     """Lets people and dashboards watch a run."""
@@ -72,5 +76,13 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         """Reports the run: the present state at once, then on every change. Level-triggered: to
         resume, call again; a slow reader misses states, never the last. Needs no deadline.
         """
+
+    @_abc_1.abstractmethod
+    def GetWeightPlane(
+        self,
+        request: _run_service_pb2.GetWeightPlaneRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_service_pb2.GetWeightPlaneResponse, _abc.Awaitable[_run_service_pb2.GetWeightPlaneResponse]]:
+        """Reports how weights get to the engines: who waits for whom, since when. Idempotent."""
 
 def add_RunServiceServicer_to_server(servicer: RunServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

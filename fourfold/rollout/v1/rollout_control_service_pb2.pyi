@@ -59,6 +59,10 @@ class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.V
     """They finish first; past the deadline the update fails and they go on."""
     PAUSE_MODE_ABORT: _PauseMode.ValueType  # 2
     """They end at once with the tokens they have, FINISH_REASON_ABORTED."""
+    PAUSE_MODE_KEEP: _PauseMode.ValueType  # 3
+    """They stop where they are and go on under the new weights, with the keys and values that
+    the old ones computed; every token keeps the version that sampled it.
+    """
 
 class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
     """What running requests do when weights change. May gain values."""
@@ -69,6 +73,10 @@ PAUSE_MODE_WAIT: PauseMode.ValueType  # 1
 """They finish first; past the deadline the update fails and they go on."""
 PAUSE_MODE_ABORT: PauseMode.ValueType  # 2
 """They end at once with the tokens they have, FINISH_REASON_ABORTED."""
+PAUSE_MODE_KEEP: PauseMode.ValueType  # 3
+"""They stop where they are and go on under the new weights, with the keys and values that
+the old ones computed; every token keeps the version that sampled it.
+"""
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
 @_typing.final
@@ -103,10 +111,13 @@ class DescribeEngineResponse(_message.Message):
     WORKER_COUNT_FIELD_NUMBER: _builtins.int
     DEVICE_TYPE_FIELD_NUMBER: _builtins.int
     ENGINE_VERSION_FIELD_NUMBER: _builtins.int
+    UPDATE_PHASE_FIELD_NUMBER: _builtins.int
+    UPDATE_PHASE_SECONDS_FIELD_NUMBER: _builtins.int
+    SLEEPING_FIELD_NUMBER: _builtins.int
     model_sha256: _builtins.bytes
     """SHA-256 (32 bytes) of the model's config.json, parsed and written canonically."""
     host_id: _builtins.str
-    """Equal for processes that can map each other's memory: host, boot and PID namespace."""
+    """Equal for processes that can map each other's memory: host, boot, PID and IPC namespace."""
     policy_version: _builtins.int
     """Version it serves, or served last when it is dirty."""
     weight_state: Global___WeightState.ValueType
@@ -117,13 +128,19 @@ class DescribeEngineResponse(_message.Message):
     """"cpu" or "cuda"."""
     engine_version: _builtins.str
     """vLLM's version."""
+    update_phase: _builtins.str
+    """What the update that is open is doing, for people; empty when none is."""
+    update_phase_seconds: _builtins.float
+    """Seconds since that began."""
+    sleeping: _builtins.bool
+    """Whether its memory is given up, wholly or in part (SleepEngine)."""
     @_builtins.property
     def device_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """CUDA UUID of each worker's device, 16 bytes each; empty on CPU."""
 
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Backends it can use, of "shm" and "gloo", best first."""
+        """Backends it can use, of "cuda_ipc", "nccl", "shm" and "gloo", best first."""
 
     def __init__(
         self,
@@ -137,10 +154,13 @@ class DescribeEngineResponse(_message.Message):
         worker_count: _builtins.int = ...,
         device_type: _builtins.str = ...,
         engine_version: _builtins.str = ...,
+        update_phase: _builtins.str = ...,
+        update_phase_seconds: _builtins.float = ...,
+        sleeping: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "device_type", b"device_type", "device_uuids", b"device_uuids", "engine_version", b"engine_version", "host_id", b"host_id", "model_sha256", b"model_sha256", "policy_version", b"policy_version", "weight_state", b"weight_state", "worker_count", b"worker_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "device_type", b"device_type", "device_uuids", b"device_uuids", "engine_version", b"engine_version", "host_id", b"host_id", "model_sha256", b"model_sha256", "policy_version", b"policy_version", "sleeping", b"sleeping", "update_phase", b"update_phase", "update_phase_seconds", b"update_phase_seconds", "weight_state", b"weight_state", "worker_count", b"worker_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -198,19 +218,23 @@ class OpenWeightsResponse(_message.Message):
 
     DIRECT_TENSOR_COUNT_FIELD_NUMBER: _builtins.int
     RELOAD_TENSOR_COUNT_FIELD_NUMBER: _builtins.int
+    RELOAD_REASON_FIELD_NUMBER: _builtins.int
     direct_tensor_count: _builtins.int
     """Tensors that will be written in place."""
     reload_tensor_count: _builtins.int
     """Tensors that go through a reload."""
+    reload_reason: _builtins.str
+    """Why tensors go through a reload where the device could write in place, for people."""
     def __init__(
         self,
         *,
         direct_tensor_count: _builtins.int = ...,
         reload_tensor_count: _builtins.int = ...,
+        reload_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct_tensor_count", b"direct_tensor_count", "reload_tensor_count", b"reload_tensor_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["direct_tensor_count", b"direct_tensor_count", "reload_reason", b"reload_reason", "reload_tensor_count", b"reload_tensor_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,19 +297,25 @@ class ReceiveWeightsRequest(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    SKIP_SUMS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The open epoch."""
     policy_version: _builtins.int
     """From BeginWeightsRequest."""
+    skip_sums: _builtins.bool
+    """Leave the sums of the tensors out: the digest covers the manifest and the version alone.
+    As in the trainer's SendWeightsRequest of this version.
+    """
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         policy_version: _builtins.int = ...,
+        skip_sums: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "policy_version", b"policy_version", "skip_sums", b"skip_sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -321,19 +351,23 @@ class CommitWeightsRequest(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The open epoch."""
     policy_version: _builtins.int
     """From BeginWeightsRequest."""
+    hold: _builtins.bool
+    """Sample, but keep the tokens back until ReleaseWeights."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         policy_version: _builtins.int = ...,
+        hold: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "hold", b"hold", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -355,6 +389,49 @@ class CommitWeightsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CommitWeightsResponse: _TypeAlias = CommitWeightsResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseWeightsRequest(_message.Message):
+    """Which version is to be given out."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The open epoch."""
+    policy_version: _builtins.int
+    """From CommitWeightsRequest."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseWeightsRequest: _TypeAlias = ReleaseWeightsRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseWeightsResponse(_message.Message):
+    """Empty on purpose, so that fields can be added later."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseWeightsResponse: _TypeAlias = ReleaseWeightsResponse  # noqa: Y015
 
 @_typing.final
 class AbortWeightsRequest(_message.Message):
@@ -445,3 +522,131 @@ class ProbeLogprobsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProbeLogprobsResponse: _TypeAlias = ProbeLogprobsResponse  # noqa: Y015
+
+@_typing.final
+class GetWeightSumsRequest(_message.Message):
+    """Which transfer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The open epoch."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetWeightSumsRequest: _TypeAlias = GetWeightSumsRequest  # noqa: Y015
+
+@_typing.final
+class GetWeightSumsResponse(_message.Message):
+    """The sums."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUMS_FIELD_NUMBER: _builtins.int
+    sums: _builtins.bytes
+    """16 bytes per tensor of the manifest: two little-endian uint64, sum(w[i]) and
+    sum((i + 1) * w[i]) modulo 2^64 over its 16- or 32-bit words. Empty when they were left out.
+    """
+    def __init__(
+        self,
+        *,
+        sums: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sums", b"sums"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetWeightSumsResponse: _TypeAlias = GetWeightSumsResponse  # noqa: Y015
+
+@_typing.final
+class SleepEngineRequest(_message.Message):
+    """How deep to sleep."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEVEL_FIELD_NUMBER: _builtins.int
+    level: _builtins.int
+    """1: the weights wait in the host's memory. 2: they are dropped, and an update must come
+    before the next sample. The KV cache is dropped in both cases.
+    """
+    def __init__(
+        self,
+        *,
+        level: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepEngineRequest: _TypeAlias = SleepEngineRequest  # noqa: Y015
+
+@_typing.final
+class SleepEngineResponse(_message.Message):
+    """Empty on purpose, so that fields can be added later."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepEngineResponse: _TypeAlias = SleepEngineResponse  # noqa: Y015
+
+@_typing.final
+class WakeEngineRequest(_message.Message):
+    """What to wake."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TAGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"weights", "kv_cache"; none: everything."""
+
+    def __init__(
+        self,
+        *,
+        tags: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tags", b"tags"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeEngineRequest: _TypeAlias = WakeEngineRequest  # noqa: Y015
+
+@_typing.final
+class WakeEngineResponse(_message.Message):
+    """Empty on purpose, so that fields can be added later."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeEngineResponse: _TypeAlias = WakeEngineResponse  # noqa: Y015

@@ -28,8 +28,9 @@ if _version_not_supported:
 class RolloutControlServiceStub(object):
     """The engine's side of a weight update; the coordinator drives both sides. No call waits
     longer than its deadline, in the engine's workers too. An update is Begin, Receive, then
-    Commit when every engine answered the same digest; any error is an Abort. All calls that
-    carry an epoch answer ABORTED when that epoch is not the open one.
+    Commit when every engine answered the same digest, and Release when the probe agreed if
+    the commit held tokens back; any error is an Abort. All calls that carry an epoch answer
+    ABORTED when that epoch is not the open one.
     """
 
     def __init__(self, channel):
@@ -63,6 +64,11 @@ class RolloutControlServiceStub(object):
                 request_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.CommitWeightsRequest.SerializeToString,
                 response_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.CommitWeightsResponse.FromString,
                 _registered_method=True)
+        self.ReleaseWeights = channel.unary_unary(
+                '/fourfold.rollout.v1.RolloutControlService/ReleaseWeights',
+                request_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.ReleaseWeightsRequest.SerializeToString,
+                response_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.ReleaseWeightsResponse.FromString,
+                _registered_method=True)
         self.AbortWeights = channel.unary_unary(
                 '/fourfold.rollout.v1.RolloutControlService/AbortWeights',
                 request_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.AbortWeightsRequest.SerializeToString,
@@ -73,13 +79,29 @@ class RolloutControlServiceStub(object):
                 request_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.ProbeLogprobsRequest.SerializeToString,
                 response_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.ProbeLogprobsResponse.FromString,
                 _registered_method=True)
+        self.GetWeightSums = channel.unary_unary(
+                '/fourfold.rollout.v1.RolloutControlService/GetWeightSums',
+                request_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.GetWeightSumsRequest.SerializeToString,
+                response_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.GetWeightSumsResponse.FromString,
+                _registered_method=True)
+        self.SleepEngine = channel.unary_unary(
+                '/fourfold.rollout.v1.RolloutControlService/SleepEngine',
+                request_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.SleepEngineRequest.SerializeToString,
+                response_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.SleepEngineResponse.FromString,
+                _registered_method=True)
+        self.WakeEngine = channel.unary_unary(
+                '/fourfold.rollout.v1.RolloutControlService/WakeEngine',
+                request_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.WakeEngineRequest.SerializeToString,
+                response_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.WakeEngineResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutControlServiceServicer(object):
     """The engine's side of a weight update; the coordinator drives both sides. No call waits
     longer than its deadline, in the engine's workers too. An update is Begin, Receive, then
-    Commit when every engine answered the same digest; any error is an Abort. All calls that
-    carry an epoch answer ABORTED when that epoch is not the open one.
+    Commit when every engine answered the same digest, and Release when the probe agreed if
+    the commit held tokens back; any error is an Abort. All calls that carry an epoch answer
+    ABORTED when that epoch is not the open one.
     """
 
     def DescribeEngine(self, request, context):
@@ -99,7 +121,7 @@ class RolloutControlServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def BeginWeights(self, request, context):
-        """Stops new requests and ends the running ones as pause_mode says. Idempotent.
+        """Stops sampling; what becomes of running requests, pause_mode says. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -120,9 +142,18 @@ class RolloutControlServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseWeights(self, request, context):
+        """Gives out the tokens that a commit with hold kept back. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AbortWeights(self, request, context):
         """Gives the update up: the old version is served again, or the engine is dirty and
-        serves nothing until an update succeeds. Idempotent.
+        serves nothing until an update succeeds. Ends a transfer that is under way. After a
+        commit with hold the engine is dirty, and no token that was kept back leaves it.
+        Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,6 +162,30 @@ class RolloutControlServiceServicer(object):
     def ProbeLogprobs(self, request, context):
         """Returns the log-probabilities of given tokens under the weights that are loaded, also
         before they are committed, at temperature 1. Idempotent; waits for no running request.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetWeightSums(self, request, context):
+        """Returns the sums of every tensor that was received last, to be told which tensor it is
+        when digests differ.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SleepEngine(self, request, context):
+        """Frees the GPU memory of an engine that nobody samples from: no sample may be running,
+        and new ones wait. FAILED_PRECONDITION on CPU, or without rollout.sleep_mode. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeEngine(self, request, context):
+        """Takes memory again, all of it or a part: an update needs "weights", sampling all.
+        Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,6 +219,11 @@ def add_RolloutControlServiceServicer_to_server(servicer, server):
                     request_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.CommitWeightsRequest.FromString,
                     response_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.CommitWeightsResponse.SerializeToString,
             ),
+            'ReleaseWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseWeights,
+                    request_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.ReleaseWeightsRequest.FromString,
+                    response_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.ReleaseWeightsResponse.SerializeToString,
+            ),
             'AbortWeights': grpc.unary_unary_rpc_method_handler(
                     servicer.AbortWeights,
                     request_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.AbortWeightsRequest.FromString,
@@ -173,6 +233,21 @@ def add_RolloutControlServiceServicer_to_server(servicer, server):
                     servicer.ProbeLogprobs,
                     request_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.ProbeLogprobsRequest.FromString,
                     response_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.ProbeLogprobsResponse.SerializeToString,
+            ),
+            'GetWeightSums': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetWeightSums,
+                    request_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.GetWeightSumsRequest.FromString,
+                    response_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.GetWeightSumsResponse.SerializeToString,
+            ),
+            'SleepEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.SleepEngine,
+                    request_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.SleepEngineRequest.FromString,
+                    response_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.SleepEngineResponse.SerializeToString,
+            ),
+            'WakeEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeEngine,
+                    request_deserializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.WakeEngineRequest.FromString,
+                    response_serializer=fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.WakeEngineResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -185,8 +260,9 @@ def add_RolloutControlServiceServicer_to_server(servicer, server):
 class RolloutControlService(object):
     """The engine's side of a weight update; the coordinator drives both sides. No call waits
     longer than its deadline, in the engine's workers too. An update is Begin, Receive, then
-    Commit when every engine answered the same digest; any error is an Abort. All calls that
-    carry an epoch answer ABORTED when that epoch is not the open one.
+    Commit when every engine answered the same digest, and Release when the probe agreed if
+    the commit held tokens back; any error is an Abort. All calls that carry an epoch answer
+    ABORTED when that epoch is not the open one.
     """
 
     @staticmethod
@@ -325,6 +401,33 @@ class RolloutControlService(object):
             _registered_method=True)
 
     @staticmethod
+    def ReleaseWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fourfold.rollout.v1.RolloutControlService/ReleaseWeights',
+            fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.ReleaseWeightsRequest.SerializeToString,
+            fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.ReleaseWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def AbortWeights(request,
             target,
             options=(),
@@ -368,6 +471,87 @@ class RolloutControlService(object):
             '/fourfold.rollout.v1.RolloutControlService/ProbeLogprobs',
             fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.ProbeLogprobsRequest.SerializeToString,
             fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.ProbeLogprobsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetWeightSums(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fourfold.rollout.v1.RolloutControlService/GetWeightSums',
+            fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.GetWeightSumsRequest.SerializeToString,
+            fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.GetWeightSumsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SleepEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fourfold.rollout.v1.RolloutControlService/SleepEngine',
+            fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.SleepEngineRequest.SerializeToString,
+            fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.SleepEngineResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fourfold.rollout.v1.RolloutControlService/WakeEngine',
+            fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.WakeEngineRequest.SerializeToString,
+            fourfold_dot_rollout_dot_v1_dot_rollout__control__service__pb2.WakeEngineResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -29,8 +29,9 @@ GRPC_VERSION: str
 class RolloutControlServiceStub:
     """The engine's side of a weight update; the coordinator drives both sides. No call waits
     longer than its deadline, in the engine's workers too. An update is Begin, Receive, then
-    Commit when every engine answered the same digest; any error is an Abort. All calls that
-    carry an epoch answer ABORTED when that epoch is not the open one.
+    Commit when every engine answered the same digest, and Release when the probe agreed if
+    the commit held tokens back; any error is an Abort. All calls that carry an epoch answer
+    ABORTED when that epoch is not the open one.
     """
 
     @_typing.overload
@@ -45,28 +46,45 @@ class RolloutControlServiceStub:
     FAILED_PRECONDITION: the manifest does not fit the model; nothing changed.
     """
     BeginWeights: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.BeginWeightsRequest, _rollout_control_service_pb2.BeginWeightsResponse]
-    """Stops new requests and ends the running ones as pause_mode says. Idempotent."""
+    """Stops sampling; what becomes of running requests, pause_mode says. Idempotent."""
     ReceiveWeights: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.ReceiveWeightsRequest, _rollout_control_service_pb2.ReceiveWeightsResponse]
     """Receives and applies the weights; answers with the digest of what arrived. Until the
     commit they are not served.
     """
     CommitWeights: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.CommitWeightsRequest, _rollout_control_service_pb2.CommitWeightsResponse]
     """Makes the version the served one and resumes. Idempotent."""
+    ReleaseWeights: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.ReleaseWeightsRequest, _rollout_control_service_pb2.ReleaseWeightsResponse]
+    """Gives out the tokens that a commit with hold kept back. Idempotent."""
     AbortWeights: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.AbortWeightsRequest, _rollout_control_service_pb2.AbortWeightsResponse]
     """Gives the update up: the old version is served again, or the engine is dirty and
-    serves nothing until an update succeeds. Idempotent.
+    serves nothing until an update succeeds. Ends a transfer that is under way. After a
+    commit with hold the engine is dirty, and no token that was kept back leaves it.
+    Idempotent.
     """
     ProbeLogprobs: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.ProbeLogprobsRequest, _rollout_control_service_pb2.ProbeLogprobsResponse]
     """Returns the log-probabilities of given tokens under the weights that are loaded, also
     before they are committed, at temperature 1. Idempotent; waits for no running request.
+    """
+    GetWeightSums: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.GetWeightSumsRequest, _rollout_control_service_pb2.GetWeightSumsResponse]
+    """Returns the sums of every tensor that was received last, to be told which tensor it is
+    when digests differ.
+    """
+    SleepEngine: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.SleepEngineRequest, _rollout_control_service_pb2.SleepEngineResponse]
+    """Frees the GPU memory of an engine that nobody samples from: no sample may be running,
+    and new ones wait. FAILED_PRECONDITION on CPU, or without rollout.sleep_mode. Idempotent.
+    """
+    WakeEngine: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.WakeEngineRequest, _rollout_control_service_pb2.WakeEngineResponse]
+    """Takes memory again, all of it or a part: an update needs "weights", sampling all.
+    Idempotent.
     """
 
 @_typing.type_check_only
 class RolloutControlServiceAsyncStub(RolloutControlServiceStub):
     """The engine's side of a weight update; the coordinator drives both sides. No call waits
     longer than its deadline, in the engine's workers too. An update is Begin, Receive, then
-    Commit when every engine answered the same digest; any error is an Abort. All calls that
-    carry an epoch answer ABORTED when that epoch is not the open one.
+    Commit when every engine answered the same digest, and Release when the probe agreed if
+    the commit held tokens back; any error is an Abort. All calls that carry an epoch answer
+    ABORTED when that epoch is not the open one.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -78,27 +96,44 @@ class RolloutControlServiceAsyncStub(RolloutControlServiceStub):
     FAILED_PRECONDITION: the manifest does not fit the model; nothing changed.
     """
     BeginWeights: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.BeginWeightsRequest, _rollout_control_service_pb2.BeginWeightsResponse]  # type: ignore[assignment]
-    """Stops new requests and ends the running ones as pause_mode says. Idempotent."""
+    """Stops sampling; what becomes of running requests, pause_mode says. Idempotent."""
     ReceiveWeights: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.ReceiveWeightsRequest, _rollout_control_service_pb2.ReceiveWeightsResponse]  # type: ignore[assignment]
     """Receives and applies the weights; answers with the digest of what arrived. Until the
     commit they are not served.
     """
     CommitWeights: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.CommitWeightsRequest, _rollout_control_service_pb2.CommitWeightsResponse]  # type: ignore[assignment]
     """Makes the version the served one and resumes. Idempotent."""
+    ReleaseWeights: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.ReleaseWeightsRequest, _rollout_control_service_pb2.ReleaseWeightsResponse]  # type: ignore[assignment]
+    """Gives out the tokens that a commit with hold kept back. Idempotent."""
     AbortWeights: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.AbortWeightsRequest, _rollout_control_service_pb2.AbortWeightsResponse]  # type: ignore[assignment]
     """Gives the update up: the old version is served again, or the engine is dirty and
-    serves nothing until an update succeeds. Idempotent.
+    serves nothing until an update succeeds. Ends a transfer that is under way. After a
+    commit with hold the engine is dirty, and no token that was kept back leaves it.
+    Idempotent.
     """
     ProbeLogprobs: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.ProbeLogprobsRequest, _rollout_control_service_pb2.ProbeLogprobsResponse]  # type: ignore[assignment]
     """Returns the log-probabilities of given tokens under the weights that are loaded, also
     before they are committed, at temperature 1. Idempotent; waits for no running request.
     """
+    GetWeightSums: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.GetWeightSumsRequest, _rollout_control_service_pb2.GetWeightSumsResponse]  # type: ignore[assignment]
+    """Returns the sums of every tensor that was received last, to be told which tensor it is
+    when digests differ.
+    """
+    SleepEngine: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.SleepEngineRequest, _rollout_control_service_pb2.SleepEngineResponse]  # type: ignore[assignment]
+    """Frees the GPU memory of an engine that nobody samples from: no sample may be running,
+    and new ones wait. FAILED_PRECONDITION on CPU, or without rollout.sleep_mode. Idempotent.
+    """
+    WakeEngine: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.WakeEngineRequest, _rollout_control_service_pb2.WakeEngineResponse]  # type: ignore[assignment]
+    """Takes memory again, all of it or a part: an update needs "weights", sampling all.
+    Idempotent.
+    """
 
 class RolloutControlServiceServicer(metaclass=_abc_1.ABCMeta):
     """The engine's side of a weight update; the coordinator drives both sides. No call waits
     longer than its deadline, in the engine's workers too. An update is Begin, Receive, then
-    Commit when every engine answered the same digest; any error is an Abort. All calls that
-    carry an epoch answer ABORTED when that epoch is not the open one.
+    Commit when every engine answered the same digest, and Release when the probe agreed if
+    the commit held tokens back; any error is an Abort. All calls that carry an epoch answer
+    ABORTED when that epoch is not the open one.
     """
 
     @_abc_1.abstractmethod
@@ -126,7 +161,7 @@ class RolloutControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_control_service_pb2.BeginWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_control_service_pb2.BeginWeightsResponse, _abc.Awaitable[_rollout_control_service_pb2.BeginWeightsResponse]]:
-        """Stops new requests and ends the running ones as pause_mode says. Idempotent."""
+        """Stops sampling; what becomes of running requests, pause_mode says. Idempotent."""
 
     @_abc_1.abstractmethod
     def ReceiveWeights(
@@ -147,13 +182,23 @@ class RolloutControlServiceServicer(metaclass=_abc_1.ABCMeta):
         """Makes the version the served one and resumes. Idempotent."""
 
     @_abc_1.abstractmethod
+    def ReleaseWeights(
+        self,
+        request: _rollout_control_service_pb2.ReleaseWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_control_service_pb2.ReleaseWeightsResponse, _abc.Awaitable[_rollout_control_service_pb2.ReleaseWeightsResponse]]:
+        """Gives out the tokens that a commit with hold kept back. Idempotent."""
+
+    @_abc_1.abstractmethod
     def AbortWeights(
         self,
         request: _rollout_control_service_pb2.AbortWeightsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_control_service_pb2.AbortWeightsResponse, _abc.Awaitable[_rollout_control_service_pb2.AbortWeightsResponse]]:
         """Gives the update up: the old version is served again, or the engine is dirty and
-        serves nothing until an update succeeds. Idempotent.
+        serves nothing until an update succeeds. Ends a transfer that is under way. After a
+        commit with hold the engine is dirty, and no token that was kept back leaves it.
+        Idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -164,6 +209,36 @@ class RolloutControlServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_rollout_control_service_pb2.ProbeLogprobsResponse, _abc.Awaitable[_rollout_control_service_pb2.ProbeLogprobsResponse]]:
         """Returns the log-probabilities of given tokens under the weights that are loaded, also
         before they are committed, at temperature 1. Idempotent; waits for no running request.
+        """
+
+    @_abc_1.abstractmethod
+    def GetWeightSums(
+        self,
+        request: _rollout_control_service_pb2.GetWeightSumsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_control_service_pb2.GetWeightSumsResponse, _abc.Awaitable[_rollout_control_service_pb2.GetWeightSumsResponse]]:
+        """Returns the sums of every tensor that was received last, to be told which tensor it is
+        when digests differ.
+        """
+
+    @_abc_1.abstractmethod
+    def SleepEngine(
+        self,
+        request: _rollout_control_service_pb2.SleepEngineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_control_service_pb2.SleepEngineResponse, _abc.Awaitable[_rollout_control_service_pb2.SleepEngineResponse]]:
+        """Frees the GPU memory of an engine that nobody samples from: no sample may be running,
+        and new ones wait. FAILED_PRECONDITION on CPU, or without rollout.sleep_mode. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def WakeEngine(
+        self,
+        request: _rollout_control_service_pb2.WakeEngineRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_control_service_pb2.WakeEngineResponse, _abc.Awaitable[_rollout_control_service_pb2.WakeEngineResponse]]:
+        """Takes memory again, all of it or a part: an update needs "weights", sampling all.
+        Idempotent.
         """
 
 def add_RolloutControlServiceServicer_to_server(servicer: RolloutControlServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -45,6 +45,8 @@ class GetManifestResponse(_message.Message):
     MANIFEST_SHA256_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
+    DEVICE_UUIDS_FIELD_NUMBER: _builtins.int
+    REACHABLE_DEVICE_UUIDS_FIELD_NUMBER: _builtins.int
     manifest: _builtins.bytes
     """Canonical bytes of the manifest."""
     manifest_sha256: _builtins.bytes
@@ -53,7 +55,17 @@ class GetManifestResponse(_message.Message):
     """As in RolloutControlService.DescribeEngine."""
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Backends the trainer can use, of "shm" and "gloo", best first."""
+        """Backends the trainer can use, of "cuda_ipc", "nccl", "shm" and "gloo", best first."""
+
+    @_builtins.property
+    def device_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """CUDA UUID of each rank's device, 16 bytes each, in rank order; empty on CPU."""
+
+    @_builtins.property
+    def reachable_device_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """CUDA UUIDs of the GPUs of this host that can read the memory of every rank's device
+        (the same GPU, or one that it has peer access to), 16 bytes each.
+        """
 
     def __init__(
         self,
@@ -62,10 +74,12 @@ class GetManifestResponse(_message.Message):
         manifest_sha256: _builtins.bytes = ...,
         host_id: _builtins.str = ...,
         backends: _abc.Iterable[_builtins.str] | None = ...,
+        device_uuids: _abc.Iterable[_builtins.bytes] | None = ...,
+        reachable_device_uuids: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "host_id", b"host_id", "manifest", b"manifest", "manifest_sha256", b"manifest_sha256"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "device_uuids", b"device_uuids", "host_id", b"host_id", "manifest", b"manifest", "manifest_sha256", b"manifest_sha256", "reachable_device_uuids", b"reachable_device_uuids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -80,22 +94,28 @@ class MakeOfferRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
     RECEIVER_COUNT_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Grows by 1 with every change of membership; ABORTED when it is not above the last."""
     backend: _builtins.str
     """One of the trainer's backends."""
     receiver_count: _builtins.int
-    """Number of receivers over all engines, at least 1."""
+    """Number of receivers of the group, over all its engines, at least 1."""
+    group: _builtins.int
+    """Index of the group in the epoch: 0 starts the epoch, and 1, 2, ... add groups that use
+    backends of their own, before OpenWeights. ABORTED when it is not the next one.
+    """
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         backend: _builtins.str = ...,
         receiver_count: _builtins.int = ...,
+        group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "receiver_count", b"receiver_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "epoch", b"epoch", "group", b"group", "receiver_count", b"receiver_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -172,19 +192,23 @@ class SendWeightsRequest(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    SKIP_SUMS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The open epoch."""
     policy_version: _builtins.int
     """Version to send, the present one."""
+    skip_sums: _builtins.bool
+    """Leave the sums of the tensors out, as in the engines' ReceiveWeightsRequest."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         policy_version: _builtins.int = ...,
+        skip_sums: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "policy_version", b"policy_version", "skip_sums", b"skip_sums"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -198,19 +222,23 @@ class SendWeightsResponse(_message.Message):
 
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
+    SUMS_FIELD_NUMBER: _builtins.int
     weights_digest: _builtins.bytes
     """Digest of the weights (32 bytes), to be compared with every engine's."""
     sent_bytes: _builtins.int
     """Bytes that left the trainer."""
+    sums: _builtins.bytes
+    """The sums of every tensor, as in RolloutControlService.GetWeightSums; empty when left out."""
     def __init__(
         self,
         *,
         weights_digest: _builtins.bytes = ...,
         sent_bytes: _builtins.int = ...,
+        sums: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sent_bytes", b"sent_bytes", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sent_bytes", b"sent_bytes", "sums", b"sums", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

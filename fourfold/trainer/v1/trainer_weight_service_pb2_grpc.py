@@ -78,8 +78,8 @@ class TrainerWeightServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def MakeOffer(self, request, context):
-        """Starts an epoch and returns the rendezvous offers of every rank. A higher epoch
-        replaces the open one.
+        """Starts an epoch, or one more group of receivers of it, and returns the rendezvous offers
+        of every rank. A higher epoch replaces the open one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

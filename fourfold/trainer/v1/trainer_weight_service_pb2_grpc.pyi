@@ -39,8 +39,8 @@ class TrainerWeightServiceStub:
     GetManifest: _grpc.UnaryUnaryMultiCallable[_trainer_weight_service_pb2.GetManifestRequest, _trainer_weight_service_pb2.GetManifestResponse]
     """Returns names, shapes, layout and digest of what will be sent. Idempotent."""
     MakeOffer: _grpc.UnaryUnaryMultiCallable[_trainer_weight_service_pb2.MakeOfferRequest, _trainer_weight_service_pb2.MakeOfferResponse]
-    """Starts an epoch and returns the rendezvous offers of every rank. A higher epoch
-    replaces the open one.
+    """Starts an epoch, or one more group of receivers of it, and returns the rendezvous offers
+    of every rank. A higher epoch replaces the open one.
     """
     OpenWeights: _grpc.UnaryUnaryMultiCallable[_trainer_weight_service_pb2.OpenWeightsRequest, _trainer_weight_service_pb2.OpenWeightsResponse]
     """Joins the receivers of the epoch. Idempotent."""
@@ -62,8 +62,8 @@ class TrainerWeightServiceAsyncStub(TrainerWeightServiceStub):
     GetManifest: _aio.UnaryUnaryMultiCallable[_trainer_weight_service_pb2.GetManifestRequest, _trainer_weight_service_pb2.GetManifestResponse]  # type: ignore[assignment]
     """Returns names, shapes, layout and digest of what will be sent. Idempotent."""
     MakeOffer: _aio.UnaryUnaryMultiCallable[_trainer_weight_service_pb2.MakeOfferRequest, _trainer_weight_service_pb2.MakeOfferResponse]  # type: ignore[assignment]
-    """Starts an epoch and returns the rendezvous offers of every rank. A higher epoch
-    replaces the open one.
+    """Starts an epoch, or one more group of receivers of it, and returns the rendezvous offers
+    of every rank. A higher epoch replaces the open one.
     """
     OpenWeights: _aio.UnaryUnaryMultiCallable[_trainer_weight_service_pb2.OpenWeightsRequest, _trainer_weight_service_pb2.OpenWeightsResponse]  # type: ignore[assignment]
     """Joins the receivers of the epoch. Idempotent."""
@@ -94,8 +94,8 @@ class TrainerWeightServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_weight_service_pb2.MakeOfferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_weight_service_pb2.MakeOfferResponse, _abc.Awaitable[_trainer_weight_service_pb2.MakeOfferResponse]]:
-        """Starts an epoch and returns the rendezvous offers of every rank. A higher epoch
-        replaces the open one.
+        """Starts an epoch, or one more group of receivers of it, and returns the rendezvous offers
+        of every rank. A higher epoch replaces the open one.
         """
 
     @_abc_1.abstractmethod

@@ -12,7 +12,8 @@ own deadline. Verbs take and return plain values and never raise: see `fourfold.
 
 It works with vLLM 0.26 to 0.32, whose layerwise reload has the same names. On CPU vLLM packs
 the weight of a linear layer when it loads it; an output head that shares its weight with the
-embedding is not loaded itself, so its packed copy is made anew here (`_repack`).
+embedding is not loaded itself, so its packed copy is made anew here (`_repack`). Experts are
+packed at their first loading alone; every loading is a first one for them (`_without_kernels`).
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class VllmModel:
         self._model: torch.nn.Module = worker.get_model()
         self._one_stage = self._config.parallel_config.pipeline_parallel_size == 1
         self._tied = _tied_groups(self._model)
+        self._expert_kernels: list[tuple[Any, Any]] = []
+        """While a load is under way: the quantisation methods of experts on a CPU, and what they computed with."""
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -119,6 +122,8 @@ class VllmModel:
     def begin_load(self) -> None:
         """Put every layer on meta; each one is loaded as soon as its tensors are complete."""
         initialize_layerwise_reload(self._model)
+        if self._device.type == "cpu":
+            self._expert_kernels = _without_kernels(self._model)
 
     def load(self, tensors: NamedTensors) -> None:
         """Hand checkpoint tensors to the model's loader."""
@@ -133,15 +138,24 @@ class VllmModel:
         with set_current_vllm_config(self._config):
             finalize_layerwise_reload(self._model, self._config.model_config)  # type: ignore[no-untyped-call]
             _repack(borrowers)
+        self._put_kernels_back()
         synchronize(self._device)  # what was loaded from may be overwritten from now on
 
     def cancel_load(self) -> None:
         """Put the kernels' tensors back as they are; vLLM has no call for that."""
         for layer in self._model.modules():
             _put_back(layer)
+        self._put_kernels_back()
         if hasattr(self._model, "_original_do_torchao_reload"):
             self._model._do_torchao_reload = self._model._original_do_torchao_reload
         LOADING_LAYERS.clear()
+
+    def _put_kernels_back(self) -> None:
+        """Let experts that were not loaded compute as before."""
+        for method, kernel in self._expert_kernels:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+        self._expert_kernels = []
 
 
 class WeightWorker:
@@ -269,3 +283,16 @@ def _repack(layers: list[torch.nn.Module]) -> None:
     for layer in layers:
         if hasattr(layer, "cpu_linear"):
             layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr, operator]
+
+
+def _without_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Take the kernels off all experts and return them with their owners.
+
+    On CPU vLLM packs the weights of experts where it makes their kernel, once: with a kernel there, a reload would put
+    weights that are not packed in the place of packed ones, of the same shape and so without an error.
+    """
+    methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    return kernels

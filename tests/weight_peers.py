@@ -39,6 +39,31 @@ def make_model(seed: int, *, big: int = 0, dtype: torch.dtype = torch.bfloat16) 
     return model
 
 
+class Collector:
+    """A sink that keeps what it is given."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self.taken: list[tuple[Span, torch.Tensor]] = []
+
+    def slot(self, span: Span) -> torch.Tensor | None:
+        return None
+
+    def take(self, span: Span, values: torch.Tensor) -> None:
+        self.taken.append((span, values))
+
+    def flush(self) -> None:
+        pass
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors, in the manifest's order, put together."""
+        ordered = sorted(self.taken, key=lambda item: (item[0].tensor, item[0].start))
+        parts: list[list[torch.Tensor]] = [[] for _ in self._manifest.tensors]
+        for span, values in ordered:
+            parts[span.tensor].append(values)
+        return [torch.cat(p).view(spec.shape) for p, spec in zip(parts, self._manifest.tensors, strict=True)]
+
+
 class PartSource:
     """A source that holds each tensor in equal partitions over the ranks, like ZeRO-3; this rank's are views."""
 
@@ -62,6 +87,9 @@ class PartSource:
 
     def read(self, span: Span) -> torch.Tensor:
         return self._flat[span.tensor][span.start : span.start + span.count]
+
+    def is_view(self, span: Span) -> bool:
+        return True
 
     def end_round(self) -> None:
         pass
@@ -128,18 +156,19 @@ def receiver(pipe: multiprocessing.connection.Connection, manifest: bytes, recei
 
     def open_(epoch: int, backend: str, offers: Sequence[bytes], timeout: float) -> None:
         group = Group(epoch=epoch, manifest=parsed, receiver_count=receiver_count)
-        state["transport"] = make_receiver(backend, group, index)
+        state["transport"] = make_receiver(backend, group, index, torch.device("cpu"))
         state["transport"].accept(offers)
         state["transport"].open(Deadline(timeout))
 
     def receive(version: int, timeout: float) -> bytes:
-        shards = state["shards"] = state["transport"].receive(version, None, Deadline(timeout))
-        sums = partial_sums(parsed, ((span, shards.read(span)) for span in parsed.spans))
+        sink = state["sink"] = Collector(parsed)
+        state["transport"].receive(version, sink, Deadline(timeout))
+        sums = partial_sums(parsed, sink.taken)
         state["transport"].check()
         return digest_of(parsed, sums)
 
     def values() -> list[list[float]]:
-        return [state["shards"].tensor(i).float().flatten().tolist() for i in range(len(parsed.tensors))]
+        return [tensor.float().flatten().tolist() for tensor in state["sink"].tensors()]
 
     def check() -> None:
         state["transport"].check()

@@ -291,8 +291,8 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         found = as_rectangle(values, target)
         if found is None:
             self.irregular = self.irregular or (
-                f"{source} goes into {name} by a copy of {values.dtype} {tuple(values.shape)}, strides {values.stride()}, "
-                f"to {target.dtype} {tuple(target.shape)}, strides {target.stride()}"
+                f"{source} goes into {name} by a copy of {values.dtype} {tuple(values.shape)}, strides "
+                f"{values.stride()}, to {target.dtype} {tuple(target.shape)}, strides {target.stride()}"
             )
             return
         rows, columns, source_stride, target_stride = found
@@ -302,9 +302,9 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
                 parameter=name,
                 rows=rows,
                 columns=columns,
-                source=values.storage_offset(),
+                source=int(values.storage_offset()),
                 source_stride=source_stride,
-                target=target.storage_offset(),
+                target=int(target.storage_offset()),
                 target_stride=target_stride,
             )
         )

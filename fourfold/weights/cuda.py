@@ -1,7 +1,7 @@
 """What the CUDA transports need of CuPy and the driver, in one place. Importing it needs neither a GPU nor CuPy.
 
-Memory is shared by CUDA's own 64-byte handles and NCCL is used through its communicators: nothing is pickled, and nothing
-private of PyTorch is called.
+Memory is shared by CUDA's own 64-byte handles and NCCL is used through its communicators: nothing
+is pickled, and nothing private of PyTorch is called.
 """
 
 from __future__ import annotations
@@ -43,6 +43,12 @@ class Communicator(Protocol):
         """Free everything; nothing may be enqueued."""
 
 
+def needs_gpu(device: torch.device, what: str, instead: str) -> None:
+    """Raise WrongState when weights are not on a GPU; `instead` is a backend that needs none."""
+    if device.type != "cuda":
+        raise WrongState(f'{what} on {device}; this backend needs a GPU: set weights.backend = "{instead}"')
+
+
 def wait_until(done: Callable[[], bool], deadline: Deadline, what: str) -> None:
     """Sleep shortly, again and again, until `done`.
 
@@ -58,7 +64,7 @@ def wait_until(done: Callable[[], bool], deadline: Deadline, what: str) -> None:
 
 def finish_stream(device: torch.device, deadline: Deadline, what: str) -> None:
     """Wait, with a deadline, for all that was asked of the present stream of `device`."""
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     wait_until(event.query, deadline, what)
 
@@ -152,7 +158,7 @@ def broadcast(communicator: Communicator, values: torch.Tensor, stream: int) -> 
 
 
 def export(values: torch.Tensor) -> tuple[bytes, int]:
-    """Return the handle (64 bytes, secret) of the allocation that holds a tensor, and the tensor's offset in it, in bytes.
+    """Return the handle (64 bytes, secret) of the allocation that holds a tensor, and the offset in it, in bytes.
 
     Raises:
         WrongState: the memory cannot be exported.
@@ -181,8 +187,8 @@ def open_handle(handle: bytes) -> int:
         return int(runtime.ipcOpenMemHandle(handle))
     except runtime.CUDARuntimeError as error:
         raise Unavailable(
-            f"the trainer's GPU memory cannot be mapped ({error}): it is another host's or container's, or the GPUs have "
-            f'no peer access; set weights.backend = "nccl"'
+            f"the trainer's GPU memory cannot be mapped ({error}): it is another host's or container's, or the GPUs "
+            f'have no peer access; set weights.backend = "nccl"'
         ) from None
 
 

@@ -1,8 +1,9 @@
-"""CUDA IPC on one host: receivers read the trainer's GPU memory, on the same GPU or over NVLink, and copy what they need.
+"""CUDA IPC on one host: receivers read the trainer's GPU memory, on the same GPU or over NVLink.
 
-The sender has a page (see `page`) that receivers map. Its body says where every part of the shard lies: the handle of the
-CUDA allocation and the offset in it. Parts that can be sent from where they are lie in the first window. Those that must
-be cast or computed first go through two staging buffers, window by window.
+The sender has a page (see `page`) that receivers map. Its body says where every part of the shard
+lies: the handle of the CUDA allocation and the offset in it. Parts that can be sent from where they
+are lie in the first window. Those that must be cast or computed first go through two staging
+buffers, window by window.
 
     body      one row for each receiver: its pid, the windows that it has taken
               one row for each part: tensor, start, count, window, offset in the allocation, handle
@@ -10,8 +11,9 @@ be cast or computed first go through two staging buffers, window by window.
     sender    fills a window, waits for the GPU, publishes its number (counted over the whole epoch)
     receiver  waits for the number, enqueues the copies, waits for the GPU, writes the number into its row
 
-Nothing may change under a receiver: `send` returns when all of them have taken all windows, and only then the optimizer may
-write again. So a receiver that is killed is noticed by its pid, and one that hangs by the deadline.
+Nothing may change under a receiver: `send` returns when all of them have taken all windows, and
+only then the optimizer may write again. So a receiver that is killed is noticed by its pid, and one
+that hangs by the deadline.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import torch
 
 from fourfold.errors import InvalidInput, Unavailable, WrongState
 from fourfold.weights import cuda
+from fourfold.weights.cuda import needs_gpu
 from fourfold.weights.manifest import Span
 from fourfold.weights.page import HEADER_BYTES, ReceiverPage, SenderPage, parse_offer
 from fourfold.weights.sink import Staging, windows
@@ -72,8 +75,7 @@ class CudaIpcSender:
         self._table = _COUNTS.size + group.receiver_count * _RECEIVER.size
         self._page = SenderPage(Backend.CUDA_IPC, group, rank, self._table + part_count * _PART.size)
         self._device = source.read(spans[0]).device if spans else torch.device("cuda")
-        if self._device.type != "cuda":
-            raise WrongState(f'the weights are on {self._device}; cuda_ipc sends from GPUs, set weights.backend = "shm"')
+        needs_gpu(self._device, "the trainer's weights are", "shm")
         self._staging = [Staging(group.manifest, self._device) for _ in range(_BUFFERS)]
         self._slots: list[list[torch.Tensor]] = []  # of the staged windows
         self._addresses: list[int] = []
@@ -202,8 +204,7 @@ class CudaIpcReceiver:
             InvalidInput: an offer of a wrong length or content.
             WrongState: the model is not on a GPU.
         """
-        if self._device.type != "cuda":
-            raise WrongState(f'the model is on {self._device}; cuda_ipc needs a GPU, set weights.backend = "shm"')
+        needs_gpu(self._device, "the engine's model is", "shm")
         self._offers = unpack_offers(Backend.CUDA_IPC, self._group, offers)
         for rank, body in enumerate(self._offers):
             if parse_offer(Backend.CUDA_IPC, rank, body) < _COUNTS.size + self._group.receiver_count * _RECEIVER.size:

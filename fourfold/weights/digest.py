@@ -68,9 +68,7 @@ class Summer:
         if self._on_device is None:
             self._on_device = torch.zeros(len(self._sums), 2, dtype=torch.int64, device=parts[0][1].device)
             torch.cuda.current_stream(self._on_device.device).synchronize()  # others add to it, too
-        add_sums_(
-            self._on_device, [v for _, v in parts], [s.start for s, _ in parts], [s.tensor for s, _ in parts]
-        )
+        add_sums_(self._on_device, [v for _, v in parts], [s.start for s, _ in parts], [s.tensor for s, _ in parts])
 
 
 def partial_sums(manifest: Manifest, parts: Iterable[Part]) -> bytes:

@@ -3,7 +3,8 @@
     program (p, l)  takes blocks l, l + LANES, ... of part p; word j of its i-th block has index
                     l * BLOCK + i * LANES * BLOCK + j  in the part
 
-so that sum((index + 1) * w) needs per word one product of 16 by 15 bits, and everything else once at the end.
+so that sum((index + 1) * w) needs per word one product of 16 by 15 bits, and everything else once
+at the end.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def add_sums_(sums: Tensor, values: Sequence[Tensor], starts: Sequence[int], row
 
     Args:
         sums: int64 [n, 2], on the GPU.
-        values: 1-D, contiguous, of 16 bits each, on the same GPU, at most 2**33 elements; they must stay until the kernel
-            has run.
+        values: 1-D, contiguous, of 16 bits each, on the same GPU, at most 2**33 elements; they must stay
+            until the kernel has run.
         starts: index of each part's first element in its tensor.
         rows: which row of `sums` each belongs to.
     """
@@ -66,7 +67,7 @@ def _sum_parts(table, sums, ALIGNMENT: tl.constexpr, LANES: tl.constexpr, BLOCK:
             word = tl.load(words + index, mask=index < count, other=0).to(tl.int32)
             plain += word.to(tl.int64)
             by_block += (word * block).to(tl.int64)
-            block += 1
+            block += 1  # noqa: SIM113  (enumerate is Python's, this is triton's)
         total = tl.sum(plain)
         weighted = tl.sum(plain * (inside.to(tl.int64) + (first + start + 1))) + LANES * BLOCK * tl.sum(by_block)
         tl.atomic_add(sums + 2 * row, total)

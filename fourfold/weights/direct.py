@@ -1,10 +1,12 @@
 """Weights written straight into the model's parameters: no copy in between, nothing allocated, CUDA graphs stay valid.
 
-What the engine's loaders would copy where is traced once per epoch (`applier.Region`), on tensors without memory. It holds
-when every parameter of the running model still has the shape, strides and type that the loader would see, and no layer
-prepares its weights for its kernels afterwards. Otherwise the model is reloaded.
+What the engine's loaders would copy where is traced once per epoch (`applier.Region`), on tensors
+without memory. It holds when every parameter of the running model still has the shape, strides and
+type that the loader would see, and no layer prepares its weights for its kernels afterwards.
+Otherwise the model is reloaded.
 
-Not atomic: from the first element written until the end the weights are mixed, and an error leaves them "dirty".
+Not atomic: from the first element written until the end the weights are mixed, and an error leaves
+them "dirty".
 """
 
 from __future__ import annotations
@@ -16,8 +18,17 @@ from typing import Final, Protocol
 import torch
 
 from fourfold.errors import WrongState
-from fourfold.weights.applier import ApplyReport, CannotApply, ModelState, NamedTensors, Region, Trace
-from fourfold.weights.applier import check_fits, check_verified, meta_tensors
+from fourfold.weights.applier import (
+    ApplyReport,
+    CannotApply,
+    ModelState,
+    NamedTensors,
+    Region,
+    Trace,
+    check_fits,
+    check_verified,
+    meta_tensors,
+)
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source import synchronize
 
@@ -188,5 +199,3 @@ def _flat(parameter: torch.Tensor) -> torch.Tensor:
     parameter = parameter.detach()
     extent = 1 + sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))
     return parameter.as_strided((extent,), (1,), parameter.storage_offset())
-
-

@@ -1,15 +1,16 @@
 """NCCL between GPUs of one host or of several: every trainer rank broadcasts its shard to all receivers.
 
-Each rank that has anything to send makes one communicator, in which it is rank 0 and receiver i is rank 1 + i; receivers
-join them in rank order. A shard travels in windows (see `sink.windows`): the calls of one are launched together. Sender
-and receivers must launch the same groups, so the windows follow from the manifest alone. A broadcast reads the trainer's
-parameter and writes the engine's, without a copy between, wherever both allow it; otherwise it goes through one buffer of
-a window's size.
+Each rank that has anything to send makes one communicator, in which it is rank 0 and receiver i is
+rank 1 + i; receivers join them in rank order. A shard travels in windows (see `sink.windows`): the
+calls of one are launched together. Sender and receivers must launch the same groups, so the windows
+follow from the manifest alone. A broadcast reads the trainer's parameter and writes the engine's,
+without a copy between, wherever both allow it; otherwise it goes through one buffer of a window's
+size.
 
-NCCL can neither be interrupted nor told a deadline. So the connection is made in a thread that may be left behind; a
-header, with the version, is awaited before anything of the model is touched; and whoever waits looks at the clock, at the
-flag that ends transfers, and at the sender's process, and aborts the communicator. A group that failed cannot be mended:
-the next epoch makes a new one.
+NCCL can neither be interrupted nor told a deadline. So the connection is made in a thread that may
+be left behind; a header, with the version, is awaited before anything of the model is touched; and
+whoever waits looks at the clock, at the flag that ends transfers, and at the sender's process, and
+aborts the communicator. A group that failed cannot be mended: the next epoch makes a new one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 
 from fourfold.errors import InvalidInput, Unavailable, WrongState
 from fourfold.weights import cuda
+from fourfold.weights.cuda import needs_gpu
 from fourfold.weights.host import host_id
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.sink import Staging, windows
@@ -54,7 +56,7 @@ class _Member:
         """For what does not go in place; its order is that of `stream`."""
         self._name, self._device, self._stop = name, device, stop
         self._communicator: cuda.Communicator | None = None
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._header = torch.zeros(2, dtype=torch.int64, device=device)
 
     @property
@@ -102,13 +104,13 @@ class _Member:
 
     def wait(self, deadline: Deadline, what: str, alive: _Alive | None = None) -> None:
         """Wait for all that was enqueued; when that fails, end it."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
 
         def done() -> bool:
             if alive is not None:
                 alive.check()
-            return event.query()
+            return bool(event.query())  # type: ignore[no-untyped-call]
 
         try:
             cuda.wait_until(done, self._stopping(deadline), what)
@@ -179,8 +181,7 @@ class NcclSender:
         self._closed = False
         if spans:
             self._device = source.read(spans[0]).device
-            if self._device.type != "cuda":
-                raise WrongState(f'the weights are on {self._device}; NCCL sends from GPUs, set weights.backend = "gloo"')
+            needs_gpu(self._device, "the trainer's weights are", "gloo")
             self._unique_id = cuda.nccl_unique_id()
 
     def offer(self) -> bytes:
@@ -254,8 +255,7 @@ class NcclReceiver:
             InvalidInput: an offer of a wrong length or content.
             WrongState: another NCCL, or the model is not on a GPU.
         """
-        if self._device.type != "cuda":
-            raise WrongState(f'the model is on {self._device}; NCCL needs a GPU, set weights.backend = "gloo"')
+        needs_gpu(self._device, "the engine's model is", "gloo")
         ours = cuda.nccl_version()
         for rank, body in enumerate(unpack_offers(Backend.NCCL, self._group, offers)):
             if len(body) != _BODY.size:
@@ -311,9 +311,7 @@ class NcclReceiver:
             alive.close()
         self._members = []
 
-    def _check_header(
-        self, rank: int, member: _Member, alive: _Alive, policy_version: int, deadline: Deadline
-    ) -> None:
+    def _check_header(self, rank: int, member: _Member, alive: _Alive, policy_version: int, deadline: Deadline) -> None:
         shard = sum(
             s.count * self._group.manifest.tensors[s.tensor].item_bytes
             for s in self._group.manifest.spans_of_rank(rank)

@@ -1,13 +1,15 @@
 """A sender's page: memory that receivers on its host map, and in which both sides say how far they are.
 
-The memory is an anonymous file (memfd): nothing appears in /dev/shm and nothing is left after kill -9. A receiver opens
-it as /proc/<pid>/fd/<n>, which the kernel allows to the same user in the same PID namespace. It begins with the header:
+The memory is an anonymous file (memfd): nothing appears in /dev/shm and nothing is left after kill
+-9. A receiver opens it as /proc/<pid>/fd/<n>, which the kernel allows to the same user in the same
+PID namespace. It begins with the header:
 
     magic, nonce, epoch, rank, body bytes, manifest      written once; they tell a recycled pid
     sequence                                             how much was published; its meaning is the transport's
     policy version, aborted
 
-then comes the body. Whoever waits sleeps on the other process's pidfd, shortly at first: a death is seen at once.
+then comes the body. Whoever waits sleeps on the other process's pidfd, shortly at first: a death is
+seen at once.
 """
 
 from __future__ import annotations
@@ -124,8 +126,8 @@ class ReceiverPage:
             if self._pidfd >= 0:
                 os.close(self._pidfd)
             raise Unavailable(
-                f"cannot map the memory of trainer rank {rank}, process {self._pid} ({error}): it has ended, or runs on "
-                f'another machine, as another user or in another container; set weights.backend = "gloo"'
+                f"cannot map the memory of trainer rank {rank}, process {self._pid} ({error}): it has ended, or runs "
+                f'on another machine, as another user or in another container; set weights.backend = "gloo"'
             ) from None
         expected = (_MAGIC, nonce, group.epoch, rank, body_bytes, group.manifest.sha256)
         if _FIXED.unpack_from(self.memory) != expected:

@@ -1,8 +1,8 @@
 """Shared memory on one host: every trainer rank has one arena, every receiver maps it read-only.
 
-The arena is the body of a page (see `page`). Its sequence number is 0 while it is empty, odd while it is being written,
-then even. The sender overwrites it in the next `send`, which comes only after all receivers of the last one have
-answered; the sequence number shows when that rule was broken.
+The arena is the body of a page (see `page`). Its sequence number is 0 while it is empty, odd while
+it is being written, then even. The sender overwrites it in the next `send`, which comes only after
+all receivers of the last one have answered; the sequence number shows when that rule was broken.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ import torch
 from fourfold.errors import InvalidInput, WrongState
 from fourfold.weights.page import HEADER_BYTES, ReceiverPage, SenderPage, parse_offer
 from fourfold.weights.source import WeightSource
-from fourfold.weights.transport import Backend, Deadline, Group, Shards, Sink, aborted, torch_dtype, unpack_offers, used_up
+from fourfold.weights.transport import (
+    Backend,
+    Deadline,
+    Group,
+    Shards,
+    Sink,
+    aborted,
+    torch_dtype,
+    unpack_offers,
+    used_up,
+)
 
 
 class ShmSender:

@@ -110,7 +110,7 @@ class Deadline:
 
 
 class Shards:
-    """What arrived: the shard of every rank, as bytes in memory. A transport that has received all of it hands it to a sink."""
+    """What arrived: the shard of every rank, as bytes in memory."""
 
     def __init__(self, manifest: Manifest, shards: Sequence[torch.Tensor]) -> None:
         """Wrap shards.
@@ -152,7 +152,7 @@ class Sink(Protocol):
         """
 
     def take(self, span: Span, values: torch.Tensor) -> None:
-        """Take the elements of a span, 1-D [span.count]; they stay until `flush`, or longer where the transport says so."""
+        """Take the elements of a span, 1-D [span.count]; they stay until `flush`, or longer in a `stable` transport."""
 
     def flush(self) -> None:
         """Be done with all that was taken, in the order of the device's present stream."""

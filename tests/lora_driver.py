@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
+import torch
 
 from fourfold.errors import WrongState
 from fourfold.weights.digest import combine_digest, partial_sums

@@ -17,9 +17,9 @@ import torch
 
 from fourfold.errors import FourfoldError
 from fourfold.weights.digest import digest_of, partial_sums
-from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partition_spans
+from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partitions_of_pieces
 from fourfold.weights.sender import WeightSender
-from fourfold.weights.source import DenseSource
+from fourfold.weights.source import DenseSource, sent_parameters
 from fourfold.weights.transport import Deadline, Group, make_receiver
 
 SHAPES: Final[dict[str, tuple[int, ...]]] = {"embed.weight": (37, 8), "mlp.weight": (5, 7, 3), "norm.weight": (8,)}
@@ -68,15 +68,17 @@ class PartSource:
     """A source that holds each tensor in equal partitions over the ranks, like ZeRO-3; this rank's are views."""
 
     def __init__(self, model: torch.nn.Module, rank: int, rank_count: int) -> None:
-        self._flat = [p.detach().reshape(-1) for p in model.parameters()]
         specs: list[TensorSpec] = []
         spans: list[Span] = []
         offset = 0
-        for index, (name, parameter) in enumerate(model.named_parameters()):
-            spec = TensorSpec(name=name, dtype="bfloat16", shape=tuple(parameter.shape))
-            specs.append(spec)
-            spans += partition_spans(index, spec.count, rank_count, offset)
-            offset = aligned(offset + partition_count(spec.count, rank_count) * 2)
+        self._flat: list[torch.Tensor] = []
+        for _, parameter, pieces in sent_parameters(model):
+            mine = [TensorSpec(name=piece.name, dtype="bfloat16", shape=piece.shape) for piece in pieces]
+            spans += partitions_of_pieces(len(specs), mine, rank_count, offset)
+            specs += mine
+            flat = parameter.detach().reshape(-1)
+            self._flat += [flat[piece.start : piece.start + piece.count] for piece in pieces]
+            offset = aligned(offset + partition_count(parameter.numel(), rank_count) * 2)
         self._manifest = Manifest(tensors=tuple(specs), spans=tuple(spans), shard_bytes=(offset,) * rank_count)
 
     def manifest(self) -> Manifest:

@@ -27,7 +27,20 @@ from fourfold.weights.transport import Sink
 # tokens and log-probabilities equal those of an engine started with the new weights. Others
 # are refused: a weight that a loader drops or transforms would go stale without a sign.
 VERIFIED_ARCHITECTURES: Final = frozenset(
-    {"GemmaForCausalLM", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+    {
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "GemmaForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "OlmoeForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    }
 )
 
 ModelState = Literal["clean", "dirty"]

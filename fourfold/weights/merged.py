@@ -117,9 +117,12 @@ class MergedSource:
 
 def _check(adapters: Mapping[str, Adapter], base: ParameterSource) -> None:
     """An adapter belongs to a whole matrix; a checkpoint may store its rows as several tensors."""
+    sent: dict[str, list[tuple[int, ...]]] = {}
+    for owner, piece in base.owners:
+        sent.setdefault(owner, []).append(piece.shape)
     for name, adapter in adapters.items():
-        height, width = (_whole_shape(p)[axis] for axis, p in enumerate((adapter.b, adapter.a)))
-        shapes = [piece.shape for owner, piece in base.owners if owner == name]
+        height, width = _whole_shape(adapter.b)[0], _whole_shape(adapter.a)[1]
+        shapes = sent.get(name, [])
         if any(len(shape) != 2 or shape[1] != width for shape in shapes) or sum(s[0] for s in shapes) != height:
             raise WrongState(
                 f"the adapter of {name} changes a matrix {(height, width)}; of it {shapes or 'nothing'} is sent: "

@@ -49,6 +49,8 @@ _ENGINE_PROCESS: Final = "EngineCore"
 _AS_LOADED: Final = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 # Attributes in which layers keep what they computed from their weights (multi-head latent attention).
 _DERIVED: Final = ("W_UV", "W_UK_T", "W_UK", "W_UV_T")
+# The same in vLLM 0.26; 0.32 knows the longer name alone.
+_ONLINE_FP8: Final = frozenset({"fp8", "fp8_per_tensor"})
 
 
 def _die_with_service() -> None:
@@ -88,9 +90,20 @@ class VllmModel:
         """Return the checkpoint's architecture, the class that implements it, and a mark when it is quantised."""
         model_config = self._config.model_config
         names = [*(getattr(model_config.hf_config, "architectures", None) or ()), type(self._model).__name__]
-        if model_config.quantization is not None:
+        if model_config.quantization is not None and not self._is_fp8():
             names.append(f"{names[0]} quantised by {model_config.quantization}")
         return tuple(dict.fromkeys(names))
+
+    def _is_fp8(self) -> bool:
+        """Whether vLLM itself quantises linear layers to fp8 as it loads them: a reload then does the same again.
+
+        Not experts: their kernels keep scales of their own. Not a checkpoint that is fp8 already: it has scales.
+        """
+        model_config = self._config.model_config
+        online = model_config.quantization in _ONLINE_FP8
+        stored = getattr(model_config.hf_config, "quantization_config", None) is not None
+        experts = any(hasattr(getattr(m, "quant_method", None), "moe_kernel") for m in self._model.modules())
+        return online and not stored and not experts
 
     def trace(self, tensors: NamedTensors) -> Trace:
         """Run the model's loader on meta tensors and note what it would copy; takes milliseconds."""

@@ -12,12 +12,13 @@ One thread calls everything.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fourfold.errors import StaleEpoch, WrongState
 from fourfold.weights.applier import Applier, ApplyReport, ModelState
-from fourfold.weights.digest import digest_of, partial_sums
+from fourfold.weights.digest import digest_of, partial_sums, unsummed_digest
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.transport import Deadline, Group, ReceiveTransport, make_receiver
 
@@ -31,6 +32,7 @@ class _Session:
     transport: ReceiveTransport
     received_version: int = -1
     sums: bytes = b""
+    timings: dict[str, float] = field(default_factory=dict)
 
 
 class WeightReceiver:
@@ -82,7 +84,7 @@ class WeightReceiver:
                 self._close()
         return report
 
-    def receive(self, epoch: int, policy_version: int, timeout: float) -> bytes:
+    def receive(self, epoch: int, policy_version: int, timeout: float, skip_sums: bool = False) -> bytes:
         """Receive `policy_version` and put it into the model; return its digest (32 bytes).
 
         The model must not run meanwhile. After an error it can run again; `abort` tells with what.
@@ -98,13 +100,19 @@ class WeightReceiver:
         self._uncommitted = False
         done = False
         try:
+            began = time.perf_counter()
             shards = session.transport.receive(policy_version, self._applier.sink(), deadline)
-            session.sums = partial_sums(session.manifest, ((s, shards.read(s)) for s in session.manifest.spans))
+            waited = time.perf_counter()
+            parts = ((s, shards.read(s)) for s in session.manifest.spans)
+            session.sums = b"" if skip_sums else partial_sums(session.manifest, parts)
+            summed = time.perf_counter()
             self._applier.begin()
             self._applier.load(shards)
             self._applier.finish()
             self._dirty = True  # until it is certain that the memory was not rewritten meanwhile
             session.transport.check()
+            applied = time.perf_counter()
+            session.timings = {"wait": waited - began, "sums": summed - waited, "apply": applied - summed}
             self._dirty, self._uncommitted = False, True
             session.received_version = policy_version
             done = True
@@ -112,7 +120,13 @@ class WeightReceiver:
             if not done:
                 self._dirty |= self._applier.abort() == "dirty"
                 self._close()
+        if skip_sums:
+            return unsummed_digest(session.manifest, policy_version)
         return digest_of(session.manifest, session.sums)
+
+    def timings(self, epoch: int) -> dict[str, float]:
+        """Return the seconds of the last receive, by part."""
+        return self._current(epoch).timings
 
     def sums(self, epoch: int) -> bytes:
         """Return the per-tensor sums of what was received last: which tensor is it when digests differ?"""

@@ -64,7 +64,7 @@ class WeightSender:
         """Return what will be sent."""
         return self._manifest
 
-    def make_offer(self, epoch: int, backend: str, receiver_count: int, *, timeout: float) -> bytes:
+    def make_offer(self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float) -> bytes:
         """Close the open epoch, if any, start `epoch` and return this rank's offer.
 
         Args:
@@ -101,7 +101,7 @@ class WeightSender:
                 transport.open(deadline)
                 self._opened = True
 
-    def send(self, epoch: int, policy_version: int, *, timeout: float) -> SendResult:
+    def send(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> SendResult:
         """Send the present weights as `policy_version` to all receivers.
 
         Raises:
@@ -117,7 +117,8 @@ class WeightSender:
             try:
                 sent_bytes = transport.send(self._source, policy_version, deadline)
                 # The receivers are already loading while this rank sums up.
-                sums = partial_sums(self._manifest, ((span, self._read(span)) for span in self._spans))
+                parts = ((span, self._read(span)) for span in self._spans)
+                sums = b"" if skip_sums else partial_sums(self._manifest, parts)
             finally:
                 self._source.end_round()
         return SendResult(partial_sums=sums, sent_bytes=sent_bytes)

@@ -162,6 +162,7 @@ class WeightWorker:
         receiver_count: int,
         first_receiver_index: int,
         timeout: float,
+        stop_path: str = "",
     ) -> Any:
         """Join an epoch; return {"direct": tensors written in place, "reload": tensors reloaded}, or an error.
 
@@ -173,6 +174,7 @@ class WeightWorker:
             receiver_count: receivers of all engines.
             first_receiver_index: index of this engine's first worker among them.
             timeout: seconds, as in all verbs.
+            stop_path: file of the service's `StopFlag`.
         """
 
         def run() -> dict[str, int]:
@@ -183,9 +185,13 @@ class WeightWorker:
 
         return _answer(run)
 
-    def weights_receive(self, epoch: int, policy_version: int, timeout: float) -> Any:
+    def weights_timings(self, epoch: int) -> Any:
+        """Return the seconds of the last receive, by part: "wait", "transfer", "apply", "sums"; or an error."""
+        return _answer(lambda: self._fourfold_weights().timings(epoch))
+
+    def weights_receive(self, epoch: int, policy_version: int, timeout: float, skip_sums: bool = False) -> Any:
         """Receive and load a version; return its digest (32 bytes), or an error. The engine must be paused."""
-        return _answer(lambda: self._fourfold_weights().receive(epoch, policy_version, timeout))
+        return _answer(lambda: self._fourfold_weights().receive(epoch, policy_version, timeout, skip_sums))
 
     def weights_sums(self, epoch: int) -> Any:
         """Return the per-tensor sums of what was received last (see `digest.differing_tensors`), or an error."""

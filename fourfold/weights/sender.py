@@ -78,11 +78,11 @@ class WeightSender:
             InvalidInput: unknown backend, bad numbers.
         """
         Deadline(timeout)
-        group = Group(epoch=epoch, manifest=self._manifest, receiver_count=receiver_count)
+        terms = Group(epoch=epoch, manifest=self._manifest, receiver_count=receiver_count)
         with self._lock:
             if epoch <= self._epoch:
                 raise StaleEpoch(f"epoch {epoch} is not above the last one, {self._epoch}; use a higher one")
-        transport = make_sender(backend, group, self._rank)
+        transport = make_sender(backend, terms, self._rank)
         self.close()
         with self._lock:
             self._transport, self._epoch, self._opened = transport, epoch, False

@@ -7,8 +7,10 @@ from another one and wait for it.
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import logging
 import os
+import sys
 import threading
 import time
 import uuid
@@ -44,6 +46,10 @@ def prepare(settings: Settings) -> None:
     """Set the environment of vLLM and of the trainer's processes. Before torch and vLLM are imported."""
     os.environ.update(_ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # What an environment brings (ninja, for kernels) is found even when nobody activated it.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    if settings.on_gpus and importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # vLLM 0.26 asks for it without looking
     if not settings.on_gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
         for name, value in _CPU.items():
@@ -149,20 +155,21 @@ class ServingEngine:
 
     async def _stream(self, index: int) -> None:
         from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         count = 0
         while True:
             # Streams begin at different places, so that they do not all end, and start anew, in one step.
             first = self._settings.context // 2 * index // self._settings.streams if not count else 0
-            prompt = {"prompt_token_ids": [(7 * index + i) % self._vocabulary for i in range(_PROMPT_TOKENS)]}
+            prompt = tokens_input([(7 * index + i) % self._vocabulary for i in range(_PROMPT_TOKENS)])
             params = SamplingParams(
                 max_tokens=self._settings.context - _PROMPT_TOKENS - 1 - first,
                 ignore_eos=True,
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
-            async for _ in self._llm.generate(prompt, params, f"stream-{index}-{count}"):  # type: ignore[arg-type]
+            async for _ in self._llm.generate(prompt, params, f"stream-{index}-{count}"):
                 self.tokens[index].append(time.perf_counter())
             count += 1
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import BroadcastOptions, FileStore
+from torch.distributed import BroadcastOptions, FileStore  # type: ignore[attr-defined]
 
 
 class LoopGroup:

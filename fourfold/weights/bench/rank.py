@@ -45,7 +45,8 @@ class _Trainer:
             source = zero3.source(engine)
         else:
             with self._device:
-                self._model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+                make: Any = transformers.AutoModelForCausalLM
+                self._model = make.from_config(config, dtype=torch.bfloat16)
             self._model.requires_grad_(False)
             self._parts = list(self._model.parameters())
             source = DenseSource(self._model)

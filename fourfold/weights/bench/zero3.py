@@ -42,7 +42,8 @@ def make_engine(config: Any) -> Any:
         "steps_per_print": 1 << 40,
     }
     with deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.bfloat16):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        make: Any = transformers.AutoModelForCausalLM
+        model = make.from_config(config, dtype=torch.bfloat16)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3), config=settings
     )

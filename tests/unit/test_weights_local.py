@@ -120,7 +120,7 @@ def test_a_sender_that_fails_ends_the_engines_wait_and_is_named(scene: Scene) ->
 
 def test_weights_that_did_not_arrive_as_sent_are_not_committed(scene: Scene) -> None:
     scene.engines[1].lies_at = "weights_receive"
-    with pytest.raises(PublishFailed, match="did not arrive as it was sent.*dirty") as caught:
+    with pytest.raises(PublishFailed, match=r"did not arrive as it was sent.*dirty") as caught:
         scene.publisher.publish(1)
     assert not caught.value.clean
     assert "commit" not in scene.engines[0].verbs + scene.engines[1].verbs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -21,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["weights"], help="weights: the update of a running engine's weights")
     parser.add_argument("--suite", choices=sorted(SUITES), help="many configurations, one after the other")
     parser.add_argument("--only", default="", metavar="TEXT", help="with --suite: those whose name contains it")
+    parser.add_argument(
+        "--path", choices=["direct", "services"], default="direct", help="the library alone, or with its gRPC services"
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.135b")
     parser.add_argument("--backend", default="auto", help="auto, cuda_ipc, nccl, shm or gloo")
     parser.add_argument(
@@ -53,9 +57,14 @@ def main(args: argparse.Namespace) -> int:
     from fourfold.weights.bench.engine import prepare
 
     prepare(settings)
-    from fourfold.weights.bench.rounds import run
+    if settings.path == "services":
+        from fourfold.weights.bench import services
 
-    results = run(settings)
+        results = asyncio.run(services.run(settings))
+    else:
+        from fourfold.weights.bench import rounds
+
+        results = rounds.run(settings)
     from fourfold import record
 
     name = args.name or _name(settings)
@@ -86,6 +95,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         engine = "cpu" if trainer[0] == "cpu" else ("cuda:1" if gpus > 1 else trainer[0])
     on_cpu = engine == "cpu"
     return Settings(
+        path=args.path,
         shape=args.shape,
         backend=args.backend,
         trainer_devices=trainer,
@@ -107,6 +117,8 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _name(settings: Settings) -> str:
     trainer = "+".join(settings.trainer_devices).replace(":", "")
     kind = "zero3-" if settings.zero3 else ""
+    if settings.path == "services":
+        kind = "services-" + kind
     return f"{settings.shape}-{kind}{settings.chosen_backend}-{trainer}-{settings.engine_device.replace(':', '')}"
 
 

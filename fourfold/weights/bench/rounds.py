@@ -7,7 +7,6 @@ open twice -> warm-up rounds, with sums -> measured rounds, without -> rounds wi
 from __future__ import annotations
 
 import asyncio
-import itertools
 import statistics
 import sys
 import time
@@ -19,6 +18,7 @@ from fourfold.scratch import Scratch
 from fourfold.weights.answers import unwrap
 from fourfold.weights.bench.engine import ServingEngine
 from fourfold.weights.bench.memory import GpuMemory
+from fourfold.weights.bench.numbers import Phase, Seconds, longest_gap, summary, usual_gap
 from fourfold.weights.bench.ranks import Rank, start_ranks
 from fourfold.weights.bench.settings import Settings, write_folder
 from fourfold.weights.local import Publisher
@@ -26,11 +26,6 @@ from fourfold.weights.local import Publisher
 _TOKENS_BETWEEN: Final = 4
 _TOKEN_SECONDS: Final = 120.0
 _CHANGE_SECONDS: Final = 60.0
-_RECENT_TOKENS: Final = 500
-
-Seconds = dict[str, float]
-Phase = dict[str, list[float]]
-"""Values of all rounds by name; seconds."""
 
 
 def run(settings: Settings) -> dict[str, Any]:
@@ -74,7 +69,6 @@ class Bench:
         self._settings, self._engine, self._ranks, self._memory = settings, engine, list(ranks), memory
         self._scratch = scratch
         self._version = 0
-        self._windows: list[tuple[float, float]] = []  # rounds, of all kinds
 
     def run(self) -> dict[str, Any]:
         """Run everything."""
@@ -116,7 +110,7 @@ class Bench:
             results["loop"] = {name: summary(values) for name, values in loop.items()}
             ratio = statistics.median(loop["stall"]) / statistics.median(plain["stall"])
             results["loop_ratio"] = round(ratio, 1)
-        results["token_gap"] = summary([self._usual_gap()])
+        results["token_gap"] = summary([usual_gap(self._engine.tokens)])
         return results
 
     def _rounds(self, publisher: Publisher, count: int, *, verify: bool) -> Phase:
@@ -179,9 +173,10 @@ class Bench:
     def _finish_round(self, phase: Phase, row: Seconds) -> None:
         """Wait until every stream goes on, then note what the round cost its clients."""
         began, end = self._engine.pauses["asked"], self._engine.pauses["answered"]
-        self._windows.append((began, end))
         self._engine.wait_for_tokens(2, _TOKEN_SECONDS)
-        row["gap"] = max(_longest_gap(times, began, end) for times in self._engine.tokens) - self._usual_gap()
+        row["gap"] = max(longest_gap(times, began, end) for times in self._engine.tokens) - usual_gap(
+            self._engine.tokens
+        )
         for name, value in row.items():
             phase.setdefault(name, []).append(value)
 
@@ -194,31 +189,6 @@ class Bench:
             "resume": at["answered"] - at["resumed"],
         }
 
-    def _usual_gap(self) -> float:
-        """Return the median time between two tokens of a stream. Rounds are too few to matter for it."""
-        recent = [times[-_RECENT_TOKENS:] for times in self._engine.tokens]  # copies: the streams go on
-        return statistics.median(b - a for times in recent for a, b in itertools.pairwise(times))
-
     def _profile(self, path: str) -> None:
         if self._settings.profile:
             self._engine.collective_rpc("bench_profile", args=(path,))
-
-
-def _longest_gap(times: list[float], began: float, end: float) -> float:
-    """Return the longest time between two tokens that touches a window."""
-    times = times[-_RECENT_TOKENS:]
-    last = len(times) - 1
-    while last > 0 and times[last - 1] >= began:
-        last -= 1
-    return max((b - a for a, b in zip(times[last - 1 :], times[last:], strict=False) if a <= end), default=0.0)
-
-
-def summary(seconds: Sequence[float]) -> dict[str, Any]:
-    """Return median and 95th percentile of some runs, and the runs, in milliseconds."""
-    ordered = sorted(seconds)
-    high = ordered[min(len(ordered) - 1, round(0.95 * (len(ordered) - 1)))]
-    return {
-        "median_ms": round(1000 * statistics.median(ordered), 3),
-        "p95_ms": round(1000 * high, 3),
-        "runs_ms": [round(1000 * value, 3) for value in seconds],
-    }

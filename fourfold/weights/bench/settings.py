@@ -45,6 +45,8 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
 class Settings:
     """One benchmark."""
 
+    path: str
+    """"direct": the library alone; "services": through gRPC."""
     shape: str
     backend: str
     """"auto": shm on CPU; cuda_ipc on GPUs."""

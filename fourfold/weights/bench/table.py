@@ -27,24 +27,29 @@ def print_table(documents: Sequence[dict[str, Any]]) -> None:
 
 def _rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     results, parameters = document["results"], document["parameters"]
-    plain, verified, empty = results["plain"], results["verified"], results["without_data"]
-    applied = results["applied"]
+    plain, applied = results["plain"], results["applied"]
     rows = [
         ("configuration", document["benchmark"].removeprefix("weights-")),
+        ("path", parameters["path"]),
         ("backend", parameters["backend"]),
         ("tensors, MB", f"{results['tensors']}, {results['bytes'] / _MB:.1f}"),
         ("in place / reloaded", f"{applied['direct']} / {applied['reload']}"),
         ("streams", str(parameters["streams"])),
         ("data: receive verb", f"{_ms(plain['receive'])} ms, {results['gigabytes_per_second']} GB/s"),
-        ("  in the worker", f"{_ms(plain['worker'])} ms: {_parts(plain)}"),
+    ]
+    if "worker" in plain:
+        rows.append(("  in the worker", f"{_ms(plain['worker'])} ms: {_parts(plain)}"))
+    rows += [
         ("stall of the engine", f"{_ms(plain['stall'])} ms"),
         ("longest gap of a client, above the usual", f"{_ms(plain['gap'])} ms"),
         ("usual gap between tokens", f"{results['token_gap']['median_ms']:.2f} ms"),
         ("begin, commit", f"{_ms(plain['begin'])}, {_ms(plain['commit'])} ms"),
-        ("begin + call + resume + call, no data", f"{_ms(empty['whole'])} ms, stall {_ms(empty['stall'])} ms"),
-        ("with sums: receive verb", f"{_ms(verified['receive'])} ms"),
+        ("with sums: receive verb", f"{_ms(results['verified']['receive'])} ms"),
         ("join (open an epoch)", f"{_ms(results['open'])} ms"),
     ]
+    if "without_data" in results:
+        empty = results["without_data"]
+        rows.append(("round without data", f"{_ms(empty['whole'])} ms, stall {_ms(empty['stall'])} ms"))
     for device, extra in results["gpu_mib"].items():
         rows.append((f"more memory on {device}", f"{extra['open']} MiB open, {extra['most']} MiB at most"))
     if "loop" in results:

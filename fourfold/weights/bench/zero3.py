@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ def join(rank: int, rank_count: int, device: torch.device, rendezvous: Path) -> 
     """Join the trainer's process group."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    os.environ["LOCAL_RANK"] = "0"  # every rank sees its own device alone
     # As the trainer does: otherwise every rank compiles an all-reduce that nobody calls, for 30 s.
     deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(

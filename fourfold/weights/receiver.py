@@ -13,7 +13,7 @@ One thread calls everything.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fourfold.errors import StaleEpoch, WrongState
@@ -30,6 +30,7 @@ class _Session:
     epoch: int
     manifest: Manifest
     transport: ReceiveTransport
+    stopped: Callable[[], bool] | None = None
     received_version: int = -1
     sums: bytes = b""
     timings: dict[str, float] = field(default_factory=dict)
@@ -55,6 +56,8 @@ class WeightReceiver:
         receiver_count: int,
         receiver_index: int,
         timeout: float,
+        *,
+        stopped: Callable[[], bool] | None = None,
     ) -> ApplyReport:
         """Join an epoch, replacing the open one. When the manifest or the offers do not fit, nothing changes.
 
@@ -64,7 +67,7 @@ class WeightReceiver:
             WrongState: the manifest does not fit the model, or the model cannot be updated.
             DeadlinePassed, Unavailable: the senders cannot be met; the epoch is closed.
         """
-        deadline = Deadline(timeout)
+        deadline = Deadline(timeout, stopped=stopped)
         if epoch <= self._last_epoch:
             raise StaleEpoch(f"epoch {epoch} is not above the last one, {self._last_epoch}; use a higher one")
         parsed = Manifest.from_bytes(manifest)
@@ -74,7 +77,7 @@ class WeightReceiver:
         report = self._applier.bake(parsed)
         self._close()
         self._last_epoch = epoch
-        self._session = _Session(epoch, parsed, transport)
+        self._session = _Session(epoch, parsed, transport, stopped)
         opened = False
         try:
             transport.open(deadline)
@@ -95,7 +98,7 @@ class WeightReceiver:
             DeadlinePassed, Unavailable: nothing arrived.
         """
         session = self._current(epoch)
-        deadline = Deadline(timeout)
+        deadline = Deadline(timeout, stopped=session.stopped)
         self._dirty |= self._uncommitted  # what is held now was never served
         self._uncommitted = False
         done = False

@@ -1,4 +1,4 @@
-"""The same through the real services: `fourfold serve trainer` and `fourfold serve rollout`, called as the coordinator does.
+"""The same through the real services, trainer and rollout, called as the coordinator does.
 
     step of the trainer -> SendWeights, BeginWeights at once -> ReceiveWeights -> CommitWeights(hold) -> ReleaseWeights
 

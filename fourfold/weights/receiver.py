@@ -12,7 +12,7 @@ One thread calls everything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fourfold.errors import StaleEpoch, WrongState
@@ -29,6 +29,7 @@ class _Session:
     epoch: int
     manifest: Manifest
     transport: ReceiveTransport
+    stopped: Callable[[], bool] | None = None
     received_version: int = -1
     sums: bytes = b""
 
@@ -53,6 +54,8 @@ class WeightReceiver:
         receiver_count: int,
         receiver_index: int,
         timeout: float,
+        *,
+        stopped: Callable[[], bool] | None = None,
     ) -> ApplyReport:
         """Join an epoch, replacing the open one. When the manifest or the offers do not fit, nothing changes.
 
@@ -62,7 +65,7 @@ class WeightReceiver:
             WrongState: the manifest does not fit the model, or the model cannot be updated.
             DeadlinePassed, Unavailable: the senders cannot be met; the epoch is closed.
         """
-        deadline = Deadline(timeout)
+        deadline = Deadline(timeout, stopped=stopped)
         if epoch <= self._last_epoch:
             raise StaleEpoch(f"epoch {epoch} is not above the last one, {self._last_epoch}; use a higher one")
         parsed = Manifest.from_bytes(manifest)
@@ -72,7 +75,7 @@ class WeightReceiver:
         report = self._applier.bake(parsed)
         self._close()
         self._last_epoch = epoch
-        self._session = _Session(epoch, parsed, transport)
+        self._session = _Session(epoch, parsed, transport, stopped)
         opened = False
         try:
             transport.open(deadline)
@@ -93,7 +96,7 @@ class WeightReceiver:
             DeadlinePassed, Unavailable: nothing arrived.
         """
         session = self._current(epoch)
-        deadline = Deadline(timeout)
+        deadline = Deadline(timeout, stopped=session.stopped)
         self._dirty |= self._uncommitted  # what is held now was never served
         self._uncommitted = False
         done = False

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -39,6 +40,7 @@ from fourfold.weights.applier import CopyRecorder, NamedTensors, ReloadApplier, 
 from fourfold.weights.host import die_with, die_with_parent, parent_of
 from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.source import synchronize
+from fourfold.weights.stop import StopFlag
 from fourfold.weights.transport import available_backends
 
 _log = logging.getLogger(__name__)
@@ -162,8 +164,9 @@ class WeightWorker:
         receiver_count: int,
         first_receiver_index: int,
         timeout: float,
+        stop_path: str = "",
     ) -> Any:
-        """Join an epoch; return {"direct": tensors written in place, "reload": tensors reloaded}, or an error.
+        """Join an epoch; return {"direct": tensors written in place, "reload": tensors reloaded, "reason": why}.
 
         Args:
             epoch: above every earlier one.
@@ -173,17 +176,21 @@ class WeightWorker:
             receiver_count: receivers of all engines.
             first_receiver_index: index of this engine's first worker among them.
             timeout: seconds, as in all verbs.
+            stop_path: of a `StopFlag` that ends the epoch's waits from outside; empty: none does.
         """
 
-        def run() -> dict[str, int]:
+        def run() -> dict[str, Any]:
+            flag = StopFlag.attach(Path(stop_path)) if stop_path else None
+            stopped = (lambda: flag.given_up(epoch)) if flag is not None else None
+            receiver_index = first_receiver_index + _rank(self)
             report = self._fourfold_weights().open(
-                epoch, backend, manifest, offers, receiver_count, first_receiver_index + _rank(self), timeout
+                epoch, backend, manifest, offers, receiver_count, receiver_index, timeout, stopped=stopped
             )
-            return {"direct": report.direct_tensor_count, "reload": report.reload_tensor_count}
+            return {"direct": report.direct_tensor_count, "reload": report.reload_tensor_count, "reason": ""}
 
         return _answer(run)
 
-    def weights_receive(self, epoch: int, policy_version: int, timeout: float) -> Any:
+    def weights_receive(self, epoch: int, policy_version: int, timeout: float, skip_sums: bool = False) -> Any:
         """Receive and load a version; return its digest (32 bytes), or an error. The engine must be paused."""
         return _answer(lambda: self._fourfold_weights().receive(epoch, policy_version, timeout))
 

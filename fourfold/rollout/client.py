@@ -167,18 +167,29 @@ class RolloutControlClient:
         request = control.BeginWeightsRequest(epoch=epoch, policy_version=policy_version, pause_mode=pause_mode)
         await call(self._stub.BeginWeights, request, timeout=timeout, peer=self.peer, name="BeginWeights")
 
-    async def receive(self, *, epoch: int, policy_version: int, timeout: float) -> bytes:
-        """Receive and apply the weights; returns their digest (32 bytes)."""
-        request = control.ReceiveWeightsRequest(epoch=epoch, policy_version=policy_version)
+    async def receive(self, *, epoch: int, policy_version: int, skip_sums: bool = False, timeout: float) -> bytes:
+        """Receive and apply the weights; returns their digest (32 bytes); `skip_sums` leaves the sums out of it."""
+        request = control.ReceiveWeightsRequest(epoch=epoch, policy_version=policy_version, skip_sums=skip_sums)
         response = await call(
             self._stub.ReceiveWeights, request, timeout=timeout, peer=self.peer, name="ReceiveWeights"
         )
         return response.weights_digest
 
-    async def commit(self, *, epoch: int, policy_version: int, timeout: float) -> None:
-        """Serve the version and resume."""
-        request = control.CommitWeightsRequest(epoch=epoch, policy_version=policy_version)
+    async def commit(self, *, epoch: int, policy_version: int, hold: bool = False, timeout: float) -> None:
+        """Sample with the version; with `hold` no token is given out before `release`."""
+        request = control.CommitWeightsRequest(epoch=epoch, policy_version=policy_version, hold=hold)
         await call(self._stub.CommitWeights, request, timeout=timeout, peer=self.peer, name="CommitWeights")
+
+    async def release(self, *, epoch: int, policy_version: int, timeout: float) -> None:
+        """Give out the tokens that a commit with `hold` kept back."""
+        request = control.ReleaseWeightsRequest(epoch=epoch, policy_version=policy_version)
+        await call(self._stub.ReleaseWeights, request, timeout=timeout, peer=self.peer, name="ReleaseWeights")
+
+    async def sums(self, *, epoch: int, timeout: float) -> bytes:
+        """Sums of every tensor that was received last, 16 bytes each; empty when they were left out."""
+        request = control.GetWeightSumsRequest(epoch=epoch)
+        response = await call(self._stub.GetWeightSums, request, timeout=timeout, peer=self.peer, name="GetWeightSums")
+        return response.sums
 
     async def abort(self, *, epoch: int, timeout: float) -> control.WeightState.ValueType:
         """Give the update up; returns what the engine holds, CLEAN or DIRTY."""

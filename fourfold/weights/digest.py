@@ -67,6 +67,14 @@ def digest_of(manifest: Manifest, sums: bytes) -> bytes:
     return hashlib.sha256(manifest.sha256 + sums).digest()
 
 
+def unsummed_digest(manifest: Manifest, policy_version: int) -> bytes:
+    """Return the digest (32 bytes) of weights whose sums were left out: it covers the manifest and the version alone.
+
+    SHA-256 of b"unsummed", the manifest's SHA-256 and the version as 8 little-endian bytes.
+    """
+    return hashlib.sha256(b"unsummed" + manifest.sha256 + policy_version.to_bytes(8, "little")).digest()
+
+
 def combine_digest(manifest: Manifest, parts: Sequence[bytes]) -> bytes:
     """Return the digest (32 bytes) of whole weights, from the sums of every rank's share.
 

@@ -1,8 +1,8 @@
 """The trainer's side of a weight update, one object per trainer rank.
 
-    make_offer(epoch)  closes what was open, makes a transport
-    open(epoch)        meets the receivers
-    send(epoch, v)     begin_round -> transport -> sums -> end_round
+    make_offer(epoch)  group 0: closes what was open, makes a transport; groups 1, 2, ..: one more each
+    open(epoch)        meets the receivers of all groups
+    send(epoch, v)     begin_round -> transport of every group, one after the other -> sums -> end_round
     abort(epoch)       from any thread: ends what is under way, closes the epoch
 
 Epochs only grow. A transfer that failed or was aborted closes its epoch: the next one needs
@@ -32,7 +32,7 @@ class SendResult:
     """What one rank sent."""
 
     partial_sums: bytes
-    """This rank's share of the digest; `combine_digest` takes those of all ranks."""
+    """This rank's share of the digest, empty when sums were left out; `combine_digest` takes those of all ranks."""
     sent_bytes: int
 
 
@@ -56,7 +56,7 @@ class WeightSender:
         self._spans = self._manifest.spans_of_rank(rank)
         self._lock = threading.Lock()  # guards the next three against abort
         self._epoch = -1
-        self._transport: SendTransport | None = None
+        self._transports: tuple[SendTransport, ...] = ()  # by group
         self._in_use = False
         self._opened = False
 
@@ -64,28 +64,41 @@ class WeightSender:
         """Return what will be sent."""
         return self._manifest
 
-    def make_offer(self, epoch: int, backend: str, receiver_count: int, *, timeout: float) -> bytes:
-        """Close the open epoch, if any, start `epoch` and return this rank's offer.
+    def make_offer(self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float) -> bytes:
+        """Return this rank's offer for one group of receivers.
 
         Args:
-            epoch: above every earlier one.
-            backend: "shm" or "gloo".
-            receiver_count: workers of all engines together.
+            epoch: group 0: above every earlier one; what was open is closed. Other groups: the open one.
+            backend: how the group gets the weights.
+            receiver_count: workers of all its engines together.
+            group: 0 starts the epoch; 1, 2, ... add to it, in this order, before `open`.
             timeout: seconds.
 
         Raises:
-            StaleEpoch: the epoch is not above the last one.
+            StaleEpoch: the epoch is not above the last one, or not the open one, or this is not its next group.
             InvalidInput: unknown backend, bad numbers.
         """
         Deadline(timeout)
-        group = Group(epoch=epoch, manifest=self._manifest, receiver_count=receiver_count)
+        terms = Group(epoch=epoch, manifest=self._manifest, receiver_count=receiver_count)
         with self._lock:
-            if epoch <= self._epoch:
+            if group == 0 and epoch <= self._epoch:
                 raise StaleEpoch(f"epoch {epoch} is not above the last one, {self._epoch}; use a higher one")
-        transport = make_sender(backend, group, self._rank)
-        self.close()
+            if group and (epoch != self._epoch or group != len(self._transports) or self._opened):
+                raise StaleEpoch(
+                    f"group {group} cannot be added to epoch {epoch}: epoch {self._epoch} has {len(self._transports)} "
+                    f"groups; start a new epoch"
+                )
+        transport = make_sender(backend, terms, self._rank)
+        if group == 0:
+            self.close()
         with self._lock:
-            self._transport, self._epoch, self._opened = transport, epoch, False
+            if group == 0:
+                self._transports, self._epoch, self._opened = (transport,), epoch, False
+            elif self._transports:
+                self._transports = (*self._transports, transport)
+            else:
+                transport.close()
+                raise aborted()
         return transport.offer()
 
     def open(self, epoch: int, *, timeout: float) -> None:
@@ -96,13 +109,14 @@ class WeightSender:
             DeadlinePassed: a receiver did not come; the epoch is closed.
         """
         deadline = Deadline(timeout)
-        with self._using(epoch) as transport:
+        with self._using(epoch) as transports:
             if not self._opened:
-                transport.open(deadline)
+                for transport in transports:
+                    transport.open(deadline)
                 self._opened = True
 
-    def send(self, epoch: int, policy_version: int, *, timeout: float) -> SendResult:
-        """Send the present weights as `policy_version` to all receivers.
+    def send(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> SendResult:
+        """Send the present weights as `policy_version` to all receivers; `skip_sums` leaves the sums out.
 
         Raises:
             StaleEpoch: not the open epoch, or aborted meanwhile.
@@ -110,14 +124,15 @@ class WeightSender:
             DeadlinePassed, Unavailable: a receiver is too slow or gone; the epoch is closed.
         """
         deadline = Deadline(timeout)
-        with self._using(epoch) as transport:
+        with self._using(epoch) as transports:
             if not self._opened:
                 raise WrongState(f"epoch {epoch} was not opened; call open after make_offer")
             self._source.begin_round()
             try:
-                sent_bytes = transport.send(self._source, policy_version, deadline)
+                sent_bytes = sum(t.send(self._source, policy_version, deadline) for t in transports)
                 # The receivers are already loading while this rank sums up.
-                sums = partial_sums(self._manifest, ((span, self._read(span)) for span in self._spans))
+                parts = ((span, self._read(span)) for span in self._spans)
+                sums = b"" if skip_sums else partial_sums(self._manifest, parts)
             finally:
                 self._source.end_round()
         return SendResult(partial_sums=sums, sent_bytes=sent_bytes)
@@ -129,14 +144,15 @@ class WeightSender:
             StaleEpoch: another epoch is open.
         """
         with self._lock:
-            if self._transport is None:
+            if not self._transports:
                 return
             if epoch != self._epoch:
                 raise StaleEpoch(f"epoch {epoch} is not open; epoch {self._epoch} is")
-            transport, self._transport = self._transport, None
+            transports, self._transports = self._transports, ()
             in_use = self._in_use
-        transport.abort()
-        if not in_use:
+        for transport in transports:
+            transport.abort()
+        for transport in () if in_use else transports:
             transport.close()
 
     def close(self) -> None:
@@ -147,25 +163,27 @@ class WeightSender:
         return as_sent(self._source.read(span), torch_dtype(self._manifest.tensors[span.tensor].dtype))
 
     @contextmanager
-    def _using(self, epoch: int) -> Iterator[SendTransport]:
-        """Yield the transport of `epoch`; an error inside closes the epoch, an abort meanwhile is raised."""
+    def _using(self, epoch: int) -> Iterator[tuple[SendTransport, ...]]:
+        """Yield the transports of `epoch`; an error inside closes the epoch, an abort meanwhile is raised."""
         with self._lock:
-            if epoch != self._epoch or self._transport is None:
-                state = "open" if self._transport is not None else "closed"
+            if epoch != self._epoch or not self._transports:
+                state = "open" if self._transports else "closed"
                 raise StaleEpoch(f"epoch {epoch} is not open; the last one is {self._epoch}, {state}: make a new offer")
-            transport, self._in_use = self._transport, True
+            transports, self._in_use = self._transports, True
         done = False
         try:
-            yield transport
+            yield transports
             done = True
         finally:
             with self._lock:
                 self._in_use = False
-                was_aborted = self._transport is not transport
+                was_aborted = self._transports is not transports
                 if not done:
-                    self._transport = None
+                    self._transports = ()
             if not done or was_aborted:
-                transport.abort()
-                transport.close()
+                for transport in transports:
+                    transport.abort()
+                for transport in transports:
+                    transport.close()
         if was_aborted:
             raise aborted()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -61,6 +61,7 @@ class RankWorker:
             "restore": self._restore,
             "forget": self._forget,
             "export": self._export,
+            "device_uuid": self._device_uuid,
             "make_offer": self._make_offer,
             "open_weights": self._open_weights,
             "send_weights": self._send_weights,
@@ -164,6 +165,12 @@ class RankWorker:
     def _export(self, command: Message) -> Message:
         self._policy.export(Path(command.fields["folder"]), ema=command.fields["ema"])
         return Message(name=ANSWER)
+
+    def _device_uuid(self, _command: Message) -> Message:
+        if self._config.trainer.device != "cuda":
+            return Message(name=ANSWER)
+        properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return Message(name=ANSWER, arrays=[from_bytes(bytes(properties.uuid.bytes))])
 
     def _make_offer(self, command: Message) -> Message:
         return Message(name=ANSWER, arrays=[from_bytes(self._sender.make_offer(**command.fields))])

@@ -32,7 +32,7 @@ class PlainEngine:
         self.verbs: list[str] = []
         self.dies_at = ""
         self.lies_at = ""
-        self._receiver = WeightReceiver(ReloadApplier(self.model))
+        self._receiver = WeightReceiver([ReloadApplier(self.model)], torch.device("cpu"))
 
     def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
         self.verbs.append(method.removeprefix("weights_"))

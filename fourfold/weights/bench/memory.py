@@ -25,8 +25,10 @@ class GpuMemory:
         gpus = [device for device in dict.fromkeys(devices) if device != "cpu"]
         if not gpus:
             return
-        import pynvml
-
+        try:
+            import pynvml
+        except ModuleNotFoundError:
+            return
         pynvml.nvmlInit()
         self._nvml = pynvml
         listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")

@@ -27,6 +27,17 @@ SUITES: Final[dict[str, dict[str, Sequence[str]]]] = {
         "0.43b-nccl": ("--shape", "0.43b", "--backend", "nccl", *_APART, "--compare", "loop"),
         "0.43b-ipc-apart": ("--shape", "0.43b", "--backend", "cuda_ipc", *_APART),
         "0.43b-ipc-together": ("--shape", "0.43b", "--backend", "cuda_ipc", *_TOGETHER),
+        "0.43b-services-nccl": ("--path", "services", "--zero3", "--shape", "0.43b", "--backend", "nccl", *_APART),
+        "0.43b-services-ipc": (
+            "--path",
+            "services",
+            "--zero3",
+            "--shape",
+            "0.43b",
+            "--backend",
+            "cuda_ipc",
+            *_TOGETHER,
+        ),
         "7b-nccl": ("--shape", "7b", "--backend", "nccl", *_APART, "--compare", "loop", "--eager"),
         "7b-ipc-together": ("--shape", "7b", "--backend", "cuda_ipc", *_TOGETHER, "--eager"),
         "7b-ipc-apart": ("--shape", "7b", "--backend", "cuda_ipc", *_APART, "--eager"),
@@ -36,6 +47,7 @@ SUITES: Final[dict[str, dict[str, Sequence[str]]]] = {
     "cpu": {
         "0.135b-shm": ("--shape", "0.135b", "--backend", "shm", "--compare", "loop", "--rounds", "10"),
         "0.135b-gloo": ("--shape", "0.135b", "--backend", "gloo", "--rounds", "10"),
+        "0.135b-services-shm": ("--path", "services", "--zero3", "--shape", "0.135b", "--backend", "shm"),
         "0.135b-shm-zero3-2": ("--shape", "0.135b", "--backend", "shm", "--zero3", "--ranks", "2", "--rounds", "10"),
     },
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import time
 from collections.abc import Callable
 
@@ -267,6 +269,7 @@ async def test_people_are_told_who_waits_for_whom(
     assert (trainer.member_id, trainer.state, list(trainer.waits_for)) == ("trainer-0", "updating", ["rollout-1"])
     assert (first.state, list(first.waits_for), first.backend) == ("waiting", ["rollout-1"], "shm")
     assert (second.state, list(second.waits_for), second.policy_version) == ("updating", [], 0)
+    assert "rollout-0  waiting" in await print_weights(stage)
     go.set()
     await watch_for(stage, lambda status: status.waiting_for == "")
     assert await stage.finish() == 0
@@ -299,3 +302,18 @@ async def test_an_engine_that_happens_to_have_the_same_version_is_not_trusted(ma
     check_books(stage)
     assert stranger.commits[0] == 3, "the second step's weights went to it under a number that it did not have"
     assert stranger.weights == stage.rollouts[0].weights == stage.trainer.weights
+
+
+async def print_weights(stage: Stage) -> str:
+    """Return what `fourfold weights` prints of the run in the stage's folder."""
+    code = (
+        "import argparse, sys; from fourfold_coordinator import weights; parser = argparse.ArgumentParser(); "
+        "weights.add_arguments(parser); sys.exit(weights.main(parser.parse_args()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, str(stage.folder), stdout=asyncio.subprocess.PIPE, env=environment
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    return output.decode()

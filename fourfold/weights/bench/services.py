@@ -241,12 +241,12 @@ class _Bench:
         if sent.weights_digest != received.weights_digest:
             raise Unavailable(f"version {version} did not arrive as it was sent")
         at.append(time.perf_counter())
-        await self._call(self._engine.CommitWeights, control.CommitWeightsRequest(**fixed, hold=True))
+        committed = await self._call(self._engine.CommitWeights, control.CommitWeightsRequest(**fixed, hold=True))
         at.append(time.perf_counter())
         await self._call(self._engine.ReleaseWeights, control.ReleaseWeightsRequest(**fixed))
         at.append(time.perf_counter())
         names = ("begin", "receive", "compare", "commit", "release")
-        return {name: b - a for name, a, b in zip(names, at, at[1:], strict=False)} | {"stall": at[4] - at[1]}
+        return {name: b - a for name, a, b in zip(names, at, at[1:], strict=False)} | {"stall": committed.pause_seconds}
 
     async def _step(self) -> int:
         """Train one step on a row of nothing in particular; return the version."""

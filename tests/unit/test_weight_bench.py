@@ -12,7 +12,7 @@ from fourfold import cli
 from fourfold.errors import ConfigError
 from fourfold.weights.bench import command
 from fourfold.weights.bench.numbers import longest_gap, summary, usual_gap
-from fourfold.weights.bench.settings import SHAPES, physical_gpu, write_folder
+from fourfold.weights.bench.settings import SHAPES, physical_gpu, visible, write_folder
 from fourfold.weights.bench.suite import SUITES
 
 
@@ -59,8 +59,11 @@ def test_settings_that_make_no_sense_are_refused(words: list[str], message: str)
 
 
 def test_gpus_are_named_as_the_driver_counts_them() -> None:
-    assert physical_gpu("1") == "1"
-    assert physical_gpu("1", "4,6") == "6"
+    assert physical_gpu("cuda:1", "") == "1"
+    assert physical_gpu("cuda:1", "4,6") == "6"
+    with pytest.raises(ConfigError, match="lists 1"):
+        physical_gpu("cuda:1", "4")
+    assert visible("cpu") == {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_the_command_needs_no_heavy_module_to_explain_itself(capsys: pytest.CaptureFixture[str]) -> None:

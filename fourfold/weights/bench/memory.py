@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, Final
 
 from fourfold.weights.bench.settings import physical_gpu
@@ -25,16 +25,15 @@ class GpuMemory:
         gpus = [device for device in dict.fromkeys(devices) if device != "cpu"]
         if not gpus:
             return
-        try:
-            import pynvml
-        except ModuleNotFoundError:
+        pynvml = _find_nvml()
+        if pynvml is None:
             return
         pynvml.nvmlInit()
         self._nvml = pynvml
-        listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         for device in gpus:
-            index = int(physical_gpu(device.partition(":")[2], listed))
-            self._handles[device] = pynvml.nvmlDeviceGetHandleByIndex(index)
+            name = physical_gpu(device)
+            find = pynvml.nvmlDeviceGetHandleByIndex if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+            self._handles[device] = find(int(name) if name.isdigit() else name)
         self._thread = threading.Thread(target=self._watch, name="gpu-memory", daemon=True)
         self._thread.start()
 
@@ -61,3 +60,13 @@ class GpuMemory:
         while not self._stop.wait(_POLL_SECONDS):
             for device, value in self._read().items():
                 self._peaks[device] = max(self._peaks.get(device, 0), value)
+
+
+def _find_nvml() -> Any:
+    """Return NVIDIA's module, or the copy in vLLM, or None."""
+    for name in ("pynvml", "vllm.third_party.pynvml"):
+        try:
+            return import_module(name)
+        except ModuleNotFoundError:
+            continue
+    return None

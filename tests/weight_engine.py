@@ -29,7 +29,8 @@ Output = list[tuple[list[int], list[float]]]
 class Engine:
     """The test's end."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
         self.weights: Path | None = None
         """Folder whose weights the engine holds, as far as the tests say so."""
         context = multiprocessing.get_context("spawn")
@@ -75,8 +76,8 @@ class Engine:
         return self._answer()
 
     def _answer(self) -> Any:
-        if not self._pipe.poll(90):
-            raise TimeoutError("the engine has not answered within 90 s")
+        if not self._pipe.poll(self._patience):
+            raise TimeoutError(f"the engine has not answered within {self._patience:.0f} s")
         kind, value = self._pipe.recv()
         if kind == "error":
             raise RuntimeError(value)
@@ -124,19 +125,18 @@ class _Serving:
             cleanup_dist_env_and_memory()
             gc.collect()
         _register_classes()
-        self._llm = vllm.LLM(
-            model=folder,
-            worker_extension_cls="fourfold.weights.vllm_worker.WeightWorker",
-            enforce_eager=True,
-            max_model_len=64,
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            dtype="bfloat16",
-            logprobs_mode="processed_logprobs",
-            enable_prefix_caching=False,
-            seed=0,
-            **arguments,
-        )
+        settings: dict[str, Any] = {
+            "worker_extension_cls": "fourfold.weights.vllm_worker.WeightWorker",
+            "enforce_eager": True,
+            "max_model_len": 64,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 64,
+            "dtype": "bfloat16",
+            "logprobs_mode": "processed_logprobs",
+            "enable_prefix_caching": False,
+            "seed": 0,
+        }
+        self._llm = vllm.LLM(model=folder, **settings | arguments)
 
     def generate(self) -> Output:
         import vllm
@@ -212,9 +212,9 @@ def _failing_load(model: Any, tensors: Any) -> None:
 
 
 @contextmanager
-def running_engine() -> Iterator[Engine]:
-    """A started process without an engine yet."""
-    engine = Engine()
+def running_engine(patience: float = 90.0) -> Iterator[Engine]:
+    """A started process without an engine yet; `patience` is how long an answer may take, in seconds."""
+    engine = Engine(patience)
     try:
         yield engine
     finally:

@@ -65,6 +65,10 @@ class Engine:
         """Break a part of the worker on purpose: "repack", "experts" or "load"."""
         self._call("sabotage", what, on)
 
+    def quantise_in_python(self) -> None:
+        """Give vLLM on a CPU what it lacks there to quantise weights to fp8 as it loads them."""
+        self._call("quantise_in_python")
+
     def stop(self) -> None:
         """End the process."""
         self._pipe.close()
@@ -153,6 +157,11 @@ class _Serving:
     def verb(self, name: str, args: tuple[Any, ...]) -> Any:
         return self._llm.collective_rpc(name, args=args)
 
+    def quantise_in_python(self) -> None:
+        import vllm._custom_ops
+
+        _patch(vllm._custom_ops, "scaled_fp8_quant", _scaled_fp8_quant, True)
+
     def sabotage(self, what: str, on: bool) -> None:
         from fourfold.weights import vllm_worker
 
@@ -197,6 +206,15 @@ _originals: dict[str, Any] = {}
 def _patch(owner: Any, name: str, replacement: Any, on: bool) -> None:
     _originals.setdefault(name, getattr(owner, name))
     setattr(owner, name, replacement if on else _originals[name])
+
+
+def _scaled_fp8_quant(values: Any, scale: Any = None, **_: Any) -> tuple[Any, Any]:
+    """Return a tensor as float8_e4m3fn, and the scale that was given or that makes its largest value 448."""
+    import torch
+
+    if scale is None:
+        scale = (values.float().abs().amax() / 448.0).reshape(1)
+    return (values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
 def _failing_load(model: Any, tensors: Any) -> None:

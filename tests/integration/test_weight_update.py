@@ -21,7 +21,7 @@ from fourfold.weights.applier import VERIFIED_ARCHITECTURES
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source import DenseSource
 from tests.weight_engine import Engine, running_engine
-from tests.weight_trainer import TIMEOUT, Trainer, next_version
+from tests.weight_trainer import TIMEOUT, Trainer, check_updates, next_version
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -219,3 +219,14 @@ def test_a_model_that_runs_by_another_implementation_is_refused_by_name(engine: 
     engine.load(tiny_model("gpt_neox", 1))
     with pytest.raises(WrongState, match=r"GPTNeoXForCausalLM .* are not verified"):
         Trainer(tiny_model("gpt_neox", 1)).open(engine)
+
+
+@pytest.mark.slow
+def test_an_engine_that_quantises_to_fp8_takes_new_weights(engine: Engine, tiny_model: TinyModel) -> None:
+    engine.quantise_in_python()  # all else is vLLM's own; tests/gpu/test_fp8_update.py has the real one
+    fp8 = {"quantization": "fp8_per_tensor"}
+    check_updates(engine, tiny_model("qwen2", 1), tiny_model("qwen2", 2), **fp8)
+    assert engine.verb("weights_describe")["architectures"] == ["Qwen2ForCausalLM"]
+    quantised = engine.generate()
+    engine.load(tiny_model("qwen2", 1))
+    assert engine.generate() != quantised

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -21,16 +23,22 @@ import grpc
 import numpy as np
 
 from fourfold import config as configuration
-from fourfold.channel import CLIENT_OPTIONS
+from fourfold.channel import CLIENT_OPTIONS, call, open_channel
 from fourfold.clock import SYSTEM_CLOCK
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import FourfoldError
+from fourfold.rollout.v1 import rollout_control_service_pb2 as control
+from fourfold.rollout.v1.rollout_control_service_pb2_grpc import RolloutControlServiceStub
+from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
+from fourfold.trainer.v1.trainer_weight_service_pb2_grpc import TrainerWeightServiceStub
 from fourfold_coordinator.broker import Broker
 from fourfold_coordinator.ledger import Ledger
 from fourfold_coordinator.registry import Member, Registry
 from fourfold_coordinator.routing import Router
 from fourfold_coordinator.trainer_session import TrainerSession
 
+_log = logging.getLogger(__name__)
 Moment = Literal["before", "during", "after"]
 """Of a call: before it is sent; while it is under way, without holding it up; after it was answered well."""
 Action = Callable[[], Awaitable[None]]
@@ -44,6 +52,8 @@ class Tap:
         self._running: set[asyncio.Task[None]] = set()
         self.seen: list[tuple[str, str]] = []
         """Member and method of every call that was sent."""
+        self.requests: dict[tuple[str, str], Any] = {}
+        """The last request of each."""
 
     def on(self, moment: Moment, member: str, method: str, action: Action) -> None:
         """Do something at the next such call, once."""
@@ -69,7 +79,7 @@ class Tap:
         await asyncio.gather(*self._running)
 
 
-class _Interceptor(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+class _Interceptor(grpc.aio.UnaryUnaryClientInterceptor):
     def __init__(self, tap: Tap, member: str) -> None:
         self._tap, self._member = tap, member
 
@@ -78,6 +88,7 @@ class _Interceptor(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
         method = path.rpartition("/")[2]
         await self._tap.reach("before", self._member, method)
         self._tap.seen.append((self._member, method))
+        self._tap.requests[self._member, method] = request
         call = await continuation(details, request)
         await self._tap.reach("during", self._member, method)
         try:
@@ -159,6 +170,56 @@ class Coordinator:
     def _open(self, target: str) -> grpc.aio.Channel:
         tap = _Interceptor(self.tap, self._names[target])
         return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS, interceptors=[tap])
+
+
+async def ends_in(seconds: float, work: Awaitable[None]) -> None:
+    """Await an update, which may fail but must end."""
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except FourfoldError as error:
+        _log.info("the update ended with %s: %s", type(error).__name__, error)
+
+
+async def ends_well(seconds: float, work: Awaitable[None]) -> None:
+    """Await an update that must succeed."""
+    async with asyncio.timeout(seconds):
+        await work
+
+
+async def until(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait until something has come about."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+def after(seconds: float, *actions: tuple[Callable[[int], None], int]) -> Callable[[], Awaitable[None]]:
+    """Return an action that waits, then signals processes one after the other."""
+
+    async def act() -> None:
+        await asyncio.sleep(seconds)
+        for action, pid in actions:
+            action(pid)
+
+    return act
+
+
+async def repeat(target: str, tap: Tap, member: str, method: str, *, epochs_earlier: int = 0) -> None:
+    """Make the last such call to a member once more, perhaps under an earlier epoch."""
+    trainer = member.startswith("trainer")
+    request = tap.requests.get((member, method))
+    if request is None:  # an abort: there was no need for it
+        abort = weight.AbortWeightsRequest if trainer else control.AbortWeightsRequest
+        request = abort(epoch=tap.requests[member, "OpenWeights"].epoch)
+    request = copy(request)
+    request.epoch -= epochs_earlier
+    channel = open_channel(target, None)
+    stub = (TrainerWeightServiceStub if trainer else RolloutControlServiceStub)(channel)
+    try:
+        await call(getattr(stub, method), request, timeout=5.0, peer=member, name=method)
+    finally:
+        await channel.close()
 
 
 async def _settle(task: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ On GPUs the trainer has two ranks where there are GPUs for two, and else one; `t
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import signal
@@ -38,7 +39,8 @@ from fourfold.rollout.client import RolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.tokenizer import tokenizer_sha256
-from fourfold.trainer.client import TrainerClient
+from fourfold.trainer.client import TrainerClient, TrainerWeightClient
+from fourfold.weights.manifest import Manifest
 from fourfold.wire import encode
 from fourfold_coordinator.local_launcher import visible_gpus
 from fourfold_coordinator.registry import Member
@@ -273,6 +275,16 @@ class Fleet:
         """Give the trainer other weights than those published last; return the version."""
         return await self.become("one" if self.published[max(self.published)] == "two" else "two")
 
+    async def flip_sent_bit(self, name: str) -> None:
+        """Flip a bit of a tensor that lies in the trainer's shared memory."""
+        channel = open_channel(self.trainer.target, None)
+        layout = await TrainerWeightClient(channel, peer="trainer-0").get_manifest(timeout=10)
+        await channel.close()
+        manifest = Manifest.from_bytes(layout.manifest)
+        tensor = next(i for i, spec in enumerate(manifest.tensors) if spec.name == name)
+        span = manifest.spans_by_tensor()[tensor][0]
+        _flip((self.trainer.pid, self.trainer.rank)[span.rank], manifest.shard_bytes[span.rank], span.offset)
+
     async def check_whole(self, engine: Engine, version: int | None = None) -> None:
         """An engine serves whole weights of the version that it names."""
         versions, answers = await engine.sample()
@@ -285,7 +297,7 @@ class Fleet:
         end = time.monotonic() + seconds
         while (about := await engine.describe()).weight_state == control.WEIGHT_STATE_UPDATING:
             assert time.monotonic() < end, f"{engine.member_id} is updating for more than {seconds} s: {engine.says()}"
-            time.sleep(0.05)
+            await asyncio.sleep(0.05)
         if about.weight_state == control.WEIGHT_STATE_CLEAN:
             await self.check_whole(engine)
             return "clean"
@@ -306,8 +318,7 @@ class Fleet:
             process.end()
 
     def _write_recipe(self, model: Path, name: str) -> Path:
-        path = self.folder / f"{name}.toml"
-        gpu = "gpu_memory_utilization = 0.06, enforce_eager = true"
+        path, gpu = self.folder / f"{name}.toml", "gpu_memory_utilization = 0.06, enforce_eager = true"
         path.write_text(
             RECIPE.format(
                 model=model,
@@ -367,7 +378,23 @@ def go_on(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
+def terminate(pid: int) -> None:
+    """SIGTERM."""
+    os.kill(pid, signal.SIGTERM)
+
+
 def kill(pid: int) -> None:
     """kill -9."""
     os.kill(pid, signal.SIGKILL)
 
+
+def _flip(pid: int, shard_bytes: int, offset: int) -> None:
+    """Flip a bit of the shard in a process's arena, which is a header and the shard."""
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        header = path.stat().st_size - shard_bytes if path.exists() else 0
+        if "memfd:fourfold" in str(path.readlink()) and 0 < header <= 1 << 16:
+            with path.open("r+b", buffering=0) as arena:
+                (byte,) = os.pread(arena.fileno(), 1, header + offset)
+                os.pwrite(arena.fileno(), bytes([byte ^ 1]), header + offset)
+            return
+    raise AssertionError(f"process {pid} has no arena")

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 
 from fourfold.errors import ConfigError, FourfoldError
 
-_HERE: Final = {"plan": "fourfold.plan", "doctor": "fourfold.doctor"}
+_HERE: Final = {"plan": "fourfold.plan", "doctor": "fourfold.doctor", "bench": "fourfold.weights.bench.command"}
 _COORDINATOR: Final = "fourfold-coordinator"
 _DISTRIBUTIONS: Final = {
     "rollout": "fourfold-rollout[cpu]  (on GPUs: fourfold-rollout[gpu])",
@@ -36,6 +36,7 @@ _HELP: Final = {
     "serve": "one service by hand, in its own terminal or on its own machine",
     "watch": "the live display of a run that is going on",
     "chat": "talk to a model folder through a rollout service",
+    "bench": "how long a weight update takes on this machine",
     "certs": "a private CA, certificates and a token for [security]",
 }
 

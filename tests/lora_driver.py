@@ -20,11 +20,13 @@ from typing import Any
 
 import numpy as np
 import safetensors.torch
+import torch
 
 from fourfold.errors import WrongState
 from fourfold.weights.digest import combine_digest, partial_sums
 from fourfold.weights.transport import Deadline, Group, make_receiver
 from tests.trainer_driver import Case, Run
+from tests.weight_peers import Collector
 
 _TIMEOUT = 30.0
 
@@ -42,15 +44,15 @@ def stream(run: Run, out: Path, moment: str, *, epoch: int, backend: str = "shm"
     if run.case.stage == 3:  # no collective: an abort may reach one rank before it begins, another one after
         policy: Any = run.engine._worker.policy
         assert all(p.ds_status.name == "AVAILABLE" for p in policy._adapters.parameters)
-    receiver = make_receiver(backend, Group(epoch=epoch, manifest=manifest, receiver_count=1), 0)
+    receiver = make_receiver(backend, Group(epoch=epoch, manifest=manifest, receiver_count=1), 0, torch.device("cpu"))
     receiver.accept(run.engine.make_offers(epoch, backend, 1, timeout=_TIMEOUT))
     run.engine.open_weights(epoch, timeout=_TIMEOUT)
     receiver.open(Deadline(_TIMEOUT))
     sent = run.engine.send_weights(epoch, epoch, timeout=_TIMEOUT)
-    shards = receiver.receive(epoch, None, Deadline(_TIMEOUT))
-    sums = partial_sums(manifest, ((span, shards.read(span)) for span in manifest.spans))
-    assert combine_digest(manifest, [sums]) == sent.weights_digest
-    tensors = {spec.name: shards.tensor(i).clone() for i, spec in enumerate(manifest.tensors)}
+    sink = Collector(manifest)
+    receiver.receive(epoch, sink, Deadline(_TIMEOUT))
+    assert combine_digest(manifest, [partial_sums(manifest, sink.taken)]) == sent.weights_digest
+    tensors = dict(zip((spec.name for spec in manifest.tensors), sink.tensors(), strict=True))
     safetensors.torch.save_file(tensors, out / f"{run.case.name} {moment}.safetensors")
     receiver.close()
 

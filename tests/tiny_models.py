@@ -38,6 +38,15 @@ _SHAPE: Final[dict[str, Any]] = {
     "rms_norm_eps": 1e-5,
 }
 
+_EXPERTS: Final[dict[str, Any]] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_GEMMA: Final[dict[str, Any]] = {
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
 # Family -> (config class, model class, what differs from _SHAPE).
 _FAMILIES: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": False}),
@@ -53,6 +62,31 @@ _FAMILIES: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
         "MixtralConfig",
         "MixtralForCausalLM",
         {"tie_word_embeddings": False, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "qwen2_untied": ("Qwen2Config", "Qwen2ForCausalLM", {"tie_word_embeddings": False}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"tie_word_embeddings": False, "sliding_window": None}),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", {"tie_word_embeddings": False, "sliding_window": None}),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_GEMMA, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", _GEMMA),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {"tie_word_embeddings": False, **_EXPERTS, "num_experts": 3},
+    ),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {
+            "tie_word_embeddings": False,
+            **_EXPERTS,
+            "moe_intermediate_size": 48,  # vLLM's CPU kernels pad it
+            "shared_expert_intermediate_size": 96,
+        },
+    ),
+    "olmoe": (
+        "OlmoeConfig",
+        "OlmoeForCausalLM",
+        {"tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2},
     ),
     # Runs in vLLM, but no test covers a weight update of it.
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", {"tie_word_embeddings": False}),
@@ -80,7 +114,7 @@ def write_tiny_model(folder: Path, family: str, *, seed: int = 0, dtype: str = "
         "eos_token_id": tokenizer.token_to_id(TURN_END),
         "pad_token_id": tokenizer.token_to_id(END_OF_TEXT),
     }
-    config = getattr(transformers, config_class)(**shape, **changes, **special, dtype=torch_dtype)
+    config = getattr(transformers, config_class)(**{**shape, **changes, **special}, dtype=torch_dtype)
     model = getattr(transformers, model_class)(config)
     _randomise(model, seed)
     model.to(torch_dtype)

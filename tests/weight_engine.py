@@ -7,6 +7,7 @@ start-up and runs the same worker code. Engines are started one after the other.
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -37,10 +38,10 @@ class Engine:
         self._process.start()
         other.close()
 
-    def load(self, folder: Path) -> None:
-        """Start an engine with the weights of a folder, replacing the one that runs."""
+    def load(self, folder: Path, **arguments: Any) -> None:
+        """Start an engine with the weights of a folder, replacing the one that runs; `arguments` are vLLM's."""
         self.weights = folder
-        self._call("load", str(folder))
+        self._call("load", str(folder), arguments)
 
     def generate(self) -> Output:
         """Return greedy completions of PROMPTS."""
@@ -60,7 +61,7 @@ class Engine:
         return unwrap(self._answer())[0]
 
     def sabotage(self, what: str, on: bool) -> None:
-        """Break a part of the worker on purpose: "repack" or "load"."""
+        """Break a part of the worker on purpose: "repack", "experts" or "load"."""
         self._call("sabotage", what, on)
 
     def stop(self) -> None:
@@ -112,7 +113,7 @@ class _Serving:
     def __init__(self) -> None:
         self._llm: Any = None
 
-    def load(self, folder: str) -> None:
+    def load(self, folder: str, arguments: dict[str, Any]) -> None:
         import vllm
 
         if self._llm is not None:
@@ -134,6 +135,7 @@ class _Serving:
             logprobs_mode="processed_logprobs",
             enable_prefix_caching=False,
             seed=0,
+            **arguments,
         )
 
     def generate(self) -> Output:
@@ -156,6 +158,8 @@ class _Serving:
 
         if what == "repack":
             _patch(vllm_worker, "_repack", lambda layers: None, on)
+        elif what == "experts":
+            _patch(vllm_worker, "_without_kernels", lambda model: [], on)
         else:
             _patch(vllm_worker.VllmModel, "load", _failing_load, on)
 
@@ -163,20 +167,29 @@ class _Serving:
 def _register_classes() -> None:
     """Tell vLLM the classes of the models; it would start a process for each to look at it, ten seconds apiece."""
     from vllm import ModelRegistry
-    from vllm.model_executor.models import gemma, llama, qwen2, qwen3
 
     if not _registered:
-        _registered.update(
-            LlamaForCausalLM=llama.LlamaForCausalLM,
-            AquilaForCausalLM=llama.LlamaForCausalLM,
-            Qwen2ForCausalLM=qwen2.Qwen2ForCausalLM,
-            Qwen3ForCausalLM=qwen3.Qwen3ForCausalLM,
-            GemmaForCausalLM=gemma.GemmaForCausalLM,
-        )
-        for name, model_class in _registered.items():
-            ModelRegistry.register_model(name, model_class)
+        for name, (module, class_name) in _CLASSES.items():
+            _registered[name] = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), class_name)
+            ModelRegistry.register_model(name, _registered[name])
 
 
+_CLASSES: Final = {
+    "LlamaForCausalLM": ("llama", "LlamaForCausalLM"),
+    "AquilaForCausalLM": ("llama", "LlamaForCausalLM"),
+    "MistralForCausalLM": ("mistral", "MistralForCausalLM"),
+    "Phi3ForCausalLM": ("phi3", "Phi3ForCausalLM"),
+    "Qwen2ForCausalLM": ("qwen2", "Qwen2ForCausalLM"),
+    "Qwen3ForCausalLM": ("qwen3", "Qwen3ForCausalLM"),
+    "GemmaForCausalLM": ("gemma", "GemmaForCausalLM"),
+    "Gemma2ForCausalLM": ("gemma2", "Gemma2ForCausalLM"),
+    "Gemma3ForCausalLM": ("gemma3", "Gemma3ForCausalLM"),
+    "Qwen2MoeForCausalLM": ("qwen2_moe", "Qwen2MoeForCausalLM"),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+    "MixtralForCausalLM": ("mixtral", "MixtralForCausalLM"),
+    "OlmoeForCausalLM": ("olmoe", "OlmoeForCausalLM"),
+}
+"""Name of an architecture -> module and class of its implementation."""
 _registered: dict[str, Any] = {}
 _originals: dict[str, Any] = {}
 

@@ -17,9 +17,9 @@ import torch
 
 from fourfold.errors import FourfoldError
 from fourfold.weights.digest import digest_of, partial_sums
-from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partition_spans
+from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partitions_of_pieces
 from fourfold.weights.sender import WeightSender
-from fourfold.weights.source import DenseSource
+from fourfold.weights.source import DenseSource, sent_parameters
 from fourfold.weights.transport import Deadline, Group, make_receiver
 
 SHAPES: Final[dict[str, tuple[int, ...]]] = {"embed.weight": (37, 8), "mlp.weight": (5, 7, 3), "norm.weight": (8,)}
@@ -39,19 +39,46 @@ def make_model(seed: int, *, big: int = 0, dtype: torch.dtype = torch.bfloat16) 
     return model
 
 
+class Collector:
+    """A sink that keeps what it is given."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self.taken: list[tuple[Span, torch.Tensor]] = []
+
+    def slot(self, span: Span) -> torch.Tensor | None:
+        return None
+
+    def take(self, span: Span, values: torch.Tensor) -> None:
+        self.taken.append((span, values))
+
+    def flush(self) -> None:
+        pass
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors, in the manifest's order, put together."""
+        ordered = sorted(self.taken, key=lambda item: (item[0].tensor, item[0].start))
+        parts: list[list[torch.Tensor]] = [[] for _ in self._manifest.tensors]
+        for span, values in ordered:
+            parts[span.tensor].append(values)
+        return [torch.cat(p).view(spec.shape) for p, spec in zip(parts, self._manifest.tensors, strict=True)]
+
+
 class PartSource:
     """A source that holds each tensor in equal partitions over the ranks, like ZeRO-3; this rank's are views."""
 
     def __init__(self, model: torch.nn.Module, rank: int, rank_count: int) -> None:
-        self._flat = [p.detach().reshape(-1) for p in model.parameters()]
         specs: list[TensorSpec] = []
         spans: list[Span] = []
         offset = 0
-        for index, (name, parameter) in enumerate(model.named_parameters()):
-            spec = TensorSpec(name=name, dtype="bfloat16", shape=tuple(parameter.shape))
-            specs.append(spec)
-            spans += partition_spans(index, spec.count, rank_count, offset)
-            offset = aligned(offset + partition_count(spec.count, rank_count) * 2)
+        self._flat: list[torch.Tensor] = []
+        for _, parameter, pieces in sent_parameters(model):
+            mine = [TensorSpec(name=piece.name, dtype="bfloat16", shape=piece.shape) for piece in pieces]
+            spans += partitions_of_pieces(len(specs), mine, rank_count, offset)
+            specs += mine
+            flat = parameter.detach().reshape(-1)
+            self._flat += [flat[piece.start : piece.start + piece.count] for piece in pieces]
+            offset = aligned(offset + partition_count(parameter.numel(), rank_count) * 2)
         self._manifest = Manifest(tensors=tuple(specs), spans=tuple(spans), shard_bytes=(offset,) * rank_count)
 
     def manifest(self) -> Manifest:
@@ -62,6 +89,9 @@ class PartSource:
 
     def read(self, span: Span) -> torch.Tensor:
         return self._flat[span.tensor][span.start : span.start + span.count]
+
+    def is_view(self, span: Span) -> bool:
+        return True
 
     def end_round(self) -> None:
         pass
@@ -128,18 +158,19 @@ def receiver(pipe: multiprocessing.connection.Connection, manifest: bytes, recei
 
     def open_(epoch: int, backend: str, offers: Sequence[bytes], timeout: float) -> None:
         group = Group(epoch=epoch, manifest=parsed, receiver_count=receiver_count)
-        state["transport"] = make_receiver(backend, group, index)
+        state["transport"] = make_receiver(backend, group, index, torch.device("cpu"))
         state["transport"].accept(offers)
         state["transport"].open(Deadline(timeout))
 
     def receive(version: int, timeout: float) -> bytes:
-        shards = state["shards"] = state["transport"].receive(version, None, Deadline(timeout))
-        sums = partial_sums(parsed, ((span, shards.read(span)) for span in parsed.spans))
+        sink = state["sink"] = Collector(parsed)
+        state["transport"].receive(version, sink, Deadline(timeout))
+        sums = partial_sums(parsed, sink.taken)
         state["transport"].check()
         return digest_of(parsed, sums)
 
     def values() -> list[list[float]]:
-        return [state["shards"].tensor(i).float().flatten().tolist() for i in range(len(parsed.tensors))]
+        return [tensor.float().flatten().tolist() for tensor in state["sink"].tensors()]
 
     def check() -> None:
         state["transport"].check()

@@ -46,6 +46,8 @@ class Outcome:
     sums: bytes
     gathered: dict[str, list[float]]
     statuses_kept: bool
+    views: tuple[bool, ...]
+    """Of this rank's spans: whether they are views, and were where they are before the training."""
     refused: tuple[str, ...] = ()
 
 
@@ -76,14 +78,16 @@ def _run(case: Case) -> Outcome:
     engine = _engine(case)
     assert hasattr(engine.optimizer, "lp_param_buffer") != case.in_main_memory
     source = Zero3Source(engine, dtype=torch_dtype(case.sent_dtype) if case.sent_dtype else None)
+    manifest = source.manifest()
+    spans = manifest.spans_of_rank(source.rank)
+    places = [source.read(span).data_ptr() for span in spans]
     _train(engine)
     parameters = dict(engine.module.named_parameters())
     refused = _offload(engine, source) if case.offload else ()
     before = [p.ds_status for p in parameters.values()]
     source.begin_round()
-    manifest = source.manifest()
+    views = [source.is_view(s) and source.read(s).data_ptr() == p for s, p in zip(spans, places, strict=True)]
     shard = torch.zeros(manifest.shard_bytes[source.rank], dtype=torch.uint8)
-    spans = manifest.spans_of_rank(source.rank)
     for span in spans:
         spec = manifest.tensors[span.tensor]
         target = shard[span.offset : span.offset + span.count * spec.item_bytes]
@@ -96,8 +100,9 @@ def _run(case: Case) -> Outcome:
         manifest=manifest.to_bytes(),
         shard=shard.numpy().tobytes(),
         sums=sums,
-        gathered=_gathered(parameters, manifest),
+        gathered=_gathered(engine.module, manifest),
         statuses_kept=kept,
+        views=tuple(views),
         refused=refused,
     )
 
@@ -158,11 +163,15 @@ def _offload(engine: Any, source: Any) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _gathered(parameters: dict[str, Any], manifest: Manifest) -> dict[str, list[float]]:
+def _gathered(model: Any, manifest: Manifest) -> dict[str, list[float]]:
+    """Return what DeepSpeed gathers, as `save_pretrained` would write it."""
     import deepspeed
+    from transformers.core_model_loading import revert_weight_conversion
 
+    parameters = dict(model.named_parameters())
     with deepspeed.zero.GatheredParameters(list(parameters.values())):
+        written = revert_weight_conversion(model, {name: p.detach() for name, p in parameters.items()})
         return {
-            spec.name: parameters[spec.name].detach().to(torch_dtype(spec.dtype)).float().flatten().tolist()
+            spec.name: written[spec.name].to(torch_dtype(spec.dtype)).float().flatten().tolist()
             for spec in manifest.tensors
         }

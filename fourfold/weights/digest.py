@@ -29,24 +29,53 @@ _ROW: Final = 2048
 _ROWS: Final = 256
 _DEVICE_BLOCK: Final = 1 << 24
 
-Sums = NDArray[np.uint64]
-"""uint64 [tensors, 2]."""
+_Sums = NDArray[np.uint64]  # [tensors, 2]
+Part = tuple[Span, torch.Tensor]
+"""A span and its elements, 1-D [span.count] in the manifest's dtype, any device."""
 
 
-def partial_sums(manifest: Manifest, parts: Iterable[tuple[Span, torch.Tensor]]) -> bytes:
-    """Return the sums of some spans.
+class Summer:
+    """Adds up the sums of spans that come one after the other, where they are."""
 
-    Args:
-        manifest: names the tensors.
-        parts: spans and their elements, 1-D [span.count] in the manifest's dtype, any device.
-    """
-    sums = [[0, 0] for _ in manifest.tensors]
-    for span, values in parts:
-        plain, weighted = span_sums(values, span.start)
-        sums[span.tensor][0] += plain
-        sums[span.tensor][1] += weighted
-    masked = [[plain & _MODULUS_MASK, weighted & _MODULUS_MASK] for plain, weighted in sums]
-    return np.array(masked, "<u8").tobytes()
+    def __init__(self, manifest: Manifest) -> None:
+        """Begin with nothing."""
+        self._sums = [[0, 0] for _ in manifest.tensors]
+        self._on_device: torch.Tensor | None = None
+
+    def add(self, parts: Iterable[Part]) -> None:
+        """Add parts; those on a GPU are read in the order of its present stream."""
+        on_device: list[Part] = []
+        for span, values in parts:
+            if values.is_cuda and values.element_size() == 2:
+                on_device.append((span, values))
+                continue
+            plain, weighted = span_sums(values, span.start)
+            self._sums[span.tensor][0] += plain
+            self._sums[span.tensor][1] += weighted
+        if on_device:
+            self._launch(on_device)
+
+    def to_bytes(self) -> bytes:
+        """Return all sums, 16 bytes per tensor; waits for the GPU."""
+        device = [[0, 0]] * len(self._sums) if self._on_device is None else self._on_device.tolist()
+        both = zip(self._sums, device, strict=True)
+        masked = [[(a + x) & _MODULUS_MASK, (b + y) & _MODULUS_MASK] for (a, b), (x, y) in both]
+        return np.array(masked, "<u8").tobytes()
+
+    def _launch(self, parts: list[Part]) -> None:
+        from fourfold.weights.digest_kernel import add_sums_  # needs triton, which the CPU build of torch lacks
+
+        if self._on_device is None:
+            self._on_device = torch.zeros(len(self._sums), 2, dtype=torch.int64, device=parts[0][1].device)
+            torch.cuda.current_stream(self._on_device.device).synchronize()  # others add to it, too
+        add_sums_(self._on_device, [v for _, v in parts], [s.start for s, _ in parts], [s.tensor for s, _ in parts])
+
+
+def partial_sums(manifest: Manifest, parts: Iterable[Part]) -> bytes:
+    """Return the sums of some spans of the tensors of `manifest`."""
+    summer = Summer(manifest)
+    summer.add(parts)
+    return summer.to_bytes()
 
 
 def add_sums(manifest: Manifest, parts: Sequence[bytes]) -> bytes:
@@ -55,7 +84,7 @@ def add_sums(manifest: Manifest, parts: Sequence[bytes]) -> bytes:
     Raises:
         InvalidInput: a part has a wrong length.
     """
-    total: Sums = np.zeros((len(manifest.tensors), 2), np.uint64)
+    total: _Sums = np.zeros((len(manifest.tensors), 2), np.uint64)
     for part in parts:
         total += _decode(manifest, part)  # wraps around
     return total.astype("<u8").tobytes()
@@ -65,6 +94,12 @@ def digest_of(manifest: Manifest, sums: bytes) -> bytes:
     """Return the digest (32 bytes) of whole weights, from their sums."""
     _decode(manifest, sums)
     return hashlib.sha256(manifest.sha256 + sums).digest()
+
+
+def unsummed_digest(manifest: Manifest, policy_version: int) -> bytes:
+    """Return what stands for the digest (32 bytes) of a version whose sums were left out."""
+    version = policy_version.to_bytes(8, "little", signed=True)
+    return hashlib.sha256(b"unsummed" + manifest.sha256 + version).digest()
 
 
 def combine_digest(manifest: Manifest, parts: Sequence[bytes]) -> bytes:
@@ -127,7 +162,7 @@ def _device_sums(flat: torch.Tensor) -> tuple[int, int]:
     return plain, weighted
 
 
-def _decode(manifest: Manifest, sums: bytes) -> Sums:
+def _decode(manifest: Manifest, sums: bytes) -> _Sums:
     expected = 16 * len(manifest.tensors)
     if len(sums) != expected:
         raise InvalidInput(f"sums of {len(sums)} bytes; {len(manifest.tensors)} tensors need {expected}")

@@ -89,7 +89,7 @@ class _Member:
             work = self._group.broadcast([data], options)  # type: ignore[attr-defined]
             work.get_future().add_done_callback(lambda _: done.set())
             while not done.wait(_POLL_SECONDS):
-                if self._is_aborted():
+                if self._is_aborted() or deadline.is_stopped:
                     self._abandon(work)
                     raise aborted()
             work.wait()
@@ -119,9 +119,9 @@ class _Member:
 class GlooSender:
     """One trainer rank: rank 0 of its group."""
 
-    def __init__(self, group: Group, rank: int) -> None:
+    def __init__(self, group: Group, rank: int, source: WeightSource) -> None:
         """Make the meeting place."""
-        self._group, self._rank = group, rank
+        self._group, self._rank, self._source = group, rank, source
         self._spans = sorted(group.manifest.spans_of_rank(rank), key=lambda span: span.offset)
         self._scratch = Scratch("gloo")
         self._nonce = secrets.token_hex(_NONCE_BYTES)
@@ -140,7 +140,7 @@ class GlooSender:
         """Wait for all receivers."""
         self._member.join(deadline)
 
-    def send(self, source: WeightSource, policy_version: int, deadline: Deadline) -> int:
+    def send(self, policy_version: int, deadline: Deadline) -> int:
         """Broadcast version and size, then the shard, bucket by bucket."""
         if self._closed:
             raise used_up()
@@ -149,7 +149,7 @@ class GlooSender:
         self._member.broadcast(header.view(torch.uint8), deadline)
         bucket = torch.zeros(min(_BUCKET_BYTES, shard_bytes), dtype=torch.uint8)
         for start, end in _buckets(shard_bytes):
-            _fill(bucket, start, end, self._spans, self._group.manifest, source)
+            _fill(bucket, start, end, self._spans, self._group.manifest, self._source)
             self._member.broadcast(bucket[: end - start], deadline)
         return shard_bytes
 
@@ -169,7 +169,9 @@ class GlooSender:
 class GlooReceiver:
     """One receiver: rank 1 + its index in the group of every trainer rank."""
 
-    def __init__(self, group: Group, receiver_index: int) -> None:
+    stable = True
+
+    def __init__(self, group: Group, receiver_index: int, device: torch.device) -> None:
         """Make the receiver."""
         self._group, self._index = group, receiver_index
         self._stop = threading.Event()
@@ -205,8 +207,8 @@ class GlooReceiver:
             member.join(deadline)
         self._shards = [torch.empty(size, dtype=torch.uint8) for size in self._group.manifest.shard_bytes]
 
-    def receive(self, policy_version: int, sink: Sink | None, deadline: Deadline) -> Shards:
-        """Receive every rank's shard into memory of this object; `sink` is not used: buckets cut across tensors."""
+    def receive(self, policy_version: int, sink: Sink, deadline: Deadline) -> None:
+        """Receive every rank's shard into memory of this object, then hand them over: buckets cut across tensors."""
         if not self._shards:
             raise used_up()
         for rank, (member, shard) in enumerate(zip(self._members, self._shards, strict=True)):
@@ -220,7 +222,7 @@ class GlooReceiver:
                 )
             for start, end in _buckets(shard.numel()):
                 member.broadcast(shard[start:end], deadline)
-        return Shards(self._group.manifest, self._shards)
+        Shards(self._group.manifest, self._shards).hand_to(sink)
 
     def check(self) -> None:
         """Nobody but `receive` writes here."""

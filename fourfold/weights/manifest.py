@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -151,6 +151,31 @@ def partition_spans(tensor: int, count: int, rank_count: int, offset: int) -> li
         Span(tensor=tensor, start=start, count=min(size, count - start), rank=rank, offset=offset)
         for rank, start in enumerate(range(0, count, size))
     ]
+
+
+def partitions_of_pieces(first: int, specs: Sequence[TensorSpec], rank_count: int, offset: int) -> list[Span]:
+    """Return the spans of tensors that lie one behind another in a parameter that is held in equal partitions.
+
+    Partitions cut the parameter, so one may hold the end of a tensor, whole ones, and the beginning of another.
+
+    Args:
+        first: number of the first tensor.
+        specs: the tensors, of one dtype; together they are the parameter.
+        rank_count: partitions.
+        offset: first byte of the partition in every rank's shard.
+    """
+    size = partition_count(sum(spec.count for spec in specs), rank_count)
+    result, begin = [], 0  # of the tensor, in the parameter
+    for tensor, spec in enumerate(specs, first):
+        end, place = begin + spec.count, begin
+        while place < end:
+            rank, inside = divmod(place, size)
+            stop = min(end, (rank + 1) * size)
+            at = offset + inside * spec.item_bytes
+            result.append(Span(tensor=tensor, start=place - begin, count=stop - place, rank=rank, offset=at))
+            place = stop
+        begin = end
+    return result
 
 
 def _check_tensors(tensors: Iterable[TensorSpec]) -> None:

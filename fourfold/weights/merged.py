@@ -16,8 +16,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fourfold.errors import WrongState
 from fourfold.weights.manifest import Manifest, Span
-from fourfold.weights.source import WeightSource
+from fourfold.weights.source import ParameterSource
 
 # Elements whose float32 copies exist at once.
 _CHUNK_ELEMENTS: Final = 1 << 24
@@ -62,17 +63,22 @@ class MergedSource:
     """A source whose adapters are added to what another one reads."""
 
     def __init__(
-        self, base: WeightSource, adapters: Mapping[str, Adapter], *, gather: Callable[[], None] | None = None
+        self, base: ParameterSource, adapters: Mapping[str, Adapter], *, gather: Callable[[], None] | None = None
     ) -> None:
         """Wrap a source.
 
         Args:
             base: of the base weights, under the names that are sent.
-            adapters: by the name of the weight that they belong to.
+            adapters: by the name, without adapters, of the parameter that they belong to.
             gather: makes all adapters whole on this rank; called on all ranks at once, first now. None: they are.
+
+        Raises:
+            WrongState: an adapter belongs to no matrix that is sent; names it.
         """
         self._base, self._gather = base, gather
-        self._adapters = [adapters.get(spec.name) for spec in base.manifest().tensors]
+        _check(adapters, base)
+        self._adapters = [adapters.get(name) for name, _ in base.owners]
+        self._starts = [piece.start for _, piece in base.owners]
         self._dtypes = [getattr(torch, spec.dtype) for spec in base.manifest().tensors]
         self._last: tuple[Span, Tensor] | None = None
         if gather:
@@ -95,11 +101,34 @@ class MergedSource:
             return self._base.read(span)
         if self._last is None or self._last[0] != span:
             self._last = None  # before the next one is made
-            weight = self._base.read(span)
-            self._last = span, merged(weight, adapter, start=span.start, dtype=self._dtypes[span.tensor])
+            weight, start = self._base.read(span), self._starts[span.tensor] + span.start
+            self._last = span, merged(weight, adapter, start=start, dtype=self._dtypes[span.tensor])
         return self._last[1]
+
+    def is_view(self, span: Span) -> bool:
+        """Return whether the base's own memory is sent: not where an adapter is added."""
+        return self._adapters[span.tensor] is None and self._base.is_view(span)
 
     def end_round(self) -> None:
         """Forget what was computed."""
         self._last = None
         self._base.end_round()
+
+
+def _check(adapters: Mapping[str, Adapter], base: ParameterSource) -> None:
+    """An adapter belongs to a whole matrix; a checkpoint may store its rows as several tensors."""
+    sent: dict[str, list[tuple[int, ...]]] = {}
+    for owner, piece in base.owners:
+        sent.setdefault(owner, []).append(piece.shape)
+    for name, adapter in adapters.items():
+        height, width = _whole_shape(adapter.b)[0], _whole_shape(adapter.a)[1]
+        shapes = sent.get(name, [])
+        if any(len(shape) != 2 or shape[1] != width for shape in shapes) or sum(s[0] for s in shapes) != height:
+            raise WrongState(
+                f"the adapter of {name} changes a matrix {(height, width)}; of it {shapes or 'nothing'} is sent: "
+                f"let trainer.lora.target_modules name linear layers alone"
+            )
+
+
+def _whole_shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -1,24 +1,30 @@
 """One engine worker's side of a weight update, whatever the engine: epochs, transfer, digest, state.
 
-    open     the applier bakes the manifest (serving goes on), then the transport meets the senders
-    receive  wait for all shards -> sums -> applier begin, load, finish -> nothing changed underneath?
+    open     an applier bakes the manifest (serving goes on), then the transport meets the senders
+    receive  transport -> sums in passing -> applier -> nothing changed underneath?
     commit   the received weights are the served ones
     abort    close the epoch and tell whether the weights are whole and the served version's
 
-Until all shards have arrived nothing of the model is touched: what fails before leaves it
+Until the senders are there nothing of the model is touched: what fails before leaves it
 clean. An epoch ends with the first error; weights stay dirty until a later receive succeeds.
-One thread calls everything.
+One thread calls everything; a `StopFlag` ends its waits from outside.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
 
 from fourfold.errors import StaleEpoch, WrongState
-from fourfold.weights.applier import Applier, ApplyReport, ModelState
-from fourfold.weights.digest import digest_of, partial_sums
+from fourfold.weights.applier import Applier, ApplyReport, CannotApply, ModelState
+from fourfold.weights.digest import Summer, digest_of, unsummed_digest
 from fourfold.weights.manifest import Manifest
+from fourfold.weights.sink import SummingSink
+from fourfold.weights.stop import StopFlag
 from fourfold.weights.transport import Deadline, Group, ReceiveTransport, make_receiver
 
 
@@ -29,16 +35,24 @@ class _Session:
     epoch: int
     manifest: Manifest
     transport: ReceiveTransport
+    applier: Applier
+    stop: StopFlag | None
     received_version: int = -1
     sums: bytes = b""
+    seconds: dict[str, float] = field(default_factory=dict)
 
 
 class WeightReceiver:
     """Receives and applies weights."""
 
-    def __init__(self, applier: Applier) -> None:
-        """Serve a model that holds whole weights now."""
-        self._applier = applier
+    def __init__(self, appliers: Sequence[Applier], device: torch.device) -> None:
+        """Serve a model that holds whole weights now.
+
+        Args:
+            appliers: the best first; each epoch uses the first that can take its manifest.
+            device: of the model.
+        """
+        self._appliers, self._device = tuple(appliers), device
         self._session: _Session | None = None
         self._last_epoch = -1
         self._uncommitted = False
@@ -53,26 +67,28 @@ class WeightReceiver:
         receiver_count: int,
         receiver_index: int,
         timeout: float,
+        stop_path: str = "",
     ) -> ApplyReport:
         """Join an epoch, replacing the open one. When the manifest or the offers do not fit, nothing changes.
 
         Raises:
-            StaleEpoch: the epoch is not above the last one.
+            StaleEpoch: the epoch is not above the last one, or was given up already.
             InvalidInput: bad manifest, offers or numbers.
             WrongState: the manifest does not fit the model, or the model cannot be updated.
             DeadlinePassed, Unavailable: the senders cannot be met; the epoch is closed.
         """
-        deadline = Deadline(timeout)
+        stop = StopFlag.attach(Path(stop_path)) if stop_path else None
+        deadline = _deadline(timeout, stop, epoch)
         if epoch <= self._last_epoch:
             raise StaleEpoch(f"epoch {epoch} is not above the last one, {self._last_epoch}; use a higher one")
         parsed = Manifest.from_bytes(manifest)
         group = Group(epoch=epoch, manifest=parsed, receiver_count=receiver_count)
-        transport = make_receiver(backend, group, receiver_index)
+        transport = make_receiver(backend, group, receiver_index, self._device)
         transport.accept(offers)
-        report = self._applier.bake(parsed)
+        applier, report = self._bake(parsed)
         self._close()
         self._last_epoch = epoch
-        self._session = _Session(epoch, parsed, transport)
+        self._session = _Session(epoch, parsed, transport, applier, stop)
         opened = False
         try:
             transport.open(deadline)
@@ -82,40 +98,58 @@ class WeightReceiver:
                 self._close()
         return report
 
-    def receive(self, epoch: int, policy_version: int, timeout: float) -> bytes:
+    def receive(self, epoch: int, policy_version: int, timeout: float, skip_sums: bool = False) -> bytes:
         """Receive `policy_version` and put it into the model; return its digest (32 bytes).
 
         The model must not run meanwhile. After an error it can run again; `abort` tells with what.
 
+        Args:
+            epoch: the open one.
+            policy_version: that is due.
+            timeout: seconds.
+            skip_sums: the sender leaves the sums out, too; the digest says nothing of the tensors then.
+
         Raises:
-            StaleEpoch: not the open epoch, or the sender aborted.
+            StaleEpoch: not the open epoch, or it was given up.
             WrongState: another version arrived, or the sender overwrote what was being read.
             DeadlinePassed, Unavailable: nothing arrived.
         """
         session = self._current(epoch)
-        deadline = Deadline(timeout)
+        deadline = _deadline(timeout, session.stop, epoch)
         self._dirty |= self._uncommitted  # what is held now was never served
         self._uncommitted = False
+        clock = _Clock(session.seconds)
         done = False
         try:
-            shards = session.transport.receive(policy_version, self._applier.sink(), deadline)
-            session.sums = partial_sums(session.manifest, ((s, shards.read(s)) for s in session.manifest.spans))
-            self._applier.begin()
-            self._applier.load(shards)
-            self._applier.finish()
+            applier = session.applier
+            applier.begin(stable=session.transport.stable)
+            sink = None if skip_sums else SummingSink(applier, Summer(session.manifest))
+            clock.lap("begin")
+            session.transport.receive(policy_version, sink or applier, deadline)
+            clock.lap("transfer")
+            applier.finish()
             self._dirty = True  # until it is certain that the memory was not rewritten meanwhile
+            clock.lap("apply")
+            session.sums = sink.finish() if sink else b""
+            clock.lap("sums")
             session.transport.check()
             self._dirty, self._uncommitted = False, True
             session.received_version = policy_version
             done = True
         finally:
             if not done:
-                self._dirty |= self._applier.abort() == "dirty"
+                self._dirty |= session.applier.abort() == "dirty"
                 self._close()
+        if skip_sums:
+            return unsummed_digest(session.manifest, policy_version)
         return digest_of(session.manifest, session.sums)
 
+    def timings(self, epoch: int) -> dict[str, float]:
+        """Return the seconds that parts of the last `receive` took: begin, transfer, apply, sums."""
+        return dict(self._current(epoch).seconds)
+
     def sums(self, epoch: int) -> bytes:
-        """Return the per-tensor sums of what was received last: which tensor is it when digests differ?"""
+        """Return the sums of every tensor that was received last, empty when they were left out."""
         return self._current(epoch).sums
 
     def commit(self, epoch: int, policy_version: int) -> None:
@@ -142,10 +176,23 @@ class WeightReceiver:
         """
         if self._session is not None:
             self._current(epoch)
-        self._dirty |= self._applier.abort() == "dirty" or self._uncommitted
+            self._dirty |= self._session.applier.abort() == "dirty"
+        self._dirty |= self._uncommitted
         self._uncommitted = False
         self._close()
         return "dirty" if self._dirty else "clean"
+
+    def _bake(self, manifest: Manifest) -> tuple[Applier, ApplyReport]:
+        """Return the best applier for a manifest, and how it will apply it."""
+        reasons: list[str] = []
+        for applier in self._appliers:
+            try:
+                report = applier.bake(manifest)
+            except CannotApply as reason:
+                reasons.append(str(reason))
+            else:
+                return applier, replace(report, reload_reason="; ".join(reasons))
+        raise WrongState(f"the weights cannot be applied: {'; '.join(reasons)}")
 
     def _current(self, epoch: int) -> _Session:
         if self._session is None or self._session.epoch != epoch:
@@ -158,3 +205,20 @@ class WeightReceiver:
         if session is not None:
             session.transport.abort()
             session.transport.close()
+
+
+def _deadline(timeout: float, stop: StopFlag | None, epoch: int) -> Deadline:
+    return Deadline(timeout, stopped=None if stop is None else lambda: stop.given_up(epoch))
+
+
+class _Clock:
+    """Writes down how long each part takes."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self._seconds = seconds
+        self._last = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """End a part."""
+        now = time.perf_counter()
+        self._seconds[part], self._last = now - self._last, now

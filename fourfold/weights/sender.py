@@ -1,8 +1,8 @@
 """The trainer's side of a weight update, one object per trainer rank.
 
-    make_offer(epoch)  closes what was open, makes a transport
-    open(epoch)        meets the receivers
-    send(epoch, v)     begin_round -> transport -> sums -> end_round
+    make_offer(epoch)  closes what was open, makes a transport; again with group 1, 2, ...: adds one
+    open(epoch)        meets the receivers of all groups
+    send(epoch, v)     begin_round -> transports -> sums -> end_round
     abort(epoch)       from any thread: ends what is under way, closes the epoch
 
 Epochs only grow. A transfer that failed or was aborted closes its epoch: the next one needs
@@ -32,7 +32,7 @@ class SendResult:
     """What one rank sent."""
 
     partial_sums: bytes
-    """This rank's share of the digest; `combine_digest` takes those of all ranks."""
+    """This rank's share of the digest; `combine_digest` takes those of all ranks. Empty when they were left out."""
     sent_bytes: int
 
 
@@ -56,7 +56,7 @@ class WeightSender:
         self._spans = self._manifest.spans_of_rank(rank)
         self._lock = threading.Lock()  # guards the next three against abort
         self._epoch = -1
-        self._transport: SendTransport | None = None
+        self._transports: list[SendTransport] = []
         self._in_use = False
         self._opened = False
 
@@ -64,28 +64,37 @@ class WeightSender:
         """Return what will be sent."""
         return self._manifest
 
-    def make_offer(self, epoch: int, backend: str, receiver_count: int, *, timeout: float) -> bytes:
-        """Close the open epoch, if any, start `epoch` and return this rank's offer.
+    def make_offer(self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float) -> bytes:
+        """Start an epoch, closing the open one, or add a group of receivers to it; return this rank's offer.
 
         Args:
-            epoch: above every earlier one.
-            backend: "shm" or "gloo".
-            receiver_count: workers of all engines together.
+            epoch: above every earlier one; for a further group the one that was started last.
+            backend: one of `transport.Backend`.
+            receiver_count: workers of all engines of the group together.
+            group: 0, then 1, 2, ...
             timeout: seconds.
 
         Raises:
-            StaleEpoch: the epoch is not above the last one.
+            StaleEpoch: the epoch or the group is not the next one.
             InvalidInput: unknown backend, bad numbers.
+            WrongState: the backend cannot send from where the weights are.
         """
         Deadline(timeout)
-        group = Group(epoch=epoch, manifest=self._manifest, receiver_count=receiver_count)
+        members = Group(epoch=epoch, manifest=self._manifest, receiver_count=receiver_count)
         with self._lock:
-            if epoch <= self._epoch:
+            if group:
+                self._check_next_group(epoch, group)
+            elif epoch <= self._epoch:
                 raise StaleEpoch(f"epoch {epoch} is not above the last one, {self._epoch}; use a higher one")
-        transport = make_sender(backend, group, self._rank)
-        self.close()
+        transport = make_sender(backend, members, self._rank, self._source)
+        if not group:
+            self.close()
         with self._lock:
-            self._transport, self._epoch, self._opened = transport, epoch, False
+            if group:
+                self._check_next_group(epoch, group)  # aborted meanwhile?
+            else:
+                self._transports, self._epoch, self._opened = [], epoch, False
+            self._transports.append(transport)
         return transport.offer()
 
     def open(self, epoch: int, *, timeout: float) -> None:
@@ -96,28 +105,30 @@ class WeightSender:
             DeadlinePassed: a receiver did not come; the epoch is closed.
         """
         deadline = Deadline(timeout)
-        with self._using(epoch) as transport:
+        with self._using(epoch) as transports:
             if not self._opened:
-                transport.open(deadline)
+                for transport in transports:
+                    transport.open(deadline)
                 self._opened = True
 
-    def send(self, epoch: int, policy_version: int, *, timeout: float) -> SendResult:
-        """Send the present weights as `policy_version` to all receivers.
+    def send(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> SendResult:
+        """Send the present weights as `policy_version` to all receivers. When it returns, they may change again.
 
         Raises:
-            StaleEpoch: not the open epoch, or aborted meanwhile.
+            StaleEpoch: not the open epoch.
             WrongState: not opened, or the weights are not where the manifest says.
             DeadlinePassed, Unavailable: a receiver is too slow or gone; the epoch is closed.
         """
         deadline = Deadline(timeout)
-        with self._using(epoch) as transport:
+        with self._using(epoch) as transports:
             if not self._opened:
                 raise WrongState(f"epoch {epoch} was not opened; call open after make_offer")
             self._source.begin_round()
             try:
-                sent_bytes = transport.send(self._source, policy_version, deadline)
+                sent_bytes = sum([transport.send(policy_version, deadline) for transport in transports])
                 # The receivers are already loading while this rank sums up.
-                sums = partial_sums(self._manifest, ((span, self._read(span)) for span in self._spans))
+                parts = () if skip_sums else ((span, self._read(span)) for span in self._spans)
+                sums = b"" if skip_sums else partial_sums(self._manifest, parts)
             finally:
                 self._source.end_round()
         return SendResult(partial_sums=sums, sent_bytes=sent_bytes)
@@ -129,15 +140,16 @@ class WeightSender:
             StaleEpoch: another epoch is open.
         """
         with self._lock:
-            if self._transport is None:
+            if not self._transports:
                 return
             if epoch != self._epoch:
                 raise StaleEpoch(f"epoch {epoch} is not open; epoch {self._epoch} is")
-            transport, self._transport = self._transport, None
+            transports, self._transports = self._transports, []
             in_use = self._in_use
-        transport.abort()
-        if not in_use:
-            transport.close()
+        for transport in transports:
+            transport.abort()
+            if not in_use:
+                transport.close()
 
     def close(self) -> None:
         """Abort whatever is open."""
@@ -146,26 +158,34 @@ class WeightSender:
     def _read(self, span: Span) -> torch.Tensor:
         return as_sent(self._source.read(span), torch_dtype(self._manifest.tensors[span.tensor].dtype))
 
+    def _check_next_group(self, epoch: int, group: int) -> None:
+        if epoch != self._epoch or self._opened or group != len(self._transports):
+            raise StaleEpoch(
+                f"group {group} of epoch {epoch} is not the next one: epoch {self._epoch} has {len(self._transports)} "
+                f"groups{' and is open' if self._opened else ''}; start a new epoch"
+            )
+
     @contextmanager
-    def _using(self, epoch: int) -> Iterator[SendTransport]:
-        """Yield the transport of `epoch`; an error inside closes the epoch, an abort meanwhile is raised."""
+    def _using(self, epoch: int) -> Iterator[list[SendTransport]]:
+        """Yield the transports of `epoch`; an error inside closes the epoch, an abort meanwhile is raised."""
         with self._lock:
-            if epoch != self._epoch or self._transport is None:
-                state = "open" if self._transport is not None else "closed"
+            if epoch != self._epoch or not self._transports:
+                state = "open" if self._transports else "closed"
                 raise StaleEpoch(f"epoch {epoch} is not open; the last one is {self._epoch}, {state}: make a new offer")
-            transport, self._in_use = self._transport, True
+            transports, self._in_use = self._transports, True
         done = False
         try:
-            yield transport
+            yield transports
             done = True
         finally:
             with self._lock:
                 self._in_use = False
-                was_aborted = self._transport is not transport
+                was_aborted = self._transports is not transports
                 if not done:
-                    self._transport = None
+                    self._transports = []
             if not done or was_aborted:
-                transport.abort()
-                transport.close()
+                for transport in transports:
+                    transport.abort()
+                    transport.close()
         if was_aborted:
             raise aborted()

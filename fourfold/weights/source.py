@@ -2,23 +2,21 @@
 
 A source belongs to one trainer rank. Its manifest is the same on all ranks. It copies
 nothing: `read` hands out views of the parameters, which stay as they are from `begin_round`
-to `end_round`.
+to `end_round`. A parameter may be several tensors of the checkpoint (`pieces`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Final, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Protocol
 
 import torch
 
 from fourfold.errors import InvalidInput, WrongState
 from fourfold.weights.manifest import ITEM_BYTES, Manifest, Span, TensorSpec, aligned
+from fourfold.weights.pieces import Piece, Rename, checkpoint_pieces
 
 _DTYPE_PREFIX: Final = "torch."
-
-Rename = Callable[[str], str]
-"""Gives the name that a parameter is sent under; empty: it is not sent."""
 
 
 class WeightSource(Protocol):
@@ -36,8 +34,22 @@ class WeightSource(Protocol):
         Their dtype may differ from the manifest's; whoever sends them casts (see `as_sent`).
         """
 
+    def is_view(self, span: Span) -> bool:
+        """Return whether `read` gives the parameter's own memory, as it is sent and at one address in every round.
+
+        Then it can be sent from where it is, without a copy.
+        """
+
     def end_round(self) -> None:
         """The views handed out by `read` are no longer used."""
+
+
+class ParameterSource(WeightSource, Protocol):
+    """Weights as they lie in parameters."""
+
+    @property
+    def owners(self) -> Sequence[tuple[str, Piece]]:
+        """The parameter that each tensor of the manifest is part of, and which part."""
 
 
 class DenseSource:
@@ -65,43 +77,67 @@ class DenseSource:
         """
         if rank_count < 1:
             raise InvalidInput(f"rank_count is {rank_count}; it must be at least 1")
-        self._parameters = list(named_weights(model, rename))
-        tensors, spans, offset = [], [], 0
-        for index, (name, parameter) in enumerate(self._parameters):
-            spec = TensorSpec(name=name, dtype=dtype_name(dtype or parameter.dtype, name), shape=tuple(parameter.shape))
-            tensors.append(spec)
-            spans.append(Span(tensor=index, start=0, count=spec.count, rank=0, offset=offset))
-            offset = aligned(offset + spec.byte_count)
-        self._dtypes = [parameter.dtype for _, parameter in self._parameters]
+        self._parameters = sent_parameters(model, rename)
+        self._states = [_state(p) for _, p, _ in self._parameters]
+        self._places: list[tuple[torch.Tensor, Piece]] = []
+        """Of each tensor."""
+        tensors: list[TensorSpec] = []
+        spans: list[Span] = []
+        offset = 0
+        for _, parameter, pieces in self._parameters:
+            for piece in pieces:
+                spec = TensorSpec(
+                    name=piece.name, dtype=dtype_name(dtype or parameter.dtype, piece.name), shape=piece.shape
+                )
+                spans.append(Span(tensor=len(tensors), start=0, count=spec.count, rank=0, offset=offset))
+                tensors.append(spec)
+                self._places.append((parameter, piece))
+                offset = aligned(offset + spec.byte_count)
         self._manifest = Manifest(
             tensors=tuple(tensors), spans=tuple(spans), shard_bytes=(offset, *([0] * (rank_count - 1)))
         )
+
+    @property
+    def owners(self) -> Sequence[tuple[str, Piece]]:
+        """The parameter that each tensor is part of, and which part."""
+        return [(name, piece) for name, _, pieces in self._parameters for piece in pieces]
 
     def manifest(self) -> Manifest:
         """Return the layout."""
         return self._manifest
 
     def begin_round(self) -> None:
-        """Check that every parameter still has its shape and type.
+        """Check that every parameter still has its shape, type and place.
 
         Raises:
             WrongState: names the parameter that changed.
         """
-        for spec, dtype, (name, parameter) in zip(self._manifest.tensors, self._dtypes, self._parameters, strict=True):
-            if tuple(parameter.shape) != spec.shape or parameter.dtype != dtype:
+        for before, (name, parameter, _) in zip(self._states, self._parameters, strict=True):
+            if _state(parameter) != before:
                 raise WrongState(
-                    f"parameter {name} is now {parameter.dtype} {tuple(parameter.shape)}, the manifest was made for "
-                    f"{dtype} {spec.shape}; make a new source"
+                    f"parameter {name} was {before}, it is {_state(parameter)} now, and the manifest was made for what "
+                    f"it was; make a new source"
                 )
         synchronize(self._parameters[0][1].device)
 
     def read(self, span: Span) -> torch.Tensor:
         """Return the elements of a span."""
-        flat = self._parameters[span.tensor][1].detach().reshape(-1)
-        return flat[span.start : span.start + span.count]
+        parameter, piece = self._places[span.tensor]
+        flat = parameter.detach().reshape(-1)
+        return flat[piece.start + span.start : piece.start + span.start + span.count]
+
+    def is_view(self, span: Span) -> bool:
+        """Return whether the parameter is contiguous and of the type that is sent."""
+        parameter, _ = self._places[span.tensor]
+        return parameter.is_contiguous() and parameter.dtype == sent_dtype(self._manifest, span)
 
     def end_round(self) -> None:
         """Nothing was taken."""
+
+
+def _state(parameter: torch.Tensor) -> str:
+    """Return in words what a manifest and the addresses that were given away depend on."""
+    return f"{parameter.dtype} {tuple(parameter.shape)} at {parameter.data_ptr():#x} of {parameter.device}"
 
 
 def named_weights(model: torch.nn.Module, rename: Rename | None = None) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -120,6 +156,24 @@ def named_weights(model: torch.nn.Module, rename: Rename | None = None) -> Itera
     for name, parameter in model.named_parameters(remove_duplicate=True):
         if sent := rename(name) if rename else name:
             yield sent, parameter
+
+
+def sent_parameters(model: torch.nn.Module, rename: Rename | None = None) -> list[tuple[str, Any, tuple[Piece, ...]]]:
+    """Return name and parameter of all that is sent, and the tensors of the checkpoint that each is.
+
+    Raises:
+        WrongState: as `named_weights` and `checkpoint_pieces` do.
+    """
+    named = list(named_weights(model, rename))
+    shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in named}
+    pieces = checkpoint_pieces(model, shapes)
+    return [(name, parameter, pieces[name]) for name, parameter in named]
+
+
+def sent_dtype(manifest: Manifest, span: Span) -> torch.dtype:
+    """Return the type that a span is sent in."""
+    dtype: torch.dtype = getattr(torch, manifest.tensors[span.tensor].dtype)
+    return dtype
 
 
 def dtype_name(dtype: torch.dtype, name: str) -> str:

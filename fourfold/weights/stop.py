@@ -1,7 +1,8 @@
 """A word of memory that ends transfers from outside: the service raises it, the engine's workers look at it.
 
-A worker does nothing else while it receives, so no call reaches it; this does. The word holds the highest epoch that
-was given up, and only grows. It lies in a file of the service's own folder, which the workers map. No torch here.
+A worker does nothing else while it receives, so no call reaches it; this does. The word holds the
+highest epoch that was given up, and only grows. It lies in a file of the service's own folder,
+which the workers map. No torch here.
 """
 
 from __future__ import annotations

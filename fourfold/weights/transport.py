@@ -1,14 +1,14 @@
 """How shards travel: what every transport offers, the backends, offers, deadlines.
 
-A transport is one pair of classes. Adding one (NCCL, CUDA IPC) means a file with such a pair,
-a member of `Backend` and a line in each of the two tables below.
+A transport is one pair of classes. Adding one means a file with such a pair, a member of
+`Backend` and a line in each of the two tables below.
 
     trainer rank r                    coordinator                 engine worker i (receiver i)
-    make_sender(backend)
+    make_sender(backend, source)
     offer() ------------------------> opaque bytes -------------> make_receiver(backend)
                                                                   accept(offers)
     open(deadline)      <---- both at once, they meet ---->       open(deadline)
-    send(version)       <---- both at once, per version -->       receive(version) -> Shards
+    send(version)       <---- both at once, per version -->       receive(version, sink)
                                                                   check(): nothing changed underneath
     abort() from any thread           either side                 abort() from any thread
     close()                                                       close()
@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Final, Protocol, cast
 
 import torch
@@ -38,20 +39,30 @@ MAX_OFFER_BYTES: Final = 4096
 
 
 class Backend(StrEnum):
-    """How the bytes move."""
+    """How the bytes move, the fastest first."""
 
+    CUDA_IPC = "cuda_ipc"
+    NCCL = "nccl"
     SHM = "shm"
     GLOO = "gloo"
 
 
-def available_backends() -> list[str]:
-    """Return the backends that this process can use, best first."""
-    usable = {Backend.SHM: hasattr(os, "memfd_create"), Backend.GLOO: _has_gloo()}
+def available_backends(device: torch.device) -> list[str]:
+    """Return the backends that this process can use for weights on `device`, best first."""
+    on_gpu = device.type == "cuda" and has_cupy()
+    here = hasattr(os, "memfd_create")
+    usable = {
+        Backend.CUDA_IPC: on_gpu and here,
+        Backend.NCCL: on_gpu,
+        Backend.SHM: here,
+        Backend.GLOO: torch.distributed.is_available() and torch.distributed.is_gloo_available(),
+    }
     return [backend.value for backend, yes in usable.items() if yes]
 
 
-def _has_gloo() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_gloo_available()
+def has_cupy() -> bool:
+    """Whether CuPy is installed; it is not imported."""
+    return find_spec("cupy") is not None
 
 
 class Deadline:
@@ -78,6 +89,11 @@ class Deadline:
         """Seconds left, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it was given up from outside."""
+        return self._stopped is not None and self._stopped()
+
     def check(self, what: str) -> float:
         """Return the seconds left.
 
@@ -85,7 +101,7 @@ class Deadline:
             DeadlinePassed: none is left; the message says that `what` did not happen.
             StaleEpoch: it was given up from outside.
         """
-        if self._stopped is not None and self._stopped():
+        if self.is_stopped:
             raise aborted()
         left = self.remaining
         if left <= 0:
@@ -94,7 +110,7 @@ class Deadline:
 
 
 class Shards:
-    """What arrived: the shard of every rank, as bytes in memory. The applier reads tensors out of it."""
+    """What arrived: the shard of every rank, as bytes in memory."""
 
     def __init__(self, manifest: Manifest, shards: Sequence[torch.Tensor]) -> None:
         """Wrap shards.
@@ -119,12 +135,27 @@ class Shards:
         whole = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole.view(self._manifest.tensors[index].shape)
 
+    def hand_to(self, sink: Sink) -> None:
+        """Give every span to a sink."""
+        for span in self._manifest.spans:
+            sink.take(span, self.read(span))
+        sink.flush()
+
 
 class Sink(Protocol):
-    """Lets an applier say where arriving elements shall go."""
+    """Takes what arrives. A span may come in parts, which are spans themselves; together they are all spans, once."""
 
     def slot(self, span: Span) -> torch.Tensor | None:
-        """Return the 1-D destination of a span, or None: the transport keeps it in memory of its own."""
+        """Return where the elements of a span may be written at once, 1-D [span.count] and contiguous.
+
+        None: they must be handed to `take`. Who asks for a slot writes to it before it returns.
+        """
+
+    def take(self, span: Span, values: torch.Tensor) -> None:
+        """Take the elements of a span, 1-D [span.count]; they stay until `flush`, or longer in a `stable` transport."""
+
+    def flush(self) -> None:
+        """Be done with all that was taken, in the order of the device's present stream."""
 
 
 class SendTransport(Protocol):
@@ -136,8 +167,11 @@ class SendTransport(Protocol):
     def open(self, deadline: Deadline) -> None:
         """Meet all receivers, where the backend needs that."""
 
-    def send(self, source: WeightSource, policy_version: int, deadline: Deadline) -> int:
-        """Send this rank's shard; return its bytes. `source` is between begin_round and end_round."""
+    def send(self, policy_version: int, deadline: Deadline) -> int:
+        """Send this rank's shard; return its bytes. The source is between begin_round and end_round.
+
+        When it returns, the source may change again.
+        """
 
     def abort(self) -> None:
         """End every wait, here and at the receivers, as soon as possible. From any thread, any number of times."""
@@ -149,20 +183,23 @@ class SendTransport(Protocol):
 class ReceiveTransport(Protocol):
     """One receiver's end, towards all trainer ranks."""
 
+    stable: bool
+    """Whether what `take` gets stays until the next `receive` or `close`."""
+
     def accept(self, offers: Sequence[bytes]) -> None:
         """Check the offers, in rank order, and keep them; nothing is met or mapped yet."""
 
     def open(self, deadline: Deadline) -> None:
         """Meet the senders whose offers were accepted."""
 
-    def receive(self, policy_version: int, sink: Sink | None, deadline: Deadline) -> Shards:
-        """Wait for `policy_version` of all ranks. What lies in the result stays until the next call or `close`.
+    def receive(self, policy_version: int, sink: Sink, deadline: Deadline) -> None:
+        """Wait for `policy_version` and hand every span of every rank to `sink`.
 
-        A transport that can write into a sink's slots does; then the result reads from there.
+        The sink is touched only when senders of this version are there.
         """
 
     def check(self) -> None:
-        """Raise WrongState when what `receive` returned was changed since."""
+        """Raise WrongState when what `receive` handed over was changed since."""
 
     def abort(self) -> None:
         """End every wait here as soon as possible. From any thread, any number of times."""
@@ -188,27 +225,33 @@ class Group:
 
 
 _SENDERS: Final = {
+    Backend.CUDA_IPC: ("fourfold.weights.cuda_ipc", "CudaIpcSender"),
+    Backend.NCCL: ("fourfold.weights.nccl", "NcclSender"),
     Backend.SHM: ("fourfold.weights.shm", "ShmSender"),
     Backend.GLOO: ("fourfold.weights.gloo", "GlooSender"),
 }
 _RECEIVERS: Final = {
+    Backend.CUDA_IPC: ("fourfold.weights.cuda_ipc", "CudaIpcReceiver"),
+    Backend.NCCL: ("fourfold.weights.nccl", "NcclReceiver"),
     Backend.SHM: ("fourfold.weights.shm", "ShmReceiver"),
     Backend.GLOO: ("fourfold.weights.gloo", "GlooReceiver"),
 }
 
 
-def make_sender(backend: str, group: Group, rank: int) -> SendTransport:
-    """Return the sending end of `backend` for trainer rank `rank`.
+def make_sender(backend: str, group: Group, rank: int, source: WeightSource) -> SendTransport:
+    """Return the sending end of `backend` for trainer rank `rank`, which holds `source`.
 
     Raises:
         InvalidInput: unknown backend.
+        WrongState: the backend cannot send from where the weights are.
+        Overloaded: not enough memory.
     """
     make = _load(_SENDERS[parse_backend(backend)])
-    return cast(SendTransport, make(group, rank))
+    return cast(SendTransport, make(group, rank, source))
 
 
-def make_receiver(backend: str, group: Group, receiver_index: int) -> ReceiveTransport:
-    """Return the receiving end of `backend` for receiver `receiver_index` of the group.
+def make_receiver(backend: str, group: Group, receiver_index: int, device: torch.device) -> ReceiveTransport:
+    """Return the receiving end of `backend` for receiver `receiver_index` of the group, whose model is on `device`.
 
     Raises:
         InvalidInput: unknown backend, or an index outside the group.
@@ -216,7 +259,7 @@ def make_receiver(backend: str, group: Group, receiver_index: int) -> ReceiveTra
     if not 0 <= receiver_index < group.receiver_count:
         raise InvalidInput(f"receiver {receiver_index} of {group.receiver_count}; it must be inside the group")
     make = _load(_RECEIVERS[parse_backend(backend)])
-    return cast(ReceiveTransport, make(group, receiver_index))
+    return cast(ReceiveTransport, make(group, receiver_index, device))
 
 
 def parse_backend(name: str) -> Backend:
@@ -243,7 +286,7 @@ def _load(place: tuple[str, str]) -> Callable[..., object]:
 # magic, backend number, rank, rank count, receiver count, epoch, manifest SHA-256
 _HEAD: Final = struct.Struct("<4sIIIIq32s")
 _MAGIC: Final = b"FFO1"
-_NUMBERS: Final = {Backend.SHM: 1, Backend.GLOO: 2}
+_NUMBERS: Final = {Backend.SHM: 1, Backend.GLOO: 2, Backend.NCCL: 3, Backend.CUDA_IPC: 4}
 
 
 def pack_offer(backend: Backend, group: Group, rank: int, body: bytes) -> bytes:

@@ -12,14 +12,15 @@ own deadline. Verbs take and return plain values and never raise: see `fourfold.
 
 It works with vLLM 0.26 to 0.32, whose layerwise reload has the same names. On CPU vLLM packs
 the weight of a linear layer when it loads it; an output head that shares its weight with the
-embedding is not loaded itself, so its packed copy is made anew here (`_repack`).
+embedding is not loaded itself, so its packed copy is made anew here (`_repack`). Experts are
+packed at their first loading alone; every loading is a first one for them (`_without_kernels`).
 """
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -36,6 +37,7 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from fourfold.errors import FourfoldError, Internal
 from fourfold.weights.answers import error_answer
 from fourfold.weights.applier import CopyRecorder, NamedTensors, ReloadApplier, Trace, not_fitting
+from fourfold.weights.direct import DirectApplier
 from fourfold.weights.host import die_with, die_with_parent, parent_of
 from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.source import synchronize
@@ -43,6 +45,12 @@ from fourfold.weights.transport import available_backends
 
 _log = logging.getLogger(__name__)
 _ENGINE_PROCESS: Final = "EngineCore"
+# Methods of layers that compute with the weights as they were loaded.
+_AS_LOADED: Final = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
+# Attributes in which layers keep what they computed from their weights (multi-head latent attention).
+_DERIVED: Final = ("W_UV", "W_UK_T", "W_UK", "W_UV_T")
+# The same in vLLM 0.26; 0.32 knows the longer name alone.
+_ONLINE_FP8: Final = frozenset({"fp8", "fp8_per_tensor"})
 
 
 def _die_with_service() -> None:
@@ -65,7 +73,7 @@ _die_with_service()
 
 
 class VllmModel:
-    """A worker's model, as `ReloadApplier` needs it."""
+    """A worker's model, as the appliers need it."""
 
     def __init__(self, worker: Any) -> None:
         """Wrap the model of a worker that has loaded it and is not loading again."""
@@ -74,15 +82,28 @@ class VllmModel:
         self._model: torch.nn.Module = worker.get_model()
         self._one_stage = self._config.parallel_config.pipeline_parallel_size == 1
         self._tied = _tied_groups(self._model)
+        self._expert_kernels: list[tuple[Any, Any]] = []
+        """While a load is under way: the quantisation methods of experts on a CPU, and what they computed with."""
 
     @property
     def architectures(self) -> tuple[str, ...]:
         """Return the checkpoint's architecture, the class that implements it, and a mark when it is quantised."""
         model_config = self._config.model_config
         names = [*(getattr(model_config.hf_config, "architectures", None) or ()), type(self._model).__name__]
-        if model_config.quantization is not None:
+        if model_config.quantization is not None and not self._is_fp8():
             names.append(f"{names[0]} quantised by {model_config.quantization}")
         return tuple(dict.fromkeys(names))
+
+    def _is_fp8(self) -> bool:
+        """Whether vLLM itself quantises linear layers to fp8 as it loads them: a reload then does the same again.
+
+        Not experts: their kernels keep scales of their own. Not a checkpoint that is fp8 already: it has scales.
+        """
+        model_config = self._config.model_config
+        online = model_config.quantization in _ONLINE_FP8
+        stored = getattr(model_config.hf_config, "quantization_config", None) is not None
+        experts = any(hasattr(getattr(m, "quant_method", None), "moe_kernel") for m in self._model.modules())
+        return online and not stored and not experts
 
     def trace(self, tensors: NamedTensors) -> Trace:
         """Run the model's loader on meta tensors and note what it would copy; takes milliseconds."""
@@ -95,6 +116,7 @@ class VllmModel:
                     tensor.weight_loader = _get_original_loader(tensor)  # type: ignore[attr-defined]
                     if name in layer._parameters:
                         destinations.append((f"{path}.{name}", tensor))
+            forms = {name: _form(tensor) for name, tensor in destinations}
             recorder = CopyRecorder(sources, destinations)
             handed_out: list[str] = []
             try:
@@ -114,11 +136,48 @@ class VllmModel:
             if names - missing.keys():  # one of them is filled, and so all are
                 missing = {name: counts for name, counts in missing.items() if name not in names}
         unused = tuple(name for name, _ in sources if not recorder.read[name]) if self._one_stage else ()
-        return Trace(unused=unused, missing=missing)
+        return Trace(
+            unused=unused,
+            missing=missing,
+            regions=tuple(recorder.copies),
+            irregular=recorder.irregular or self._changed(forms),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._device
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """Return a parameter that a trace names."""
+        return self._model.get_parameter(name)
+
+    def obstacle(self) -> str:
+        """Return why the parameters cannot be written in place, for people; empty: they can."""
+        if self._device.type != "cuda":
+            return "on a CPU vLLM packs the weights when it loads them"
+        if self._config.model_config.quantization is not None:
+            return f"the weights are quantised by {self._config.model_config.quantization} when they are loaded"
+        for path, layer in self._model.named_modules():
+            method = getattr(layer, "quant_method", None)
+            if method is not None and type(method).__name__ not in _AS_LOADED:
+                return f"{path} prepares its weights for its kernels ({type(method).__name__})"
+            if any(hasattr(layer, name) for name in _DERIVED):
+                return f"{path} keeps matrices that are computed from its weights"
+        return ""
+
+    def _changed(self, forms: Mapping[str, str]) -> str:
+        """Return, in words, a parameter that the running model stores otherwise than it was loaded."""
+        for name, form in forms.items():
+            if (now := _form(self.parameter(name))) != form:
+                return f"{name} is loaded as {form} and kept as {now}"
+        return ""
 
     def begin_load(self) -> None:
         """Put every layer on meta; each one is loaded as soon as its tensors are complete."""
         initialize_layerwise_reload(self._model)
+        if self._device.type == "cpu":
+            self._expert_kernels = _without_kernels(self._model)
 
     def load(self, tensors: NamedTensors) -> None:
         """Hand checkpoint tensors to the model's loader."""
@@ -133,15 +192,24 @@ class VllmModel:
         with set_current_vllm_config(self._config):
             finalize_layerwise_reload(self._model, self._config.model_config)  # type: ignore[no-untyped-call]
             _repack(borrowers)
+        self._put_kernels_back()
         synchronize(self._device)  # what was loaded from may be overwritten from now on
 
     def cancel_load(self) -> None:
         """Put the kernels' tensors back as they are; vLLM has no call for that."""
         for layer in self._model.modules():
             _put_back(layer)
+        self._put_kernels_back()
         if hasattr(self._model, "_original_do_torchao_reload"):
             self._model._do_torchao_reload = self._model._original_do_torchao_reload
         LOADING_LAYERS.clear()
+
+    def _put_kernels_back(self) -> None:
+        """Let experts that were not loaded compute as before."""
+        for method, kernel in self._expert_kernels:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+        self._expert_kernels = []
 
 
 class WeightWorker:
@@ -162,30 +230,41 @@ class WeightWorker:
         receiver_count: int,
         first_receiver_index: int,
         timeout: float,
+        stop_path: str = "",
     ) -> Any:
-        """Join an epoch; return {"direct": tensors written in place, "reload": tensors reloaded}, or an error.
+        """Join an epoch; return {"direct": tensors written in place, "reload": reloaded, "reason": why}, or an error.
 
         Args:
             epoch: above every earlier one.
-            backend: "shm" or "gloo".
+            backend: one of those that `weights_describe` names.
             manifest: canonical bytes.
             offers: of all trainer ranks, in rank order.
             receiver_count: receivers of all engines.
             first_receiver_index: index of this engine's first worker among them.
             timeout: seconds, as in all verbs.
+            stop_path: file of the `StopFlag` that ends waits of this epoch; empty: none.
         """
 
-        def run() -> dict[str, int]:
+        def run() -> dict[str, Any]:
+            index = first_receiver_index + _rank(self)
             report = self._fourfold_weights().open(
-                epoch, backend, manifest, offers, receiver_count, first_receiver_index + _rank(self), timeout
+                epoch, backend, manifest, offers, receiver_count, index, timeout, stop_path
             )
-            return {"direct": report.direct_tensor_count, "reload": report.reload_tensor_count}
+            return {
+                "direct": report.direct_tensor_count,
+                "reload": report.reload_tensor_count,
+                "reason": report.reload_reason,
+            }
 
         return _answer(run)
 
-    def weights_receive(self, epoch: int, policy_version: int, timeout: float) -> Any:
+    def weights_receive(self, epoch: int, policy_version: int, timeout: float, skip_sums: bool = False) -> Any:
         """Receive and load a version; return its digest (32 bytes), or an error. The engine must be paused."""
-        return _answer(lambda: self._fourfold_weights().receive(epoch, policy_version, timeout))
+        return _answer(lambda: self._fourfold_weights().receive(epoch, policy_version, timeout, skip_sums))
+
+    def weights_timings(self, epoch: int) -> Any:
+        """Return the seconds that the parts of the last receive took, by name, or an error."""
+        return _answer(lambda: self._fourfold_weights().timings(epoch))
 
     def weights_sums(self, epoch: int) -> Any:
         """Return the per-tensor sums of what was received last (see `digest.differing_tensors`), or an error."""
@@ -201,7 +280,8 @@ class WeightWorker:
 
     def _fourfold_weights(self) -> WeightReceiver:
         if self._fourfold_receiver is None:
-            self._fourfold_receiver = WeightReceiver(ReloadApplier(VllmModel(self)))
+            model = VllmModel(self)
+            self._fourfold_receiver = WeightReceiver([DirectApplier(model), ReloadApplier(model)], model.device)
         return self._fourfold_receiver
 
     def _fourfold_describe(self) -> dict[str, Any]:
@@ -212,7 +292,7 @@ class WeightWorker:
         return {
             "device_type": device.type,
             "device_uuids": uuids,
-            "backends": available_backends(),
+            "backends": available_backends(device),
             "architectures": list(VllmModel(self).architectures),
         }
 
@@ -226,6 +306,11 @@ def _answer(run: Callable[[], Any]) -> Any:
     except Exception:
         _log.exception("a weight update failed in the engine")
         return error_answer(Internal("a weight update failed in the engine; its log has the traceback"))
+
+
+def _form(tensor: torch.Tensor) -> str:
+    """Return in words what the place of an element depends on."""
+    return f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}"
 
 
 def _rank(worker: Any) -> int:
@@ -269,3 +354,16 @@ def _repack(layers: list[torch.nn.Module]) -> None:
     for layer in layers:
         if hasattr(layer, "cpu_linear"):
             layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr, operator]
+
+
+def _without_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Take the kernels off all experts and return them with their owners.
+
+    On CPU vLLM packs the weights of experts where it makes their kernel, once: with a kernel there, a reload would put
+    weights that are not packed in the place of packed ones, of the same shape and so without an error.
+    """
+    methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    return kernels

@@ -9,6 +9,9 @@ elements [r * p, min((r + 1) * p, n)) with p = ceil(n / W); what is beyond n is 
     shard of rank r    = that buffer, byte for byte, then the frozen parameters; of a model that is all frozen but for
                          its adapters, the frozen parameters alone
 
+A parameter that is several tensors of the checkpoint (experts; see `pieces`) is partitioned as a whole: a rank's
+partition then holds the end of one tensor, some whole ones, and the beginning of another.
+
 An engine that offloads its parameters (`offload_param`) keeps them in main memory instead, pinned, in one buffer per
 group, `optimizer.param_groups_fp16_flat_cpu_memory`; the shard is these, one after another. They are read there.
 
@@ -28,20 +31,23 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from fourfold.errors import WrongState
-from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partition_spans
-from fourfold.weights.source import Rename, dtype_name, named_weights, synchronize
+from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partitions_of_pieces
+from fourfold.weights.pieces import Piece, Rename
+from fourfold.weights.source import dtype_name, sent_dtype, sent_parameters, synchronize
 
 _UNSUPPORTED: Final = "send from an engine without it, or use ZeRO stage 2"
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Partitioned:
     """One parameter and where its partitions lie."""
 
     name: str
     parameter: Any  # torch.nn.Parameter with DeepSpeed's ds_* attributes
+    pieces: tuple[Piece, ...]
     partition_count: int  # elements of each rank's partition, padding included
     position: int  # first byte in the buffers, one after another; -1: a frozen parameter, outside
+    address: int
 
 
 class Zero3Source:
@@ -64,13 +70,20 @@ class Zero3Source:
         group = self._optimizer.dp_process_group
         self._rank = int(torch.distributed.get_rank(group))
         rank_count = int(torch.distributed.get_world_size(group))
-        self._pieces = [self._piece(name, p, rank_count) for name, p in named_weights(engine.module, rename)]
+        self._parameters = [self._partitioned(*sent, rank_count) for sent in sent_parameters(engine.module, rename)]
+        self._places = [(owner, piece) for owner in self._parameters for piece in owner.pieces]
+        """Of each tensor."""
         self._manifest = self._lay_out(rank_count, dtype)
 
     @property
     def rank(self) -> int:
         """This rank among those that share the parameters."""
         return self._rank
+
+    @property
+    def owners(self) -> Sequence[tuple[str, Piece]]:
+        """The parameter that each tensor is part of, and which part."""
+        return [(owner.name, piece) for owner, piece in self._places]
 
     def manifest(self) -> Manifest:
         """Return the layout."""
@@ -88,25 +101,33 @@ class Zero3Source:
             raise WrongState(f"the engine's states {offloaded} are offloaded; call engine.reload_states() first")
         if [buffer.data_ptr() for buffer in self._buffers] != self._pointers:
             raise WrongState("the engine's parameters were moved, by offload_states perhaps; make a new source")
-        for piece in self._pieces:
-            partition, position = piece.parameter.ds_tensor, self._position(piece.parameter)
-            available = partition.status is PartitionedParamStatus.AVAILABLE
-            if position != piece.position or partition.numel() != piece.partition_count or not available:
+        for owner in self._parameters:
+            partition, position = owner.parameter.ds_tensor, self._position(owner.parameter)
+            there = partition.status is PartitionedParamStatus.AVAILABLE and partition.data_ptr() == owner.address
+            if position != owner.position or partition.numel() != owner.partition_count or not there:
                 raise WrongState(
-                    f"the partition of {piece.name} is not where it was (byte {position}, was {piece.position}); "
+                    f"the partition of {owner.name} is not where it was (byte {position}, was {owner.position}); "
                     f"make a new source"
                 )
 
     def read(self, span: Span) -> torch.Tensor:
-        """Return the elements of a span: the beginning of this rank's partition."""
-        piece = self._pieces[span.tensor]
-        partition: torch.Tensor = piece.parameter.ds_tensor.detach().reshape(-1)
-        return partition[: span.count]
+        """Return the elements of a span: a run of this rank's partition."""
+        owner, piece = self._places[span.tensor]
+        partition: torch.Tensor = owner.parameter.ds_tensor.detach().reshape(-1)
+        begin = piece.start + span.start - span.rank * owner.partition_count
+        return partition[begin : begin + span.count]
+
+    def is_view(self, span: Span) -> bool:
+        """Return whether the partition is on the engine's device and of the type that is sent."""
+        owner, _ = self._places[span.tensor]
+        partition: torch.Tensor = owner.parameter.ds_tensor
+        alike = partition.dtype == sent_dtype(self._manifest, span) and partition.device.type == self._device.type
+        return alike and partition.is_contiguous()
 
     def end_round(self) -> None:
         """Nothing was taken."""
 
-    def _piece(self, name: str, parameter: Any, rank_count: int) -> _Piece:
+    def _partitioned(self, name: str, parameter: Any, pieces: tuple[Piece, ...], rank_count: int) -> _Partitioned:
         if not hasattr(parameter, "ds_tensor"):
             raise WrongState(f"parameter {name} is not partitioned by ZeRO-3; hand the engine that trains it")
         ranks = torch.distributed.get_world_size(parameter.ds_process_group)
@@ -119,7 +140,7 @@ class Zero3Source:
         position = self._position(parameter)
         if position < 0 and parameter.requires_grad:
             raise WrongState(f"the partition of {name} is not in DeepSpeed's buffer; {_UNSUPPORTED}")
-        return _Piece(name, parameter, count, position)
+        return _Partitioned(name, parameter, pieces, count, position, parameter.ds_tensor.data_ptr())
 
     @property
     def _buffers(self) -> list[torch.Tensor]:
@@ -141,26 +162,22 @@ class Zero3Source:
 
     def _lay_out(self, rank_count: int, dtype: torch.dtype | None) -> Manifest:
         as_is = dtype is None or dtype == self._buffers[0].dtype
-        as_is = as_is and any(piece.position >= 0 for piece in self._pieces)
+        as_is = as_is and any(owner.position >= 0 for owner in self._parameters)
         # A shard in the buffers' own layout can be sent in place; a cast one is written anew.
         end = 0
         for buffer in self._buffers if as_is else ():
             end = aligned(end + buffer.numel() * buffer.element_size())
         tensors: list[TensorSpec] = []
         spans: list[Span] = []
-        for index, piece in enumerate(self._pieces):
-            parameter = piece.parameter
-            spec = TensorSpec(
-                name=piece.name,
-                dtype=dtype_name(dtype or parameter.ds_tensor.dtype, piece.name),
-                shape=tuple(parameter.ds_shape),
-            )
-            tensors.append(spec)
-            if as_is and piece.position >= 0:
-                offset = piece.position
+        for owner in self._parameters:
+            name = dtype_name(dtype or owner.parameter.ds_tensor.dtype, owner.name)
+            specs = [TensorSpec(name=piece.name, dtype=name, shape=piece.shape) for piece in owner.pieces]
+            if as_is and owner.position >= 0:
+                offset = owner.position
             else:
-                offset, end = end, aligned(end + piece.partition_count * spec.item_bytes)
-            spans += partition_spans(index, spec.count, rank_count, offset)
+                offset, end = end, aligned(end + owner.partition_count * specs[0].item_bytes)
+            spans += partitions_of_pieces(len(tensors), specs, rank_count, offset)
+            tensors += specs
         return Manifest(tensors=tuple(tensors), spans=tuple(spans), shard_bytes=(end,) * rank_count)
 
 

@@ -30,6 +30,7 @@ from fourfold.weights.transport import Deadline, Group, make_receiver
 from fourfold.wire import encode
 from tests.plain_trainer import lookup
 from tests.trainer_driver import LEARNING_RATE, REPOSITORY, VOCABULARY, batch, trainer_environment
+from tests.weight_peers import Collector
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -136,15 +137,16 @@ async def transfer(weights: TrainerWeightClient) -> dict[str, torch.Tensor]:
     described = await weights.get_manifest(timeout=10)
     manifest = Manifest.from_bytes(described.manifest)
     offers = await weights.make_offer(epoch=1, backend="shm", receiver_count=1, timeout=10)
-    receiver = make_receiver("shm", Group(epoch=1, manifest=manifest, receiver_count=1), 0)
+    receiver = make_receiver("shm", Group(epoch=1, manifest=manifest, receiver_count=1), 0, torch.device("cpu"))
     receiver.accept(offers)
     with pytest.raises(StaleEpoch):  # a late repetition does not close the epoch that is open
         await weights.make_offer(epoch=1, backend="shm", receiver_count=1, timeout=10)
     await weights.open(epoch=1, timeout=10)
     receiver.open(Deadline(10))
     sent = await weights.send(epoch=1, policy_version=1, timeout=10)
-    shards = receiver.receive(1, None, Deadline(10))
-    received = {spec.name: shards.tensor(i).clone() for i, spec in enumerate(manifest.tensors)}
+    sink = Collector(manifest)
+    receiver.receive(1, sink, Deadline(10))
+    received = {spec.name: tensor for spec, tensor in zip(manifest.tensors, sink.tensors(), strict=True)}
     assert sent.sent_bytes > 0 and len(sent.weights_digest) == 32
     receiver.close()
     await weights.abort(epoch=1, timeout=10)

@@ -65,7 +65,7 @@ def _check(outcomes: list[Outcome]) -> Manifest:
 def test_shards_are_the_gathered_parameters_after_optimizer_steps(
     rank_count: int, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    tied, untied = tiny_model("qwen2", 3), tiny_model("llama", 3, "float32")
+    tied, untied, mixture = tiny_model("qwen2", 3), tiny_model("llama", 3, "float32"), tiny_model("qwen3_moe", 3)
     cases = [
         Case(name="persistent parameters, tied", folder=tied),
         Case(name="nothing persistent", folder=tied, persistence_threshold=0),
@@ -75,18 +75,27 @@ def test_shards_are_the_gathered_parameters_after_optimizer_steps(
         Case(name="offloaded and reloaded", folder=tied, offload=True),
         Case(name="in main memory, frozen embedding", folder=untied, freeze="embed_tokens", in_main_memory=True),
         Case(name="in main memory, float32", folder=untied, dtype="float32", in_main_memory=True),
+        Case(name="experts", folder=mixture),
     ]
     if rank_count == 1:
-        cases = cases[::3]
+        cases = [*cases[:-1:3], cases[-1]]
     outcomes = dict(zip((case.name for case in cases), _run(rank_count, cases, tmp_path), strict=True))
     for name, outcome in outcomes.items():
         manifest = _check(outcome)
         assert manifest.rank_count == rank_count
         names = {spec.name for spec in manifest.tensors}
-        assert ("lm_head.weight" in names) == any(word in name for word in ("float32", "frozen"))
+        assert ("lm_head.weight" in names) == any(word in name for word in ("float32", "frozen", "experts"))
         dtype = "float32" if name.endswith("float32") else "bfloat16"
         assert {spec.dtype for spec in manifest.tensors} == {dtype}
-    if rank_count == 2:
+        cast = name.endswith("as bfloat16")
+        assert {view for outcome in outcomes[name] for view in outcome.views} == {not cast}
+    experts_of = {
+        spec.name.removeprefix("model.layers.1.mlp.experts."): [span.rank for span in spans]
+        for spec, spans in zip(manifest.tensors, manifest.spans_by_tensor(), strict=True)
+    }
+    places = [experts_of[f"{expert}.{name}_proj.weight"] for name in ("gate", "up", "down") for expert in range(3)]
+    if rank_count == 2:  # two parameters, each cut in the middle: of three experts, the second one's down_proj
+        assert places == [[0], [0], [1], [0], [1], [1], [0], [0, 1], [1]]
         while_offloaded, afterwards = outcomes["offloaded and reloaded"][0].refused
         assert "call engine.reload_states() first" in while_offloaded
         assert afterwards == "nothing"

@@ -61,7 +61,7 @@ class Pair:
         self.trainer = make_model(1)
         self.sender = WeightSender(DenseSource(self.trainer), rank=0, rank_count=1)
         self.model = PlainModel()
-        self.receiver = WeightReceiver(ReloadApplier(self.model))
+        self.receiver = WeightReceiver([ReloadApplier(self.model)], torch.device("cpu"))
 
     def open(self, epoch: int) -> None:
         offer = self.sender.make_offer(epoch, "shm", 1, timeout=5)

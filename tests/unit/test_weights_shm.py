@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from fourfold.errors import DeadlinePassed, StaleEpoch, Unavailable, WrongState
 from fourfold.weights import shm
@@ -17,7 +18,13 @@ from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source import DenseSource
 from fourfold.weights.transport import Deadline, Group, make_receiver
-from tests.weight_peers import PartSource, Peer, make_model, receiver, sender
+from tests.weight_peers import Collector, PartSource, Peer, make_model, receiver, sender
+
+_CPU = torch.device("cpu")
+
+
+def _manifest() -> Manifest:
+    return DenseSource(make_model(1)).manifest()
 
 
 @pytest.fixture
@@ -31,7 +38,7 @@ def trainer() -> Iterator[Peer]:
 def _join(trainer: Peer, epoch: int = 1) -> tuple[Manifest, shm.ShmReceiver]:
     manifest = Manifest.from_bytes(trainer.call("manifest"))
     offer = trainer.call("make_offer", epoch, "shm", 1)
-    receiving = make_receiver("shm", Group(epoch=epoch, manifest=manifest, receiver_count=1), 0)
+    receiving = make_receiver("shm", Group(epoch=epoch, manifest=manifest, receiver_count=1), 0, _CPU)
     assert isinstance(receiving, shm.ShmReceiver)
     receiving.accept([offer])
     receiving.open(Deadline(5))
@@ -44,10 +51,12 @@ def test_every_version_arrives_as_it_was_sent(trainer: Peer) -> None:
     for version in (1, 2, 7):
         trainer.call("reseed", version)
         trainer.start("send", 1, version, 5.0)
-        shards = receiving.receive(version, None, Deadline(5))
+        sink = Collector(manifest)
+        receiving.receive(version, sink, Deadline(5))
         expected = list(make_model(version).parameters())
-        for index, parameter in enumerate(expected):
-            assert shards.tensor(index).equal(parameter)
+        for (span, values), parameter in zip(sink.taken, expected, strict=True):
+            assert values.equal(parameter.flatten())
+            assert span.count == parameter.numel()
         receiving.check()
         assert trainer.result()[1] == manifest.byte_count
     receiving.close()
@@ -79,29 +88,29 @@ def test_a_receiver_waits_until_its_deadline_and_no_longer(trainer: Peer) -> Non
     _, receiving = _join(trainer)
     start = time.monotonic()
     with pytest.raises(DeadlinePassed, match="version 1 from trainer rank 0"):
-        receiving.receive(1, None, Deadline(0.2))
+        receiving.receive(1, Collector(_manifest()), Deadline(0.2))
     assert 0.15 < time.monotonic() - start < 1.5
 
 
 def test_the_same_version_is_not_taken_twice(trainer: Peer) -> None:
     _, receiving = _join(trainer)
     trainer.call("send", 1, 1, 5.0)
-    receiving.receive(1, None, Deadline(5))
+    receiving.receive(1, Collector(_manifest()), Deadline(5))
     with pytest.raises(DeadlinePassed):
-        receiving.receive(1, None, Deadline(0.1))
+        receiving.receive(1, Collector(_manifest()), Deadline(0.1))
 
 
 def test_another_version_than_the_expected_one_is_refused(trainer: Peer) -> None:
     _, receiving = _join(trainer)
     trainer.call("send", 1, 3, 5.0)
     with pytest.raises(WrongState, match="sent version 3; version 2 was due"):
-        receiving.receive(2, None, Deadline(5))
+        receiving.receive(2, Collector(_manifest()), Deadline(5))
 
 
 def test_overwriting_what_is_being_read_is_noticed(trainer: Peer) -> None:
     _, receiving = _join(trainer)
     trainer.call("send", 1, 1, 5.0)
-    receiving.receive(1, None, Deadline(5))
+    receiving.receive(1, Collector(_manifest()), Deadline(5))
     receiving.check()
     trainer.call("send", 1, 2, 5.0)
     with pytest.raises(WrongState, match="overwrote"):
@@ -113,7 +122,7 @@ def test_the_senders_abort_ends_the_receivers_wait_at_once(trainer: Peer) -> Non
     trainer.start("abort", 1)
     start = time.monotonic()
     with pytest.raises(StaleEpoch, match="aborted"):
-        receiving.receive(1, None, Deadline(20))
+        receiving.receive(1, Collector(_manifest()), Deadline(20))
     assert time.monotonic() - start < 5
 
 
@@ -133,31 +142,33 @@ def test_a_sender_that_is_killed_is_noticed_at_once_and_leaves_nothing() -> None
     trainer = Peer(sender, 1, 0, 0, 1)
     _, receiving = _join(trainer)
     trainer.call("send", 1, 1, 5.0)
-    shards = receiving.receive(1, None, Deadline(5))
+    sink = Collector(_manifest())
+    receiving.receive(1, sink, Deadline(5))
     trainer.kill()
-    assert shards.tensor(0).equal(next(iter(make_model(1).parameters())))  # what was received stays readable
+    assert sink.taken[0][1].equal(next(iter(make_model(1).parameters())).flatten())  # what was received stays readable
     start = time.monotonic()
-    with pytest.raises(Unavailable, match="ended before it sent 2"):
-        receiving.receive(2, None, Deadline(20))
+    with pytest.raises(Unavailable, match="ended before the arrival of version 2"):
+        receiving.receive(2, Collector(_manifest()), Deadline(20))
     assert time.monotonic() - start < 5
     assert not [path for path in Path("/dev/shm").iterdir() if "fourfold" in path.name]
 
 
 def test_an_offer_of_a_process_that_is_gone_or_recycled_is_unavailable() -> None:
     trainer = Peer(sender, 1, 0, 0, 1)
+    source = DenseSource(make_model(1))
     manifest = Manifest.from_bytes(trainer.call("manifest"))
     group = Group(epoch=1, manifest=manifest, receiver_count=1)
     offer = trainer.call("make_offer", 1, "shm", 1)
     trainer.kill()
-    receiving = make_receiver("shm", group, 0)
+    receiving = make_receiver("shm", group, 0, _CPU)
     receiving.accept([offer])
     with pytest.raises(Unavailable, match="cannot map"):
         receiving.open(Deadline(1))
 
     # The same place, but another arena with another nonce: as if the pid had been recycled.
-    ours = shm.ShmSender(group, 0)
+    ours = shm.ShmSender(group, 0, source)
     try:
-        receiving = make_receiver("shm", group, 0)
+        receiving = make_receiver("shm", group, 0, _CPU)
         receiving.accept([ours.offer()[:-16] + offer[-16:]])
         with pytest.raises(Unavailable, match="not trainer rank 0 any more"):
             receiving.open(Deadline(1))
@@ -168,15 +179,15 @@ def test_an_offer_of_a_process_that_is_gone_or_recycled_is_unavailable() -> None
 def test_the_mapping_is_read_only_and_cannot_shrink() -> None:
     source = DenseSource(make_model(1))
     group = Group(epoch=1, manifest=source.manifest(), receiver_count=1)
-    ours = shm.ShmSender(group, 0)
+    ours = shm.ShmSender(group, 0, source)
     try:
         with pytest.raises(OSError):
-            os.ftruncate(ours._fd, 10)
-        receiving = shm.ShmReceiver(group, 0)
+            os.ftruncate(ours._page._fd, 10)
+        receiving = shm.ShmReceiver(group, 0, _CPU)
         receiving.accept([ours.offer()])
         receiving.open(Deadline(1))
         with pytest.raises(TypeError):
-            receiving._arenas[0].words[0] = 1
+            receiving._pages[0]._words[0] = 1
     finally:
         ours.close()
 
@@ -188,12 +199,12 @@ def test_closing_gives_descriptors_and_memory_back() -> None:
     maps_before = _arena_maps()
     for epoch in range(20):
         group = Group(epoch=epoch, manifest=source.manifest(), receiver_count=1)
-        receiving = make_receiver("shm", group, 0)
+        receiving = make_receiver("shm", group, 0, _CPU)
         receiving.accept([weights.make_offer(epoch, "shm", 1, timeout=5)])
         receiving.open(Deadline(5))
         weights.open(epoch, timeout=5)
         weights.send(epoch, 1, timeout=5)
-        receiving.receive(1, None, Deadline(5))
+        receiving.receive(1, Collector(_manifest()), Deadline(5))
         receiving.close()
     weights.close()
     del receiving

@@ -15,7 +15,7 @@ from fourfold.nn import forward, router
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.sequence import Exchange
 from fourfold.weights.merged import MergedSource, merged
-from fourfold.weights.source import DenseSource, WeightSource, named_weights
+from fourfold.weights.source import DenseSource, ParameterSource, WeightSource, named_weights
 from fourfold.weights.zero3 import Zero3Source, make_whole
 from fourfold_trainer import checkpoint
 from fourfold_trainer.zero import lora
@@ -108,7 +108,7 @@ class DeepSpeedPolicy(Trained):
     def weight_source(self) -> WeightSource:
         """Return where this rank's weights are."""
         rename = self._adapters.rename if self._adapters is not None else None
-        source: WeightSource = (
+        source: ParameterSource = (
             Zero3Source(self._engine, rename=rename)
             if self._stage == 3
             else DenseSource(self._model, rank_count=self._rank_count, rename=rename)

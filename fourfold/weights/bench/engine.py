@@ -1,0 +1,188 @@
+"""A real vLLM with streams that decode all the time, driven from the thread that measures.
+
+vLLM's `AsyncLLM` and the streams belong to the event loop of the main thread; `collective_rpc` and `pause` are called
+from another one and wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import os
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from fourfold.weights.bench.settings import Settings, visible
+
+T = TypeVar("T")
+
+_WORKER: Final = "fourfold.weights.bench.worker.BenchWorker"
+_CALL_SECONDS: Final = 300.0
+_PROMPT_TOKENS: Final = 16
+_CPU_BLOCK_TOKENS: Final = 32
+_ENVIRONMENT: Final = {
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOOPBACK_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+_CPU: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+def prepare(settings: Settings) -> None:
+    """Set the environment of vLLM and of the trainer's processes. Before torch and vLLM are imported."""
+    os.environ.update(_ENVIRONMENT)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # What an environment brings (ninja, for kernels) is found even when nobody activated it.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    if settings.on_gpus and importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # vLLM 0.26 asks for it without looking
+    if not settings.on_gpus:
+        os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+        for name, value in _CPU.items():
+            os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    for name in ("vllm.model_executor.model_loader.reload.layerwise", "vllm.v1.worker.cpu_worker"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+class ServingEngine:
+    """One vLLM. Made in the main thread before it has others; `local.Engine` for the measuring thread."""
+
+    def __init__(self, settings: Settings, folder: Path, scratch: Path) -> None:
+        """Start vLLM; returns when it can sample."""
+        os.environ.update(visible(settings.engine_device))
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        _meet_in(scratch)
+        options: dict[str, Any] = {"block_size": _CPU_BLOCK_TOKENS}
+        if settings.on_gpus:
+            options = {"gpu_memory_utilization": settings.engine_memory}
+        arguments = AsyncEngineArgs(
+            model=str(folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            max_model_len=settings.context,
+            max_num_seqs=settings.streams,
+            max_num_batched_tokens=max(2048, settings.context),
+            enforce_eager=settings.eager,
+            enable_prefix_caching=False,
+            generation_config="vllm",
+            worker_extension_cls=_WORKER,
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            **options,
+        )
+        config = arguments.create_engine_config()
+        if threading.active_count() == 1:  # a fork saves a second import of vLLM
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        self._vocabulary: int = config.model_config.get_vocab_size()
+        self._settings = settings
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.pauses: dict[str, float] = {}
+        """Of the last pause: points in time "asked", "paused", "resumed" and "answered"."""
+        self.took: dict[str, float] = {}
+        """Seconds of each verb's last call."""
+        self.tokens: list[list[float]] = [[] for _ in range(settings.streams)]
+        """When each stream got a token: points in time, growing."""
+
+    def attach(self) -> None:
+        """Start the streams on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._tasks = [asyncio.create_task(self._stream(index)) for index in range(self._settings.streams)]
+
+    def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
+        """Call a verb in all workers."""
+        began = time.perf_counter()
+        answers: list[Any] = self._wait(self._llm.collective_rpc(method, args=args))
+        self.took[method] = time.perf_counter() - began
+        return answers
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Keep vLLM from stepping; requests keep what they have."""
+        asked = time.perf_counter()
+        self._wait(self._llm.engine_core.pause_scheduler_async("keep", False))
+        paused = time.perf_counter()
+        try:
+            yield
+        finally:
+            resumed = time.perf_counter()
+            self._wait(self._llm.engine_core.resume_scheduler_async())
+            answered = time.perf_counter()
+            self.pauses = {"asked": asked, "paused": paused, "resumed": resumed, "answered": answered}
+
+    def wait_for_tokens(self, count: int, timeout: float) -> None:
+        """Return when every stream has got `count` more.
+
+        Raises:
+            TimeoutError: they did not come, or a stream has died.
+        """
+        goals = [len(times) + count for times in self.tokens]
+        end = time.monotonic() + timeout
+        while any(len(times) < goal for times, goal in zip(self.tokens, goals, strict=True)):
+            for task in self._tasks:
+                if task.done():
+                    task.result()
+                    raise TimeoutError("a stream has ended")
+            if time.monotonic() > end:
+                raise TimeoutError(f"the streams did not get {count} tokens each within {timeout} s")
+            time.sleep(0.005)
+
+    async def stop(self) -> None:
+        """End the streams and vLLM."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._llm.shutdown()
+
+    async def _stream(self, index: int) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        count = 0
+        while True:
+            # Streams begin at different places, so that they do not all end, and start anew, in one step.
+            first = self._settings.context // 2 * index // self._settings.streams if not count else 0
+            prompt = tokens_input([(7 * index + i) % self._vocabulary for i in range(_PROMPT_TOKENS)])
+            params = SamplingParams(
+                max_tokens=self._settings.context - _PROMPT_TOKENS - 1 - first,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            )
+            async for _ in self._llm.generate(prompt, params, f"stream-{index}-{count}"):
+                self.tokens[index].append(time.perf_counter())
+            count += 1
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        assert self._loop is not None, "attached"
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_CALL_SECONDS)
+
+
+def _meet_in(scratch: Path) -> None:
+    """Let the engine's workers meet in a file; vLLM before 0.32 has them meet at a port of all interfaces."""
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    for module in (uniproc_executor, multiproc_executor):
+        by_file = hasattr(module, "get_file_store_init_method")
+        name = "get_file_store_init_method" if by_file else "get_distributed_init_method"
+        setattr(module, name, lambda *_address: f"file://{scratch}/{uuid.uuid4().hex}")

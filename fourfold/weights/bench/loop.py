@@ -1,0 +1,38 @@
+"""What an update is compared with: one tensor after the other, as post-training systems commonly do it.
+
+for every parameter:  gather it (ZeRO-3) | tell the engine name, type and shape | broadcast | model.load_weights
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import BroadcastOptions, FileStore  # type: ignore[attr-defined]
+
+
+class LoopGroup:
+    """NCCL or gloo between trainer rank 0, which is rank 0, and the engine's workers; not torch's global group."""
+
+    def __init__(self, rendezvous: Path, rank: int, size: int, device: torch.device, timeout: float) -> None:
+        """Meet the others over a file."""
+        store = FileStore(str(rendezvous), size)
+        store.set_timeout(timedelta(seconds=timeout))
+        self._device = device
+        self._group: Any
+        distributed: Any = torch.distributed
+        if device.type == "cuda":
+            self._group = distributed.ProcessGroupNCCL(store, rank, size, distributed.ProcessGroupNCCL.Options())
+        else:
+            options = distributed.ProcessGroupGloo._Options()
+            options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+            options._timeout = timedelta(seconds=timeout)
+            self._group = distributed.ProcessGroupGloo(store, rank, size, options)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Send from rank 0, or receive into `tensor`."""
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        self._group.broadcast([tensor], options).wait()

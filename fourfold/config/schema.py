@@ -150,6 +150,11 @@ class RolloutConfig(Table):
     """Tokens that one engine step may process."""
     enforce_eager: bool | None = None
     """Skip compilation and CUDA graphs. Unset: true on CPU, false on GPUs."""
+    sleep_mode: bool = False
+    """Let an engine on GPUs give up its memory while nobody samples (SleepEngine); no effect on CPU."""
+    quantization: Literal["", "fp8"] = ""
+    """How an engine holds its weights. Empty: as `model.dtype` says; fp8: linear layers in 8 bits, quantised anew
+    with every update."""
     public_listen: str = ""
     """host:port of the public port for agents (TLS and a token); empty: none."""
 

@@ -5,21 +5,33 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from fourfold.errors import FourfoldError, Unavailable
-from fourfold_rollout.engine import EngineDescription, EpochTerms, Finish, Sample, SampleOutput, SampleRequest
+from fourfold.errors import FourfoldError, StaleEpoch, Unavailable
+from fourfold_rollout.engine import (
+    EngineDescription,
+    EpochTerms,
+    Finish,
+    OpenReport,
+    Sample,
+    SampleOutput,
+    SampleRequest,
+)
 
 VOCABULARY = 100
 CONTEXT = 32
 STOP_TOKEN = 99
 DIGEST = b"d" * 32
+SUMS = b"s" * 16
 
 
 class Nobody:
     """Takes outputs that a test does not look at."""
 
     def put(self, index: int, output: SampleOutput) -> None:
+        """Forget it."""
+
+    def boundary(self, index: int, token_count: int) -> None:
         """Forget it."""
 
     def fail(self, error: Unavailable) -> None:
@@ -31,9 +43,15 @@ class FakeSample:
     """One sample: token i is 10 + i with log-probability -(i + 1)."""
 
     request: SampleRequest
-    tokens: int = 0
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that sampled each token, in truth."""
     given: int = 0
     finish: Finish | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return len(self.versions)
 
     def give(self) -> None:
         """Hand over the new tokens, or all of them at the end when the sample does not stream."""
@@ -69,8 +87,17 @@ class FakeEngine:
         self.open_error: FourfoldError | None = None
         self.receive_error: FourfoldError | None = None
         self.receive_gate = asyncio.Event()
-        """Cleared by a test that wants a transfer to take time."""
+        """Cleared by a test that wants a transfer to take time; a stopped transfer ends."""
         self.receive_gate.set()
+        self.open_gate = asyncio.Event()
+        """Cleared by a test that wants the senders not to come."""
+        self.open_gate.set()
+        self.stopped_epoch = -1
+        self.pause_seconds = 0.0
+        self.paused = False
+        self.loaded = 0
+        """Version of the weights that it samples with."""
+        self.commit_error: FourfoldError | None = None
         self.settle_seconds = 0.0
         self.abort_is_clean = True
         self.dead: Unavailable | None = None
@@ -106,9 +133,23 @@ class FakeEngine:
                 self.log.append(f"abandon {sample.request.key}")
                 sample.finish = Finish.ABORTED
 
+    async def pause(self) -> None:
+        """Let `tick` do nothing."""
+        await asyncio.sleep(self.pause_seconds)
+        self.log.append("pause")
+        self.paused = True
+        for sample in self.running:
+            sample.request.sink.boundary(sample.request.index, sample.tokens)
+
+    async def resume(self) -> None:
+        """Let `tick` work."""
+        self.log.append("resume")
+        self.paused = False
+
     async def interrupt(self) -> None:
         """End all with what they have."""
         self.log.append("interrupt")
+        self.paused = False
         for sample in self.running:
             self._end(sample, Finish.ABORTED)
 
@@ -122,24 +163,53 @@ class FakeEngine:
         self.log.append("probe")
         return [math.nan, *(-token / 10 for token in token_ids[1:])]
 
-    async def open_weights(self, terms: EpochTerms, *, timeout: float) -> tuple[int, int]:
+    async def open_weights(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
         """Note it, or raise `open_error`."""
         if self.open_error is not None:
             raise self.open_error
+        await self.open_gate.wait()
+        if terms.epoch <= self.stopped_epoch:
+            raise StaleEpoch("stopped")
         self.log.append(f"open {terms.epoch}")
-        return 0, 7
+        return OpenReport(direct_tensor_count=0, reload_tensor_count=7, reload_reason="it is a fake")
 
-    async def receive_weights(self, *, epoch: int, policy_version: int, timeout: float) -> bytes:
+    async def receive_weights(self, *, epoch: int, policy_version: int, skip_sums: bool, timeout: float) -> bytes:
         """Note it when the gate opens, or raise `receive_error`."""
+        assert not self.running or self.paused, "weights change under running samples"
         await self.receive_gate.wait()
+        if epoch <= self.stopped_epoch:
+            raise StaleEpoch("stopped")
         if self.receive_error is not None:
             raise self.receive_error
-        self.log.append(f"receive {policy_version}")
+        self.loaded = policy_version
+        self.log.append(f"receive {policy_version}" + " without sums" * skip_sums)
         return DIGEST
 
     async def commit_weights(self, *, epoch: int, policy_version: int) -> None:
-        """Note it."""
+        """Note it, or raise `commit_error`."""
+        if self.commit_error is not None:
+            raise self.commit_error
         self.log.append(f"commit {policy_version}")
+
+    def stop_transfers(self, *, epoch: int) -> None:
+        """End the transfer that waits."""
+        self.log.append(f"stop {epoch}")
+        self.stopped_epoch = max(self.stopped_epoch, epoch)
+        self.receive_gate.set()
+        self.open_gate.set()
+
+    async def weight_sums(self, *, epoch: int) -> bytes:
+        """Of one tensor."""
+        return SUMS
+
+    async def sleep(self, level: int, *, timeout: float) -> None:
+        """Note it."""
+        assert not self.running
+        self.log.append(f"sleep {level}")
+
+    async def wake(self, tags: Sequence[str], *, timeout: float) -> None:
+        """Note it."""
+        self.log.append(f"wake {' '.join(tags)}")
 
     async def abort_weights(self, *, epoch: int) -> bool:
         """Note it."""
@@ -148,9 +218,9 @@ class FakeEngine:
 
     def tick(self, count: int = 1) -> None:
         """Give every running sample `count` tokens; one that reaches max_tokens ends."""
-        for _ in range(count):
+        for _ in range(0 if self.paused else count):
             for sample in self.running:
-                sample.tokens += 1
+                sample.versions.append(self.loaded)
                 if sample.tokens >= sample.request.max_tokens:
                     sample.finish = Finish.LENGTH
                 sample.give()

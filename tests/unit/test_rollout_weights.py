@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from contextlib import suppress
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, StaleEpoch, Unavailable, WrongState
+from fourfold.errors import DeadlinePassed, InvalidInput, StaleEpoch, Unavailable, WrongState
+from fourfold_rollout import sampling
 from fourfold_rollout import weights as module
 from fourfold_rollout.engine import EpochTerms
+from fourfold_rollout.phases import PauseMode
 from fourfold_rollout.weights import EngineWeights
 from tests.fakes.engine import DIGEST, FakeEngine
 
@@ -32,7 +30,8 @@ async def open_epoch(weights: EngineWeights, epoch: int = 1) -> None:
 
 
 async def begin(weights: EngineWeights, version: int = 1, *, epoch: int = 1, timeout: float = 1, **more: Any) -> None:
-    await weights.begin(epoch=epoch, policy_version=version, abort_running=more.get("abort", False), timeout=timeout)
+    mode = more.get("mode", PauseMode.WAIT)
+    await weights.begin(epoch=epoch, policy_version=version, mode=mode, timeout=timeout)
 
 
 async def update(weights: EngineWeights, version: int, epoch: int = 1) -> None:
@@ -42,8 +41,8 @@ async def update(weights: EngineWeights, version: int, epoch: int = 1) -> None:
 
 
 async def served(weights: EngineWeights, timeout: float = 0.05) -> int:
-    async with weights.serving(timeout) as version:
-        return version
+    async with weights.serving(timeout) as lease:
+        return lease.version
 
 
 class TestUpdate:
@@ -146,11 +145,11 @@ class TestRunningSamples:
     async def test_wait_lets_them_finish(self) -> None:
         _, weights = make()
         await open_epoch(weights)
-        async with weights.serving(1) as version:
+        async with weights.serving(1) as lease:
             pause = asyncio.create_task(begin(weights))
             await asyncio.sleep(0.02)
             assert not pause.done()
-            assert version == 0
+            assert lease.version == 0
         await pause
 
     async def test_past_the_deadline_the_update_fails_and_they_go_on(self) -> None:
@@ -166,8 +165,8 @@ class TestRunningSamples:
         engine, weights = make()
         await open_epoch(weights)
         async with weights.serving(1):
-            pause = asyncio.create_task(begin(weights, abort=True))
-            await asyncio.sleep(module._INTERRUPT_SECONDS * 2.5)
+            pause = asyncio.create_task(begin(weights, mode=PauseMode.ABORT))
+            await asyncio.sleep(sampling._INTERRUPT_SECONDS * 2.5)
             assert engine.log.count("interrupt") >= 2
         await pause
         assert engine.log[-1] == "settle"
@@ -242,21 +241,70 @@ class TestFailure:
         with pytest.raises(StaleEpoch):
             await weights.receive(epoch=1, policy_version=1, timeout=1)
 
-    async def test_transfer_goes_on_when_its_caller_leaves_and_abort_waits_for_it(self) -> None:
+    async def test_transfer_goes_on_when_its_caller_leaves(self) -> None:
         engine, weights = make()
+        receive = await self._receiving(engine, weights)
+        receive.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await receive
+        engine.receive_gate.set()
+        assert await weights.receive(epoch=1, policy_version=1, timeout=1) == DIGEST
+        assert engine.log.count("receive 1") == 1
+
+    async def test_abort_ends_a_transfer_before_its_own_turn_comes(self) -> None:
+        engine, weights = make()
+        receive = await self._receiving(engine, weights)
+        assert await weights.abort(epoch=1, timeout=1)
+        with pytest.raises(StaleEpoch, match="stopped"):
+            await receive
+        assert engine.log[-2:] == ["stop 1", "abort 1"]
+
+    async def test_a_new_epoch_ends_the_transfer_of_the_old_one(self) -> None:
+        engine, weights = make()
+        receive = await self._receiving(engine, weights)
+        await open_epoch(weights, 2)
+        with pytest.raises(StaleEpoch, match="stopped"):
+            await receive
+        assert engine.log[-3:] == ["stop 1", "abort 1", "open 2"]
+
+    async def test_abort_of_another_epoch_ends_no_transfer(self) -> None:
+        engine, weights = make()
+        receive = await self._receiving(engine, weights)
+        with pytest.raises(DeadlinePassed, match="another weight call"):
+            await weights.abort(epoch=2, timeout=0.02)
+        with pytest.raises(StaleEpoch):
+            await open_epoch(weights, 1)
+        assert not receive.done()
+        engine.receive_gate.set()
+        assert await receive == DIGEST
+
+    async def test_watchdog_ends_a_transfer(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "_WATCHDOG_EXTRA_SECONDS", 0.0)
+        engine, weights = make(update_timeout=0.05)
+        receive = await self._receiving(engine, weights)
+        with pytest.raises(StaleEpoch, match="stopped"):
+            await receive
+        assert await served(weights) == 0
+
+    async def test_abort_ends_the_joining_of_an_epoch(self) -> None:
+        engine, weights = make()
+        await open_epoch(weights, 1)
+        engine.open_gate.clear()
+        joining = asyncio.create_task(open_epoch(weights, 2))
+        await asyncio.sleep(0.01)
+        assert await weights.abort(epoch=2, timeout=1)
+        with pytest.raises(StaleEpoch, match="stopped"):
+            await joining
+        with pytest.raises(StaleEpoch, match="the open one is none"):
+            await begin(weights, epoch=1)
+
+    async def _receiving(self, engine: FakeEngine, weights: EngineWeights) -> asyncio.Task[bytes]:
         await open_epoch(weights)
         await begin(weights)
         engine.receive_gate.clear()
         receive = asyncio.create_task(weights.receive(epoch=1, policy_version=1, timeout=5))
         await asyncio.sleep(0.01)
-        receive.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await receive
-        with pytest.raises(DeadlinePassed, match="another weight call"):
-            await weights.abort(epoch=1, timeout=0.02)
-        engine.receive_gate.set()
-        assert not await weights.abort(epoch=1, timeout=1)
-        assert engine.log[-2:] == ["receive 1", "abort 1"]
+        return receive
 
 
 class TestProbe:
@@ -273,73 +321,3 @@ class TestProbe:
         _, weights = make()
         async with weights.serving(1):
             assert len(await weights.probe([5, 20], timeout=1)) == 2
-
-
-class Machine(RuleBasedStateMachine):
-    """Any order of calls: versions never go back, no lease lives during an update, dirty engines serve nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loop = asyncio.new_event_loop()
-        self.loop.run_until_complete(self._setup())
-        self.epoch = 0
-        self.committed = [0]
-
-    async def _setup(self) -> None:
-        self.engine, self.weights = make()
-
-    def call(self, work: Any) -> bool:
-        with suppress(FourfoldError):
-            self.loop.run_until_complete(work)
-            return True
-        return False
-
-    @rule(step=st.integers(0, 1))
-    def open(self, step: int) -> None:
-        if self.call(open_epoch(self.weights, self.epoch + step)):
-            self.epoch += step
-
-    @rule(version=st.integers(0, 6), abort=st.booleans())
-    def begin(self, version: int, abort: bool) -> None:
-        self.call(begin(self.weights, version, epoch=self.epoch, abort=abort, timeout=0.2))
-
-    @rule(version=st.integers(0, 6), fails=st.booleans())
-    def receive(self, version: int, fails: bool) -> None:
-        self.engine.receive_error = Unavailable("lost") if fails else None
-        self.call(self.weights.receive(epoch=self.epoch, policy_version=version, timeout=1))
-
-    @rule(version=st.integers(0, 6))
-    def commit(self, version: int) -> None:
-        before, dirty = self.weights.policy_version, self.weights._dirty
-        if self.call(self.weights.commit(epoch=self.epoch, policy_version=version, timeout=1)):
-            assert f"receive {version}" in self.engine.log or version == 0
-            assert version >= before or dirty
-            self.committed.append(version)
-
-    @rule(clean=st.booleans())
-    def abort(self, clean: bool) -> None:
-        self.engine.abort_is_clean = clean
-        self.call(self.weights.abort(epoch=self.epoch, timeout=1))
-
-    @precondition(lambda self: not self.weights.updating)
-    @rule()
-    def serve(self) -> None:
-        ok = self.call(served(self.weights))
-        assert ok != self.weights.dirty
-
-    @precondition(lambda self: self.weights.updating)
-    @rule()
-    def serve_during_update(self) -> None:
-        assert not self.call(served(self.weights, timeout=0.001))
-
-    @invariant()
-    def served_version_was_committed(self) -> None:
-        assert self.weights.policy_version == self.committed[-1]
-
-    def teardown(self) -> None:
-        self.loop.run_until_complete(self.weights.close())
-        self.loop.close()
-
-
-TestAnyOrder = Machine.TestCase
-TestAnyOrder.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)

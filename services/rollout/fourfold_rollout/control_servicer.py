@@ -13,6 +13,7 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import RolloutControlServiceServicer
 from fourfold.wire import pack_floats
 from fourfold_rollout.engine import Engine, EpochTerms
+from fourfold_rollout.phases import PauseMode
 from fourfold_rollout.weights import EngineWeights
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -25,6 +26,11 @@ _DIGEST_BYTES: Final = 32
 # The engine's worker stops waiting this long before the caller does, so that its reason arrives.
 _MARGIN_SECONDS: Final = 0.2
 _LEAST_SECONDS: Final = 0.05
+_PAUSE_MODES: Final = {
+    pb.PAUSE_MODE_WAIT: PauseMode.WAIT,
+    pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
+    pb.PAUSE_MODE_KEEP: PauseMode.KEEP,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +53,7 @@ class RolloutControlServicer(RolloutControlServiceServicer):
     async def DescribeEngine(self, request: pb.DescribeEngineRequest, context: Context) -> pb.DescribeEngineResponse:
         """Describe the engine and the state of its weights."""
         engine = self._engine.description
+        phase, seconds = self._weights.phase
         return pb.DescribeEngineResponse(
             model_sha256=self._identity.model_sha256,
             host_id=self._identity.host_id,
@@ -57,6 +64,9 @@ class RolloutControlServicer(RolloutControlServiceServicer):
             worker_count=engine.worker_count,
             device_type=engine.device_type,
             engine_version=engine.version,
+            update_phase=phase,
+            update_phase_seconds=seconds,
+            sleeping=self._weights.sleeping,
         )
 
     async def OpenWeights(self, request: pb.OpenWeightsRequest, context: Context) -> pb.OpenWeightsResponse:
@@ -70,17 +80,23 @@ class RolloutControlServicer(RolloutControlServiceServicer):
             receiver_count=request.receiver_count,
             first_receiver_index=request.first_receiver_index,
         )
-        direct, reload = await self._weights.open(terms, timeout=self._timeout(context))
-        return pb.OpenWeightsResponse(direct_tensor_count=direct, reload_tensor_count=reload)
+        report = await self._weights.open(terms, timeout=self._timeout(context))
+        return pb.OpenWeightsResponse(
+            direct_tensor_count=report.direct_tensor_count,
+            reload_tensor_count=report.reload_tensor_count,
+            reload_reason=report.reload_reason,
+        )
 
     async def BeginWeights(self, request: pb.BeginWeightsRequest, context: Context) -> pb.BeginWeightsResponse:
         """Stop sampling."""
-        if request.pause_mode not in (pb.PAUSE_MODE_WAIT, pb.PAUSE_MODE_ABORT):
-            raise InvalidInput(f"pause_mode is {request.pause_mode}; it must be PAUSE_MODE_WAIT or PAUSE_MODE_ABORT")
+        mode = _PAUSE_MODES.get(request.pause_mode)
+        if mode is None:
+            names = ", ".join(pb.PauseMode.Name(known) for known in _PAUSE_MODES)
+            raise InvalidInput(f"pause_mode is {request.pause_mode}; it must be one of {names}")
         await self._weights.begin(
             epoch=request.epoch,
             policy_version=request.policy_version,
-            abort_running=request.pause_mode == pb.PAUSE_MODE_ABORT,
+            mode=mode,
             timeout=self._timeout(context),
         )
         return pb.BeginWeightsResponse()
@@ -88,7 +104,10 @@ class RolloutControlServicer(RolloutControlServiceServicer):
     async def ReceiveWeights(self, request: pb.ReceiveWeightsRequest, context: Context) -> pb.ReceiveWeightsResponse:
         """Receive and apply the weights."""
         digest = await self._weights.receive(
-            epoch=request.epoch, policy_version=request.policy_version, timeout=self._timeout(context)
+            epoch=request.epoch,
+            policy_version=request.policy_version,
+            skip_sums=request.skip_sums,
+            timeout=self._timeout(context),
         )
         if len(digest) != _DIGEST_BYTES:
             raise RuntimeError(f"the engine's digest has {len(digest)} bytes, not {_DIGEST_BYTES}")
@@ -97,9 +116,19 @@ class RolloutControlServicer(RolloutControlServiceServicer):
     async def CommitWeights(self, request: pb.CommitWeightsRequest, context: Context) -> pb.CommitWeightsResponse:
         """Serve the received version."""
         await self._weights.commit(
-            epoch=request.epoch, policy_version=request.policy_version, timeout=self._timeout(context)
+            epoch=request.epoch,
+            policy_version=request.policy_version,
+            hold=request.hold,
+            timeout=self._timeout(context),
         )
         return pb.CommitWeightsResponse()
+
+    async def ReleaseWeights(self, request: pb.ReleaseWeightsRequest, context: Context) -> pb.ReleaseWeightsResponse:
+        """Give out what a commit with hold kept back."""
+        await self._weights.release(
+            epoch=request.epoch, policy_version=request.policy_version, timeout=self._timeout(context)
+        )
+        return pb.ReleaseWeightsResponse()
 
     async def AbortWeights(self, request: pb.AbortWeightsRequest, context: Context) -> pb.AbortWeightsResponse:
         """Give the update up."""
@@ -111,6 +140,22 @@ class RolloutControlServicer(RolloutControlServiceServicer):
         ids = self._probe_ids(request.token_ids)
         logprobs = await self._weights.probe(ids, timeout=self._timeout(context))
         return pb.ProbeLogprobsResponse(logprobs=pack_floats(np.asarray(logprobs, np.float32)))
+
+    async def GetWeightSums(self, request: pb.GetWeightSumsRequest, context: Context) -> pb.GetWeightSumsResponse:
+        """Return the sums of every tensor."""
+        return pb.GetWeightSumsResponse(
+            sums=await self._weights.sums(epoch=request.epoch, timeout=self._timeout(context))
+        )
+
+    async def SleepEngine(self, request: pb.SleepEngineRequest, context: Context) -> pb.SleepEngineResponse:
+        """Give GPU memory up."""
+        await self._weights.sleep(request.level, timeout=self._timeout(context))
+        return pb.SleepEngineResponse()
+
+    async def WakeEngine(self, request: pb.WakeEngineRequest, context: Context) -> pb.WakeEngineResponse:
+        """Take GPU memory again."""
+        await self._weights.wake(tuple(request.tags), timeout=self._timeout(context))
+        return pb.WakeEngineResponse()
 
     def _weight_state(self) -> pb.WeightState.ValueType:
         if self._weights.updating:

@@ -1,7 +1,7 @@
 """What the service needs of an engine. vLLM's implementation is `fourfold_rollout.vllm.engine`; tests bring a fake.
 
 The servicer hands over samples, one by one or several at once, each with the sink that takes its
-outputs; the weight state machine (`weights.py`) makes sure that nothing runs while weights change.
+outputs; the weight state machine (`weights.py`) makes sure that nothing is sampled while weights change.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ class EngineSettings:
     """0: CPU."""
     gpu_memory_utilization: float
     seed: int
+    sleep_mode: bool = False
+    """Memory that can be given up while nobody samples; no effect on CPU."""
+    quantization: str = ""
+    """vLLM's name of a way to hold the weights; empty: as they come."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +69,13 @@ class Sink(Protocol):
 
     def put(self, index: int, output: SampleOutput) -> None:
         """Take the next tokens of a sample; after one with `finish` none comes."""
+        ...
+
+    def boundary(self, index: int, token_count: int) -> None:
+        """Know that sampling stands still, and a sample has `token_count` tokens, `put` or not.
+
+        The ones after them may come from other weights.
+        """
         ...
 
     def fail(self, error: Unavailable) -> None:
@@ -120,6 +131,8 @@ class EngineDescription:
     max_context_tokens: int
     kv_cache_tokens: int
     """Tokens that the KV cache holds; 0: not known."""
+    sleep_mode: bool = False
+    """Whether it can sleep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +146,17 @@ class EpochTerms:
     """Opaque, never logged."""
     receiver_count: int
     first_receiver_index: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenReport:
+    """How an engine will apply weights."""
+
+    direct_tensor_count: int
+    """Tensors that are written in place."""
+    reload_tensor_count: int
+    reload_reason: str = ""
+    """Why tensors are reloaded that the device could write in place; empty: none is."""
 
 
 class Engine(Protocol):
@@ -169,21 +193,33 @@ class Engine(Protocol):
         """Return when no step is under way any more. Nothing may be running."""
         ...
 
+    async def pause(self) -> None:
+        """Stop sampling where it stands. Running samples stay, and new ones wait, until `resume` or `interrupt`.
+
+        Returns when no step is under way, everything that is sampled is `put` or counted, and the sink of every
+        running sample knows the boundary. When it fails, sampling goes on.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Go on after `pause`; returns at once."""
+        ...
+
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token after the ones before it, at temperature 1; the first is NaN."""
         ...
 
-    async def open_weights(self, terms: EpochTerms, *, timeout: float) -> tuple[int, int]:
-        """Join an epoch; return how many tensors go in place and how many through a reload.
+    async def open_weights(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
+        """Join an epoch.
 
         Raises:
-            InvalidInput, WrongState, StaleEpoch: it does not fit; nothing changed.
-            DeadlinePassed, Unavailable: the senders cannot be met; the epoch is closed.
+            InvalidInput, WrongState: it does not fit; nothing changed.
+            StaleEpoch, DeadlinePassed, Unavailable: it was stopped, or the senders cannot be met; the epoch is closed.
         """
         ...
 
-    async def receive_weights(self, *, epoch: int, policy_version: int, timeout: float) -> bytes:
-        """Receive and load a version; return its digest."""
+    async def receive_weights(self, *, epoch: int, policy_version: int, skip_sums: bool, timeout: float) -> bytes:
+        """Receive and load a version; return its digest. Nothing may be sampled meanwhile."""
         ...
 
     async def commit_weights(self, *, epoch: int, policy_version: int) -> None:
@@ -192,4 +228,23 @@ class Engine(Protocol):
 
     async def abort_weights(self, *, epoch: int) -> bool:
         """Close the epoch; return whether the weights are whole and the served version's."""
+        ...
+
+    def stop_transfers(self, *, epoch: int) -> None:
+        """End at once what the workers wait for in `epoch` and those before it. Nothing is waited for."""
+        ...
+
+    async def weight_sums(self, *, epoch: int) -> bytes:
+        """Return the sums of every tensor that was received last, 16 bytes each; none when they were skipped."""
+        ...
+
+    async def sleep(self, level: int, *, timeout: float) -> None:
+        """Give memory up: the KV cache, and the weights, which wait in the host's memory (1) or are lost (2).
+
+        Nothing may be running.
+        """
+        ...
+
+    async def wake(self, tags: Sequence[str], *, timeout: float) -> None:
+        """Take memory again: "weights", "kv_cache" or both; none that is awake."""
         ...

@@ -94,6 +94,8 @@ def engine_settings(config: Config, folder: Path) -> EngineSettings:
         gpus=rollout.gpus_per_replica,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         seed=config.seed,
+        sleep_mode=rollout.sleep_mode,
+        quantization=rollout.quantization,
     )
 
 

@@ -5,7 +5,8 @@
        '-- response <--- queue <--- Outputs (outputs.py) <---------'
 
 The engine puts its outputs where they are taken at once, whatever the client does: a client that
-reads slowly delays nobody, and no weight update waits for it.
+reads slowly delays nobody, and no weight update waits for it. What weights sampled that are
+not released yet waits in the gate (`gate.py`).
 """
 
 from __future__ import annotations
@@ -113,13 +114,15 @@ class RolloutServicer(RolloutServiceServicer):
         """Refuse new calls; let running samples finish for a second, then end them with the tokens they have."""
         self._draining = True
         empty = await self._admission.wait_empty(_DRAIN_SECONDS)
+        self._weights.gate.drop()  # what is held now, nobody releases in time
         while not empty:
             await self._engine.interrupt()
             empty = await self._admission.wait_empty(_DRAIN_STEP_SECONDS)
 
     async def _sample(self, call: GenerateCall, chunks: asyncio.Queue[pb.SampleChunk | None], timeout: float) -> None:
         """Have the engine draw a call's samples; returns when it is done with all of them."""
-        async with self._weights.serving(timeout) as version:
+        async with self._weights.serving(timeout) as lease:
+            version = lease.version
             if version < call.min_policy_version:
                 raise WrongState(
                     f"the served policy_version is {version}, older than min_policy_version "
@@ -127,10 +130,13 @@ class RolloutServicer(RolloutServiceServicer):
                     reason="POLICY_TOO_OLD",
                 )
             streaming = call.flush_seconds is not None
-            outputs = Outputs(call.sample_count, version, chunks.put_nowait, flush_seconds=call.flush_seconds)
+            outputs = Outputs(
+                call.sample_count, self._weights.gate, chunks.put_nowait, flush_seconds=call.flush_seconds
+            )
             samples: Sequence[Sample] = ()
             try:
                 samples = await self._gatherer.submit(call.samples(version, outputs), at_once=streaming)
+                lease.entered()
                 await outputs.complete()
             finally:
                 if not outputs.done:

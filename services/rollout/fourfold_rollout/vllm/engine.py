@@ -24,16 +24,19 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from fourfold.errors import DeadlinePassed, Internal, Unavailable
 from fourfold.weights.answers import unwrap, unwrap_same
+from fourfold.weights.stop import StopFlag
 from fourfold_rollout.engine import (
     EngineDescription,
     EngineSettings,
     EpochTerms,
-    Finish,
+    OpenReport,
     Sample,
     SampleOutput,
     SampleRequest,
 )
+from fourfold_rollout.vllm.fence import OutputFence
 from fourfold_rollout.vllm.launch import LaunchedEngine, end_processes, explain_death, launch
+from fourfold_rollout.vllm.sample import VllmSample, logprob_values
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -43,38 +46,7 @@ _STUCK_SECONDS: Final = 10.0
 _DESCRIBE_SECONDS: Final = 30.0
 _ABORT_SECONDS: Final = 10.0
 _SHUTDOWN_SECONDS: Final = 1.2
-_FINISHES: Final = {finish.value: finish for finish in Finish}
-
-
-class VllmSample:
-    """One sample in the engine. It takes the place of vLLM's collector: outputs come without a task that waits."""
-
-    def __init__(self, engine: VllmEngine, request: SampleRequest) -> None:
-        self._engine = engine
-        self.request = request
-        self.id = ""
-        """vLLM's own."""
-
-    def attach(self, collector: Any) -> None:
-        """Take the collector's place; what it has got already comes now."""
-        self.id = collector.request_id
-        collector.put = self.put
-        if (early := collector.output) is not None:
-            self.put(early)
-
-    def put(self, result: Any) -> None:
-        """Take an output of vLLM, or the error that ended it."""
-        if isinstance(result, Exception):
-            self._engine.forget(self)
-            self.request.sink.fail(self._engine.dead_error())
-            return
-        completion = result.outputs[0]
-        ids: list[int] = list(completion.token_ids)
-        output = SampleOutput(
-            token_ids=ids, logprobs=_values(completion.logprobs, ids), finish=_finish(completion.finish_reason)
-        )
-        if self._engine.note_output(self, output):
-            self.request.sink.put(self.request.index, output)
+_STOP_FLAG: Final = "stop"
 
 
 class VllmEngine:
@@ -84,9 +56,13 @@ class VllmEngine:
         self._launched = launched
         self._settings = settings
         self._llm = launched.llm
+        self._fence = OutputFence(launched.llm)
+        self._stop_path = launched.scratch.path / _STOP_FLAG
+        self._stop_flag = StopFlag.create(self._stop_path)
         self._live: dict[int, VllmSample] = {}
         self._sampled = 0
         self._order = asyncio.Lock()
+        self._paused = False
         self._posted: set[asyncio.Task[Any]] = set()
         self._probe_numbers = itertools.count()
         self._death: asyncio.Future[str] | None = None
@@ -121,6 +97,7 @@ class VllmEngine:
             vocabulary_size=self._launched.vocabulary_size,
             max_context_tokens=self._settings.max_context_tokens,
             kv_cache_tokens=self._launched.kv_cache_tokens,
+            sleep_mode=self._settings.sleep_mode and self._settings.gpus > 0,
         )
 
     @property
@@ -151,7 +128,7 @@ class VllmEngine:
         samples: list[VllmSample] = []
         complete = False
         async with self._order:
-            hold = len(requests) > 1
+            hold = len(requests) > 1 and not self._paused
             if hold:
                 await self._post(self._llm.engine_core.pause_scheduler_async("keep", False))
             try:
@@ -181,6 +158,28 @@ class VllmEngine:
         """Return when no step is under way any more."""
         await self._pause_and_resume("keep")
 
+    async def pause(self) -> None:
+        """Stop sampling where it stands; see `Engine`."""
+        self._check_alive()
+        async with self._order:
+            done = False
+            try:
+                # Not AsyncLLM.pause_generation: it sleeps 20 ms and hopes that the outputs are processed then.
+                await self._unless_dead(self._llm.engine_core.pause_scheduler_async("keep", False), None)
+                await self._unless_dead(self._fence.passed(), None)
+                for sample in tuple(self._live.values()):
+                    sample.request.sink.boundary(sample.request.index, self._fence.token_count(sample.id))
+                self._paused = done = True
+            finally:
+                if not done:
+                    await self._post(self._llm.engine_core.resume_scheduler_async())
+
+    async def resume(self) -> None:
+        """Go on after `pause`."""
+        if self._paused:
+            self._paused = False
+            await self._post(self._llm.engine_core.resume_scheduler_async())
+
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token after the ones before it, at temperature 1; the first is NaN."""
         self._check_alive()
@@ -205,9 +204,9 @@ class VllmEngine:
         finally:
             if not done and not self._is_dead():
                 await self._llm.abort([collector.request_id], internal=True)
-        return [math.nan, *_values(result.prompt_logprobs[1:], ids[1:])]
+        return [math.nan, *logprob_values(result.prompt_logprobs[1:], ids[1:])]
 
-    async def open_weights(self, terms: EpochTerms, *, timeout: float) -> tuple[int, int]:
+    async def open_weights(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
         """Join an epoch; see `Engine`."""
         answers = await self._call(
             "weights_open",
@@ -218,14 +217,19 @@ class VllmEngine:
             terms.receiver_count,
             terms.first_receiver_index,
             timeout,
+            str(self._stop_path),
             timeout=timeout,
         )
         report = unwrap_same(answers)
-        return report["direct"], report["reload"]
+        return OpenReport(
+            direct_tensor_count=report["direct"],
+            reload_tensor_count=report["reload"],
+            reload_reason=report["reason"],
+        )
 
-    async def receive_weights(self, *, epoch: int, policy_version: int, timeout: float) -> bytes:
+    async def receive_weights(self, *, epoch: int, policy_version: int, skip_sums: bool, timeout: float) -> bytes:
         """Receive and load a version; return its digest."""
-        answers = await self._call("weights_receive", epoch, policy_version, timeout, timeout=timeout)
+        answers = await self._call("weights_receive", epoch, policy_version, timeout, skip_sums, timeout=timeout)
         return bytes(unwrap_same(answers))
 
     async def commit_weights(self, *, epoch: int, policy_version: int) -> None:
@@ -236,6 +240,22 @@ class VllmEngine:
         """Close the epoch; return whether the weights are whole and the served version's."""
         answers = unwrap(await self._call("weights_abort", epoch, timeout=_ABORT_SECONDS))
         return all(answer == "clean" for answer in answers)
+
+    def stop_transfers(self, *, epoch: int) -> None:
+        """End at once what the workers wait for; they look at a word of memory."""
+        self._stop_flag.give_up(epoch)
+
+    async def weight_sums(self, *, epoch: int) -> bytes:
+        """Return the sums of every tensor that was received last."""
+        return bytes(unwrap_same(await self._call("weights_sums", epoch, timeout=_ABORT_SECONDS)))
+
+    async def sleep(self, level: int, *, timeout: float) -> None:
+        """Give memory up; vLLM's scheduler pauses until all is back."""
+        await self._unless_dead(self._llm.sleep(level), timeout + _STUCK_SECONDS)
+
+    async def wake(self, tags: Sequence[str], *, timeout: float) -> None:
+        """Take memory again."""
+        await self._unless_dead(self._llm.wake_up(list(tags)), timeout + _STUCK_SECONDS)
 
     async def close(self) -> None:
         """End the engine's processes; in about a second, whatever they do."""
@@ -297,6 +317,7 @@ class VllmEngine:
             try:
                 await self._unless_dead(self._llm.engine_core.pause_scheduler_async(mode, False), None)
             finally:
+                self._paused = False
                 await self._post(self._llm.engine_core.resume_scheduler_async())
 
     async def _post(self, message: Coroutine[Any, Any, Any]) -> None:
@@ -351,20 +372,3 @@ class VllmEngine:
         for sample in tuple(self._live.values()):
             sample.put(EngineDeadError())
         on_death(reason)
-
-
-def _values(logprobs: Any, ids: Sequence[int]) -> list[float]:
-    """Return the log-probability of each id: one entry per position where only that one was asked for."""
-    flat = getattr(logprobs, "logprobs", None)
-    if flat is not None and len(flat) == len(ids):
-        return list(flat)
-    return [position[token].logprob for position, token in zip(logprobs or (), ids, strict=True)]
-
-
-def _finish(reason: str | None) -> Finish | None:
-    if reason is None:
-        return None
-    finish = _FINISHES.get(reason)
-    if finish is None:
-        raise Internal(f"the engine gave a sample up: {reason}")
-    return finish

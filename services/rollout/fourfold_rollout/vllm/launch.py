@@ -209,8 +209,11 @@ def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
     if settings.gpus:
         options["gpu_memory_utilization"] = settings.gpu_memory_utilization
         options["tensor_parallel_size"] = settings.gpus
+        options["enable_sleep_mode"] = settings.sleep_mode
     else:
         options["block_size"] = _CPU_BLOCK_TOKENS
+    if settings.quantization:
+        options["quantization"] = settings.quantization
     return AsyncEngineArgs(
         model=str(settings.folder),
         skip_tokenizer_init=True,

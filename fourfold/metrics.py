@@ -99,6 +99,11 @@ PROBE_DIFF_MEAN: Final = "weights/probe_diff_mean"
 PROBE_DIFF_MAX: Final = "weights/probe_diff_max"
 PUBLISH_SECONDS: Final = "weights/publish_seconds"
 PAUSE_SECONDS: Final = "weights/pause_seconds"
+JOIN_SECONDS: Final = "weights/join_seconds"
+SEND_SECONDS: Final = "weights/send_seconds"
+TRANSFER_SECONDS: Final = "weights/transfer_seconds"
+COMMIT_SECONDS: Final = "weights/commit_seconds"
+PROBE_SECONDS: Final = "weights/probe_seconds"
 ROLLOUT_SPEED: Final = "rollout/tokens_per_second"
 TIME_GENERATE: Final = "time/generate"
 TIME_REWARD: Final = "time/reward"
@@ -192,8 +197,13 @@ METRICS: Final[dict[str, str]] = {
     LAG_SPAN: "policy versions: newest minus oldest version within a sample, largest of the step",
     PROBE_DIFF_MEAN: "nats: mean |trainer - engine| on the probe prompt after the update, worst engine",
     PROBE_DIFF_MAX: "nats: largest |trainer - engine| on the probe prompt after the update",
-    PUBLISH_SECONDS: "seconds: from the first call of the weight update to the last commit",
+    PUBLISH_SECONDS: "seconds: from the first call of the weight update to the last release",
     PAUSE_SECONDS: "seconds: longest time an engine was paused for the update",
+    JOIN_SECONDS: "seconds: until trainer and engines had met, while nothing is paused; short without a new member",
+    SEND_SECONDS: "seconds: of the trainer's part of the transfer, its wait for engines that empty themselves included",
+    TRANSFER_SECONDS: "seconds: until an engine had received and loaded the weights, slowest engine",
+    COMMIT_SECONDS: "seconds: until it sampled with them, slowest engine",
+    PROBE_SECONDS: "seconds: until it had computed the probe prompt, slowest engine",
     ROLLOUT_SPEED: "tokens per second: sampled, over all engines, while generating",
     TIME_GENERATE: "seconds: sampling",
     TIME_REWARD: "seconds: scoring that was not hidden behind sampling",

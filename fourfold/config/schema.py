@@ -150,13 +150,20 @@ class RolloutConfig(Table):
     """Tokens that one engine step may process."""
     enforce_eager: bool | None = None
     """Skip compilation and CUDA graphs. Unset: true on CPU, false on GPUs."""
-    sleep_mode: bool = False
-    """Let an engine on GPUs give up its memory while nobody samples (SleepEngine); no effect on CPU."""
     quantization: Literal["", "fp8"] = ""
-    """How an engine holds its weights. Empty: as `model.dtype` says; fp8: linear layers in 8 bits, quantised anew
-    with every update."""
+    """fp8: the engine rounds the weights to 8 bits as they arrive; the trainer goes on in `model.dtype`, and the
+    algorithm's correction sees the difference. Needs GPUs. Empty: as they are."""
+    sleep_mode: bool = False
+    """Let the engine give its GPU memory up while nobody samples (SleepEngine). Needs GPUs."""
     public_listen: str = ""
     """host:port of the public port for agents (TLS and a token); empty: none."""
+
+    @model_validator(mode="after")
+    def _needs_gpus(self) -> Self:
+        if not self.gpus_per_replica and (self.quantization or self.sleep_mode):
+            key = f'quantization = "{self.quantization}"' if self.quantization else "sleep_mode = true"
+            raise ValueError(f"{key} needs a GPU; set gpus_per_replica to at least 1, or remove it")
+        return self
 
 
 class RewardConfig(Table):
@@ -184,12 +191,20 @@ class ReferenceConfig(Table):
 class WeightsConfig(Table):
     """How new weights reach the engines."""
 
-    backend: Literal["auto", "shm", "gloo"] = "auto"
-    """auto: shm where the engine can map the trainer's memory, else gloo; both need one machine."""
-    pause: Literal["wait", "abort"] = "wait"
-    """What running requests do when an update comes."""
+    backend: Literal["auto", "cuda_ipc", "nccl", "shm", "gloo"] = "auto"
+    """How they travel. auto: for each engine the fastest that goes: cuda_ipc (an engine on the same GPUs, or GPUs with
+    peer access to them, reads the trainer's memory), nccl (other GPUs), shm (memory of the machine), gloo (network)."""
+    pause: Literal["keep", "wait", "abort"] = "wait"
+    """What running requests do when an update comes. keep: they stop where they are and go on under the new weights,
+    with the keys and values that the old ones computed. wait: they finish first. abort: they end with what they have,
+    and are sampled anew."""
     timeout_seconds: Seconds = 120.0
     """Longest time one update may take, from pause to resume."""
+    verify_first: int = Field(default=3, ge=0)
+    """Updates whose tensors are summed on both sides and compared, bit for bit, whenever an engine came, went or
+    failed."""
+    verify_every: int = Field(default=10, ge=1)
+    """After those, the versions that are: multiples of this. 1: all. A probe prompt is compared after every update."""
     probe_tolerance: float = Field(default=0.25, gt=0)
     """Largest mean difference, in nats per token, between the trainer's and an engine's log-probabilities of
     the probe prompt after an update."""
@@ -309,6 +324,8 @@ class Config(Table):
                 f"checkpoint.keep_best = {self.checkpoint.keep_best} needs held-out scores, and there is no held-out "
                 f"data; add [data.holdout] or [data.eval], or set it to 0"
             )
+        if self.weights.backend in ("cuda_ipc", "nccl"):
+            self._check_gpu_backend()
         batch = self.batch
         self.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)
         groups = self.trainer.data_parallel_size
@@ -332,3 +349,14 @@ class Config(Table):
                 f"{-(-groups * batch.mini_batches_per_step // batch.group_size)}"
             )
         return self
+
+    def _check_gpu_backend(self) -> None:
+        for key, right, value in (
+            ("trainer.device", self.trainer.device == "cuda", f'"{self.trainer.device}"'),
+            ("rollout.gpus_per_replica", self.rollout.gpus_per_replica > 0, "0"),
+        ):
+            if not right:
+                raise ValueError(
+                    f'weights.backend = "{self.weights.backend}" moves weights between GPUs, and {key} = {value}; set '
+                    f'weights.backend = "auto", or put both on GPUs'
+                )

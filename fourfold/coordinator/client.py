@@ -79,6 +79,11 @@ class RunClient:
         response = await call(self._stub.GetRun, run.GetRunRequest(), timeout=timeout, peer=self.peer, name="GetRun")
         return response.status
 
+    async def get_weight_plane(self, *, timeout: float) -> run.GetWeightPlaneResponse:
+        """How weights get to the engines: who waits for whom, since when."""
+        request = run.GetWeightPlaneRequest()
+        return await call(self._stub.GetWeightPlane, request, timeout=timeout, peer=self.peer, name="GetWeightPlane")
+
     async def watch_run(self, *, timeout: float | None = None) -> AsyncGenerator[run.RunStatus, None]:
         """The present snapshot at once, then one on every change."""
         request = run.WatchRunRequest()

@@ -259,9 +259,14 @@ class TrainerWeightClient:
         request = weight.GetManifestRequest()
         return await call(self._stub.GetManifest, request, timeout=timeout, peer=self.peer, name="GetManifest")
 
-    async def make_offer(self, *, epoch: int, backend: str, receiver_count: int, timeout: float) -> list[bytes]:
-        """Start an epoch; returns one opaque offer per trainer rank. Never log them."""
-        request = weight.MakeOfferRequest(epoch=epoch, backend=backend, receiver_count=receiver_count)
+    async def make_offer(
+        self, *, epoch: int, backend: str, receiver_count: int, group: int = 0, timeout: float
+    ) -> list[bytes]:
+        """Start an epoch (group 0), or add the next group of receivers to it.
+
+        Returns one opaque offer per trainer rank, for the receivers of this group. Never log them.
+        """
+        request = weight.MakeOfferRequest(epoch=epoch, backend=backend, receiver_count=receiver_count, group=group)
         response = await call(self._stub.MakeOffer, request, timeout=timeout, peer=self.peer, name="MakeOffer")
         return list(response.offers)
 
@@ -270,9 +275,11 @@ class TrainerWeightClient:
         request = weight.OpenWeightsRequest(epoch=epoch)
         await call(self._stub.OpenWeights, request, timeout=timeout, peer=self.peer, name="OpenWeights")
 
-    async def send(self, *, epoch: int, policy_version: int, timeout: float) -> weight.SendWeightsResponse:
-        """Send the present weights; returns their digest and size."""
-        request = weight.SendWeightsRequest(epoch=epoch, policy_version=policy_version)
+    async def send(
+        self, *, epoch: int, policy_version: int, skip_sums: bool = False, timeout: float
+    ) -> weight.SendWeightsResponse:
+        """Send the present weights; returns their digest and size, and the tensors' sums unless they are left out."""
+        request = weight.SendWeightsRequest(epoch=epoch, policy_version=policy_version, skip_sums=skip_sums)
         return await call(self._stub.SendWeights, request, timeout=timeout, peer=self.peer, name="SendWeights")
 
     async def abort(self, *, epoch: int, timeout: float) -> None:

@@ -7,8 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
+from fourfold.channel import open_channel
+from fourfold.coordinator.client import RunClient
 from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, MODEL_MISMATCH
-from tests.fakes.stage import Stage, check_books, until
+from fourfold.rollout.v1 import rollout_control_service_pb2 as control
+from fourfold_coordinator import broker
+from tests.fakes.stage import Stage, check_books, until, watch_for
 from tests.fakes.toy_rollout import FakeRollout
 
 
@@ -49,7 +53,7 @@ async def test_an_engine_that_computes_with_old_weights_is_reported_as_stale(
 async def test_an_engine_that_dies_while_it_receives_is_left_behind(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(rollout={"replicas": 2}, steps=2)
     stage.rollouts.append(FakeRollout("rollout-1", stage.config))
-    stage.rollouts[0].forgets = True
+    stage.rollouts[0].dies_in = "ReceiveWeights"
     await stage.start()
     assert await stage.finish() == 0
     check_books(stage)
@@ -87,7 +91,182 @@ async def test_engines_on_another_host_get_their_weights_by_gloo(make_stage: Cal
     stage.rollouts.append(FakeRollout("rollout-1", stage.config, host_id="there"))
     await stage.start()
     assert await stage.finish() == 0
-    assert {engine.backend for engine in stage.rollouts} == {"gloo"}
+    assert [engine.backend for engine in stage.rollouts] == ["shm", "gloo"]
+    assert stage.trainer.groups == [("shm", 1), ("gloo", 1)]
+    assert [engine.places[-1] for engine in stage.rollouts] == [
+        (b"offer of group 0", 1, 0),
+        (b"offer of group 1", 1, 0),
+    ]
+
+
+async def test_engines_of_one_group_have_places_one_after_the_other(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=1, rollout={"replicas": 2})
+    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
+    for engine, number in zip(stage.rollouts, (1, 3), strict=True):
+        engine.device_uuids = [bytes([number + i]) * 16 for i in range(2)]  # a tensor-parallel engine has two workers
+    await stage.start()
+    assert await stage.finish() == 0
+    assert [engine.places[-1] for engine in stage.rollouts] == [
+        (b"offer of group 0", 4, 0),
+        (b"offer of group 0", 4, 2),
+    ]
+
+
+@pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
+async def test_nothing_else_stands_between_pause_and_resume(make_stage: Callable[..., Stage], pause: str) -> None:
+    stage = make_stage(steps=1, rollout={"replicas": 2}, weights={"pause": pause, "timeout_seconds": 5.0})
+    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
+    journal: list[str] = []
+    for member in (*stage.rollouts, stage.trainer):
+        member.journal = journal
+    # Each would wait for ever if the calls came one after the other: begin for the sender, it for the receivers.
+    for engine in stage.rollouts:
+        engine.on_begin = lambda: until(lambda: "trainer-0 send" in journal)
+    stage.trainer.on_send = lambda: until(lambda: {"rollout-0 receive", "rollout-1 receive"} <= set(journal))
+    await stage.start()
+    assert await stage.finish() == 0
+    first = journal.index("trainer-0 send")
+    assert journal[:first].count("trainer-0 probe") == 2, "of version 0 when it settled, and of 1 before the transfer"
+    assert "trainer-0 probe" not in journal[first:]
+    begins = [journal.index(f"{engine.member_id} begin") for engine in stage.rollouts]
+    for engine in stage.rollouts:
+        rest = [word for word in journal[min(begins) :] if word.startswith(engine.member_id)]
+        assert [word.split()[1] for word in rest] == ["begin", "receive", "commit", "probe", "release"]
+        assert journal.index(f"{engine.member_id} receive") > max(begins), "when all have begun"
+        mode = {"keep": control.PAUSE_MODE_KEEP, "wait": control.PAUSE_MODE_WAIT, "abort": control.PAUSE_MODE_ABORT}
+        assert engine.pause_modes == [mode[pause]]
+    row = stage.lines("metrics.jsonl")[-1]
+    parts = ("join", "send", "pause", "transfer", "commit", "probe")
+    assert all(0 < row[f"weights/{part}_seconds"] <= row["weights/publish_seconds"] for part in parts)
+
+
+async def test_sums_are_taken_at_first_and_then_now_and_then(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=8, weights={"verify_first": 1, "verify_every": 3, "timeout_seconds": 5.0})
+    late = FakeRollout("rollout-1", stage.config)
+
+    async def join() -> None:
+        if len(stage.trainer.batches) == 4 and late not in stage.rollouts:
+            stage.rollouts.append(late)
+            await late.join(stage.address)
+            await until(lambda: late.commits)
+
+    stage.rollouts[0].on_generate = join
+    await stage.start()
+    assert await stage.finish() == 0
+    summed = [version for version, skipped in stage.trainer.skipped_sums.items() if not skipped]
+    assert late.commits == [*range(4, stage.trainer.version + 1)] and stage.trainer.version > 6
+    # 1: the first. 3, 6: every third. 4 again: the first of the newcomer's epoch. 5: the first of both together.
+    assert summed == [1, 3, 4, 5, 6]
+
+
+async def test_the_tensor_that_differs_is_named(
+    make_stage: Callable[..., Stage], caplog: pytest.LogCaptureFixture
+) -> None:
+    stage = make_stage(steps=1)
+    stage.rollouts[0].wrong_digests = 1
+    await stage.start()
+    assert await stage.finish() == 0
+    assert "the trainer sent" in caplog.text and ": one differs; nothing of them is served" in caplog.text
+    assert "trainer-0 abort" in stage.trainer.journal and "rollout-0 abort" in stage.rollouts[0].journal
+
+
+async def test_an_engine_whose_probe_differs_gives_nothing_out_and_the_others_go_on(
+    make_stage: Callable[..., Stage],
+) -> None:
+    stage = make_stage(rollout={"replicas": 2}, steps=2)
+    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
+    stage.rollouts[0].ignores_updates = True
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    bad, good = stage.rollouts
+    assert bad.commits == [] and bad.state == control.WEIGHT_STATE_DIRTY and bad.aborts >= 1
+    assert good.commits == [1, 2] and good.aborts == 0
+    assert not any(request.min_policy_version for request in bad.requests), "it was not asked after that"
+
+
+@pytest.mark.parametrize("call", ["BeginWeights", "CommitWeights", "ReleaseWeights"])
+async def test_an_engine_that_dies_holds_nobody_up(make_stage: Callable[..., Stage], call: str) -> None:
+    stage = make_stage(rollout={"replicas": 2}, steps=2, weights={"timeout_seconds": 100.0})
+    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
+    stage.rollouts[0].dies_in = call
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.rollouts[1].version == stage.trainer.version > 0
+    assert stage.rollouts[0].commits == []
+
+
+async def test_an_engine_that_hangs_is_left_as_soon_as_it_is_no_member(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(rollout={"replicas": 2}, steps=2, weights={"timeout_seconds": 100.0})
+    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
+    replacement = FakeRollout("rollout-0", stage.config)
+
+    async def hang() -> None:
+        stage.others.append(replacement)
+        await replacement.join(stage.address)  # whose registration ends the lease of the one that hangs
+        await asyncio.sleep(100)
+
+    stage.rollouts[0].on_begin = hang
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.rollouts[1].commits == [1, 2] and stage.rollouts[0].commits == []
+
+
+@pytest.mark.parametrize("where", ["on_begin", "on_held"])
+async def test_a_coordinator_that_is_killed_in_an_update_is_followed_by_one_that_gets_all_going(
+    make_stage: Callable[..., Stage], where: str
+) -> None:
+    stage = make_stage(
+        rollout={"replicas": 2}, steps=3, weights={"timeout_seconds": 100.0}, checkpoint={"every_steps": 1}
+    )
+    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
+    reached = asyncio.Event()
+
+    async def hang() -> None:
+        if len(stage.trainer.batches) < 2:
+            return
+        reached.set()
+        await asyncio.sleep(100)
+
+    setattr(stage.rollouts[0], where, hang)
+    stage.trainer.deaf = stage.rollouts[0].deaf = stage.rollouts[1].deaf = True  # it dies without a word
+    await stage.start()
+    await asyncio.wait_for(reached.wait(), 10)
+    await stage.kill()
+    epoch = stage.trainer.epoch
+    setattr(stage.rollouts[0], where, None)
+    stage.trainer.deaf = stage.rollouts[0].deaf = stage.rollouts[1].deaf = False
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.trainer.epoch > epoch
+    assert {engine.version for engine in stage.rollouts} == {stage.trainer.version}
+    assert {engine.weights for engine in stage.rollouts} == {stage.trainer.weights}
+
+
+async def test_people_are_told_who_waits_for_whom(
+    make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker, "_SLOW_SECONDS", 0.05)
+    stage = make_stage(rollout={"replicas": 2}, steps=1)
+    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
+    go = asyncio.Event()
+    stage.rollouts[1].on_begin = stage.trainer.on_send = go.wait
+    await stage.start()
+    await until(lambda: stage.rollouts[1].journal[-1:] == ["rollout-1 begin"])
+    status = await watch_for(stage, lambda status: "pause for 0 s (rollout-1" in status.waiting_for)
+    assert status.waiting_for == "weights of version 1: pause for 0 s (rollout-1, trainer-0)"
+    plane = await RunClient(open_channel(stage.address, None), peer="coordinator").get_weight_plane(timeout=5)
+    assert (plane.policy_version, plane.phase, plane.epoch) == (1, "pause", stage.trainer.epoch)
+    trainer, first, second = plane.parties
+    assert (trainer.member_id, trainer.state, list(trainer.waits_for)) == ("trainer-0", "updating", ["rollout-1"])
+    assert (first.state, list(first.waits_for), first.backend) == ("waiting", ["rollout-1"], "shm")
+    assert (second.state, list(second.waits_for), second.policy_version) == ("updating", [], 0)
+    go.set()
+    await watch_for(stage, lambda status: status.waiting_for == "")
+    assert await stage.finish() == 0
 
 
 async def test_an_engine_of_another_run_is_filled_under_a_higher_version(make_stage: Callable[..., Stage]) -> None:

@@ -14,7 +14,9 @@ import pytest
 from fourfold.errors import InvalidInput, NotFound, StaleEpoch, Unavailable, WrongState
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.types.v1 import experience_pb2
+from fourfold.weights import devices
 from fourfold.wire import encode
+from fourfold_trainer import weight_servicer
 from tests.conftest import Serve
 from tests.fakes.trainer_engine import MANIFEST, VOCABULARY, FakeEngine, group_of, sample
 from tests.fakes.trainer_service import SECONDS, SHA256, Start, Trainer, trainers
@@ -256,11 +258,30 @@ async def test_a_weight_update_from_manifest_to_digest(trainer: Trainer) -> None
     manifest = await trainer.weights.get_manifest(timeout=SECONDS)
     assert manifest.manifest == MANIFEST.to_bytes() and manifest.manifest_sha256 == MANIFEST.sha256
     assert list(manifest.backends) == ["shm", "gloo"] and len(manifest.host_id) == 32
+    assert not manifest.device_uuids and not manifest.reachable_device_uuids
     offers = await trainer.weights.make_offer(epoch=1, backend="shm", receiver_count=2, timeout=SECONDS)
-    assert offers == [b"shm-2-0"]
+    assert offers == [b"shm-2-0-0"]
+    more = await trainer.weights.make_offer(epoch=1, backend="gloo", receiver_count=3, group=1, timeout=SECONDS)
+    assert more == [b"gloo-3-0-1"]
     await trainer.weights.open(epoch=1, timeout=SECONDS)
     sent = await trainer.weights.send(epoch=1, policy_version=0, timeout=SECONDS)
-    assert (sent.weights_digest, sent.sent_bytes) == (bytes(32), 8)
+    assert (sent.weights_digest, sent.sent_bytes, sent.sums) == (bytes(32), 8, bytes(16))
+    sent = await trainer.weights.send(epoch=1, policy_version=0, skip_sums=True, timeout=SECONDS)
+    assert sent.sums == b""
+
+
+async def test_a_trainer_on_gpus_says_which_and_who_reaches_them(
+    start_trainer: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_servicer, "reachable_gpus", lambda uuids: [*uuids, b"c" * 16])
+    monkeypatch.setattr(devices, "_has", lambda module: True)
+    engine = FakeEngine()
+    engine.device_uuids = (b"a" * 16, b"b" * 16)
+    trainer = await start_trainer(engine, trainer={"device": "cuda"})
+    manifest = await trainer.weights.get_manifest(timeout=SECONDS)
+    assert list(manifest.backends) == ["cuda_ipc", "nccl", "shm", "gloo"]
+    assert list(manifest.device_uuids) == [b"a" * 16, b"b" * 16]
+    assert list(manifest.reachable_device_uuids) == [b"a" * 16, b"b" * 16, b"c" * 16]
 
 
 async def test_another_epoch_is_stale(trainer: Trainer) -> None:
@@ -284,6 +305,8 @@ async def test_an_unknown_backend_or_no_receivers_are_refused(trainer: Trainer) 
         await trainer.weights.make_offer(epoch=1, backend="nccl", receiver_count=1, timeout=SECONDS)
     with pytest.raises(InvalidInput, match="receiver_count is 0"):
         await trainer.weights.make_offer(epoch=1, backend="shm", receiver_count=0, timeout=SECONDS)
+    with pytest.raises(InvalidInput, match="group is -1"):
+        await trainer.weights.make_offer(epoch=1, backend="shm", receiver_count=1, group=-1, timeout=SECONDS)
 
 
 async def test_an_abort_overtakes_the_transfer_that_runs(trainer: Trainer) -> None:
@@ -296,6 +319,17 @@ async def test_an_abort_overtakes_the_transfer_that_runs(trainer: Trainer) -> No
     with pytest.raises(StaleEpoch, match="aborted"):
         await sending
     assert (await trainer.status()).phase == pb.TRAINER_PHASE_WAITING
+
+
+async def test_a_coordinator_that_is_gone_blocks_nobody(trainer: Trainer) -> None:
+    await trainer.weights.make_offer(epoch=1, backend="shm", receiver_count=1, timeout=SECONDS)
+    trainer.engine.gate.clear()
+    sending = asyncio.create_task(trainer.weights.send(epoch=1, policy_version=0, timeout=60))
+    await asyncio.to_thread(trainer.engine.entered.wait, SECONDS)
+    sending.cancel()  # what the trainer sees when a coordinator is killed: the call ends from the other side
+    await asyncio.to_thread(trainer.engine.aborted.wait, SECONDS)
+    trainer.engine.gate.set()
+    assert await trainer.weights.make_offer(epoch=2, backend="shm", receiver_count=1, timeout=SECONDS)
 
 
 # ---- end ----

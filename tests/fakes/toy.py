@@ -35,7 +35,7 @@ from fourfold.wire import Float32Array
 
 VOCABULARY = 258
 END = 257
-MANIFEST = b"one integer"
+MANIFEST = b'{"tensors":[["one","integer",[1]]]}'
 Context = grpc.aio.ServicerContext[Any, Any]
 Services = list[tuple[Any, Callable[[Any, grpc.aio.Server], None]]]
 
@@ -104,9 +104,14 @@ def toy_answer(prompt: str, seed: int, weights: int) -> tuple[str, float]:
     return str(product + 1), math.log(1 - right)
 
 
-def weights_digest(weights: int) -> bytes:
-    """Of the toy's weights."""
-    return hashlib.sha256(str(weights).encode()).digest()
+def weights_digest(weights: int, version: int, *, skip_sums: bool) -> bytes:
+    """Of the toy's weights, or of their version alone."""
+    return hashlib.sha256(f"version {version}".encode() if skip_sums else weights_sums(weights)).digest()
+
+
+def weights_sums(weights: int) -> bytes:
+    """Of the toy's one tensor."""
+    return weights.to_bytes(16, "little")
 
 
 _wires: dict[tuple[int, int], asyncio.Future[int]] = {}  # by epoch and version
@@ -133,6 +138,8 @@ class Member(ABC):
         self.member_id, self.config = member_id, config
         self.tokenizer_sha256 = tokenizer_sha256(Path(config.model.source))
         self.target = ""
+        self.journal: list[str] = []
+        """What was asked of it, in order; several members may share one."""
         self._server = Server(listen="127.0.0.1:0", security=None)
         self._tasks: list[asyncio.Task[None]] = []
         self._channels: list[grpc.aio.Channel] = []

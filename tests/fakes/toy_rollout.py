@@ -29,6 +29,7 @@ from tests.fakes.toy import (
     toy_answer,
     toy_logprobs,
     weights_digest,
+    weights_sums,
 )
 
 
@@ -51,13 +52,27 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         """Updates that arrive damaged."""
         self.ignores_updates = False
         """Acknowledges updates and computes with the old weights."""
-        self.forgets = False
-        """Dies in the middle of a receive."""
         self.refuses = ""
         """Its model can never take the weights, for this reason."""
+        self.dies_in = ""
+        """The call, such as CommitWeights, in which it dies."""
+        self.deaf = False
+        """Hears no abort."""
+        self.on_begin: Callable[[], Any] | None = None
+        """Awaited before each answer to BeginWeights."""
+        self.on_held: Callable[[], Any] | None = None
+        """Awaited before each probe of weights whose tokens are held back."""
         self.commits: list[int] = []
+        """Versions that were given out."""
+        self.pause_modes: list[int] = []
+        self.places: list[tuple[bytes, int, int]] = []
+        """Offer, receivers and first index, of every epoch."""
+        self.backends, self.device_uuids = ["shm", "gloo"], list[bytes]()
+        self.held = False
         self.aborts = self.opened = 0
         self._pending: int | None = None
+        self._received = False
+        self._sums = b""
 
     def services(self) -> Services:
         by_name = rollout.DESCRIPTOR.services_by_name, control.DESCRIPTOR.services_by_name
@@ -116,11 +131,12 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         return control.DescribeEngineResponse(
             model_sha256=bytes(32),
             host_id=self.host_id,
-            backends=["shm", "gloo"],
+            backends=self.backends,
+            device_uuids=self.device_uuids,
             policy_version=self.version,
             weight_state=self.state,
-            worker_count=1,
-            device_type="cpu",
+            worker_count=max(len(self.device_uuids), 1),
+            device_type="cuda" if self.device_uuids else "cpu",
         )
 
     async def OpenWeights(self, request: control.OpenWeightsRequest, context: Context) -> control.OpenWeightsResponse:
@@ -131,7 +147,12 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
             raise WrongState("the engine's model refuses norm.weight (64,)", reason=self.refuses)
         if request.manifest != MANIFEST:
             raise WrongState("another model")
+        if self.held:
+            self.held, self.state, self._pending = False, control.WEIGHT_STATE_DIRTY, None
+        elif self.state == control.WEIGHT_STATE_UPDATING:
+            self.state = control.WEIGHT_STATE_CLEAN
         self.epoch, self.backend = request.epoch, request.backend
+        self.places.append((request.offers[0], request.receiver_count, request.first_receiver_index))
         return control.OpenWeightsResponse(reload_tensor_count=1)
 
     async def BeginWeights(
@@ -140,47 +161,79 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         self._check(request.epoch)
         if self.state == control.WEIGHT_STATE_CLEAN and request.policy_version <= self.version:
             raise WrongState(f"version {self.version} is served")
+        await self._enter("BeginWeights")
+        self.pause_modes.append(request.pause_mode)
         self.state = control.WEIGHT_STATE_UPDATING
+        if self.on_begin is not None:
+            await self.on_begin()
         return control.BeginWeightsResponse()
 
     async def ReceiveWeights(
         self, request: control.ReceiveWeightsRequest, context: Context
     ) -> control.ReceiveWeightsResponse:
         self._check(request.epoch)
-        if self.forgets:
-            asyncio.get_running_loop().create_task(self.kill())
-            await asyncio.sleep(30)
+        await self._enter("ReceiveWeights")
         self._pending = await receive(request.epoch, request.policy_version)
-        self.state = control.WEIGHT_STATE_DIRTY
-        digest = weights_digest(self._pending)
+        self._received = True
+        digest = weights_digest(self._pending, request.policy_version, skip_sums=request.skip_sums)
+        self._sums = b"" if request.skip_sums else weights_sums(self._pending)
         if self.wrong_digests:
             self.wrong_digests -= 1
-            digest = bytes(32)
+            digest, self._sums = bytes(32), bytes(16)
         return control.ReceiveWeightsResponse(weights_digest=digest)
 
     async def CommitWeights(
         self, request: control.CommitWeightsRequest, context: Context
     ) -> control.CommitWeightsResponse:
         self._check(request.epoch)
+        await self._enter("CommitWeights")
         self.weights = self._loaded()
-        self.version, self.state, self._pending = request.policy_version, control.WEIGHT_STATE_CLEAN, None
-        self.commits.append(request.policy_version)
+        self.version, self._pending, self.held = request.policy_version, None, True
+        assert request.hold, "the coordinator gives nothing out before the probe"
         return control.CommitWeightsResponse()
+
+    async def ReleaseWeights(
+        self, request: control.ReleaseWeightsRequest, context: Context
+    ) -> control.ReleaseWeightsResponse:
+        self._check(request.epoch)
+        await self._enter("ReleaseWeights")
+        self.state, self.held, self._received = control.WEIGHT_STATE_CLEAN, False, False
+        self.commits.append(request.policy_version)
+        return control.ReleaseWeightsResponse()
+
+    async def GetWeightSums(
+        self, request: control.GetWeightSumsRequest, context: Context
+    ) -> control.GetWeightSumsResponse:
+        self._check(request.epoch)
+        return control.GetWeightSumsResponse(sums=self._sums)
 
     async def AbortWeights(
         self, request: control.AbortWeightsRequest, context: Context
     ) -> control.AbortWeightsResponse:
+        self.journal.append(f"{self.member_id} abort")
+        if self.deaf:
+            raise Unavailable("not now")
         self._check(request.epoch)
         self.aborts += 1
         if self.state == control.WEIGHT_STATE_UPDATING:
-            self.state = control.WEIGHT_STATE_CLEAN
+            self.state = control.WEIGHT_STATE_DIRTY if self._received else control.WEIGHT_STATE_CLEAN
+        self.held, self._received, self._pending = False, False, None
         return control.AbortWeightsResponse(weight_state=self.state)
 
     async def ProbeLogprobs(
         self, request: control.ProbeLogprobsRequest, context: Context
     ) -> control.ProbeLogprobsResponse:
+        self.journal.append(f"{self.member_id} probe")
+        if self.held and self.on_held is not None:
+            await self.on_held()
         ids = np.frombuffer(request.token_ids, "<i4")
         return control.ProbeLogprobsResponse(logprobs=pack_floats(toy_logprobs(self._loaded(), ids) - 0.01))
+
+    async def _enter(self, call: str) -> None:
+        self.journal.append(f"{self.member_id} {call.removesuffix('Weights').lower()}")
+        if self.dies_in == call:
+            asyncio.get_running_loop().create_task(self.kill())
+            await asyncio.sleep(30)
 
     def _loaded(self) -> int:
         return self.weights if self._pending is None or self.ignores_updates else self._pending

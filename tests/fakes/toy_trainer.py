@@ -16,7 +16,17 @@ from fourfold.trainer.v1 import trainer_service_pb2_grpc as trainer_grpc
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
 from fourfold.wire import Sample, decode, pack_floats
-from tests.fakes.toy import MANIFEST, VOCABULARY, Context, Member, Services, send, toy_logprobs, weights_digest
+from tests.fakes.toy import (
+    MANIFEST,
+    VOCABULARY,
+    Context,
+    Member,
+    Services,
+    send,
+    toy_logprobs,
+    weights_digest,
+    weights_sums,
+)
 
 
 class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.TrainerWeightServiceServicer):
@@ -35,6 +45,16 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         """Folders, and whether the average was asked for."""
         self.weights = self.step = self.version = self.skipped = 0
         self.epoch = 0
+        self.closed = False
+        self.groups: list[tuple[str, int]] = []
+        """Backend and receivers of each group of the epoch."""
+        self.backends, self.device_uuids, self.reachable = ["shm", "gloo"], list[bytes](), list[bytes]()
+        self.skipped_sums: dict[int, bool] = {}
+        """Whether sums were left out, by version."""
+        self.deaf = False
+        """Hears no abort."""
+        self.on_send: Callable[[], Any] | None = None
+        """Awaited before each answer to SendWeights."""
         self.batches: dict[int, list[str]] = {}
         """Sample ids of every step that was trained, by step."""
         self.trained: list[str] = []
@@ -121,6 +141,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
     async def ComputeLogprobs(
         self, request: trainer.ComputeLogprobsRequest, context: Context
     ) -> trainer.ComputeLogprobsResponse:
+        self.journal.append(f"{self.member_id} probe")
         rows = [toy_logprobs(self.weights, np.frombuffer(e.token_ids, "<i4")) for e in request.experiences]
         return trainer.ComputeLogprobsResponse(logprobs=[pack_floats(r) for r in rows], policy_version=self.version)
 
@@ -165,30 +186,48 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
             manifest=MANIFEST,
             manifest_sha256=hashlib.sha256(MANIFEST).digest(),
             host_id="here",
-            backends=["shm", "gloo"],
+            backends=self.backends,
+            device_uuids=self.device_uuids,
+            reachable_device_uuids=self.reachable,
         )
 
     async def MakeOffer(self, request: weight.MakeOfferRequest, context: Context) -> weight.MakeOfferResponse:
-        if request.epoch <= self.epoch:
+        if request.group == 0 and request.epoch <= self.epoch:
             raise StaleEpoch(f"epoch {self.epoch} was seen")
-        self.epoch = request.epoch
-        return weight.MakeOfferResponse(offers=[b"an offer"])
+        if request.group and (request.epoch != self.epoch or request.group != len(self.groups)):
+            raise StaleEpoch(f"epoch {self.epoch} has {len(self.groups)} groups")
+        self.epoch, self.closed = request.epoch, False
+        self.groups = [*(self.groups if request.group else []), (request.backend, request.receiver_count)]
+        return weight.MakeOfferResponse(offers=[f"offer of group {request.group}".encode()])
 
     async def OpenWeights(self, request: weight.OpenWeightsRequest, context: Context) -> weight.OpenWeightsResponse:
         self._check(request.epoch)
         return weight.OpenWeightsResponse()
 
     async def SendWeights(self, request: weight.SendWeightsRequest, context: Context) -> weight.SendWeightsResponse:
+        self.journal.append(f"{self.member_id} send")
         self._check(request.epoch)
         if request.policy_version != self.version:
             raise WrongState(f"version {self.version} is the present one")
+        self.skipped_sums[request.policy_version] = request.skip_sums
         send(request.epoch, request.policy_version, self.weights)
-        return weight.SendWeightsResponse(weights_digest=weights_digest(self.weights), sent_bytes=8)
+        if self.on_send is not None:
+            await self.on_send()
+        return weight.SendWeightsResponse(
+            weights_digest=weights_digest(self.weights, request.policy_version, skip_sums=request.skip_sums),
+            sent_bytes=8,
+            sums=b"" if request.skip_sums else weights_sums(self.weights),
+        )
 
     async def AbortWeights(self, request: weight.AbortWeightsRequest, context: Context) -> weight.AbortWeightsResponse:
-        self._check(request.epoch)
+        self.journal.append(f"{self.member_id} abort")
+        if self.deaf:
+            raise Unavailable("not now")
+        if request.epoch == self.epoch:
+            self.closed = True
+        self._check(request.epoch, closed=True)
         return weight.AbortWeightsResponse()
 
-    def _check(self, epoch: int) -> None:
-        if epoch != self.epoch:
+    def _check(self, epoch: int, *, closed: bool = False) -> None:
+        if epoch != self.epoch or (self.closed and not closed):
             raise StaleEpoch(f"epoch {self.epoch} is open")

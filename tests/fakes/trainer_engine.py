@@ -48,6 +48,7 @@ class FakeEngine:
         self.gate.set()
         self.entered = threading.Event()
         self.epoch = -1
+        self.device_uuids: tuple[bytes, ...] = ()
         self.aborted = threading.Event()
         self.left = self.closed = False
         self.order: list[str] = []
@@ -129,25 +130,28 @@ class FakeEngine:
     def manifest(self) -> Manifest:
         return MANIFEST
 
-    def make_offers(self, epoch: int, backend: str, receiver_count: int, *, timeout: float) -> list[bytes]:
+    def make_offers(
+        self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float
+    ) -> list[bytes]:
         self._enter("make_offers")
-        if epoch <= self.epoch:
+        if group == 0 and epoch <= self.epoch:
             raise StaleEpoch(f"epoch {epoch} is not above {self.epoch}")
         self.epoch = epoch
-        return [f"{backend}-{receiver_count}-{rank}".encode() for rank in range(self.rank_count)]
+        return [f"{backend}-{receiver_count}-{rank}-{group}".encode() for rank in range(self.rank_count)]
 
     def open_weights(self, epoch: int, *, timeout: float) -> None:
         self._enter("open_weights")
         self._check(epoch)
 
-    def send_weights(self, epoch: int, policy_version: int, *, timeout: float) -> Sent:
+    def send_weights(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> Sent:
         self._enter("send_weights")
         self._check(epoch)
         self.entered.set()
         while not self.gate.wait(0.01):
             if self.aborted.is_set():
                 raise StaleEpoch(f"epoch {epoch} was aborted")
-        return Sent(weights_digest=bytes([self.updates]) * 32, sent_bytes=8)
+        sums = b"" if skip_sums else bytes(16)
+        return Sent(weights_digest=bytes([self.updates]) * 32, sent_bytes=8, sums=sums)
 
     def abort_weights(self, epoch: int) -> None:
         self._check(epoch)

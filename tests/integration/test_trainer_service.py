@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -153,6 +154,25 @@ async def transfer(weights: TrainerWeightClient) -> dict[str, torch.Tensor]:
     return received
 
 
+async def end_a_transfer_that_waits(weights: TrainerWeightClient) -> None:
+    """Let both ranks wait for a receiver that takes nothing, and abort: the ranks' own threads wait in the transfer."""
+    manifest = Manifest.from_bytes((await weights.get_manifest(timeout=10)).manifest)
+    offers = await weights.make_offer(epoch=2, backend="gloo", receiver_count=1, timeout=10)
+    receiver = make_receiver("gloo", Group(epoch=2, manifest=manifest, receiver_count=1), 0)
+    receiver.accept(offers)
+    await asyncio.gather(weights.open(epoch=2, timeout=10), asyncio.to_thread(receiver.open, Deadline(10)))
+    sending = asyncio.create_task(weights.send(epoch=2, policy_version=1, timeout=60))
+    await asyncio.sleep(0.5)
+    assert not sending.done()
+    began = time.monotonic()
+    await weights.abort(epoch=2, timeout=10)
+    with pytest.raises(StaleEpoch, match="aborted"):  # of both: the answers of all ranks are in it
+        await sending
+    assert time.monotonic() - began < 5
+    receiver.abort()
+    receiver.close()
+
+
 async def test_two_ranks_train_send_weights_save_export_and_say_who_died(
     service: Callable[..., Service], tiny_model: TinyModel
 ) -> None:
@@ -180,6 +200,7 @@ async def test_two_ranks_train_send_weights_save_export_and_say_who_died(
     assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(untouched, after, strict=True))
 
     received = await transfer(weights)
+    await end_a_transfer_that_waits(weights)
 
     folder = Path(await client.export_model("model", timeout=60))
     exported: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")

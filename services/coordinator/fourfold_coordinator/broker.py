@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -27,7 +28,9 @@ from .probe import Key, Probe
 from .replica import Replica
 from .routing import LOOK_SECONDS, Router
 from .trainer_session import TrainerSession
-from .weight_update import Engine, Update, UpdateFailed, WeightUpdater, at_once
+from .weight_calls import Engine, UpdateFailed, at_once
+from .weight_plane import FENCED, REFUSED, SERVING, WeightPlane
+from .weight_update import Update, WeightUpdater
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -35,6 +38,9 @@ _TICK_SECONDS: Final = 0.25
 # An engine whose update failed is tried again after this long, twice as long each time.
 _FIRST_REST_SECONDS: Final = 0.5
 _MAX_REST_SECONDS: Final = 60.0
+# An update that takes longer shows on the display.
+_SLOW_SECONDS: Final = 2.0
+_TELL_SECONDS: Final = 1.0
 
 
 class WeightsRefused(WrongState):
@@ -45,7 +51,14 @@ class Broker:
     """Brings every engine to the trainer's weights. `keep` it running in a task."""
 
     def __init__(
-        self, config: Config, router: Router, session: TrainerSession, ledger: Ledger, *, probe_ids: Int32Array
+        self,
+        config: Config,
+        router: Router,
+        session: TrainerSession,
+        ledger: Ledger,
+        *,
+        probe_ids: Int32Array,
+        plane: WeightPlane,
     ) -> None:
         """Prepare; nothing is filled before `settle`.
 
@@ -55,6 +68,7 @@ class Broker:
             session: of the trainer.
             ledger: keeps the published versions.
             probe_ids: int32 [n], n >= 1: tokens whose log-probabilities are compared after each update.
+            plane: told what happens.
         """
         self.lock = asyncio.Lock()
         """Hold it while the trainer's weights change: nobody is filled meanwhile."""
@@ -65,7 +79,8 @@ class Broker:
         self._ledger = ledger
         probe = Probe(probe_ids, tolerance=config.weights.probe_tolerance)
         self._probe = probe
-        self._updater = WeightUpdater(config, session, probe)
+        self._plane = plane
+        self._updater = WeightUpdater(config, session, probe, plane)
         self._step = 0
         self._failures: dict[Key, tuple[int, float]] = {}  # how many in a row, and when to try again
 
@@ -112,6 +127,7 @@ class Broker:
         if version > 0:
             self._ledger.publishing(version, step)
         self.version, self._step = version, step
+        self._plane.policy_version = version
 
     def _unsettled(self) -> list[Replica]:
         """Return the engines that the broker does not vouch for, and that may be tried now."""
@@ -127,9 +143,10 @@ class Broker:
     async def _fill(self, replicas: Sequence[Replica]) -> Update:
         """Bring replicas to the current version. A failure leaves its engines out and tries the others again."""
         trainer_failed = False
-        while replicas:
+        while replicas := [replica for replica in replicas if not replica.gone]:
             try:
-                return await self._try(replicas)
+                async with self._telling():
+                    return await self._try(replicas)
             except UpdateFailed as failed:
                 log.warning("weight update to version %d: %s", self.version, failed)
                 if failed.trainer is not None and not trainer_failed:
@@ -158,11 +175,31 @@ class Broker:
             self._failures.pop(engine.key, None)
             engine.replica.worked()
             self._router.hinder(engine.replica, "")
+            self._plane.state(engine.name, SERVING)
         self._router.notify()
         return update
 
+    @asynccontextmanager
+    async def _telling(self) -> AsyncIterator[None]:
+        """Say who is waited for while the block takes longer than an update should."""
+        task = asyncio.create_task(self._tell())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _tell(self) -> None:
+        await self._router.clock.sleep(_SLOW_SECONDS)
+        try:
+            while True:
+                self._router.on_wait(self._plane.line())
+                await self._router.clock.sleep(_TELL_SECONDS)
+        finally:
+            self._router.on_wait("")
+
     async def _describe(self, replicas: Sequence[Replica]) -> list[Engine]:
-        about = await at_once({r.key: r.control.describe(timeout=LOOK_SECONDS) for r in replicas})
+        about = await at_once({r.key: r.call(r.control.describe(timeout=LOOK_SECONDS)) for r in replicas})
         return [Engine(replica=replica, about=about[replica.key]) for replica in replicas]
 
     def _trusted(self, engine: Engine) -> bool:
@@ -201,7 +238,9 @@ class Broker:
         Raises:
             WeightsRefused: it can never be, and no other engine is left to try.
         """
-        if error.reason in WEIGHTS_REFUSED:
+        refused = error.reason in WEIGHTS_REFUSED
+        self._plane.state(replica.member.member_id, REFUSED if refused else FENCED, error.message)
+        if refused:
             self._failures[replica.key] = (1, math.inf)
             self._router.hinder(replica, f"it can never take the trainer's weights: {error}")
             engines = [r for r in self._router.replicas(Role.ROLE_ROLLOUT) if r.vocabulary_size]

@@ -303,8 +303,7 @@ def _update_metrics(update: Update) -> dict[str, float]:
     if not update.probe_diffs:
         return {}
     return {
-        m.PUBLISH_SECONDS: update.seconds,
-        m.PAUSE_SECONDS: update.pause_seconds,
+        **update.seconds,
         m.PROBE_DIFF_MEAN: max(mean for mean, _ in update.probe_diffs),
         m.PROBE_DIFF_MAX: max(largest for _, largest in update.probe_diffs),
     }

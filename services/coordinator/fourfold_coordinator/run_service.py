@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
@@ -123,10 +123,12 @@ class RunBoard:
 
 
 class RunServicer(pb_grpc.RunServiceServicer):
-    """Shows the board."""
+    """Shows the board and the weight plane."""
 
-    def __init__(self, board: RunBoard) -> None:
-        self._board = board
+    def __init__(
+        self, board: RunBoard, plane: Callable[[], pb.GetWeightPlaneResponse] = pb.GetWeightPlaneResponse
+    ) -> None:
+        self._board, self._plane = board, plane
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
         """Report the run once."""
@@ -136,6 +138,10 @@ class RunServicer(pb_grpc.RunServiceServicer):
         """Report the run at once and on every change."""
         async for status in self._board.changes():
             yield pb.WatchRunResponse(status=status)
+
+    async def GetWeightPlane(self, request: pb.GetWeightPlaneRequest, context: Context) -> pb.GetWeightPlaneResponse:
+        """Report how weights get to the engines."""
+        return self._plane()
 
 
 def _step_record(step: int, metrics: Mapping[str, Any]) -> pb.StepRecord:

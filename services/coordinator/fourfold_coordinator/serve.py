@@ -23,6 +23,7 @@ from fourfold.channel import open_channel
 from fourfold.clock import SYSTEM_CLOCK
 from fourfold.config import Config, dump
 from fourfold.coordinator.v1 import membership_service_pb2, run_service_pb2
+from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
 from fourfold.errors import ConfigError, FourfoldError, Internal
@@ -39,10 +40,12 @@ from .parts import Parts
 from .peers import Peers
 from .prompts import Prompts, load_prompts
 from .registry import Registry
+from .replica import Replica
 from .routing import Router
 from .run_service import RunBoard, RunServicer
 from .summary import is_finished
 from .trainer_session import TrainerSession
+from .weight_plane import WeightPlane
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -93,6 +96,7 @@ class Coordinator:
         self._host = Host(options, role=None)
         self._tokenizer = Tokenizer.load(models.resolve(config.model.source))
         self._board = RunBoard(name=config.name, step_count=config.steps)
+        self._plane = WeightPlane()
         self._registry = Registry(clock=SYSTEM_CLOCK, tokenizer_sha256=self._tokenizer.sha256)
         self._router = Router(
             self._registry,
@@ -110,7 +114,7 @@ class Coordinator:
         self._host.server.add(
             run_service_pb2.DESCRIPTOR.services_by_name["RunService"],
             add_RunServiceServicer_to_server,
-            RunServicer(self._board),
+            RunServicer(self._board, lambda: self._plane.report(self._replicas())),
         )
 
     async def run(self) -> int:
@@ -167,12 +171,17 @@ class Coordinator:
             board=self._board,
             router=self._router,
             session=session,
-            broker=Broker(config, self._router, session, ledger, probe_ids=prompts.train[0].token_ids),
+            broker=Broker(
+                config, self._router, session, ledger, probe_ids=prompts.train[0].token_ids, plane=self._plane
+            ),
             peers=peers,
             evaluator=Evaluator(config, peers, prompts.held_out),
             memory=memory,
             start_seconds=self._start_seconds,
         )
+
+    def _replicas(self) -> list[Replica]:
+        return [replica for role in (Role.ROLE_TRAINER, Role.ROLE_ROLLOUT) for replica in self._router.replicas(role)]
 
     async def _show_members(self) -> None:
         while True:

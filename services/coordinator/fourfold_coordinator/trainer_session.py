@@ -38,6 +38,8 @@ class TrainerSession:
         self._router = router
         self._config = config
         self._tokenizer_sha256 = tokenizer_sha256
+        self.name = ""
+        """Of the member."""
         self.incarnation = ""
         """Of the process that this session is with."""
         self.policy_version = 0
@@ -62,7 +64,8 @@ class TrainerSession:
                 f"{replica.member.peer}: it takes {status.max_context_tokens} tokens, the run has samples of up to "
                 f"{self._config.model.max_context_tokens}; start it with the run's recipe"
             )
-        self.incarnation, self.policy_version = replica.member.incarnation, status.policy_version
+        self.name, self.incarnation = replica.member.member_id, replica.member.incarnation
+        self.policy_version = status.policy_version
         return status
 
     async def call(self, name: str, work: Callable[[Replica], Awaitable[T]]) -> T:

@@ -1,12 +1,17 @@
-"""One weight update, as a transaction: every engine serves the new version, or none does.
+"""One weight update: every engine serves the new version, or does not serve at all.
 
-    epoch (once per membership)   MakeOffer(trainer) -> OpenWeights(trainer and engines at once)
-    version (every update)        Begin(engines) -> Send(trainer) and Receive(engines) at once
-                                  -> the same digest from all -> probe -> Commit(engines)
-    any error                     Abort(all): an engine serves its old version again, or is dirty
+    epoch (once per membership)   MakeOffer(trainer, group by group) -> OpenWeights(trainer and engines at once)
+    version (every update)        the trainer's own look at the probe, while nothing is paused
+                                  Send(trainer) and Begin(engines) at once -> all have begun: Receive(engines)
+                                  -> the same digest from all
+    each engine on its own        Commit, tokens held back -> probe -> Release
 
-The bytes never come here: offers are opaque and handed over, digests are compared. Every call
-carries a deadline that its worker keeps, too.
+An error before the digests agree is an Abort for all: an engine serves its old version again, or is dirty. After
+that every engine has the weights, and one that fails is given up alone. An engine's pause is from the answer to Begin
+to the answer to Commit.
+
+The bytes never come here: offers are opaque and handed over, digests are compared. Every call carries a deadline that
+its worker keeps, too.
 """
 
 from __future__ import annotations
@@ -15,124 +20,121 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+from fourfold import metrics as m
 from fourfold.config import Config
-from fourfold.errors import NO_BACKEND, FourfoldError, Internal, StaleEpoch, WrongState
+from fourfold.errors import FourfoldError, Internal, StaleEpoch, Unavailable, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.wire import Float32Array
 
+from . import weight_plane as plane
+from .backends import Group, make_groups
 from .probe import Key, Probe
 from .replica import Replica
 from .routing import LOOK_SECONDS
-from .trainer_session import TrainerRestarted, TrainerSession
+from .trainer_session import TrainerSession
+from .weight_calls import Engine, UpdateFailed, at_once, at_once_trainer
+from .weight_plane import WeightPlane
+from .weight_sums import differing_tensors, naming
+from .weight_times import Stopwatch
 
 log = logging.getLogger("fourfold.coordinator")
 
 T = TypeVar("T")
 
 _ABORT_SECONDS: Final = 15.0
-# After the first failure of a phase the others get this long to fail, too: it tells who is to blame.
-_BLAME_SECONDS: Final = 1.0
-_PAUSE: Final = {"wait": control.PAUSE_MODE_WAIT, "abort": control.PAUSE_MODE_ABORT}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
-    """A replica and what it says of itself."""
-
-    replica: Replica
-    about: control.DescribeEngineResponse
-
-    @property
-    def key(self) -> Key:
-        """Name and incarnation."""
-        return self.replica.key
+_SUMS_SECONDS: Final = 10.0
+_PAUSE: Final = {
+    "keep": control.PAUSE_MODE_KEEP,
+    "wait": control.PAUSE_MODE_WAIT,
+    "abort": control.PAUSE_MODE_ABORT,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """What a weight update came to."""
 
-    seconds: float = 0.0
-    pause_seconds: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By metric name: of the whole update and its parts; empty when nothing was sent."""
     probe_diffs: tuple[tuple[float, float], ...] = ()
     """Mean and largest |trainer - engine| on the probe, in nats, of every engine."""
-
-
-class UpdateFailed(Exception):
-    """An update was given up.
-
-    `engines` failed, by name and incarnation; `trainer` is its error, when it failed. Engines that are in neither
-    are well.
-    """
-
-    def __init__(self, engines: Mapping[Key, FourfoldError], trainer: FourfoldError | None = None) -> None:
-        super().__init__("; ".join(str(error) for error in (*engines.values(), trainer) if error is not None))
-        self.engines = dict(engines)
-        self.trainer = trainer
 
 
 class WeightUpdater:
     """Runs updates, and keeps the epoch open between those of the same members."""
 
-    def __init__(self, config: Config, session: TrainerSession, probe: Probe) -> None:
+    def __init__(self, config: Config, session: TrainerSession, probe: Probe, status: WeightPlane) -> None:
         self._config = config
         self._session = session
         self._probe = probe
-        # Epochs grow over coordinators, too: an engine may have seen those of an earlier one, a moment ago.
-        self._epoch = time.time_ns() // 1_000_000
+        self._status = status
+        # Epochs grow over coordinators, too: trainer and engines may have seen those of an earlier one. In
+        # milliseconds, because one that was killed a moment ago has made fewer than it lived.
+        self._epoch = int(time.time() * 1000)
         self._members: tuple[object, ...] | None = None  # of the open epoch
+        self._rounds = 0  # done in it
+        self._manifest = b""
+        self._clock = Stopwatch()
+        self._skipped = False
         self.filled: dict[Key, int] = {}
-        """Version of ours that an engine holds, by engine: verified, and perhaps committed."""
+        """Version of ours that an engine holds, by engine: verified, and perhaps served."""
 
     async def run(self, engines: Sequence[Engine], version: int) -> Update:
         """Bring `engines` to `version`, which the trainer holds.
 
         Raises:
-            UpdateFailed: names the engines to blame; the update was aborted at all.
+            UpdateFailed: names the engines to blame; they do not serve. Of the others all serve the version, when it
+                had arrived everywhere, or none.
             TrainerRestarted: the weights are lost.
         """
-        began = time.monotonic()
-        committing = False
+        self._clock = clock = Stopwatch()
+        arrived = False
         try:
-            await self._join(engines)
-            paused = time.monotonic()
-            end = paused + self._config.weights.timeout_seconds
-            await self._begin(engines, version, end)
-            await self._transfer(engines, version, end)
-            probes = await self.look(engines, version, timeout=_left(end))
-            self.filled |= {engine.key: version for engine in engines}
-            committing = True
+            with clock.part(m.JOIN_SECONDS):
+                await self._join(engines)
+            self._begin(plane.LOOK_UP, engines, busy=[self._session.name])
+            await self._ask_trainer(version, timeout=self._config.weights.timeout_seconds)
+            end = time.monotonic() + self._config.weights.timeout_seconds
+            await self._move(engines, version, end)
+            arrived = True
         finally:
-            if not committing:
+            if not arrived:
                 await self._abort(engines)
-        await self._commit(engines, version, probes, end)
-        done = time.monotonic()
-        return Update(
-            seconds=done - began,
-            pause_seconds=done - paused,
-            probe_diffs=tuple((mean, largest) for mean, largest, _ in probes.values()),
+        self._begin(plane.COMMIT, engines, busy=[engine.name for engine in engines])
+        results = await asyncio.gather(*(self._finish(engine, version, end) for engine in engines))
+        self._status.end()
+        failures = {e.key: r for e, r in zip(engines, results, strict=True) if isinstance(r, FourfoldError)}
+        if failures:
+            self._members = None
+            raise UpdateFailed(failures)
+        return self._done(version, [r for r in results if not isinstance(r, FourfoldError)])
+
+    def _done(self, version: int, probe_diffs: list[tuple[float, float]]) -> Update:
+        seconds = self._clock.stop()
+        self._status.last_seconds, self._status.last_pause_seconds = (
+            seconds[m.PUBLISH_SECONDS],
+            seconds[m.PAUSE_SECONDS],
         )
+        parts = ", ".join(f"{name.split('/')[1].removesuffix('_seconds')} {s:.3f}" for name, s in seconds.items())
+        log.info("weights of version %d are in %d engines; seconds: %s", version, len(probe_diffs), parts)
+        return Update(seconds=seconds, probe_diffs=tuple(probe_diffs))
 
     async def look(
         self, engines: Sequence[Engine], version: int, *, timeout: float
     ) -> dict[Key, tuple[float, float, Float32Array]]:
-        """Compare the probe of engines that hold `version`: mean and largest difference, and the engine's values.
+        """Compare the probe of engines that serve `version`: mean and largest difference, and the engine's values.
 
         Raises:
             UpdateFailed: names the engines whose probe differs or is stale.
         """
-        if not self._probe.knows(version):
-            rows = await self._session.call(
-                "probe", lambda r: r.trainer.compute_logprobs([self._probe.sample()], timeout=timeout)
-            )
-            self._probe.trainer(version, rows[0])
+        await self._ask_trainer(version, timeout=timeout)
         values = await at_once(
-            {e.key: e.replica.control.probe(self._probe.token_ids, timeout=timeout) for e in engines}
+            {e.key: e.replica.call(e.replica.control.probe(self._probe.token_ids, timeout=timeout)) for e in engines}
         )
         results: dict[Key, tuple[float, float, Float32Array]] = {}
         bad: dict[Key, FourfoldError] = {}
@@ -145,197 +147,224 @@ class WeightUpdater:
             raise UpdateFailed(bad)
         return results
 
+    async def _ask_trainer(self, version: int, *, timeout: float) -> None:
+        """Have the trainer compute the probe at `version`, once. Its engine thread is the one that sends, too."""
+        if not self._probe.knows(version):
+            rows = await self._session.call(
+                "probe", lambda r: r.trainer.compute_logprobs([self._probe.sample()], timeout=timeout)
+            )
+            self._probe.trainer(version, rows[0])
+
+    # -- epoch ----------------------------------------------------------------------------------------------------
+
     async def _join(self, engines: Sequence[Engine]) -> None:
         """Open an epoch with these engines, unless it is open."""
-        timeout = self._config.weights.timeout_seconds
         layout = await self._session.call("GetManifest", lambda r: r.weights.get_manifest(timeout=LOOK_SECONDS))
-        manifest, sha256 = layout.manifest, layout.manifest_sha256
-        if hashlib.sha256(manifest).digest() != sha256:
+        if hashlib.sha256(layout.manifest).digest() != layout.manifest_sha256:
             raise UpdateFailed({}, Internal("the trainer's manifest does not have the digest that it names"))
-        backend = choose_backend(self._config.weights.backend, layout, engines)
-        members = (self._session.incarnation, sha256, backend, tuple(engine.key for engine in engines))
+        groups = make_groups(self._config.weights.backend, layout, engines)
+        shape = tuple((group.backend, tuple(e.key for e in group.engines)) for group in groups)
+        members = (self._session.incarnation, layout.manifest_sha256, shape)
         if members == self._members:
             return
-        self._members = None
+        self._members, self._manifest = None, layout.manifest
         self._epoch += 1
-        epoch, total = self._epoch, sum(engine.about.worker_count for engine in engines)
-        offers = await at_once_trainer(
-            self._session.once(
-                lambda r: r.weights.make_offer(epoch=epoch, backend=backend, receiver_count=total, timeout=timeout)
-            )
-        )
+        self._rounds, self._status.epoch = 0, self._epoch
+        self._begin(plane.JOIN, engines)
         calls: dict[Key, Coroutine[Any, Any, object]] = {}
-        first = 0
-        for engine in engines:
-            calls[engine.key] = engine.replica.control.open(
-                epoch=epoch,
-                backend=backend,
-                manifest=manifest,
-                offers=offers,
-                receiver_count=total,
-                first_receiver_index=first,
-                timeout=timeout,
-            )
-            first += engine.about.worker_count
-        await at_once(calls, trainer=self._session.once(lambda r: r.weights.open(epoch=epoch, timeout=timeout)))
+        for index, group in enumerate(groups):
+            offers = await self._offers(group, index)
+            for engine in group.engines:
+                self._status.backend(engine.name, group.backend)
+                calls[engine.key] = self._call(engine, self._open(engine, group, offers))
+        timeout = self._config.weights.timeout_seconds
+        opening = self._ask(lambda r: r.weights.open(epoch=self._epoch, timeout=timeout))
+        await at_once(calls, trainer=opening)
         self._members = members
+        names = "; ".join(f"{g.backend}: {', '.join(e.name for e in g.engines)}" for g in groups)
+        log.info("weights travel to %s", names, extra={"epoch": self._epoch})
 
-    async def _begin(self, engines: Sequence[Engine], version: int, end: float) -> None:
-        await at_once(
-            {
-                engine.key: engine.replica.control.begin(
+    async def _offers(self, group: Group, index: int) -> list[bytes]:
+        return await at_once_trainer(
+            self._session.once(
+                lambda r: r.weights.make_offer(
                     epoch=self._epoch,
-                    policy_version=version,
-                    pause_mode=_PAUSE[self._config.weights.pause],
-                    timeout=_left(end),
+                    backend=group.backend,
+                    receiver_count=group.receiver_count,
+                    group=index,
+                    timeout=self._config.weights.timeout_seconds,
                 )
-                for engine in engines
-            }
-        )
-
-    async def _transfer(self, engines: Sequence[Engine], version: int, end: float) -> None:
-        """Move the bytes, and compare what arrived with what was sent."""
-        epoch = self._epoch
-        sent: list[bytes] = []
-
-        async def send(replica: Replica) -> None:
-            response = await replica.weights.send(epoch=epoch, policy_version=version, timeout=_left(end))
-            sent.append(response.weights_digest)
-
-        digests = await at_once(
-            {
-                e.key: e.replica.control.receive(epoch=epoch, policy_version=version, timeout=_left(end))
-                for e in engines
-            },
-            trainer=self._session.once(send),
-        )
-        wrong = {
-            key: WrongState(
-                f"{key[0]}: the weights of version {version} arrived with digest {digest.hex()[:16]}, the trainer "
-                f"sent {sent[0].hex()[:16]}; nothing of them is served",
-                reason="DIGEST_MISMATCH",
             )
-            for key, digest in digests.items()
-            if digest != sent[0]
-        }
-        if wrong:
-            raise UpdateFailed(wrong)
+        )
 
-    async def _commit(
-        self,
-        engines: Sequence[Engine],
-        version: int,
-        probes: Mapping[Key, tuple[float, float, Float32Array]],
-        end: float,
-    ) -> None:
-        """Have the engines serve the version. One that does not answer may serve either: it is filled again."""
-        calls = [
-            e.replica.control.commit(epoch=self._epoch, policy_version=version, timeout=_left(end)) for e in engines
-        ]
-        failures: dict[Key, FourfoldError] = {}
-        for engine, error in zip(engines, await asyncio.gather(*calls, return_exceptions=True), strict=True):
-            if isinstance(error, FourfoldError):
-                failures[engine.key] = error
-                engine.replica.version = -1
-            elif isinstance(error, BaseException):
-                raise error
-            else:
-                engine.replica.version = version
-                self._probe.accept(engine.key, version, probes[engine.key][2])
-        if failures:
-            self._members = None
-            raise UpdateFailed(failures)
+    def _open(self, engine: Engine, group: Group, offers: Sequence[bytes]) -> Coroutine[Any, Any, object]:
+        return engine.replica.control.open(
+            epoch=self._epoch,
+            backend=group.backend,
+            manifest=self._manifest,
+            offers=offers,
+            receiver_count=group.receiver_count,
+            first_receiver_index=group.first_receiver(engine),
+            timeout=self._config.weights.timeout_seconds,
+        )
+
+    # -- transfer -------------------------------------------------------------------------------------------------
+
+    async def _move(self, engines: Sequence[Engine], version: int, end: float) -> None:
+        """Send to all, and compare what arrived with what was sent. The trainer waits for its receivers."""
+        epoch, weights = self._epoch, self._config.weights
+        skip = self._rounds >= weights.verify_first and version % weights.verify_every != 0
+        self._skipped = skip
+        sent: list[weight.SendWeightsResponse] = []
+        all_begun = asyncio.Barrier(len(engines))
+
+        async def send() -> None:
+            with self._clock.part(m.SEND_SECONDS):
+                response = await self._session.once(
+                    lambda r: r.weights.send(epoch=epoch, policy_version=version, skip_sums=skip, timeout=_left(end))
+                )
+            sent.append(response)
+            self._status.answered(self._session.name)
+
+        async def take(engine: Engine) -> bytes:
+            await self._call(engine, self._pause(engine, version, end))
+            self._clock.paused(engine.key)
+            if await all_begun.wait() == 0:
+                names = [other.name for other in engines]
+                self._begin(plane.TRANSFER, engines, busy=names if sent else [*names, self._session.name])
+            receive = engine.replica.control.receive
+            with self._clock.part(m.TRANSFER_SECONDS):
+                return await self._call(
+                    engine, receive(epoch=epoch, policy_version=version, skip_sums=skip, timeout=_left(end))
+                )
+
+        self._begin(plane.PAUSE, engines)
+        digests = await at_once({engine.key: take(engine) for engine in engines}, trainer=send())
+        wrong = [engine for engine in engines if digests[engine.key] != sent[0].weights_digest]
+        if wrong:
+            raise UpdateFailed({e.key: await self._mismatch(e, digests[e.key], sent[0], version) for e in wrong})
+        self._rounds += 1
+
+    def _pause(self, engine: Engine, version: int, end: float) -> Coroutine[Any, Any, None]:
+        mode = _PAUSE[self._config.weights.pause]
+        return engine.replica.control.begin(
+            epoch=self._epoch, policy_version=version, pause_mode=mode, timeout=_left(end)
+        )
+
+    async def _mismatch(
+        self, engine: Engine, digest: bytes, sent: weight.SendWeightsResponse, version: int
+    ) -> FourfoldError:
+        """Return the error of an engine that received something else; it names the tensors where sums were taken."""
+        which = "sums were not taken in this round"
+        if sent.sums:
+            try:
+                sums = await engine.replica.call(engine.replica.control.sums(epoch=self._epoch, timeout=_SUMS_SECONDS))
+                tensors = differing_tensors(self._manifest, sent.sums, sums)
+                which = f"{naming(tensors)} differ" if len(tensors) > 1 else f"{naming(tensors) or 'no tensor'} differs"
+            except FourfoldError as error:
+                which = f"it does not say which tensors: {error.message}"
+        return WrongState(
+            f"{engine.name}: the weights of version {version} arrived with digest {digest.hex()[:16]}, the trainer "
+            f"sent {sent.weights_digest.hex()[:16]}: {which}; nothing of them is served",
+            reason="DIGEST_MISMATCH",
+        )
+
+    # -- commit ---------------------------------------------------------------------------------------------------
+
+    async def _finish(self, engine: Engine, version: int, end: float) -> tuple[float, float] | FourfoldError:
+        """Have one engine serve the version once its probe agrees; return mean and largest difference, or its error.
+
+        One that does not answer may serve either version, or hold tokens back: it is aborted, and filled again.
+        """
+        epoch, asked = self._epoch, engine.replica.control
+        served = False
+        try:
+            with self._clock.part(m.COMMIT_SECONDS):
+                await self._call(
+                    engine, asked.commit(epoch=epoch, policy_version=version, hold=True, timeout=_left(end)), last=False
+                )
+            self._clock.resumed(engine.key)
+            with self._clock.part(m.PROBE_SECONDS):
+                logprobs = await self._call(engine, asked.probe(self._probe.token_ids, timeout=_left(end)), last=False)
+            mean, largest = self._compare(engine.key, version, logprobs)
+            self.filled[engine.key] = version
+            await self._call(engine, asked.release(epoch=epoch, policy_version=version, timeout=_left(end)))
+            engine.replica.version = version
+            self._probe.accept(engine.key, version, logprobs)
+            served = True
+            return mean, largest
+        except FourfoldError as error:
+            return error
+        finally:
+            if not served:
+                await self._abort_engine(engine)
+
+    def _compare(self, key: Key, version: int, logprobs: Float32Array) -> tuple[float, float]:
+        try:
+            return self._probe.compare(key, version, logprobs)
+        except WrongState as error:
+            arrived = "every tensor had arrived as it was sent"
+            if self._skipped:
+                arrived = "tensors were not summed in this round, and are in this engine's next"
+            raise WrongState(f"{error.message} ({arrived})", reason=error.reason) from None
+
+    # -- abort ----------------------------------------------------------------------------------------------------
 
     async def _abort(self, engines: Sequence[Engine]) -> None:
         """Give the update up everywhere; an engine that may hold mixed weights is vouched for no longer."""
         self._members = None
-        calls = [engine.replica.control.abort(epoch=self._epoch, timeout=_ABORT_SECONDS) for engine in engines]
+        self._begin(plane.ABORT, engines)
         trainer = self._session.once(lambda r: r.weights.abort(epoch=self._epoch, timeout=_ABORT_SECONDS))
-        *states, sender = await asyncio.gather(*calls, trainer, return_exceptions=True)
+        sender, *others = await asyncio.gather(
+            trainer, *(self._abort_engine(engine) for engine in engines), return_exceptions=True
+        )
+        self._status.end()
         if isinstance(sender, FourfoldError) and not isinstance(sender, StaleEpoch):
             log.warning("the trainer could not abort the update: %s", sender)
-        for engine, state in zip(engines, states, strict=True):
-            if isinstance(state, StaleEpoch):
-                continue  # it never joined this epoch: nothing was touched
-            if state != control.WEIGHT_STATE_CLEAN:
-                engine.replica.version = -1
-                log.warning("%s may hold mixed weights; it is filled again", engine.replica.member.member_id)
+        for error in others:
+            if error is not None:
+                raise error
 
+    async def _abort_engine(self, engine: Engine) -> None:
+        """Give the update up at one engine. Its state is not known when it does not answer."""
+        state = control.WEIGHT_STATE_UNSPECIFIED
+        if not engine.replica.gone:  # nobody would answer
+            try:
+                abort = engine.replica.control.abort(epoch=self._epoch, timeout=_ABORT_SECONDS)
+                state = await engine.replica.call(abort)
+            except StaleEpoch:
+                return  # it never joined this epoch: nothing was touched
+            except FourfoldError as error:
+                log.warning("%s could not abort the update: %s", engine.name, error)
+        if state != control.WEIGHT_STATE_CLEAN:
+            engine.replica.version = -1
+            log.warning("%s may hold mixed weights; it is filled again", engine.name)
 
-def choose_backend(wanted: str, trainer: weight.GetManifestResponse, engines: Sequence[Engine]) -> str:
-    """Return how the bytes travel: as configured; `auto` is shared memory on one host, and else gloo.
+    # -- calls ----------------------------------------------------------------------------------------------------
 
-    Raises:
-        UpdateFailed: names the engines that do not have it.
-    """
-    backend = wanted
-    if wanted == "auto":
-        one_host = bool(trainer.host_id) and all(engine.about.host_id == trainer.host_id for engine in engines)
-        every = [trainer.backends, *(engine.about.backends for engine in engines)]
-        backend = "shm" if one_host and all("shm" in backends for backends in every) else "gloo"
-    if backend not in trainer.backends:
-        raise UpdateFailed(
-            {}, WrongState(f"the trainer cannot send weights by {backend!r}, only by {', '.join(trainer.backends)}")
-        )
-    lacking = {
-        engine.key: WrongState(
-            f"{engine.replica.member.peer} cannot receive weights by {backend!r}, only by "
-            f"{', '.join(engine.about.backends)}; set weights.backend",
-            reason=NO_BACKEND,
-        )
-        for engine in engines
-        if backend not in engine.about.backends
-    }
-    if lacking:
-        raise UpdateFailed(lacking)
-    return backend
+    def _begin(self, phase: str, engines: Sequence[Engine], *, busy: Sequence[str] | None = None) -> None:
+        """Begin a phase; all have something to do in it, unless `busy` names who has."""
+        names, trainer = [engine.name for engine in engines], self._session.name
+        self._status.begin(phase, trainer=trainer, engines=names, busy=[*names, trainer] if busy is None else busy)
 
+    async def _call(self, engine: Engine, call: Coroutine[Any, Any, T], *, last: bool = True) -> T:
+        """Make a call to an engine, while it is a member; the `last` one of a phase ends its part.
 
-async def at_once(
-    calls: Mapping[Key, Coroutine[Any, Any, T]], *, trainer: Coroutine[Any, Any, object] | None = None
-) -> dict[Key, T]:
-    """Make one call to every engine, and one to the trainer, at the same time; return the engines' answers.
+        Raises:
+            Unavailable: it is none any more.
+        """
+        if engine.replica.gone:
+            call.close()
+            raise Unavailable(f"{engine.replica.member.peer}: {engine.replica.gone}", reason="LEASE_ENDED")
+        result = await engine.replica.call(call)
+        if last:
+            self._status.answered(engine.name)
+        return result
 
-    Raises:
-        UpdateFailed: with every call that failed within a second of the first failure; the others were cancelled.
-        TrainerRestarted: the trainer is another process.
-    """
-    tasks = {key: asyncio.ensure_future(call) for key, call in calls.items()}
-    sender: asyncio.Future[object] | None = None if trainer is None else asyncio.ensure_future(trainer)
-    everything: list[asyncio.Future[Any]] = [*tasks.values(), *([sender] if sender else [])]
-    try:
-        _, pending = await asyncio.wait(everything, return_when=asyncio.FIRST_EXCEPTION)
-        if pending:
-            await asyncio.wait(pending, timeout=_BLAME_SECONDS)
-    finally:
-        for task in everything:
-            task.cancel()
-        await asyncio.gather(*everything, return_exceptions=True)
-    failures = {key: error for key, task in tasks.items() if (error := _error(task)) is not None}
-    own = None if sender is None else _error(sender)
-    if isinstance(own, TrainerRestarted):
-        raise own
-    if failures or own is not None:
-        raise UpdateFailed(failures, own)
-    return {key: task.result() for key, task in tasks.items()}
-
-
-async def at_once_trainer(call: Awaitable[T]) -> T:
-    """Make a call to the trainer alone, failing as `at_once` does."""
-    try:
-        return await call
-    except TrainerRestarted:
-        raise
-    except FourfoldError as error:
-        raise UpdateFailed({}, error) from error
-
-
-def _error(task: asyncio.Future[Any]) -> FourfoldError | None:
-    """Return why a task failed; None when it did not or was cancelled. An error that is no one's raises."""
-    error = None if task.cancelled() else task.exception()
-    if error is None or isinstance(error, FourfoldError):
-        return error
-    raise error
+    async def _ask(self, work: Callable[[Replica], Awaitable[None]]) -> None:
+        """Make a call to the trainer that ends its part of a phase."""
+        await self._session.once(work)
+        self._status.answered(self._session.name)
 
 
 def _left(end: float) -> float:

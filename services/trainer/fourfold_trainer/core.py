@@ -23,23 +23,20 @@ from typing import Any, Final, TypeVar
 
 from fourfold import metrics
 from fourfold.config import Config
-from fourfold.errors import AlreadyExists, DeadlinePassed, FourfoldError, InvalidInput, Unavailable, WrongState
-from fourfold.weights.manifest import Manifest
+from fourfold.errors import AlreadyExists, FourfoldError, InvalidInput, Unavailable, WrongState
 from fourfold.wire import Sample
 from fourfold_trainer import flops, gradients, report
 from fourfold_trainer import step as steps
 from fourfold_trainer.checkpoint import CheckpointStore, StepAnswer, TrainerState, layout_of, whole
-from fourfold_trainer.engine import Engine, Sent
+from fourfold_trainer.engine import Engine
 from fourfold_trainer.engine_thread import EngineThread, Phase
 from fourfold_trainer.gradients import Gradient
 from fourfold_trainer.passes import Forward, forward
+from fourfold_trainer.transfers import Transfers
 
 _log = logging.getLogger("fourfold.trainer")
 
 T = TypeVar("T")
-
-# A transfer must end before its caller gives up, so that the caller learns why.
-_MARGIN_SECONDS: Final = 0.05
 _LEAVE_SECONDS: Final = 1.0
 
 
@@ -84,6 +81,10 @@ class TrainerCore:
             on_phase=lambda phase: self._set(phase=phase),
             fatal=fatal,
         )
+        self.transfers = Transfers(
+            self._thread, engine=lambda: self._running, version=lambda: self._status.state.policy_version
+        )
+        """Weights on their way to the engines."""
 
     async def start(self) -> None:
         """Load the model; the service is ready when this returns."""
@@ -190,47 +191,6 @@ class TrainerCore:
     async def raise_policy_version(self, version: int, *, timeout: float) -> int:
         """Raise the version of the present weights to at least `version`; return it."""
         return await self._thread.run(Phase.WAITING, lambda: self._do_raise(version), timeout=timeout)
-
-    async def manifest(self, *, timeout: float) -> Manifest:
-        """Return the layout of the weights."""
-        return await self._thread.run(Phase.WAITING, lambda: self._running.manifest(), timeout=timeout)
-
-    async def make_offers(self, epoch: int, backend: str, receiver_count: int, *, timeout: float) -> list[bytes]:
-        """Start an epoch; one offer per rank."""
-        return await self._transfer(
-            lambda left: self._running.make_offers(epoch, backend, receiver_count, timeout=left), timeout
-        )
-
-    async def open_weights(self, epoch: int, *, timeout: float) -> None:
-        """Meet the receivers."""
-        await self._transfer(lambda left: self._running.open_weights(epoch, timeout=left), timeout)
-
-    async def send_weights(self, epoch: int, policy_version: int, *, timeout: float) -> Sent:
-        """Send the present weights; WrongState when they have another version."""
-
-        def send(left: float) -> Sent:
-            present = self._status.state.policy_version
-            if policy_version != present:
-                raise WrongState(f"policy version {policy_version} cannot be sent; the present weights are {present}")
-            return self._running.send_weights(epoch, policy_version, timeout=left)
-
-        return await self._transfer(send, timeout)
-
-    async def abort_weights(self, epoch: int) -> None:
-        """Abort the epoch at once, whatever the engine thread does."""
-        await asyncio.to_thread(self._running.abort_weights, epoch)
-
-    async def _transfer(self, run: Callable[[float], T], timeout: float) -> T:
-        """Run a phase of a weight transfer with what is left of its time when its turn comes."""
-        end = time.monotonic() + timeout - _MARGIN_SECONDS
-
-        def timed() -> T:
-            left = end - time.monotonic()
-            if left <= 0:
-                raise DeadlinePassed("the engine was busy until the deadline; call again")
-            return run(left)
-
-        return await self._thread.run(Phase.PUBLISHING, timed, timeout=timeout)
 
     # ---- engine thread -------------------------------------------------------------------
 

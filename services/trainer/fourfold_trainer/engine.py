@@ -94,6 +94,8 @@ class Sent:
 
     weights_digest: bytes
     sent_bytes: int
+    sums: bytes = b""
+    """Of every tensor, over all ranks (`fourfold.weights.digest`); empty when they were left out."""
 
 
 class Engine(Protocol):
@@ -154,14 +156,20 @@ class Engine(Protocol):
     def manifest(self) -> Manifest:
         """Return the layout of the weights."""
 
-    def make_offers(self, epoch: int, backend: str, receiver_count: int, *, timeout: float) -> list[bytes]:
-        """Start an epoch; one offer per rank."""
+    @property
+    def device_uuids(self) -> tuple[bytes, ...]:
+        """CUDA UUIDs of the policy's ranks, 16 bytes each, in rank order; none on CPU."""
+
+    def make_offers(
+        self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float
+    ) -> list[bytes]:
+        """Start an epoch (group 0), or add the next group of receivers to it; one offer per rank."""
 
     def open_weights(self, epoch: int, *, timeout: float) -> None:
         """Meet the receivers."""
 
-    def send_weights(self, epoch: int, policy_version: int, *, timeout: float) -> Sent:
-        """Send the present weights."""
+    def send_weights(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> Sent:
+        """Send the present weights, and sum them up unless told not to."""
 
     def abort_weights(self, epoch: int) -> None:
         """End what is under way and close the epoch. From any thread."""

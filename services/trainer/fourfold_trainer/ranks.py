@@ -21,8 +21,8 @@ import numpy as np
 from fourfold.config import Config
 from fourfold.errors import FourfoldError
 from fourfold.nn.batching import TokenBatch
+from fourfold.weights.digest import add_sums, digest_of, unsummed_digest
 from fourfold.weights.manifest import Manifest
-from fourfold.weights.sender import combine_digest
 from fourfold.wire import Float32Array
 from fourfold_trainer.batching import Batch, PolicyBatch, ValueBatch, WeightedBatch, to_arrays
 from fourfold_trainer.engine import Sent, UpdateSettings, UpdateSums
@@ -83,6 +83,7 @@ class RankGroup:
         # The critic's own ranks are all elsewhere: who asks them needs nothing but their links.
         self._second = ThreadPoolExecutor(1, "critic") if config.critic_apart else None
         self._manifest, self._machine = self._worker.sender.manifest(), self._worker.machine
+        self._device_uuids = tuple(_bytes(a) for a in self._policy.call("device_uuid") if a.arrays)
         if config.critic_apart:  # no part of it is here
             size = ModelSize(**self._critic.call("critic_size")[0].fields)
             self._machine = replace(self._machine, critic=size)
@@ -160,22 +161,31 @@ class RankGroup:
         """Return the layout of the weights."""
         return self._manifest
 
-    def make_offers(self, epoch: int, backend: str, receiver_count: int, *, timeout: float) -> list[bytes]:
-        """Start an epoch; one offer per rank."""
-        fields = {"epoch": epoch, "backend": backend, "receiver_count": receiver_count, "timeout": timeout}
-        return [_bytes(a) for a in self._transfer("make_offer", fields)]
+    @property
+    def device_uuids(self) -> tuple[bytes, ...]:
+        """CUDA UUIDs of the policy's ranks, 16 bytes each, in rank order; none on CPU."""
+        return self._device_uuids
+
+    def make_offers(
+        self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float
+    ) -> list[bytes]:
+        """Start an epoch (group 0), or add the next group of receivers to it; one offer per rank."""
+        fields = {"epoch": epoch, "backend": backend, "receiver_count": receiver_count, "group": group}
+        return [_bytes(a) for a in self._transfer("make_offer", {**fields, "timeout": timeout})]
 
     def open_weights(self, epoch: int, *, timeout: float) -> None:
         """Meet the receivers."""
         self._transfer("open_weights", {"epoch": epoch, "timeout": timeout})
 
-    def send_weights(self, epoch: int, policy_version: int, *, timeout: float) -> Sent:
-        """Send the present weights."""
-        answers = self._transfer("send_weights", {"epoch": epoch, "policy_version": policy_version, "timeout": timeout})
-        return Sent(
-            weights_digest=combine_digest(self._manifest, [_bytes(a) for a in answers]),
-            sent_bytes=sum(a.fields["sent_bytes"] for a in answers),
-        )
+    def send_weights(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> Sent:
+        """Send the present weights, and sum them up unless told not to."""
+        fields = {"epoch": epoch, "policy_version": policy_version, "skip_sums": skip_sums, "timeout": timeout}
+        answers = self._transfer("send_weights", fields)
+        sent_bytes = sum(a.fields["sent_bytes"] for a in answers)
+        if skip_sums:
+            return Sent(weights_digest=unsummed_digest(self._manifest, policy_version), sent_bytes=sent_bytes)
+        sums = add_sums(self._manifest, [_bytes(a) for a in answers])
+        return Sent(weights_digest=digest_of(self._manifest, sums), sent_bytes=sent_bytes, sums=sums)
 
     def abort_weights(self, epoch: int) -> None:
         """End what is under way and close the epoch. From any thread."""

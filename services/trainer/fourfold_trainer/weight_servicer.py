@@ -2,57 +2,71 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+import asyncio
+from typing import Any
 
 import grpc
 
 from fourfold.errors import InvalidInput
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as pb_grpc
+from fourfold.weights.devices import reachable_gpus, usable_backends
 from fourfold.weights.host import host_id
 from fourfold_trainer.core import TrainerCore
 from fourfold_trainer.servicer import time_left
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-BACKENDS: Final = ("shm", "gloo")
-
 
 class TrainerWeightServicer(pb_grpc.TrainerWeightServiceServicer):
     """Hands each phase to the engine thread; an abort overtakes whatever runs there."""
 
     def __init__(self, core: TrainerCore) -> None:
-        self._core = core
+        self._transfers = core.transfers
+        self._backends = usable_backends(on_gpus=core.config.trainer.device == "cuda")
+        self._reachable: list[bytes] | None = None  # asked once: GPUs do not move
 
     async def GetManifest(self, request: pb.GetManifestRequest, context: Context) -> pb.GetManifestResponse:
-        """Describe what will be sent."""
-        manifest = await self._core.manifest(timeout=time_left(context))
+        """Describe what will be sent, and from where."""
+        manifest = await self._transfers.manifest(timeout=time_left(context))
+        devices = self._transfers.device_uuids
+        if self._reachable is None:
+            self._reachable = await asyncio.to_thread(reachable_gpus, devices)
         return pb.GetManifestResponse(
-            manifest=manifest.to_bytes(), manifest_sha256=manifest.sha256, host_id=host_id(), backends=BACKENDS
+            manifest=manifest.to_bytes(),
+            manifest_sha256=manifest.sha256,
+            host_id=host_id(),
+            backends=self._backends,
+            device_uuids=devices,
+            reachable_device_uuids=self._reachable,
         )
 
     async def MakeOffer(self, request: pb.MakeOfferRequest, context: Context) -> pb.MakeOfferResponse:
-        """Start an epoch."""
-        if request.backend not in BACKENDS:
-            raise InvalidInput(f"backend is {request.backend!r}; the trainer has {', '.join(BACKENDS)}")
+        """Start an epoch, or add a group of receivers to it."""
+        if request.backend not in self._backends:
+            raise InvalidInput(f"backend is {request.backend!r}; the trainer has {', '.join(self._backends)}")
         if request.receiver_count < 1:
             raise InvalidInput(f"receiver_count is {request.receiver_count}; it must be at least 1")
-        offers = await self._core.make_offers(
-            request.epoch, request.backend, request.receiver_count, timeout=time_left(context)
+        if request.group < 0:
+            raise InvalidInput(f"group is {request.group}; it must be at least 0")
+        offers = await self._transfers.make_offers(
+            request.epoch, request.backend, request.receiver_count, group=request.group, timeout=time_left(context)
         )
         return pb.MakeOfferResponse(offers=offers)
 
     async def OpenWeights(self, request: pb.OpenWeightsRequest, context: Context) -> pb.OpenWeightsResponse:
         """Join the receivers."""
-        await self._core.open_weights(request.epoch, timeout=time_left(context))
+        await self._transfers.open(request.epoch, timeout=time_left(context))
         return pb.OpenWeightsResponse()
 
     async def SendWeights(self, request: pb.SendWeightsRequest, context: Context) -> pb.SendWeightsResponse:
         """Send the present weights."""
-        sent = await self._core.send_weights(request.epoch, request.policy_version, timeout=time_left(context))
-        return pb.SendWeightsResponse(weights_digest=sent.weights_digest, sent_bytes=sent.sent_bytes)
+        sent = await self._transfers.send(
+            request.epoch, request.policy_version, skip_sums=request.skip_sums, timeout=time_left(context)
+        )
+        return pb.SendWeightsResponse(weights_digest=sent.weights_digest, sent_bytes=sent.sent_bytes, sums=sent.sums)
 
     async def AbortWeights(self, request: pb.AbortWeightsRequest, context: Context) -> pb.AbortWeightsResponse:
         """Abort and close the epoch."""
-        await self._core.abort_weights(request.epoch)
+        await self._transfers.abort(request.epoch)
         return pb.AbortWeightsResponse()

@@ -61,6 +61,7 @@ class RankWorker:
             "restore": self._restore,
             "forget": self._forget,
             "export": self._export,
+            "device_uuid": self._device_uuid,
             "make_offer": self._make_offer,
             "open_weights": self._open_weights,
             "send_weights": self._send_weights,
@@ -164,6 +165,12 @@ class RankWorker:
     def _export(self, command: Message) -> Message:
         self._policy.export(Path(command.fields["folder"]), ema=command.fields["ema"])
         return Message(name=ANSWER)
+
+    def _device_uuid(self, _command: Message) -> Message:
+        if self._config.trainer.device != "cuda":
+            return Message(name=ANSWER)
+        uuid: bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid.bytes  # type: ignore[attr-defined]
+        return Message(name=ANSWER, arrays=[from_bytes(uuid)])
 
     def _make_offer(self, command: Message) -> Message:
         return Message(name=ANSWER, arrays=[from_bytes(self._sender.make_offer(**command.fields))])

@@ -83,8 +83,8 @@ class WeightUpdater:
         self._config = config
         self._session = session
         self._probe = probe
-        # Epochs grow over coordinators, too: an engine may have seen those of an earlier one, a moment ago.
-        self._epoch = time.time_ns() // 1_000_000
+        # Epochs grow over coordinators, too: an engine may have seen those of an earlier one.
+        self._epoch = int(time.time())
         self._members: tuple[object, ...] | None = None  # of the open epoch
         self.filled: dict[Key, int] = {}
         """Version of ours that an engine holds, by engine: verified, and perhaps committed."""

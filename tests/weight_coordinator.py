@@ -37,6 +37,7 @@ from fourfold_coordinator.ledger import Ledger
 from fourfold_coordinator.registry import Member, Registry
 from fourfold_coordinator.routing import Router
 from fourfold_coordinator.trainer_session import TrainerSession
+from fourfold_coordinator.weight_plane import WeightPlane
 
 _log = logging.getLogger(__name__)
 Moment = Literal["before", "during", "after"]
@@ -121,7 +122,9 @@ class Coordinator:
         self.session = TrainerSession(self.router, config, tokenizer_sha256=tokenizer)
         self._ledger = Ledger(ledger)
         probe = np.random.default_rng(7).integers(3, 500, 24).astype(np.int32)
-        self.broker = Broker(config, self.router, self.session, self._ledger, probe_ids=probe)
+        self.broker = Broker(
+            config, self.router, self.session, self._ledger, probe_ids=probe, plane=WeightPlane()
+        )
         self._tokens: dict[str, bytes] = {}
         self._tasks: list[asyncio.Task[None]] = []
         for member in members:

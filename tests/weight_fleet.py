@@ -51,7 +51,7 @@ DEVICE: Final = os.environ.get("FOURFOLD_FAULTS_DEVICE", "cpu")
 BACKENDS: Final = (BACKEND,) if BACKEND else ("shm", "gloo")
 UPDATE_SECONDS: Final = 8.0
 """Longest time of an update, weights.timeout_seconds."""
-_START_SECONDS: Final = 200.0
+_START_SECONDS: Final = 240.0
 _CALL_SECONDS: Final = 60.0
 STEPS: Final = {"one": 1, "two": 2}
 """Checkpoint of each of the trainer's weights."""
@@ -63,7 +63,7 @@ model = {{ source = "{model}", max_context_tokens = 64 }}
 data = {{ train = {{ reasoning_gym = "products", size = 8 }} }}
 batch = {{ prompts_per_step = 5, group_size = 4, tokens_per_micro_batch = 64 }}
 sampling = {{ max_new_tokens = 8 }}
-trainer = {{ ranks = {ranks}, device = "{device}", learning_rate = 2e-2, step_timeout_seconds = 60 }}
+trainer = {{ ranks = {ranks}, device = "{device}", learning_rate = 2e-2, step_timeout_seconds = 240 }}
 rollout = {{ max_concurrent_samples = 16, max_batched_tokens = 64, gpus_per_replica = {gpus}, {more} }}
 weights = {{ timeout_seconds = {timeout}, backend = "{backend}" }}
 retry = {{ infrastructure = 1, service_wait_seconds = 3.0 }}

@@ -30,7 +30,7 @@ from tests.trainer_driver import REPOSITORY, trainer_environment
 from tests.weight_coordinator import Coordinator, after, ends_in, ends_well, repeat, until, write_task
 from tests.weight_fleet import BACKENDS, UPDATE_SECONDS, Engine, Fleet, go_on, kill, stop, terminate
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(500)]
 
 # Of an update in which somebody dies: that shows at once.
 _DEATH_SECONDS = 20.0

@@ -1,7 +1,7 @@
 """The command `fourfold`. Nothing heavy is imported before a command needs it.
 
 Each command is a module (or a class here) with `add_arguments(parser)` and `main(args) -> int`.
-`run`, `watch` and `chat` come with the coordinator's distribution, the services with theirs;
+`run`, `watch`, `weights` and `chat` come with the coordinator's distribution, the services with theirs;
 they register through the entry point groups `fourfold.commands` and `fourfold.services`.
 
 Exit codes: 0 done; 1 an error, explained on stderr; 2 wrong usage; 130 interrupted.
@@ -35,6 +35,7 @@ _HELP: Final = {
     "doctor": "what this machine can run, and the next command where it cannot",
     "serve": "one service by hand, in its own terminal or on its own machine",
     "watch": "the live display of a run that is going on",
+    "weights": "how the weights of a run get to its engines: who waits for whom, since when",
     "chat": "talk to a model folder through a rollout service",
     "bench": "how long a weight update takes on this machine",
     "certs": "a private CA, certificates and a token for [security]",

@@ -18,7 +18,7 @@ With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4
     critic, per rank     weights, gradients and optimizer as the trainer's, no average; in the policy's ranks its
                          passes come after the policy's, with critic.ranks they have activations of their own
     transfer             weights     b P        one copy on its way: the trainer's shared memory, which the engines
-                                                read in place; by gloo one in every engine worker
+                                                read in place; by gloo one in every engine worker; none between GPUs
     rollout, reference   weights     b P        divided by the GPUs of a tensor-parallel engine
                          KV cache    2 * layers * kv_heads * head_dim * b per token
 
@@ -107,7 +107,10 @@ def memory_plan(
     rows = _kept(config, _trainer(config, shape, trained), shape)
     if config.algorithm.needs_critic:
         rows += _kept(config, _critic(config, critic or shape), critic or shape)
-    rows += [_rollout(config, shape), _transfer(config, shape)]
+    rows.append(_rollout(config, shape))
+    between_gpus = config.trainer.device == "cuda" and config.rollout.gpus_per_replica > 0
+    if not between_gpus or config.weights.backend in ("shm", "gloo"):
+        rows.append(_transfer(config, shape))
     if config.needs_reference:
         rows.append(_reference(config, shape))
     workers = max(config.reward.replicas, 1) * (1 + config.reward.processes)

@@ -14,9 +14,10 @@ from fourfold.adapters import AdapterPlan, adapter_plan
 from fourfold.algorithm_plan import algorithm_plan
 from fourfold.batch_plan import BatchPlan, batch_plan
 from fourfold.config import Config, DataSourceConfig
-from fourfold.memory_plan import GIB, MemoryRow, checkpoint_bytes, kv_bytes_per_token, memory_plan, weight_bytes
+from fourfold.memory_plan import GIB, MemoryRow, checkpoint_bytes, kv_bytes_per_token, memory_plan
 from fourfold.models import ModelShape
 from fourfold.optimizer_plan import optimizer_plan
+from fourfold.weight_plan import weight_plan
 
 _WIDTH: Final = 110
 _LABEL: Final = 12
@@ -61,7 +62,7 @@ def describe(config: Config) -> str:
         ("rollout", _rollout(config, shape)),
         ("reward", _reward(config)),
         ("reference", _reference(config)),
-        ("weights", _weights(config, shape)),
+        *zip_longest(["weights"], weight_plan(config, shape), fillvalue=""),
         ("policy lag", "0: each step is sampled by the weights that the step before it made."),
     ]
     title = f"{config.name}: {config.steps} steps of {config.algorithm.preset} on {config.model.source}"
@@ -206,9 +207,11 @@ def _rollout(config: Config, shape: ModelShape) -> str:
     if rollout.gpus_per_replica:
         memory = f"{rollout.gpu_memory_utilization:.0%} of each GPU's memory; what the weights leave is KV cache"
         per_token = kv_bytes_per_token(config, shape)
+        rounded = " Weights are rounded to fp8 as they arrive." if rollout.quantization else ""
+        sleep = " It can give that memory up while nobody samples." if rollout.sleep_mode else ""
         return (
             f"{where} on {rollout.gpus_per_replica} GPU each: {memory}, {per_token / 1024:,.0f} KiB a token. At most "
-            f"{rollout.max_concurrent_samples:,} samples run at once in each."
+            f"{rollout.max_concurrent_samples:,} samples run at once in each.{rounded}{sleep}"
         )
     tokens = rollout.kv_cache_gib * GIB // kv_bytes_per_token(config, shape)
     full = tokens // config.model.max_context_tokens
@@ -236,17 +239,6 @@ def _services(replicas: int) -> str:
     if replicas == 0:
         return "started by hand"
     return "1 service" if replicas == 1 else f"{replicas} services"
-
-
-def _weights(config: Config, shape: ModelShape) -> str:
-    how = {
-        "auto": "through shared memory, or by gloo between containers of one machine",
-        "shm": "through shared memory",
-        "gloo": "by gloo",
-    }[config.weights.backend]
-    engines = max(config.rollout.replicas, 1)
-    reach = "the engine" if engines == 1 else f"each of {engines} engines"
-    return f"{weight_bytes(config, shape) / GIB:.2f} GiB reach {reach} after every step, {how}."
 
 
 def memory_table(rows: list[MemoryRow]) -> list[str]:

@@ -168,7 +168,7 @@ class RolloutControlClient:
         await call(self._stub.BeginWeights, request, timeout=timeout, peer=self.peer, name="BeginWeights")
 
     async def receive(self, *, epoch: int, policy_version: int, skip_sums: bool = False, timeout: float) -> bytes:
-        """Receive and apply the weights; returns their digest (32 bytes); `skip_sums` leaves the sums out of it."""
+        """Receive and apply the weights; returns their digest (32 bytes)."""
         request = control.ReceiveWeightsRequest(epoch=epoch, policy_version=policy_version, skip_sums=skip_sums)
         response = await call(
             self._stub.ReceiveWeights, request, timeout=timeout, peer=self.peer, name="ReceiveWeights"
@@ -176,20 +176,14 @@ class RolloutControlClient:
         return response.weights_digest
 
     async def commit(self, *, epoch: int, policy_version: int, hold: bool = False, timeout: float) -> None:
-        """Sample with the version; with `hold` no token is given out before `release`."""
+        """Serve the version and resume; with `hold`, keep its tokens back until `release`."""
         request = control.CommitWeightsRequest(epoch=epoch, policy_version=policy_version, hold=hold)
         await call(self._stub.CommitWeights, request, timeout=timeout, peer=self.peer, name="CommitWeights")
 
     async def release(self, *, epoch: int, policy_version: int, timeout: float) -> None:
-        """Give out the tokens that a commit with `hold` kept back."""
+        """Give out the tokens that a commit with hold kept back."""
         request = control.ReleaseWeightsRequest(epoch=epoch, policy_version=policy_version)
         await call(self._stub.ReleaseWeights, request, timeout=timeout, peer=self.peer, name="ReleaseWeights")
-
-    async def sums(self, *, epoch: int, timeout: float) -> bytes:
-        """Sums of every tensor that was received last, 16 bytes each; empty when they were left out."""
-        request = control.GetWeightSumsRequest(epoch=epoch)
-        response = await call(self._stub.GetWeightSums, request, timeout=timeout, peer=self.peer, name="GetWeightSums")
-        return response.sums
 
     async def abort(self, *, epoch: int, timeout: float) -> control.WeightState.ValueType:
         """Give the update up; returns what the engine holds, CLEAN or DIRTY."""
@@ -202,3 +196,19 @@ class RolloutControlClient:
         request = control.ProbeLogprobsRequest(token_ids=pack_ints(token_ids))
         response = await call(self._stub.ProbeLogprobs, request, timeout=timeout, peer=self.peer, name="ProbeLogprobs")
         return floats(response.logprobs, len(token_ids), f"probe of {self.peer}", "logprobs")
+
+    async def sums(self, *, epoch: int, timeout: float) -> bytes:
+        """Sums of every tensor that was received last, 16 bytes each; empty when they were skipped."""
+        request = control.GetWeightSumsRequest(epoch=epoch)
+        response = await call(self._stub.GetWeightSums, request, timeout=timeout, peer=self.peer, name="GetWeightSums")
+        return response.sums
+
+    async def sleep(self, *, level: int, timeout: float) -> None:
+        """Free the engine's GPU memory; level 1 keeps the weights in the host's memory, 2 drops them."""
+        request = control.SleepEngineRequest(level=level)
+        await call(self._stub.SleepEngine, request, timeout=timeout, peer=self.peer, name="SleepEngine")
+
+    async def wake(self, *tags: str, timeout: float) -> None:
+        """Take memory again: "weights", "kv_cache"; none: everything."""
+        request = control.WakeEngineRequest(tags=tags)
+        await call(self._stub.WakeEngine, request, timeout=timeout, peer=self.peer, name="WakeEngine")

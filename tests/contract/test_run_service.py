@@ -50,6 +50,15 @@ async def test_a_run_is_reported_as_it_is(client: RunClient, board: RunBoard) ->
     assert [m.member_id for m in status.members] == ["rollout-0"]
 
 
+async def test_the_weight_plane_is_reported_as_it_is(serve: Serve, board: RunBoard, client: RunClient) -> None:
+    assert await client.get_weight_plane(timeout=5) == pb.GetWeightPlaneResponse(), "nobody tells: nothing is known"
+    service = pb.DESCRIPTOR.services_by_name["RunService"]
+    servicer = RunServicer(board, lambda: pb.GetWeightPlaneResponse(phase="transfer", epoch=7))
+    other = RunClient(await serve((service, add_RunServiceServicer_to_server, servicer)), peer="coordinator")
+    plane = await other.get_weight_plane(timeout=5)
+    assert (plane.phase, plane.epoch) == ("transfer", 7)
+
+
 async def test_a_watcher_gets_the_state_at_once_and_the_last_one_for_sure(client: RunClient, board: RunBoard) -> None:
     board.at(step=1, policy_version=1)
     watch = client.watch_run()

@@ -235,6 +235,11 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
             asyncio.get_running_loop().create_task(self.kill())
             await asyncio.sleep(30)
 
+    async def _never(self, request: Any, context: Context) -> Any:
+        raise AssertionError("the coordinator lets no engine sleep")
+
+    SleepEngine = WakeEngine = _never
+
     def _loaded(self) -> int:
         return self.weights if self._pending is None or self.ignores_updates else self._pending
 

@@ -128,6 +128,32 @@ def test_values_never_change(tmp_path: Path) -> None:
             ':15  trainer: offload = "optimizer+parameters" needs zero_stage 3, and it is 2; set zero_stage = 3, or '
             'offload = "optimizer"',
         ),
+        (
+            "[sampling]",
+            '[weights]\nbackend = "nccl"\n[sampling]',
+            'weights.backend = "nccl" moves weights between GPUs, and trainer.device = "cpu"; set weights.backend =',
+        ),
+        (
+            "[sampling]",
+            '[trainer]\ndevice = "cuda"\n[weights]\nbackend = "cuda_ipc"\n[sampling]',
+            'weights.backend = "cuda_ipc" moves weights between GPUs, and rollout.gpus_per_replica = 0; set weights.b',
+        ),
+        (
+            "[sampling]",
+            '[weights]\npause = "stop"\n[sampling]',
+            "weights.pause = 'stop': input should be 'keep', 'wait'",
+        ),
+        ("[sampling]", "[weights]\nverify_every = 0\n[sampling]", "weights.verify_every = 0: input should be greater"),
+        (
+            "[sampling]",
+            '[rollout]\nquantization = "fp8"\n[sampling]',
+            'rollout: quantization = "fp8" needs a GPU; set gpus_per_replica to at least 1, or remove it',
+        ),
+        (
+            "[sampling]",
+            "[rollout]\nsleep_mode = true\n[sampling]",
+            "rollout: sleep_mode = true needs a GPU; set gpus_per_re",
+        ),
         ("[sampling]", '[trainer]\noffload = "disk"\n[sampling]', ":16  trainer.offload = 'disk': input should be"),
         ("[sampling]", "[trainer]\nmuon_momentum = 1\n[sampling]", "trainer.muon_momentum = 1: input should be less"),
         ("[sampling]", "[trainer]\nema_decay = 1\n[sampling]", "trainer.ema_decay = 1: input should be less than 1"),

@@ -46,6 +46,8 @@ reward      1 service, 1 worker process: `last_number`, at most 10 s for a sampl
 reference   none, because algorithm.kl.coef is 0.
 weights     0.25 GiB reach the engine after every step, through shared memory, or by gloo between containers
             of one machine.
+            Samples that run finish first. Sums of all tensors are compared with the trainer's in the first 3
+            updates and every 10 versions, the log-probabilities of a probe prompt every time.
 policy lag  0: each step is sampled by the weights that the step before it made.
 
 GiB each     number  weights  gradients  optimizer  activations  kv cache  programs  total
@@ -179,3 +181,37 @@ def test_plan_counts_the_critic() -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         changed(algorithm={"preset": "ppo"}, critic={"source": "no/such/folder"})
     assert changed(critic={"source": "no/such/folder"}) == plain, "there is none to load"
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"backend": "gloo"}, "after every step, by gloo. Samples that run finish first."),
+        ({"pause": "keep"}, "Samples that run stop where they are and go on under the new weights, with the keys and"),
+        ({"pause": "abort"}, "Samples that run are ended, and sampled anew."),
+        ({"verify_every": 1}, "Sums of all tensors are compared with the trainer's, and the log-probabilities of"),
+        ({"verify_first": 0, "verify_every": 7}, "compared with the trainer's every 7 versions, the log-probabilities"),
+    ],
+)
+def test_plan_says_how_weights_travel_and_what_is_compared(keys: dict[str, Any], sentence: str) -> None:
+    assert sentence in changed(weights=keys)
+
+
+@pytest.mark.parametrize(
+    ("backend", "sentence", "copied"),
+    [
+        ("auto", "where they reach it (CUDA IPC), else by NCCL, and through main memory where neither goes.", False),
+        ("cuda_ipc", "read by the engine's GPUs out of the trainer's memory (CUDA IPC).", False),
+        ("nccl", "from GPU to GPU by NCCL.", False),
+        ("shm", "through shared memory.", True),
+    ],
+)
+def test_between_gpus_weights_take_no_main_memory(backend: str, sentence: str, copied: bool) -> None:
+    text = changed(weights={"backend": backend}, trainer={"device": "cuda"}, rollout={"gpus_per_replica": 1})
+    assert sentence in text
+    assert ("transfer 1" in text) == copied
+
+
+def test_plan_says_what_an_engine_does_with_its_memory() -> None:
+    text = changed(rollout={"gpus_per_replica": 1, "quantization": "fp8", "sleep_mode": True})
+    assert "Weights are rounded to fp8 as they arrive. It can give that memory up while nobody samples." in text

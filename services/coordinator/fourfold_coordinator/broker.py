@@ -106,7 +106,8 @@ class Broker:
             FourfoldError: the trainer cannot send.
         """
         self._note(version, step)
-        return await self._fill(self._unsettled())
+        async with self._telling():
+            return await self._fill(self._unsettled())
 
     async def keep(self) -> None:
         """Check or fill engines that come late or failed, until cancelled."""
@@ -145,8 +146,7 @@ class Broker:
         trainer_failed = False
         while replicas := [replica for replica in replicas if not replica.gone]:
             try:
-                async with self._telling():
-                    return await self._try(replicas)
+                return await self._try(replicas)
             except UpdateFailed as failed:
                 log.warning("weight update to version %d: %s", self.version, failed)
                 if failed.trainer is not None and not trainer_failed:
@@ -181,7 +181,7 @@ class Broker:
 
     @asynccontextmanager
     async def _telling(self) -> AsyncIterator[None]:
-        """Say who is waited for while the block takes longer than an update should."""
+        """Say who is waited for when the block takes longer than an update should."""
         task = asyncio.create_task(self._tell())
         try:
             yield

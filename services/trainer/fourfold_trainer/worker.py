@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -169,8 +169,8 @@ class RankWorker:
     def _device_uuid(self, _command: Message) -> Message:
         if self._config.trainer.device != "cuda":
             return Message(name=ANSWER)
-        uuid: bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid.bytes  # type: ignore[attr-defined]
-        return Message(name=ANSWER, arrays=[from_bytes(uuid)])
+        properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return Message(name=ANSWER, arrays=[from_bytes(bytes(properties.uuid.bytes))])
 
     def _make_offer(self, command: Message) -> Message:
         return Message(name=ANSWER, arrays=[from_bytes(self._sender.make_offer(**command.fields))])

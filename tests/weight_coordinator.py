@@ -122,9 +122,7 @@ class Coordinator:
         self.session = TrainerSession(self.router, config, tokenizer_sha256=tokenizer)
         self._ledger = Ledger(ledger)
         probe = np.random.default_rng(7).integers(3, 500, 24).astype(np.int32)
-        self.broker = Broker(
-            config, self.router, self.session, self._ledger, probe_ids=probe, plane=WeightPlane()
-        )
+        self.broker = Broker(config, self.router, self.session, self._ledger, probe_ids=probe, plane=WeightPlane())
         self._tokens: dict[str, bytes] = {}
         self._tasks: list[asyncio.Task[None]] = []
         for member in members:

@@ -1,4 +1,4 @@
-"""`fourfold run` in which somebody is killed in the middle of a weight update: it comes to its end, by itself or resumed.
+"""`fourfold run` in which somebody is killed in the middle of a weight update: it ends well, by itself or resumed.
 
 The coordinator tells `tests/doom` which call it is about to make; see there. What happens between the calls, and in
 every other phase, is in `test_weight_faults.py`.

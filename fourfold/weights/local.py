@@ -10,10 +10,9 @@ what `publish` is given as `pause`.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +29,8 @@ from fourfold.weights.stop import StopFlag
 T = TypeVar("T")
 
 _MISMATCH: Final = "DIGEST_MISMATCH"
+# What others fail of when one has failed.
+_ABORTED: Final = "TRANSFER_ABORTED"
 
 
 class Engine(Protocol):
@@ -110,8 +111,9 @@ class Publisher:
         # Above those of an earlier publisher of the same engines.
         self._epoch = time.time_ns() // 1_000_000
         self._open = False
-        self._lock = threading.Lock()  # guards the next one
-        self._cause: Exception | None = None  # the first error of the phase that runs: what the others fail of
+        # Of the phase that runs: errors as they came, and all calls but this thread's.
+        self._errors: list[Exception] = []
+        self._started: list[Future[Any]] = []
 
     def __enter__(self) -> Self:
         """Return itself."""
@@ -132,7 +134,8 @@ class Publisher:
         Raises:
             PublishFailed: they do not fit, or did not meet.
         """
-        self._epoch, self._cause = self._epoch + 1, None
+        self._epoch += 1
+        self._errors, self._started = [], []
         try:
             reports = self._meet(self._epoch, self._timeout)
         except Exception as error:
@@ -160,7 +163,8 @@ class Publisher:
         """
         if not self._open:
             self.open()
-        epoch, timeout, self._cause = self._epoch, self._timeout, None
+        epoch, timeout = self._epoch, self._timeout
+        self._errors, self._started = [], []
         try:
             sending = self._start(
                 [partial(s.send, epoch, policy_version, skip_sums=not verify, timeout=timeout) for s in self._senders]
@@ -210,7 +214,9 @@ class Publisher:
         return reports
 
     def _start(self, calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
-        return [self._threads.submit(self._or_stop_all, call) for call in calls]
+        started = [self._threads.submit(self._or_stop_all, call) for call in calls]
+        self._started += started
+        return started
 
     def _at_once(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Make all calls at the same time, the first one here: an engine inside this process runs in one thread."""
@@ -223,8 +229,7 @@ class Publisher:
         try:
             return call()
         except Exception as error:
-            with self._lock:
-                self._cause = self._cause or error
+            self._errors.append(error)
             self._stop_all()
             raise
 
@@ -235,7 +240,10 @@ class Publisher:
                 sender.abort(self._epoch)
 
     def _failed(self, error: Exception) -> PublishFailed:
-        return PublishFailed(self._cause or error, clean=self._abort())
+        self._stop_all()
+        wait(self._started)  # each has a deadline; an engine is asked about its state when it has answered
+        causes = [e for e in (*self._errors, error) if getattr(e, "reason", "") != _ABORTED]
+        return PublishFailed(next(iter(causes), error), clean=self._abort())
 
     def _abort(self) -> bool:
         """Close the epoch everywhere; return whether all engines hold whole, committed weights."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,7 +64,7 @@ class TestCut:
                 finish = Finish.LENGTH if finishes else None
                 cut = versions.cut(output(given_count, len(truth), finish), version)
                 assert [p.finish for _, p in cut] == [None] * (len(cut) - 1) + [finish]
-                assert all(a != b for (a, _), (b, _) in zip(cut, cut[1:], strict=False))
+                assert all(a != b for (a, _), (b, _) in itertools.pairwise(cut))
                 pieces += cut
                 given_count = len(truth)
         assert [token for _, piece in pieces for token in piece.token_ids] == list(range(len(truth)))

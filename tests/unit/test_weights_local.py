@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from fourfold.weights.local import Publisher, PublishFailed
 from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source import DenseSource
+from fourfold.weights.stop import StopFlag
 from tests.unit.test_weights_receiver import PlainModel
 from tests.weight_peers import make_model
 
@@ -30,7 +32,7 @@ class PlainEngine:
         self.verbs: list[str] = []
         self.dies_at = ""
         self.lies_at = ""
-        self._receiver = WeightReceiver(ReloadApplier(self.model))
+        self._receiver = WeightReceiver([ReloadApplier(self.model)], torch.device("cpu"))
 
     def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
         self.verbs.append(method.removeprefix("weights_"))
@@ -38,16 +40,22 @@ class PlainEngine:
             raise RuntimeError("the engine died")
         if method == "weights_describe":
             return [{}]
+        options: dict[str, Any] = {}
         if method == "weights_open":
-            *args_, _stop_path = args
-            args = tuple(args_)
+            *positional, stop_path = args
+            args, options = tuple(positional), {"stopped": self._stopped(Path(stop_path), args[0])}
         try:
-            answer = getattr(self._receiver, method.removeprefix("weights_"))(*args)
+            answer = getattr(self._receiver, method.removeprefix("weights_"))(*args, **options)
         except FourfoldError as error:
             return [error_answer(error)]
         if isinstance(answer, ApplyReport):
             answer = asdict(answer)
         return [bytes(32) if method == self.lies_at else answer]
+
+    @staticmethod
+    def _stopped(path: Path, epoch: int) -> Callable[[], bool]:
+        flag = StopFlag.attach(path)
+        return lambda: flag.given_up(epoch)
 
     def holds(self, trainer: torch.nn.Module) -> bool:
         new = dict(trainer.named_parameters())

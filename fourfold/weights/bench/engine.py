@@ -151,7 +151,13 @@ class ServingEngine:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.close()
+
+    def close(self) -> None:
+        """End vLLM. Any number of times; on the event loop when there is one."""
         self._llm.shutdown()
+        # vLLM calls it again when the object is collected, at a time when its modules may be gone.
+        self._llm.shutdown = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
 
     async def _stream(self, index: int) -> None:
         from vllm import SamplingParams

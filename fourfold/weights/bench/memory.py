@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
 from typing import Any, Final
@@ -16,8 +15,13 @@ _MIB: Final = 1 << 20
 class GpuMemory:
     """Watches the most that was in use on each device since the last look."""
 
-    def __init__(self, devices: Sequence[str]) -> None:
-        """Begin; on CPUs it watches nothing."""
+    def __init__(self, devices: Sequence[str], visible: str) -> None:
+        """Begin; on CPUs it watches nothing.
+
+        Args:
+            devices: "cpu", "cuda:0", ...
+            visible: CUDA_VISIBLE_DEVICES as it was for who named the devices; empty: all.
+        """
         self._handles: dict[str, Any] = {}
         self._peaks: dict[str, int] = {}
         self._stop = threading.Event()
@@ -29,9 +33,8 @@ class GpuMemory:
 
         pynvml.nvmlInit()
         self._nvml = pynvml
-        listed = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         for device in gpus:
-            index = int(physical_gpu(device.partition(":")[2], listed))
+            index = int(physical_gpu(device.partition(":")[2], visible))
             self._handles[device] = pynvml.nvmlDeviceGetHandleByIndex(index)
         self._thread = threading.Thread(target=self._watch, name="gpu-memory", daemon=True)
         self._thread.start()

@@ -7,10 +7,12 @@ open twice -> warm-up rounds, with sums -> measured rounds, without -> rounds wi
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,29 +32,27 @@ _CHANGE_SECONDS: Final = 60.0
 
 def run(settings: Settings) -> dict[str, Any]:
     """Measure; call it in a process that has started no threads and imported no torch. Returns JSON values."""
-    scratch = Scratch("bench")
-    ranks: list[Rank] = []
-    memory: GpuMemory | None = None
-    try:
+    with ExitStack() as closing:
+        scratch = Scratch("bench")
+        closing.callback(scratch.remove)
         folder = write_folder(scratch.path / "model", settings.shape)
         (scratch.path / "engine").mkdir()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # before the engine's is set
         engine = ServingEngine(settings, folder, scratch.path / "engine")
+        closing.callback(engine.close)
         ranks = start_ranks(settings, folder, scratch.path)
         for rank in ranks:
+            closing.callback(rank.stop)
+        for rank in ranks:
             rank.wait()
-        memory = GpuMemory([*settings.trainer_devices, settings.engine_device])
+        memory = GpuMemory([*settings.trainer_devices, settings.engine_device], visible)
+        closing.callback(memory.stop)
         # The measuring thread must get its turn at once when an answer comes.
         sys.setswitchinterval(0.0005)
-        return asyncio.run(_with_streams(settings, engine, Bench(settings, engine, ranks, memory, scratch.path)))
-    finally:
-        if memory is not None:
-            memory.stop()
-        for rank in ranks:
-            rank.stop()
-        scratch.remove()
+        return asyncio.run(_with_streams(engine, Bench(settings, engine, ranks, memory, scratch.path)))
 
 
-async def _with_streams(settings: Settings, engine: ServingEngine, bench: Bench) -> dict[str, Any]:
+async def _with_streams(engine: ServingEngine, bench: Bench) -> dict[str, Any]:
     engine.attach()
     try:
         return await asyncio.to_thread(bench.run)
@@ -174,9 +174,8 @@ class Bench:
         """Wait until every stream goes on, then note what the round cost its clients."""
         began, end = self._engine.pauses["asked"], self._engine.pauses["answered"]
         self._engine.wait_for_tokens(2, _TOKEN_SECONDS)
-        row["gap"] = max(longest_gap(times, began, end) for times in self._engine.tokens) - usual_gap(
-            self._engine.tokens
-        )
+        tokens = self._engine.tokens
+        row["gap"] = max(longest_gap(times, began, end) for times in tokens) - usual_gap(tokens)
         for name, value in row.items():
             phase.setdefault(name, []).append(value)
 

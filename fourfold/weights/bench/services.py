@@ -1,4 +1,4 @@
-"""The same through the real services: `fourfold serve trainer` and `fourfold serve rollout`, called as the coordinator does.
+"""The same through the real services, trainer and rollout, called as the coordinator does.
 
     step of the trainer -> SendWeights, BeginWeights at once -> ReceiveWeights -> CommitWeights(hold) -> ReleaseWeights
 
@@ -154,7 +154,9 @@ class _Bench:
     async def run(self) -> dict[str, Any]:
         """Run everything."""
         settings = self._settings
-        memory = GpuMemory([*settings.trainer_devices, settings.engine_device])
+        memory = GpuMemory(
+            [*settings.trainer_devices, settings.engine_device], os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        )
         self._tasks = [asyncio.create_task(self._stream(index)) for index in range(settings.streams)]
         try:
             await self._wait_for_tokens(_TOKENS_BETWEEN)

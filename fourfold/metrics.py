@@ -100,6 +100,7 @@ PROBE_DIFF_MAX: Final = "weights/probe_diff_max"
 PUBLISH_SECONDS: Final = "weights/publish_seconds"
 PAUSE_SECONDS: Final = "weights/pause_seconds"
 JOIN_SECONDS: Final = "weights/join_seconds"
+LOOKUP_SECONDS: Final = "weights/lookup_seconds"
 SEND_SECONDS: Final = "weights/send_seconds"
 TRANSFER_SECONDS: Final = "weights/transfer_seconds"
 COMMIT_SECONDS: Final = "weights/commit_seconds"
@@ -200,6 +201,7 @@ METRICS: Final[dict[str, str]] = {
     PUBLISH_SECONDS: "seconds: from the first call of the weight update to the last release",
     PAUSE_SECONDS: "seconds: longest time an engine was paused for the update",
     JOIN_SECONDS: "seconds: until trainer and engines had met, while nothing is paused; short without a new member",
+    LOOKUP_SECONDS: "seconds: until the trainer had computed the probe prompt itself, while nothing is paused",
     SEND_SECONDS: "seconds: of the trainer's part of the transfer, its wait for engines that empty themselves included",
     TRANSFER_SECONDS: "seconds: until an engine had received and loaded the weights, slowest engine",
     COMMIT_SECONDS: "seconds: until it sampled with them, slowest engine",

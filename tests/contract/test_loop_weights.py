@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -136,7 +139,7 @@ async def test_nothing_else_stands_between_pause_and_resume(make_stage: Callable
         mode = {"keep": control.PAUSE_MODE_KEEP, "wait": control.PAUSE_MODE_WAIT, "abort": control.PAUSE_MODE_ABORT}
         assert engine.pause_modes == [mode[pause]]
     row = stage.lines("metrics.jsonl")[-1]
-    parts = ("join", "send", "pause", "transfer", "commit", "probe")
+    parts = ("join", "lookup", "send", "pause", "transfer", "commit", "probe")
     assert all(0 < row[f"weights/{part}_seconds"] <= row["weights/publish_seconds"] for part in parts)
 
 
@@ -222,7 +225,7 @@ async def test_a_coordinator_that_is_killed_in_an_update_is_followed_by_one_that
         rollout={"replicas": 2}, steps=3, weights={"timeout_seconds": 100.0}, checkpoint={"every_steps": 1}
     )
     stage.rollouts.append(FakeRollout("rollout-1", stage.config))
-    reached = asyncio.Event()
+    reached, began = asyncio.Event(), time.time()
 
     async def hang() -> None:
         if len(stage.trainer.batches) < 2:
@@ -242,6 +245,8 @@ async def test_a_coordinator_that_is_killed_in_an_update_is_followed_by_one_that
     assert await stage.finish() == 0
     check_books(stage)
     assert stage.trainer.epoch > epoch
+    # In milliseconds, an epoch that follows a killed one at once is above all that it can have made.
+    assert 0 <= stage.trainer.epoch - began * 1000 < 60_000
     assert {engine.version for engine in stage.rollouts} == {stage.trainer.version}
     assert {engine.weights for engine in stage.rollouts} == {stage.trainer.weights}
 
@@ -264,6 +269,7 @@ async def test_people_are_told_who_waits_for_whom(
     assert (trainer.member_id, trainer.state, list(trainer.waits_for)) == ("trainer-0", "updating", ["rollout-1"])
     assert (first.state, list(first.waits_for), first.backend) == ("waiting", ["rollout-1"], "shm")
     assert (second.state, list(second.waits_for), second.policy_version) == ("updating", [], 0)
+    assert "rollout-0  waiting" in await print_weights(stage)
     go.set()
     await watch_for(stage, lambda status: status.waiting_for == "")
     assert await stage.finish() == 0
@@ -296,3 +302,18 @@ async def test_an_engine_that_happens_to_have_the_same_version_is_not_trusted(ma
     check_books(stage)
     assert stranger.commits[0] == 3, "the second step's weights went to it under a number that it did not have"
     assert stranger.weights == stage.rollouts[0].weights == stage.trainer.weights
+
+
+async def print_weights(stage: Stage) -> str:
+    """Return what `fourfold weights` prints of the run in the stage's folder."""
+    code = (
+        "import argparse, sys; from fourfold_coordinator import weights; parser = argparse.ArgumentParser(); "
+        "weights.add_arguments(parser); sys.exit(weights.main(parser.parse_args()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, str(stage.folder), stdout=asyncio.subprocess.PIPE, env=environment
+    )
+    output, _ = await process.communicate()
+    assert process.returncode == 0
+    return output.decode()

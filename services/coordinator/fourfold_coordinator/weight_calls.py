@@ -57,7 +57,8 @@ async def at_once(
     """Make one call to every engine, and one to the trainer, at the same time; return the engines' answers.
 
     Raises:
-        UpdateFailed: with every call that failed within a second of the first failure; the others were cancelled.
+        UpdateFailed: with every call that failed within a second of the first failure; the others were cancelled. The
+            trainer is not to blame for engines that failed while others were served.
         TrainerRestarted: the trainer is another process.
     """
     tasks = {key: asyncio.ensure_future(call) for key, call in calls.items()}
@@ -75,6 +76,8 @@ async def at_once(
     own = None if sender is None else _error(sender)
     if isinstance(own, TrainerRestarted):
         raise own
+    if failures and any(task.done() and not task.cancelled() and task.exception() is None for task in tasks.values()):
+        own = None
     if failures or own is not None:
         raise UpdateFailed(failures, own)
     return {key: task.result() for key, task in tasks.items()}

@@ -78,6 +78,7 @@ class WeightUpdater:
         self._epoch = int(time.time() * 1000)
         self._members: tuple[object, ...] | None = None  # of the open epoch
         self._rounds = 0  # done in it
+        self._layout: tuple[str, weight.GetManifestResponse] | None = None  # of the trainer's incarnation
         self._manifest = b""
         self._clock = Stopwatch()
         self._skipped = False
@@ -98,7 +99,8 @@ class WeightUpdater:
             with clock.part(m.JOIN_SECONDS):
                 await self._join(engines)
             self._begin(plane.LOOK_UP, engines, busy=[self._session.name])
-            await self._ask_trainer(version, timeout=self._config.weights.timeout_seconds)
+            with clock.part(m.LOOKUP_SECONDS):
+                await self._ask_trainer(version, timeout=self._config.weights.timeout_seconds)
             end = time.monotonic() + self._config.weights.timeout_seconds
             await self._move(engines, version, end)
             arrived = True
@@ -159,9 +161,7 @@ class WeightUpdater:
 
     async def _join(self, engines: Sequence[Engine]) -> None:
         """Open an epoch with these engines, unless it is open."""
-        layout = await self._session.call("GetManifest", lambda r: r.weights.get_manifest(timeout=LOOK_SECONDS))
-        if hashlib.sha256(layout.manifest).digest() != layout.manifest_sha256:
-            raise UpdateFailed({}, Internal("the trainer's manifest does not have the digest that it names"))
+        layout = await self._ask_layout()
         groups = make_groups(self._config.weights.backend, layout, engines)
         shape = tuple((group.backend, tuple(e.key for e in group.engines)) for group in groups)
         members = (self._session.incarnation, layout.manifest_sha256, shape)
@@ -183,6 +183,15 @@ class WeightUpdater:
         self._members = members
         names = "; ".join(f"{g.backend}: {', '.join(e.name for e in g.engines)}" for g in groups)
         log.info("weights travel to %s", names, extra={"epoch": self._epoch})
+
+    async def _ask_layout(self) -> weight.GetManifestResponse:
+        """Return what this process of the trainer sends, and from where; none of it ever changes."""
+        if self._layout is None or self._layout[0] != self._session.incarnation:
+            layout = await self._session.call("GetManifest", lambda r: r.weights.get_manifest(timeout=LOOK_SECONDS))
+            if hashlib.sha256(layout.manifest).digest() != layout.manifest_sha256:
+                raise UpdateFailed({}, Internal("the trainer's manifest does not have the digest that it names"))
+            self._layout = self._session.incarnation, layout
+        return self._layout[1]
 
     async def _offers(self, group: Group, index: int) -> list[bytes]:
         return await at_once_trainer(

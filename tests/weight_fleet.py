@@ -20,10 +20,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import psutil
@@ -138,6 +138,8 @@ class Engine(Process):
     """A rollout service with vLLM in a child process."""
 
     role = Role.ROLE_ROLLOUT
+    weights = "base"
+    """Those that it starts with."""
 
     @property
     def core(self) -> int:
@@ -203,8 +205,8 @@ class Fleet:
         self._trainers: list[Trainer] = []
         self.truth: dict[str, Answers] = {}
         """What each weights sample."""
-        self.published: dict[int, str] = {0: "base"}
-        """Weights by version."""
+        self.published: dict[int, str] = {0: ""}
+        """Weights by version; an engine's own have version 0."""
         self.trainer = self._start_trainer()
         self._starting.append(self._start_engine(self.recipe))
 
@@ -221,6 +223,7 @@ class Fleet:
         fresh = {"base": self._starting.pop(), **{n: self._start_engine(recipes[n]) for n in STEPS}}
         for name, engine in fresh.items():
             engine.wait_ready()
+            engine.weights = name
             versions, self.truth[name] = await engine.sample()
             assert versions == {0}
             assert await engine.sample() == (versions, self.truth[name]), "an engine does not repeat itself"
@@ -258,9 +261,12 @@ class Fleet:
         self.trainer.end()
         self.trainer = self._start_trainer()
 
-    def trainer_client(self) -> Any:
+    @asynccontextmanager
+    async def trainer_client(self) -> AsyncIterator[TrainerClient]:
         """Connect to the trainer, within a block."""
-        return _Connected(self.trainer)
+        channel = open_channel(self.trainer.target, None)
+        yield TrainerClient(channel, peer=self.trainer.member_id)
+        await channel.close()
 
     async def become(self, name: str) -> int:
         """Give the trainer the weights `name`, under a new version; return that."""
@@ -290,7 +296,8 @@ class Fleet:
         versions, answers = await engine.sample()
         (served,) = versions
         assert version is None or served == version
-        assert answers == self.truth[self.published[served]], f"{engine.member_id} does not serve version {served}"
+        name = self.published[served] or engine.weights
+        assert answers == self.truth[name], f"{engine.member_id} does not serve version {served}"
 
     async def check_settled(self, engine: Engine, seconds: float) -> str:
         """An engine comes out of an update in time: with whole weights, or serving nothing. Return which."""
@@ -351,20 +358,6 @@ class Fleet:
             free = self._gpus[self._ranks :] if BACKEND == "nccl" else self._gpus
             environment["CUDA_VISIBLE_DEVICES"] = free[next(self._deal) % len(free)]
         return Engine(["rollout", str(recipe), "--member-id", name], self.folder, name, environment)
-
-
-class _Connected:
-    """A `TrainerClient` within a block."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-
-    async def __aenter__(self) -> TrainerClient:
-        self._channel = open_channel(self._trainer.target, None)
-        return TrainerClient(self._channel, peer=self._trainer.member_id)
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._channel.close()
 
 
 def stop(pid: int) -> None:

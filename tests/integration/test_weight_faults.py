@@ -55,6 +55,7 @@ def fleet(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
 async def coordinating(fleet: Fleet, *engines: Engine, backend: str = "") -> AsyncIterator[Coordinator]:
     """Run a new coordinator, with a ledger of its own."""
     ledger = fleet.folder / f"ledger-{next(_numbers)}.sqlite"
+    await asyncio.to_thread(fleet.trainer.wait_ready)
     async with Coordinator(fleet.config(backend), fleet.members(engines), ledger) as coordinator:
         yield coordinator
 
@@ -214,12 +215,13 @@ async def test_an_engine_stops_answering(fleet: Fleet, who: str, backend: str) -
         version = await fleet.turn()
         try:
             await ends_well(_SILENCE_SECONDS, coordinator.settle(version))
+            coordinator.keep()  # where all meet, nobody can tell who hangs: each is tried alone then
+            await until(lambda: survivor.member_id in coordinator.versions(), 2 * _SILENCE_SECONDS)
             assert coordinator.versions() == {survivor.member_id: version}
             await fleet.check_whole(survivor, version)
         finally:
             go_on(pid)
         await fleet.check_settled(victim, _WATCHDOG_SECONDS)
-        coordinator.keep()
         await until(lambda: victim.member_id in coordinator.versions(), _SILENCE_SECONDS)
         for engine in (survivor, victim):
             await fleet.check_whole(engine, version)

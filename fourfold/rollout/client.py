@@ -175,10 +175,14 @@ class RolloutControlClient:
         )
         return response.weights_digest
 
-    async def commit(self, *, epoch: int, policy_version: int, hold: bool = False, timeout: float) -> None:
-        """Serve the version and resume; with `hold`, keep its tokens back until `release`."""
+    async def commit(self, *, epoch: int, policy_version: int, hold: bool = False, timeout: float) -> float:
+        """Serve the version and resume; with `hold`, keep its tokens back until `release`.
+
+        Returns the seconds for which nothing was sampled.
+        """
         request = control.CommitWeightsRequest(epoch=epoch, policy_version=policy_version, hold=hold)
-        await call(self._stub.CommitWeights, request, timeout=timeout, peer=self.peer, name="CommitWeights")
+        response = await call(self._stub.CommitWeights, request, timeout=timeout, peer=self.peer, name="CommitWeights")
+        return response.pause_seconds
 
     async def release(self, *, epoch: int, policy_version: int, timeout: float) -> None:
         """Give out the tokens that a commit with hold kept back."""

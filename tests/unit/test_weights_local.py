@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fourfold.errors import FourfoldError, InvalidInput
+from fourfold.errors import FourfoldError, InvalidInput, StaleEpoch
 from fourfold.weights.answers import error_answer
 from fourfold.weights.applier import ApplyReport, ReloadApplier
 from fourfold.weights.local import Publisher, PublishFailed
 from fourfold.weights.receiver import WeightReceiver
-from fourfold.weights.sender import WeightSender
+from fourfold.weights.sender import SendResult, WeightSender
 from fourfold.weights.source import DenseSource
-from fourfold.weights.stop import StopFlag
 from tests.unit.test_weights_receiver import PlainModel
 from tests.weight_peers import make_model
 
@@ -40,22 +39,13 @@ class PlainEngine:
             raise RuntimeError("the engine died")
         if method == "weights_describe":
             return [{}]
-        options: dict[str, Any] = {}
-        if method == "weights_open":
-            *positional, stop_path = args
-            args, options = tuple(positional), {"stopped": self._stopped(Path(stop_path), args[0])}
         try:
-            answer = getattr(self._receiver, method.removeprefix("weights_"))(*args, **options)
+            answer = getattr(self._receiver, method.removeprefix("weights_"))(*args)
         except FourfoldError as error:
             return [error_answer(error)]
         if isinstance(answer, ApplyReport):
             answer = asdict(answer)
         return [bytes(32) if method == self.lies_at else answer]
-
-    @staticmethod
-    def _stopped(path: Path, epoch: int) -> Callable[[], bool]:
-        flag = StopFlag.attach(path)
-        return lambda: flag.given_up(epoch)
 
     def holds(self, trainer: torch.nn.Module) -> bool:
         new = dict(trainer.named_parameters())
@@ -117,13 +107,44 @@ def test_a_sender_that_fails_ends_the_engines_wait_and_is_named(scene: Scene) ->
     weight = scene.trainer.get_parameter("mlp.weight")
     kept, weight.data = weight.data, torch.zeros(3)
     began = time.monotonic()
-    with pytest.raises(PublishFailed, match=r"mlp\.weight is now .*engines are clean") as caught:
+    with pytest.raises(PublishFailed, match=r"mlp\.weight was .*engines are clean") as caught:
         scene.publisher.publish(2)
     assert caught.value.clean and time.monotonic() - began < 5, "nobody waited for the deadline"
     weight.data = kept
     scene.step()
     scene.publisher.publish(3)
     assert scene.all_hold()
+
+
+class StuckSender(WeightSender):
+    """Never sends; an abort ends it."""
+
+    def send(self, *args: Any, **options: Any) -> SendResult:
+        assert self._released.wait(20)
+        raise StaleEpoch("aborted", reason="TRANSFER_ABORTED")
+
+    def abort(self, epoch: int) -> None:
+        self._released.set()
+        super().abort(epoch)
+
+    @property
+    def _released(self) -> threading.Event:
+        event: threading.Event = self.__dict__.setdefault("_event", threading.Event())
+        return event
+
+
+def test_an_engine_that_fails_ends_all_others_waits() -> None:
+    """The other engine waits for a sender that never sends: only the publisher knows that it is in vain."""
+    engines = [PlainEngine(), PlainEngine()]
+    engines[1].dies_at = "weights_receive"
+    sender = StuckSender(DenseSource(make_model(1)), rank=0, rank_count=1)
+    with Publisher([sender], engines, backend="shm", timeout=20) as publisher:
+        publisher.open()
+        sender._released.clear()
+        began = time.monotonic()
+        with pytest.raises(PublishFailed, match="the engine died"):
+            publisher.publish(1)
+        assert time.monotonic() - began < 10
 
 
 def test_weights_that_did_not_arrive_as_sent_are_not_committed(scene: Scene) -> None:

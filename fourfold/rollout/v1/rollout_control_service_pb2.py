@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n1fourfold/rollout/v1/rollout_control_service.proto\x12\x13\x66ourfold.rollout.v1\"\x17\n\x15\x44\x65scribeEngineRequest\"\xc0\x02\n\x16\x44\x65scribeEngineResponse\x12\x14\n\x0cmodel_sha256\x18\x01 \x01(\x0c\x12\x0f\n\x07host_id\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x65vice_uuids\x18\x03 \x03(\x0c\x12\x10\n\x08\x62\x61\x63kends\x18\x04 \x03(\t\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12\x36\n\x0cweight_state\x18\x06 \x01(\x0e\x32 .fourfold.rollout.v1.WeightState\x12\x14\n\x0cworker_count\x18\x07 \x01(\x05\x12\x13\n\x0b\x64\x65vice_type\x18\x08 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\t \x01(\t\x12\x14\n\x0cupdate_phase\x18\n \x01(\t\x12\x1c\n\x14update_phase_seconds\x18\x0b \x01(\x01\x12\x10\n\x08sleeping\x18\x0c \x01(\x08\"\x8c\x01\n\x12OpenWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x10\n\x08manifest\x18\x03 \x01(\x0c\x12\x0e\n\x06offers\x18\x04 \x03(\x0c\x12\x16\n\x0ereceiver_count\x18\x05 \x01(\x05\x12\x1c\n\x14\x66irst_receiver_index\x18\x06 \x01(\x05\"f\n\x13OpenWeightsResponse\x12\x1b\n\x13\x64irect_tensor_count\x18\x01 \x01(\x05\x12\x1b\n\x13reload_tensor_count\x18\x02 \x01(\x05\x12\x15\n\rreload_reason\x18\x03 \x01(\t\"p\n\x13\x42\x65ginWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x32\n\npause_mode\x18\x03 \x01(\x0e\x32\x1e.fourfold.rollout.v1.PauseMode\"\x16\n\x14\x42\x65ginWeightsResponse\"Q\n\x15ReceiveWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x11\n\tskip_sums\x18\x03 \x01(\x08\"0\n\x16ReceiveWeightsResponse\x12\x16\n\x0eweights_digest\x18\x01 \x01(\x0c\"K\n\x14\x43ommitWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0c\n\x04hold\x18\x03 \x01(\x08\"\x17\n\x15\x43ommitWeightsResponse\">\n\x15ReleaseWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"\x18\n\x16ReleaseWeightsResponse\"$\n\x13\x41\x62ortWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"N\n\x14\x41\x62ortWeightsResponse\x12\x36\n\x0cweight_state\x18\x01 \x01(\x0e\x32 .fourfold.rollout.v1.WeightState\")\n\x14ProbeLogprobsRequest\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\")\n\x15ProbeLogprobsResponse\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\"%\n\x14GetWeightSumsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"%\n\x15GetWeightSumsResponse\x12\x0c\n\x04sums\x18\x01 \x01(\x0c\"#\n\x12SleepEngineRequest\x12\r\n\x05level\x18\x01 \x01(\x05\"\x15\n\x13SleepEngineResponse\"!\n\x11WakeEngineRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\"\x14\n\x12WakeEngineResponse*v\n\x0bWeightState\x12\x1c\n\x18WEIGHT_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WEIGHT_STATE_CLEAN\x10\x01\x12\x19\n\x15WEIGHT_STATE_UPDATING\x10\x02\x12\x16\n\x12WEIGHT_STATE_DIRTY\x10\x03*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x01\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03\x32\xfd\x08\n\x15RolloutControlService\x12i\n\x0e\x44\x65scribeEngine\x12*.fourfold.rollout.v1.DescribeEngineRequest\x1a+.fourfold.rollout.v1.DescribeEngineResponse\x12`\n\x0bOpenWeights\x12\'.fourfold.rollout.v1.OpenWeightsRequest\x1a(.fourfold.rollout.v1.OpenWeightsResponse\x12\x63\n\x0c\x42\x65ginWeights\x12(.fourfold.rollout.v1.BeginWeightsRequest\x1a).fourfold.rollout.v1.BeginWeightsResponse\x12i\n\x0eReceiveWeights\x12*.fourfold.rollout.v1.ReceiveWeightsRequest\x1a+.fourfold.rollout.v1.ReceiveWeightsResponse\x12\x66\n\rCommitWeights\x12).fourfold.rollout.v1.CommitWeightsRequest\x1a*.fourfold.rollout.v1.CommitWeightsResponse\x12i\n\x0eReleaseWeights\x12*.fourfold.rollout.v1.ReleaseWeightsRequest\x1a+.fourfold.rollout.v1.ReleaseWeightsResponse\x12\x63\n\x0c\x41\x62ortWeights\x12(.fourfold.rollout.v1.AbortWeightsRequest\x1a).fourfold.rollout.v1.AbortWeightsResponse\x12\x66\n\rProbeLogprobs\x12).fourfold.rollout.v1.ProbeLogprobsRequest\x1a*.fourfold.rollout.v1.ProbeLogprobsResponse\x12\x66\n\rGetWeightSums\x12).fourfold.rollout.v1.GetWeightSumsRequest\x1a*.fourfold.rollout.v1.GetWeightSumsResponse\x12`\n\x0bSleepEngine\x12\'.fourfold.rollout.v1.SleepEngineRequest\x1a(.fourfold.rollout.v1.SleepEngineResponse\x12]\n\nWakeEngine\x12&.fourfold.rollout.v1.WakeEngineRequest\x1a\'.fourfold.rollout.v1.WakeEngineResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n1fourfold/rollout/v1/rollout_control_service.proto\x12\x13\x66ourfold.rollout.v1\"\x17\n\x15\x44\x65scribeEngineRequest\"\xc0\x02\n\x16\x44\x65scribeEngineResponse\x12\x14\n\x0cmodel_sha256\x18\x01 \x01(\x0c\x12\x0f\n\x07host_id\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x65vice_uuids\x18\x03 \x03(\x0c\x12\x10\n\x08\x62\x61\x63kends\x18\x04 \x03(\t\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12\x36\n\x0cweight_state\x18\x06 \x01(\x0e\x32 .fourfold.rollout.v1.WeightState\x12\x14\n\x0cworker_count\x18\x07 \x01(\x05\x12\x13\n\x0b\x64\x65vice_type\x18\x08 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\t \x01(\t\x12\x14\n\x0cupdate_phase\x18\n \x01(\t\x12\x1c\n\x14update_phase_seconds\x18\x0b \x01(\x01\x12\x10\n\x08sleeping\x18\x0c \x01(\x08\"\x8c\x01\n\x12OpenWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x10\n\x08manifest\x18\x03 \x01(\x0c\x12\x0e\n\x06offers\x18\x04 \x03(\x0c\x12\x16\n\x0ereceiver_count\x18\x05 \x01(\x05\x12\x1c\n\x14\x66irst_receiver_index\x18\x06 \x01(\x05\"f\n\x13OpenWeightsResponse\x12\x1b\n\x13\x64irect_tensor_count\x18\x01 \x01(\x05\x12\x1b\n\x13reload_tensor_count\x18\x02 \x01(\x05\x12\x15\n\rreload_reason\x18\x03 \x01(\t\"p\n\x13\x42\x65ginWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x32\n\npause_mode\x18\x03 \x01(\x0e\x32\x1e.fourfold.rollout.v1.PauseMode\"\x16\n\x14\x42\x65ginWeightsResponse\"Q\n\x15ReceiveWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x11\n\tskip_sums\x18\x03 \x01(\x08\"0\n\x16ReceiveWeightsResponse\x12\x16\n\x0eweights_digest\x18\x01 \x01(\x0c\"K\n\x14\x43ommitWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12\x0c\n\x04hold\x18\x03 \x01(\x08\".\n\x15\x43ommitWeightsResponse\x12\x15\n\rpause_seconds\x18\x01 \x01(\x01\">\n\x15ReleaseWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"\x18\n\x16ReleaseWeightsResponse\"$\n\x13\x41\x62ortWeightsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"N\n\x14\x41\x62ortWeightsResponse\x12\x36\n\x0cweight_state\x18\x01 \x01(\x0e\x32 .fourfold.rollout.v1.WeightState\")\n\x14ProbeLogprobsRequest\x12\x11\n\ttoken_ids\x18\x01 \x01(\x0c\")\n\x15ProbeLogprobsResponse\x12\x10\n\x08logprobs\x18\x01 \x01(\x0c\"%\n\x14GetWeightSumsRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\"%\n\x15GetWeightSumsResponse\x12\x0c\n\x04sums\x18\x01 \x01(\x0c\"#\n\x12SleepEngineRequest\x12\r\n\x05level\x18\x01 \x01(\x05\"\x15\n\x13SleepEngineResponse\"!\n\x11WakeEngineRequest\x12\x0c\n\x04tags\x18\x01 \x03(\t\"\x14\n\x12WakeEngineResponse*v\n\x0bWeightState\x12\x1c\n\x18WEIGHT_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WEIGHT_STATE_CLEAN\x10\x01\x12\x19\n\x15WEIGHT_STATE_UPDATING\x10\x02\x12\x16\n\x12WEIGHT_STATE_DIRTY\x10\x03*g\n\tPauseMode\x12\x1a\n\x16PAUSE_MODE_UNSPECIFIED\x10\x00\x12\x13\n\x0fPAUSE_MODE_WAIT\x10\x01\x12\x14\n\x10PAUSE_MODE_ABORT\x10\x02\x12\x13\n\x0fPAUSE_MODE_KEEP\x10\x03\x32\xfd\x08\n\x15RolloutControlService\x12i\n\x0e\x44\x65scribeEngine\x12*.fourfold.rollout.v1.DescribeEngineRequest\x1a+.fourfold.rollout.v1.DescribeEngineResponse\x12`\n\x0bOpenWeights\x12\'.fourfold.rollout.v1.OpenWeightsRequest\x1a(.fourfold.rollout.v1.OpenWeightsResponse\x12\x63\n\x0c\x42\x65ginWeights\x12(.fourfold.rollout.v1.BeginWeightsRequest\x1a).fourfold.rollout.v1.BeginWeightsResponse\x12i\n\x0eReceiveWeights\x12*.fourfold.rollout.v1.ReceiveWeightsRequest\x1a+.fourfold.rollout.v1.ReceiveWeightsResponse\x12\x66\n\rCommitWeights\x12).fourfold.rollout.v1.CommitWeightsRequest\x1a*.fourfold.rollout.v1.CommitWeightsResponse\x12i\n\x0eReleaseWeights\x12*.fourfold.rollout.v1.ReleaseWeightsRequest\x1a+.fourfold.rollout.v1.ReleaseWeightsResponse\x12\x63\n\x0c\x41\x62ortWeights\x12(.fourfold.rollout.v1.AbortWeightsRequest\x1a).fourfold.rollout.v1.AbortWeightsResponse\x12\x66\n\rProbeLogprobs\x12).fourfold.rollout.v1.ProbeLogprobsRequest\x1a*.fourfold.rollout.v1.ProbeLogprobsResponse\x12\x66\n\rGetWeightSums\x12).fourfold.rollout.v1.GetWeightSumsRequest\x1a*.fourfold.rollout.v1.GetWeightSumsResponse\x12`\n\x0bSleepEngine\x12\'.fourfold.rollout.v1.SleepEngineRequest\x1a(.fourfold.rollout.v1.SleepEngineResponse\x12]\n\nWakeEngine\x12&.fourfold.rollout.v1.WakeEngineRequest\x1a\'.fourfold.rollout.v1.WakeEngineResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'fourfold.rollout.v1.rollout_control_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WEIGHTSTATE']._serialized_start=1531
-  _globals['_WEIGHTSTATE']._serialized_end=1649
-  _globals['_PAUSEMODE']._serialized_start=1651
-  _globals['_PAUSEMODE']._serialized_end=1754
+  _globals['_WEIGHTSTATE']._serialized_start=1554
+  _globals['_WEIGHTSTATE']._serialized_end=1672
+  _globals['_PAUSEMODE']._serialized_start=1674
+  _globals['_PAUSEMODE']._serialized_end=1777
   _globals['_DESCRIBEENGINEREQUEST']._serialized_start=74
   _globals['_DESCRIBEENGINEREQUEST']._serialized_end=97
   _globals['_DESCRIBEENGINERESPONSE']._serialized_start=100
@@ -54,31 +54,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COMMITWEIGHTSREQUEST']._serialized_start=940
   _globals['_COMMITWEIGHTSREQUEST']._serialized_end=1015
   _globals['_COMMITWEIGHTSRESPONSE']._serialized_start=1017
-  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=1040
-  _globals['_RELEASEWEIGHTSREQUEST']._serialized_start=1042
-  _globals['_RELEASEWEIGHTSREQUEST']._serialized_end=1104
-  _globals['_RELEASEWEIGHTSRESPONSE']._serialized_start=1106
-  _globals['_RELEASEWEIGHTSRESPONSE']._serialized_end=1130
-  _globals['_ABORTWEIGHTSREQUEST']._serialized_start=1132
-  _globals['_ABORTWEIGHTSREQUEST']._serialized_end=1168
-  _globals['_ABORTWEIGHTSRESPONSE']._serialized_start=1170
-  _globals['_ABORTWEIGHTSRESPONSE']._serialized_end=1248
-  _globals['_PROBELOGPROBSREQUEST']._serialized_start=1250
-  _globals['_PROBELOGPROBSREQUEST']._serialized_end=1291
-  _globals['_PROBELOGPROBSRESPONSE']._serialized_start=1293
-  _globals['_PROBELOGPROBSRESPONSE']._serialized_end=1334
-  _globals['_GETWEIGHTSUMSREQUEST']._serialized_start=1336
-  _globals['_GETWEIGHTSUMSREQUEST']._serialized_end=1373
-  _globals['_GETWEIGHTSUMSRESPONSE']._serialized_start=1375
-  _globals['_GETWEIGHTSUMSRESPONSE']._serialized_end=1412
-  _globals['_SLEEPENGINEREQUEST']._serialized_start=1414
-  _globals['_SLEEPENGINEREQUEST']._serialized_end=1449
-  _globals['_SLEEPENGINERESPONSE']._serialized_start=1451
-  _globals['_SLEEPENGINERESPONSE']._serialized_end=1472
-  _globals['_WAKEENGINEREQUEST']._serialized_start=1474
-  _globals['_WAKEENGINEREQUEST']._serialized_end=1507
-  _globals['_WAKEENGINERESPONSE']._serialized_start=1509
-  _globals['_WAKEENGINERESPONSE']._serialized_end=1529
-  _globals['_ROLLOUTCONTROLSERVICE']._serialized_start=1757
-  _globals['_ROLLOUTCONTROLSERVICE']._serialized_end=2906
+  _globals['_COMMITWEIGHTSRESPONSE']._serialized_end=1063
+  _globals['_RELEASEWEIGHTSREQUEST']._serialized_start=1065
+  _globals['_RELEASEWEIGHTSREQUEST']._serialized_end=1127
+  _globals['_RELEASEWEIGHTSRESPONSE']._serialized_start=1129
+  _globals['_RELEASEWEIGHTSRESPONSE']._serialized_end=1153
+  _globals['_ABORTWEIGHTSREQUEST']._serialized_start=1155
+  _globals['_ABORTWEIGHTSREQUEST']._serialized_end=1191
+  _globals['_ABORTWEIGHTSRESPONSE']._serialized_start=1193
+  _globals['_ABORTWEIGHTSRESPONSE']._serialized_end=1271
+  _globals['_PROBELOGPROBSREQUEST']._serialized_start=1273
+  _globals['_PROBELOGPROBSREQUEST']._serialized_end=1314
+  _globals['_PROBELOGPROBSRESPONSE']._serialized_start=1316
+  _globals['_PROBELOGPROBSRESPONSE']._serialized_end=1357
+  _globals['_GETWEIGHTSUMSREQUEST']._serialized_start=1359
+  _globals['_GETWEIGHTSUMSREQUEST']._serialized_end=1396
+  _globals['_GETWEIGHTSUMSRESPONSE']._serialized_start=1398
+  _globals['_GETWEIGHTSUMSRESPONSE']._serialized_end=1435
+  _globals['_SLEEPENGINEREQUEST']._serialized_start=1437
+  _globals['_SLEEPENGINEREQUEST']._serialized_end=1472
+  _globals['_SLEEPENGINERESPONSE']._serialized_start=1474
+  _globals['_SLEEPENGINERESPONSE']._serialized_end=1495
+  _globals['_WAKEENGINEREQUEST']._serialized_start=1497
+  _globals['_WAKEENGINEREQUEST']._serialized_end=1530
+  _globals['_WAKEENGINERESPONSE']._serialized_start=1532
+  _globals['_WAKEENGINERESPONSE']._serialized_end=1552
+  _globals['_ROLLOUTCONTROLSERVICE']._serialized_start=1780
+  _globals['_ROLLOUTCONTROLSERVICE']._serialized_end=2929
 # @@protoc_insertion_point(module_scope)

@@ -375,16 +375,23 @@ Global___CommitWeightsRequest: _TypeAlias = CommitWeightsRequest  # noqa: Y015
 
 @_typing.final
 class CommitWeightsResponse(_message.Message):
-    """Empty on purpose, so that fields can be added later."""
+    """How long sampling stood still."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PAUSE_SECONDS_FIELD_NUMBER: _builtins.int
+    pause_seconds: _builtins.float
+    """Seconds from the moment when nothing was sampled any more to the moment when the engine
+    was told to go on; 0 in the answer to a repetition.
+    """
     def __init__(
         self,
+        *,
+        pause_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pause_seconds", b"pause_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

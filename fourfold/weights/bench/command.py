@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trainer-device", default="", metavar="DEVICE,...", help="one for each rank; default cuda:0, or cpu"
     )
     parser.add_argument("--engine-device", default="", help="default cuda:1, or the trainer's, or cpu")
-    parser.add_argument("--ranks", type=int, default=1, help="of the trainer, on CPU; on GPUs --trainer-device says it")
+    parser.add_argument("--ranks", type=int, default=1, help="of the trainer, where --trainer-device does not say it")
     parser.add_argument("--zero3", action="store_true", help="a real DeepSpeed ZeRO-3 engine in the trainer")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=3)
@@ -90,7 +90,8 @@ def _settings(args: argparse.Namespace) -> Settings:
     trainer = tuple(args.trainer_device.split(",")) if args.trainer_device else ()
     engine = args.engine_device
     if not trainer:
-        trainer = ("cuda:0",) if gpus and engine != "cpu" else ("cpu",) * args.ranks
+        on_gpus = gpus and engine != "cpu"
+        trainer = tuple(f"cuda:{rank}" if on_gpus else "cpu" for rank in range(args.ranks))
     if not engine:
         engine = "cpu" if trainer[0] == "cpu" else ("cuda:1" if gpus > 1 else trainer[0])
     on_cpu = engine == "cpu"

@@ -29,8 +29,10 @@ class GpuMemory:
         gpus = [device for device in dict.fromkeys(devices) if device != "cpu"]
         if not gpus:
             return
-        import pynvml
-
+        try:
+            import pynvml
+        except ModuleNotFoundError:
+            return
         pynvml.nvmlInit()
         self._nvml = pynvml
         for device in gpus:

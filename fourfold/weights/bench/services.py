@@ -48,12 +48,18 @@ _FLUSH_NANOSECONDS: Final = 1_000_000
 
 _RECIPE: Final = """
 name = "bench"
+steps = 1
 [model]
 source = "{folder}"
 max_context_tokens = {context}
 [data.train]
 reasoning_gym = "products"
 size = 64
+[sampling]
+max_new_tokens = 16
+[batch]
+prompts_per_step = 1
+group_size = 2
 [rollout]
 gpus_per_replica = {gpus}
 gpu_memory_utilization = {memory}
@@ -235,18 +241,19 @@ class _Bench:
         if sent.weights_digest != received.weights_digest:
             raise Unavailable(f"version {version} did not arrive as it was sent")
         at.append(time.perf_counter())
-        await self._call(self._engine.CommitWeights, control.CommitWeightsRequest(**fixed, hold=True))
+        committed = await self._call(self._engine.CommitWeights, control.CommitWeightsRequest(**fixed, hold=True))
         at.append(time.perf_counter())
         await self._call(self._engine.ReleaseWeights, control.ReleaseWeightsRequest(**fixed))
         at.append(time.perf_counter())
         names = ("begin", "receive", "compare", "commit", "release")
-        return {name: b - a for name, a, b in zip(names, at, at[1:], strict=False)} | {"stall": at[4] - at[1]}
+        return {name: b - a for name, a, b in zip(names, at, at[1:], strict=False)} | {"stall": committed.pause_seconds}
 
     async def _step(self) -> int:
         """Train one step on a row of nothing in particular; return the version."""
         step = (await self._trainer.get_status(timeout=_STEP_SECONDS)).step + 1
-        weights = [np.full(len(_ROW), 1e-3, np.float32)]
-        await self._trainer.forward_backward([_ROW], weights, step=step, timeout=_STEP_SECONDS)
+        weights = np.full(len(_ROW), 1e-3, np.float32)
+        weights[0] = 0  # nothing comes before the first token
+        await self._trainer.forward_backward([_ROW], [weights], step=step, timeout=_STEP_SECONDS)
         await self._trainer.optim_step(step, timeout=_STEP_SECONDS)
         return (await self._trainer.get_status(timeout=_STEP_SECONDS)).policy_version
 

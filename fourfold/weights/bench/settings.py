@@ -103,8 +103,8 @@ class Settings:
 
     @property
     def loop_is_possible(self) -> bool:
-        """Whether the loop can run: NCCL refuses two ranks on one GPU."""
-        return not self.on_gpus or self.engine_device not in self.trainer_devices
+        """Whether the loop can run: NCCL refuses two ranks on one GPU. Of the trainer rank 0 alone takes part."""
+        return not self.on_gpus or self.engine_device != self.trainer_devices[0]
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""

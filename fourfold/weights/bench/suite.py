@@ -17,6 +17,7 @@ from fourfold.weights.bench.table import print_table
 
 _SECONDS: Final = 300.0
 
+_SERVICES: Final = ("--path", "services", "--zero3")
 _APART: Final = ("--trainer-device", "cuda:0", "--engine-device", "cuda:1")
 _TOGETHER: Final = ("--trainer-device", "cuda:0", "--engine-device", "cuda:0")
 _ZERO3: Final = ("--zero3", "--engine-device", "cuda:1", "--engine-memory", "0.3", "--backend", "cuda_ipc")
@@ -27,6 +28,17 @@ SUITES: Final[dict[str, dict[str, Sequence[str]]]] = {
         "0.43b-nccl": ("--shape", "0.43b", "--backend", "nccl", *_APART, "--compare", "loop"),
         "0.43b-ipc-apart": ("--shape", "0.43b", "--backend", "cuda_ipc", *_APART),
         "0.43b-ipc-together": ("--shape", "0.43b", "--backend", "cuda_ipc", *_TOGETHER),
+        "0.43b-services-nccl": (*_SERVICES, "--shape", "0.43b", "--backend", "nccl", *_APART),
+        "0.43b-services-ipc": (
+            "--path",
+            "services",
+            "--zero3",
+            "--shape",
+            "0.43b",
+            "--backend",
+            "cuda_ipc",
+            *_TOGETHER,
+        ),
         "7b-nccl": ("--shape", "7b", "--backend", "nccl", *_APART, "--compare", "loop", "--eager"),
         "7b-ipc-together": ("--shape", "7b", "--backend", "cuda_ipc", *_TOGETHER, "--eager"),
         "7b-ipc-apart": ("--shape", "7b", "--backend", "cuda_ipc", *_APART, "--eager"),
@@ -36,6 +48,7 @@ SUITES: Final[dict[str, dict[str, Sequence[str]]]] = {
     "cpu": {
         "0.135b-shm": ("--shape", "0.135b", "--backend", "shm", "--compare", "loop", "--rounds", "10"),
         "0.135b-gloo": ("--shape", "0.135b", "--backend", "gloo", "--rounds", "10"),
+        "0.135b-services-shm": (*_SERVICES, "--shape", "0.135b", "--backend", "shm"),
         "0.135b-shm-zero3-2": ("--shape", "0.135b", "--backend", "shm", "--zero3", "--ranks", "2", "--rounds", "10"),
     },
 }

@@ -115,13 +115,13 @@ class RolloutControlServicer(RolloutControlServiceServicer):
 
     async def CommitWeights(self, request: pb.CommitWeightsRequest, context: Context) -> pb.CommitWeightsResponse:
         """Serve the received version."""
-        await self._weights.commit(
+        seconds = await self._weights.commit(
             epoch=request.epoch,
             policy_version=request.policy_version,
             hold=request.hold,
             timeout=self._timeout(context),
         )
-        return pb.CommitWeightsResponse()
+        return pb.CommitWeightsResponse(pause_seconds=seconds)
 
     async def ReleaseWeights(self, request: pb.ReleaseWeightsRequest, context: Context) -> pb.ReleaseWeightsResponse:
         """Give out what a commit with hold kept back."""

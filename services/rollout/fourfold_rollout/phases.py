@@ -44,6 +44,9 @@ class Update:
         self.served_before = 0
         """Version that was served until the commit."""
         self.digest = b""
+        self.pause_seconds = 0.0
+        """How long sampling stood still in the last one that was committed."""
+        self._paused_at = 0.0
         self._since = time.monotonic()
 
     @property
@@ -59,6 +62,12 @@ class Update:
     def enter(self, phase: Phase) -> None:
         """Go on."""
         self.phase, self._since = phase, time.monotonic()
+        if phase is Phase.PAUSED:
+            self._paused_at = self._since
+
+    def end_pause(self) -> None:
+        """Know that sampling goes on."""
+        self.pause_seconds = time.monotonic() - self._paused_at
 
     def check_version(self, version: int) -> None:
         """Raise WrongState unless an update to `version` is open and has not failed."""

@@ -21,8 +21,7 @@ Control calls are done one after the other (`turns.py`), each to its end, even w
 has gone. The engine's worker cannot be reached while it receives; its deadline is the call's,
 and an abort ends it through `Engine.stop_transfers` before its turn comes.
 
-An engine that sleeps (`sleep.py`) keeps the door closed; its weights can be updated as soon as
-they have memory again.
+An engine that sleeps (`sleep.py`) keeps the door closed; its weights can be updated once they have memory.
 """
 
 from __future__ import annotations
@@ -190,19 +189,21 @@ class EngineWeights:
 
         return await self._turns.run(step, timeout)
 
-    async def commit(self, *, epoch: int, policy_version: int, hold: bool = False, timeout: float) -> None:
+    async def commit(self, *, epoch: int, policy_version: int, hold: bool = False, timeout: float) -> float:
         """Sample with the received version; with `hold`, keep its tokens back until `release`. Again: does nothing.
+
+        Returns the seconds for which sampling stood still; 0 in a repetition.
 
         Raises:
             StaleEpoch: not the open epoch.
             WrongState: that version was not received, or is held already.
         """
 
-        async def step(_left: float) -> None:
+        async def step(_left: float) -> float:
             if self._is_served(epoch, policy_version):
-                return
+                return 0.0
             self._check_update(epoch, policy_version)
-            update = self._update
+            update, paused = self._update, 0.0
             update.check_may_commit(held=self.gate.holding, hold=hold)
             if update.phase is Phase.RECEIVED:
                 update.served_before, self.gate.version = self.gate.version, policy_version
@@ -211,10 +212,13 @@ class EngineWeights:
                 update.enter(Phase.COMMITTED)
                 self._sampling.dirty = False
                 await self._sampling.go_on()  # whatever can wait comes after this: until here nothing is sampled
+                update.end_pause()
+                paused = update.pause_seconds
             if not hold:
                 await self._serve(epoch)
+            return paused
 
-        await self._turns.run(step, timeout)
+        return await self._turns.run(step, timeout)
 
     async def release(self, *, epoch: int, policy_version: int, timeout: float) -> None:
         """Give out the tokens that a commit with hold kept back. Again: does nothing.
@@ -229,9 +233,7 @@ class EngineWeights:
                 return
             self._check_update(epoch, policy_version)
             if self._update.phase is not Phase.COMMITTED:
-                raise WrongState(
-                    f"version {policy_version} is not committed ({self._update.phase.value}); call CommitWeights first"
-                )
+                raise WrongState(f"version {policy_version} is not committed; call CommitWeights first")
             await self._serve(epoch)
 
         await self._turns.run(step, timeout)

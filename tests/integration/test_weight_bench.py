@@ -1,0 +1,57 @@
+"""`fourfold bench weights` and the example without services: real trainer processes, a real vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _run(*words: str, cwd: Path) -> str:
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("options", [[], ["--zero3", "--ranks", "2", "--backend", "gloo"]], ids=["dense", "zero3"])
+def test_the_benchmark_measures_real_updates(options: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    rounds = ("--rounds", "2", "--warm-up", "1", "--verified-rounds", "1", "--streams", "2", "--compare", "loop")
+    table = _run(
+        "-m", "fourfold", "bench", "weights", "--shape", "tiny", *rounds, *options, "--json", str(out), cwd=tmp_path
+    )
+    assert "stall of the engine" in table and "loop, tensor by tensor" in table
+    result = json.loads(out.read_text())
+    measured = result["results"]
+    assert measured["bytes"] == 2 * (512 * 64 + 2 * (64 * 64 * 2 + 2 * 32 * 64 + 3 * 64 * 128 + 2 * 64) + 64)
+    assert len(measured["plain"]["stall"]["runs_ms"]) == 2
+    for median in ("begin", "receive", "worker", "stall", "commit"):
+        assert measured["plain"][median]["median_ms"] > 0
+    assert measured["plain"]["receive"]["median_ms"] <= measured["plain"]["stall"]["median_ms"]
+    assert measured["loop_ratio"] > 0
+    assert result["parameters"]["backend"] == ("gloo" if options else "shm")
+
+
+def test_weights_go_into_vllm_without_any_service(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    printed = _run(str(ROOT / "examples/weights_alone.py"), str(tiny_model("llama")), cwd=tmp_path)
+    assert "tokens changed: True" in printed
+    assert "equal to a fresh engine: True" in printed

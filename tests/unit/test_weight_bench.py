@@ -1,0 +1,84 @@
+"""The benchmark's arithmetic, its settings, and that its suites are made of arguments it has."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold import cli
+from fourfold.errors import ConfigError
+from fourfold.weights.bench import command
+from fourfold.weights.bench.numbers import longest_gap, summary, usual_gap
+from fourfold.weights.bench.settings import SHAPES, physical_gpu, write_folder
+from fourfold.weights.bench.suite import SUITES
+
+
+def _settings(*words: str) -> Any:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    command.add_arguments(parser)
+    return command._settings(parser.parse_args(["weights", *words]))
+
+
+def test_a_gap_counts_when_it_touches_the_round() -> None:
+    times = [0.0, 1.0, 2.0, 7.0, 8.0, 10.0, 11.0]
+    assert longest_gap(times, 3.0, 6.0) == 5.0, "inside a gap"
+    assert longest_gap(times, 7.5, 9.0) == 2.0, "across two"
+    assert longest_gap(times, 20.0, 21.0) == 0.0, "after the last token"
+    assert usual_gap([times, [0.0, 1.0]]) == 1.0
+
+
+def test_median_and_percentile() -> None:
+    runs = [value / 1000 for value in range(1, 22)]
+    found = summary(list(reversed(runs)))
+    assert (found["median_ms"], found["p95_ms"]) == (11.0, 20.0)
+    assert found["runs_ms"][0] == 21.0, "in the order in which they came"
+
+
+@pytest.mark.parametrize("suite", sorted(SUITES))
+def test_suites_can_be_run(suite: str) -> None:
+    for name, arguments in SUITES[suite].items():
+        settings = _settings(*arguments)
+        assert settings.on_gpus == (suite != "cpu"), name
+        assert not settings.loop or settings.loop_is_possible, f"{name}: NCCL refuses two ranks on one GPU"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--trainer-device", "cuda:0", "--engine-device", "cpu"], "both be on CPU or both on GPUs"),
+        (["--trainer-device", "cpu,cpu"], "several trainer devices need --zero3"),
+        (["--rounds", "0"], "must be at least 1"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _settings(*words)
+
+
+def test_gpus_are_named_as_the_driver_counts_them() -> None:
+    assert physical_gpu("1") == "1"
+    assert physical_gpu("1", "4,6") == "6"
+
+
+def test_the_command_needs_no_heavy_module_to_explain_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "--help"])
+    assert "--suite" in capsys.readouterr().out
+
+
+def test_big_shapes_are_those_of_their_models(tmp_path: Path) -> None:
+    def count(shape: str) -> int:
+        c = SHAPES[shape]
+        hidden, inner, words = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
+        kv = hidden * c["num_key_value_heads"] // c["num_attention_heads"]
+        bias = hidden + 2 * kv if c["model_type"] == "qwen2" else 0
+        layer = 2 * hidden * hidden + 2 * hidden * kv + bias + 3 * hidden * inner + 2 * hidden
+        return c["num_hidden_layers"] * layer + hidden + words * hidden * (1 if c["tie_word_embeddings"] else 2)
+
+    assert count("0.135b") == 134_515_008
+    assert round(count("0.43b") / 1e9, 3) == 0.428
+    assert count("7b") == 7_615_616_512
+    assert (write_folder(tmp_path / "m", "7b") / "config.json").is_file()

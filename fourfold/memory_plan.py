@@ -108,8 +108,7 @@ def memory_plan(
     if config.algorithm.needs_critic:
         rows += _kept(config, _critic(config, critic or shape), critic or shape)
     rows.append(_rollout(config, shape))
-    between_gpus = config.trainer.device == "cuda" and config.rollout.gpus_per_replica > 0
-    if not between_gpus or config.weights.backend in ("shm", "gloo"):
+    if not config.weights_stay_on_gpus:
         rows.append(_transfer(config, shape))
     if config.needs_reference:
         rows.append(_reference(config, shape))

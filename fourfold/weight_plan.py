@@ -28,8 +28,7 @@ _PAUSE = {
 def weight_plan(config: Config, shape: ModelShape) -> list[str]:
     """Return how much travels on which way, what running samples do meanwhile, and what is compared afterwards."""
     weights = config.weights
-    on_gpus = config.trainer.device == "cuda" and config.rollout.gpus_per_replica > 0
-    how = _HOW.get(weights.backend, _ON_GPUS if on_gpus else _ON_CPU)
+    how = _HOW.get(weights.backend, _ON_GPUS if config.weights_stay_on_gpus else _ON_CPU)
     engines = max(config.rollout.replicas, 1)
     reach = "the engine" if engines == 1 else f"each of {engines} engines"
     return [

@@ -298,6 +298,12 @@ class Config(Table):
         return self.critic.ranks if self.critic_apart else self.trainer.data_parallel_size
 
     @property
+    def weights_stay_on_gpus(self) -> bool:
+        """Whether new weights can go from GPU to GPU, past main memory."""
+        on_gpus = self.trainer.device == "cuda" and self.rollout.gpus_per_replica > 0
+        return on_gpus and "parameters" not in self.trainer.offload and self.weights.backend not in ("shm", "gloo")
+
+    @property
     def trainer_processes(self) -> int:
         """All ranks of the trainer, the critic's own among them; on GPUs one GPU each."""
         return self.trainer.ranks + (self.critic.ranks if self.critic_apart else 0)
@@ -354,9 +360,10 @@ class Config(Table):
         for key, right, value in (
             ("trainer.device", self.trainer.device == "cuda", f'"{self.trainer.device}"'),
             ("rollout.gpus_per_replica", self.rollout.gpus_per_replica > 0, "0"),
+            ("trainer.offload", "parameters" not in self.trainer.offload, f'"{self.trainer.offload}"'),
         ):
             if not right:
                 raise ValueError(
                     f'weights.backend = "{self.weights.backend}" moves weights between GPUs, and {key} = {value}; set '
-                    f'weights.backend = "auto", or put both on GPUs'
+                    f'weights.backend = "auto", or keep both on GPUs'
                 )

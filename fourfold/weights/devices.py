@@ -1,4 +1,4 @@
-"""Which GPUs of this host can read each other's memory, and which backends a process on them can use. No torch here.
+"""Which GPUs of this host can read each other's memory. No torch here.
 
 Asked of NVIDIA's management library, which sees every GPU of the host, also those that another process was given:
 
@@ -14,17 +14,9 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, Final
+from typing import Any
 
 _log = logging.getLogger(__name__)
-
-_ANYWHERE: Final = ("shm", "gloo")
-_ON_GPUS: Final = ("cuda_ipc", "nccl")
-
-
-def usable_backends(*, on_gpus: bool) -> list[str]:
-    """Return how a process can send or receive weights, best first: those for GPUs need CuPy."""
-    return [*(_ON_GPUS if on_gpus and _has("cupy") else ()), *_ANYWHERE]
 
 
 def reachable_gpus(device_uuids: Sequence[bytes]) -> list[bytes]:
@@ -90,11 +82,3 @@ def _cuda_uuid(text: str | bytes) -> bytes:
     """Return the 16 bytes of "GPU-6e1f...": what CUDA calls the UUID of the device."""
     word = text.decode("ascii") if isinstance(text, bytes) else text
     return uuid.UUID(word.removeprefix("GPU-")).bytes
-
-
-def _has(module: str) -> bool:
-    try:
-        import_module(module)
-    except ImportError:
-        return False
-    return True

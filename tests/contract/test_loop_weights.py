@@ -125,6 +125,7 @@ async def test_nothing_else_stands_between_pause_and_resume(make_stage: Callable
     # Each would wait for ever if the calls came one after the other: begin for the sender, it for the receivers.
     for engine in stage.rollouts:
         engine.on_begin = lambda: until(lambda: "trainer-0 send" in journal)
+    stage.rollouts[1].pause_seconds = 0.0002
     stage.trainer.on_send = lambda: until(lambda: {"rollout-0 receive", "rollout-1 receive"} <= set(journal))
     await stage.start()
     assert await stage.finish() == 0
@@ -141,6 +142,7 @@ async def test_nothing_else_stands_between_pause_and_resume(make_stage: Callable
     row = stage.lines("metrics.jsonl")[-1]
     parts = ("join", "lookup", "send", "pause", "transfer", "commit", "probe")
     assert all(0 < row[f"weights/{part}_seconds"] <= row["weights/publish_seconds"] for part in parts)
+    assert row["weights/pause_seconds"] == 0.0002, "of the slowest engine, which knows it best"
 
 
 async def test_sums_are_taken_at_first_and_then_now_and_then(make_stage: Callable[..., Stage]) -> None:

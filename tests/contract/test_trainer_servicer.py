@@ -14,7 +14,6 @@ import pytest
 from fourfold.errors import InvalidInput, NotFound, StaleEpoch, Unavailable, WrongState
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.types.v1 import experience_pb2
-from fourfold.weights import devices
 from fourfold.wire import encode
 from fourfold_trainer import weight_servicer
 from tests.conftest import Serve
@@ -274,8 +273,8 @@ async def test_a_trainer_on_gpus_says_which_and_who_reaches_them(
     start_trainer: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_servicer, "reachable_gpus", lambda uuids: [*uuids, b"c" * 16])
-    monkeypatch.setattr(devices, "_has", lambda module: True)
     engine = FakeEngine()
+    engine.backends = ("cuda_ipc", "nccl", "shm", "gloo")
     engine.device_uuids = (b"a" * 16, b"b" * 16)
     trainer = await start_trainer(engine, trainer={"device": "cuda"})
     manifest = await trainer.weights.get_manifest(timeout=SECONDS)

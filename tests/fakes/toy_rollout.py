@@ -65,6 +65,8 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         self.commits: list[int] = []
         """Versions that were given out."""
         self.pause_modes: list[int] = []
+        self.pause_seconds = 0.0001
+        """What it says of every commit."""
         self.places: list[tuple[bytes, int, int]] = []
         """Offer, receivers and first index, of every epoch."""
         self.backends, self.device_uuids = ["shm", "gloo"], list[bytes]()
@@ -190,7 +192,7 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         self.weights = self._loaded()
         self.version, self._pending, self.held = request.policy_version, None, True
         assert request.hold, "the coordinator gives nothing out before the probe"
-        return control.CommitWeightsResponse()
+        return control.CommitWeightsResponse(pause_seconds=self.pause_seconds)
 
     async def ReleaseWeights(
         self, request: control.ReleaseWeightsRequest, context: Context

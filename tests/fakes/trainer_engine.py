@@ -49,6 +49,7 @@ class FakeEngine:
         self.entered = threading.Event()
         self.epoch = -1
         self.device_uuids: tuple[bytes, ...] = ()
+        self.backends: tuple[str, ...] = ("shm", "gloo")
         self.aborted = threading.Event()
         self.left = self.closed = False
         self.order: list[str] = []

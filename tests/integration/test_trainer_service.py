@@ -158,7 +158,7 @@ async def end_a_transfer_that_waits(weights: TrainerWeightClient) -> None:
     """Let both ranks wait for a receiver that takes nothing, and abort: the ranks' own threads wait in the transfer."""
     manifest = Manifest.from_bytes((await weights.get_manifest(timeout=10)).manifest)
     offers = await weights.make_offer(epoch=2, backend="gloo", receiver_count=1, timeout=10)
-    receiver = make_receiver("gloo", Group(epoch=2, manifest=manifest, receiver_count=1), 0)
+    receiver = make_receiver("gloo", Group(epoch=2, manifest=manifest, receiver_count=1), 0, torch.device("cpu"))
     receiver.accept(offers)
     await asyncio.gather(weights.open(epoch=2, timeout=10), asyncio.to_thread(receiver.open, Deadline(10)))
     sending = asyncio.create_task(weights.send(epoch=2, policy_version=1, timeout=60))

@@ -143,6 +143,12 @@ def test_values_never_change(tmp_path: Path) -> None:
             '[weights]\npause = "stop"\n[sampling]',
             "weights.pause = 'stop': input should be 'keep', 'wait'",
         ),
+        (
+            "[sampling]",
+            '[trainer]\ndevice = "cuda"\noffload = "optimizer+parameters"\n[rollout]\ngpus_per_replica = 1\n'
+            '[weights]\nbackend = "nccl"\n[sampling]',
+            'trainer.offload = "optimizer+parameters"; set weights.backend = "auto", or keep both on GPUs',
+        ),
         ("[sampling]", "[weights]\nverify_every = 0\n[sampling]", "weights.verify_every = 0: input should be greater"),
         (
             "[sampling]",

@@ -212,6 +212,11 @@ def test_between_gpus_weights_take_no_main_memory(backend: str, sentence: str, c
     assert ("transfer 1" in text) == copied
 
 
+def test_weights_that_are_offloaded_go_through_main_memory() -> None:
+    text = changed(trainer={"device": "cuda", "offload": "optimizer+parameters"}, rollout={"gpus_per_replica": 1})
+    assert "after every step, through shared memory, or by gloo" in text and "transfer 1" in text
+
+
 def test_plan_says_what_an_engine_does_with_its_memory() -> None:
     text = changed(rollout={"gpus_per_replica": 1, "quantization": "fp8", "sleep_mode": True})
     assert "Weights are rounded to fp8 as they arrive. It can give that memory up while nobody samples." in text

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.weights import devices
-from fourfold.weights.devices import reachable_gpus, usable_backends
+from fourfold.weights.devices import reachable_gpus
 
 
 def gpu(number: int) -> bytes:
@@ -118,11 +117,3 @@ def test_without_library_or_driver_the_log_says_why(
     assert reachable_gpus([gpu(0)]) == [] and "Driver Not Loaded" in caplog.text
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert reachable_gpus([gpu(0)]) == [] and "pip install nvidia-ml-py" in caplog.text
-
-
-def test_backends_for_gpus_need_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_has", lambda module: module == "cupy")
-    assert usable_backends(on_gpus=True) == ["cuda_ipc", "nccl", "shm", "gloo"]
-    assert usable_backends(on_gpus=False) == ["shm", "gloo"]
-    monkeypatch.setattr(devices, "_has", lambda module: False)
-    assert usable_backends(on_gpus=True) == ["shm", "gloo"]

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 from fourfold import metrics as m
 
-from .probe import Key
-
 
 class Stopwatch:
     """Of one update; runs from the start."""
@@ -17,7 +15,6 @@ class Stopwatch:
     def __init__(self) -> None:
         self._began = time.monotonic()
         self._seconds: dict[str, float] = {}
-        self._paused: dict[Key, float] = {}
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -26,19 +23,12 @@ class Stopwatch:
         try:
             yield
         finally:
-            self._longest(name, time.monotonic() - began)
-
-    def paused(self, key: Key) -> None:
-        """Note that an engine has stopped sampling."""
-        self._paused[key] = time.monotonic()
-
-    def resumed(self, key: Key) -> None:
-        """Note that it samples again."""
-        self._longest(m.PAUSE_SECONDS, time.monotonic() - self._paused[key])
+            self.longest(name, time.monotonic() - began)
 
     def stop(self) -> dict[str, float]:
         """Return seconds by metric: of the parts, and of the whole update."""
         return {m.PUBLISH_SECONDS: time.monotonic() - self._began, **self._seconds}
 
-    def _longest(self, name: str, seconds: float) -> None:
+    def longest(self, name: str, seconds: float) -> None:
+        """Note seconds that somebody else has measured."""
         self._seconds[name] = max(self._seconds.get(name, 0.0), seconds)

@@ -7,8 +7,8 @@
     each engine on its own        Commit, tokens held back -> probe -> Release
 
 An error before the digests agree is an Abort for all: an engine serves its old version again, or is dirty. After
-that every engine has the weights, and one that fails is given up alone. An engine's pause is from the answer to Begin
-to the answer to Commit.
+that every engine has the weights, and one that fails is given up alone. An engine's pause is from the end of Begin to
+the beginning of Commit; it measures that itself.
 
 The bytes never come here: offers are opaque and handed over, digests are compared. Every call carries a deadline that
 its worker keeps, too.
@@ -237,7 +237,6 @@ class WeightUpdater:
 
         async def take(engine: Engine) -> bytes:
             await self._call(engine, self._pause(engine, version, end))
-            self._clock.paused(engine.key)
             if await all_begun.wait() == 0:
                 names = [other.name for other in engines]
                 self._begin(plane.TRANSFER, engines, busy=names if sent else [*names, self._session.name])
@@ -289,10 +288,8 @@ class WeightUpdater:
         served = False
         try:
             with self._clock.part(m.COMMIT_SECONDS):
-                await self._call(
-                    engine, asked.commit(epoch=epoch, policy_version=version, hold=True, timeout=_left(end)), last=False
-                )
-            self._clock.resumed(engine.key)
+                commit = asked.commit(epoch=epoch, policy_version=version, hold=True, timeout=_left(end))
+                self._clock.longest(m.PAUSE_SECONDS, await self._call(engine, commit, last=False))
             with self._clock.part(m.PROBE_SECONDS):
                 logprobs = await self._call(engine, asked.probe(self._probe.token_ids, timeout=_left(end)), last=False)
             mean, largest = self._compare(engine.key, version, logprobs)

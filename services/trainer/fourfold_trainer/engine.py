@@ -160,6 +160,10 @@ class Engine(Protocol):
     def device_uuids(self) -> tuple[bytes, ...]:
         """CUDA UUIDs of the policy's ranks, 16 bytes each, in rank order; none on CPU."""
 
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """How weights can be sent from where they are, on every rank; best first."""
+
     def make_offers(
         self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float
     ) -> list[bytes]:

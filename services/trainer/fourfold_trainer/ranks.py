@@ -83,7 +83,10 @@ class RankGroup:
         # The critic's own ranks are all elsewhere: who asks them needs nothing but their links.
         self._second = ThreadPoolExecutor(1, "critic") if config.critic_apart else None
         self._manifest, self._machine = self._worker.sender.manifest(), self._worker.machine
-        self._device_uuids = tuple(_bytes(a) for a in self._policy.call("device_uuid") if a.arrays)
+        answers = self._policy.call("weights_place")
+        self._device_uuids = tuple(_bytes(answer) for answer in answers if answer.arrays)
+        every = [answer.fields["backends"] for answer in answers]
+        self._backends = tuple(name for name in every[0] if all(name in names for names in every))
         if config.critic_apart:  # no part of it is here
             size = ModelSize(**self._critic.call("critic_size")[0].fields)
             self._machine = replace(self._machine, critic=size)
@@ -165,6 +168,11 @@ class RankGroup:
     def device_uuids(self) -> tuple[bytes, ...]:
         """CUDA UUIDs of the policy's ranks, 16 bytes each, in rank order; none on CPU."""
         return self._device_uuids
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """How weights can be sent from where they are, on every rank; best first."""
+        return self._backends
 
     def make_offers(
         self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float

@@ -45,6 +45,11 @@ class Transfers:
         """CUDA UUIDs of the policy's ranks, 16 bytes each, in rank order; none on CPU."""
         return self._engine().device_uuids
 
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """How weights can be sent from where they are, best first."""
+        return self._engine().backends
+
     async def manifest(self, *, timeout: float) -> Manifest:
         """Return the layout of the weights."""
         return await self._thread.run(Phase.WAITING, lambda: self._engine().manifest(), timeout=timeout)

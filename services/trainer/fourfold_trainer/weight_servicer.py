@@ -10,7 +10,7 @@ import grpc
 from fourfold.errors import InvalidInput
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as pb_grpc
-from fourfold.weights.devices import reachable_gpus, usable_backends
+from fourfold.weights.devices import reachable_gpus
 from fourfold.weights.host import host_id
 from fourfold_trainer.core import TrainerCore
 from fourfold_trainer.servicer import time_left
@@ -23,7 +23,6 @@ class TrainerWeightServicer(pb_grpc.TrainerWeightServiceServicer):
 
     def __init__(self, core: TrainerCore) -> None:
         self._transfers = core.transfers
-        self._backends = usable_backends(on_gpus=core.config.trainer.device == "cuda")
         self._reachable: list[bytes] | None = None  # asked once: GPUs do not move
 
     async def GetManifest(self, request: pb.GetManifestRequest, context: Context) -> pb.GetManifestResponse:
@@ -36,15 +35,16 @@ class TrainerWeightServicer(pb_grpc.TrainerWeightServiceServicer):
             manifest=manifest.to_bytes(),
             manifest_sha256=manifest.sha256,
             host_id=host_id(),
-            backends=self._backends,
+            backends=self._transfers.backends,
             device_uuids=devices,
             reachable_device_uuids=self._reachable,
         )
 
     async def MakeOffer(self, request: pb.MakeOfferRequest, context: Context) -> pb.MakeOfferResponse:
         """Start an epoch, or add a group of receivers to it."""
-        if request.backend not in self._backends:
-            raise InvalidInput(f"backend is {request.backend!r}; the trainer has {', '.join(self._backends)}")
+        backends = self._transfers.backends
+        if request.backend not in backends:
+            raise InvalidInput(f"backend is {request.backend!r}; the trainer has {', '.join(backends)}")
         if request.receiver_count < 1:
             raise InvalidInput(f"receiver_count is {request.receiver_count}; it must be at least 1")
         if request.group < 0:

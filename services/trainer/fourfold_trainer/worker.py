@@ -19,6 +19,7 @@ from fourfold import errors
 from fourfold.config import Config
 from fourfold.errors import FourfoldError, Internal
 from fourfold.weights.sender import WeightSender
+from fourfold.weights.transport import available_backends
 from fourfold_trainer import batching
 from fourfold_trainer.engine import Critic, Policy, Trained, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Machine
@@ -42,7 +43,8 @@ class RankWorker:
         """By the name of their files."""
         if policy is not None:
             self._models["policy"] = self._policy = policy
-            self._sender = WeightSender(policy.weight_source(), rank=rank, rank_count=rank_count)
+            self._source = policy.weight_source()
+            self._sender = WeightSender(self._source, rank=rank, rank_count=rank_count)
         if critic is not None:
             self._models["critic"] = self._critic = critic
         self._shards: dict[str, Shard] = {}
@@ -61,7 +63,7 @@ class RankWorker:
             "restore": self._restore,
             "forget": self._forget,
             "export": self._export,
-            "device_uuid": self._device_uuid,
+            "weights_place": self._weights_place,
             "make_offer": self._make_offer,
             "open_weights": self._open_weights,
             "send_weights": self._send_weights,
@@ -166,11 +168,14 @@ class RankWorker:
         self._policy.export(Path(command.fields["folder"]), ema=command.fields["ema"])
         return Message(name=ANSWER)
 
-    def _device_uuid(self, _command: Message) -> Message:
-        if self._config.trainer.device != "cuda":
-            return Message(name=ANSWER)
+    def _weights_place(self, _command: Message) -> Message:
+        """Answer the backends that reach what this rank sends, and its GPU; offloaded weights are in main memory."""
+        spans, device = self._sender.manifest().spans_of_rank(self._rank), torch.device(self._config.trainer.device)
+        fields = {"backends": available_backends(self._source.read(spans[0]).device if spans else device)}
+        if device.type != "cuda":
+            return Message(name=ANSWER, fields=fields)
         properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return Message(name=ANSWER, arrays=[from_bytes(bytes(properties.uuid.bytes))])
+        return Message(name=ANSWER, fields=fields, arrays=[from_bytes(bytes(properties.uuid.bytes))])
 
     def _make_offer(self, command: Message) -> Message:
         return Message(name=ANSWER, arrays=[from_bytes(self._sender.make_offer(**command.fields))])

@@ -69,10 +69,11 @@ class FakeSample:
 class FakeEngine:
     """Implements `Engine`. Nothing moves until `tick`."""
 
-    def __init__(self, *, kv_cache_tokens: int = 0) -> None:
+    def __init__(self, *, kv_cache_tokens: int = 0, device_type: str = "cpu", sleep_mode: bool = False) -> None:
         self.description = EngineDescription(
             version="0.0",
-            device_type="cpu",
+            device_type="cuda" if sleep_mode else device_type,
+            sleep_mode=sleep_mode,
             device_uuids=(),
             backends=("shm", "gloo"),
             worker_count=1,

@@ -3,110 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import os
-import select
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
 from fourfold.channel import open_channel
-from fourfold.errors import FourfoldError, InvalidInput, Unavailable
-from fourfold.process import PARENT_PID_VARIABLE
-from fourfold.rollout.client import Completion, RolloutClient, RolloutControlClient
+from fourfold.errors import FourfoldError, InvalidInput, Unavailable, WrongState
+from fourfold.rollout.client import RolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.tokenizer import tokenizer_sha256
+from tests.rollout_process import (
+    CONTEXT,
+    SAMPLES,
+    Publisher,
+    Service,
+    gone,
+    plain,
+    request,
+    sampled_count,
+    start,
+    until_running,
+    until_sampled,
+)
 from tests.tiny_models import VOCABULARY_SIZE
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
-CONTEXT: Final = 512
-SAMPLES: Final = 32
-START_SECONDS: Final = 100.0
-_names = itertools.count()
 TinyModel = Callable[..., Path]
-
-RECIPE: Final = """
-name = "tiny"
-steps = 1
-model = {{ source = "{model}", max_context_tokens = {context} }}
-data = {{ train = {{ reasoning_gym = "products", size = 8 }} }}
-batch = {{ prompts_per_step = 1, group_size = 2 }}
-sampling = {{ max_new_tokens = 8 }}
-rollout = {{ max_concurrent_samples = {samples}, public_listen = "{public}" }}
-weights = {{ timeout_seconds = 20.0 }}
-"""
-
-
-@dataclass(slots=True)
-class Service:
-    """A service process."""
-
-    process: subprocess.Popen[str]
-    target: str
-    public: str
-    errors: Path
-    model: Path
-
-    def close(self) -> None:
-        """kill -9, and let go of its pipe."""
-        self.process.kill()
-        self.process.wait(10)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-
-    @property
-    def engine(self) -> psutil.Process:
-        """The engine's process."""
-        (child,) = psutil.Process(self.process.pid).children()
-        return child
-
-
-def start(model: Path, folder: Path, temporary: Path | None = None) -> Service:
-    """Start a service and wait for its READY line; its temporary files go to `temporary`."""
-    recipe, errors = folder / "tiny.toml", folder / "stderr.log"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        public = f"127.0.0.1:{probe.getsockname()[1]}"
-    recipe.write_text(RECIPE.format(model=model, context=CONTEXT, samples=SAMPLES, public=public))
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_"))}
-    env |= {PARENT_PID_VARIABLE: str(os.getpid()), "PYTHONPATH": os.pathsep.join(sys.path)}
-    env |= {"TMPDIR": str(temporary)} if temporary else {}
-    with errors.open("w") as stderr:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fourfold", "serve", "rollout", str(recipe)],
-            stdout=subprocess.PIPE, stderr=stderr, text=True, env=env, cwd=folder,
-        )  # fmt: skip
-    assert process.stdout is not None
-    readable, _, _ = select.select([process.stdout], [], [], START_SECONDS)
-    line = process.stdout.readline() if readable else ""
-    if not line.startswith("READY "):
-        process.kill()
-        raise AssertionError(f"the service is not ready: {line!r}\n{errors.read_text()[-4000:]}")
-    return Service(process, line.split()[1], public, errors, model)
-
-
-def gone(process: psutil.Process, seconds: float) -> bool:
-    """Whether a process has ended, or does so in time."""
-    end = time.monotonic() + seconds
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @pytest.fixture(scope="module")
@@ -133,34 +66,9 @@ def control(channel: Any) -> RolloutControlClient:
     return RolloutControlClient(channel, peer="rollout-0")
 
 
-def request(
-    prompt: int = 0, *, samples: int = 1, max_tokens: int = 8, seed: int = 1, name: str = "", **fields: Any
-) -> pb.GenerateRequest:
-    """Return a request with prompt number `prompt`."""
-    params = {"max_tokens": max_tokens, "seed": seed, **fields.pop("params", {})}
-    return pb.GenerateRequest(
-        request_id=name or f"call-{next(_names)}",
-        prompt_token_ids=np.random.default_rng(prompt).integers(3, VOCABULARY_SIZE, 12).tolist(),
-        sample_count=samples,
-        sampling_params=pb.SamplingParams(**params),
-        **fields,
-    )
-
-
-async def running_count(client: RolloutClient) -> int:
-    async with aclosing(client.watch_load(period=0.05, timeout=5)) as reports:
-        return (await anext(reports)).running_sample_count
-
-
-async def until_running(client: RolloutClient, some: bool, seconds: float = 10) -> None:
-    """Wait until samples are in the engine, or none is."""
-    async with asyncio.timeout(seconds):
-        while (await running_count(client) > 0) != some:
-            await asyncio.sleep(0.01)
-
-
-def plain(samples: list[Completion]) -> list[tuple[list[int], list[float]]]:
-    return [(s.token_ids.tolist(), s.logprobs.tolist()) for s in samples]
+@pytest.fixture
+async def publisher(client: RolloutClient, control: RolloutControlClient) -> Publisher:
+    return Publisher(control, version=(await client.get_info(timeout=5)).policy_version)
 
 
 class TestSampling:
@@ -267,49 +175,31 @@ class TestWeights:
             )
 
     async def test_a_published_version_is_what_a_fresh_engine_would_serve(
-        self, client: RolloutClient, control: RolloutControlClient, tiny_model: TinyModel
+        self, client: RolloutClient, control: RolloutControlClient, publisher: Publisher, tiny_model: TinyModel
     ) -> None:
         import torch
-        import transformers
 
-        from fourfold.weights.digest import combine_digest
-        from fourfold.weights.sender import WeightSender
-        from fourfold.weights.source import DenseSource
-
-        model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model("qwen2", seed=1), dtype=torch.bfloat16)
-        sender = WeightSender(DenseSource(model, dtype=torch.bfloat16), rank=0, rank_count=1)
         ids = np.random.default_rng(9).integers(3, VOCABULARY_SIZE, 24).tolist()
         before = await control.probe(ids, timeout=20)
         samples_before = plain(await client.complete(request(samples=4), timeout=60))
 
-        offer = sender.make_offer(1, "shm", 1, timeout=10)
-        opened, _ = await asyncio.gather(
-            control.open(
-                epoch=1, backend="shm", manifest=sender.manifest().to_bytes(), offers=[offer],
-                receiver_count=1, first_receiver_index=0, timeout=10,
-            ),
-            asyncio.to_thread(sender.open, 1, timeout=10),
-        )  # fmt: skip
-        assert opened.reload_tensor_count + opened.direct_tensor_count > 0
+        model = await publisher.open(tiny_model("qwen2", seed=1))
         running = asyncio.create_task(client.complete(request(samples=8, max_tokens=480), timeout=60))
         await until_running(client, True)
-        await control.begin(epoch=1, policy_version=1, pause_mode=control_pb.PAUSE_MODE_ABORT, timeout=10)
+        await publisher.begin(control_pb.PAUSE_MODE_ABORT)
         aborted = await running
         assert {s.finish_reason for s in aborted} >= {pb.FINISH_REASON_ABORTED}
         assert {span.policy_version for s in aborted for span in s.version_spans} <= {0}
 
         late = asyncio.create_task(client.complete(request(samples=4, min_policy_version=1), timeout=60))
-        sent, digest = await asyncio.gather(
-            asyncio.to_thread(sender.send, 1, 1, timeout=10), control.receive(epoch=1, policy_version=1, timeout=10)
-        )
-        assert digest == combine_digest(sender.manifest(), [sent.partial_sums])
+        await publisher.send()
         after = await control.probe(ids, timeout=20)  # before the commit
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0].float()
         expected = torch.log_softmax(logits[:-1], -1)[torch.arange(23), torch.tensor(ids[1:])].numpy()
         assert np.abs(after[1:] - expected).mean() < 0.03 < np.abs(before[1:] - expected).mean()
         assert not late.done()
-        await control.commit(epoch=1, policy_version=1, timeout=10)
+        await publisher.commit()
         samples_after = await late
         assert {span.policy_version for s in samples_after for span in s.version_spans} == {1}
         assert plain(samples_after) != samples_before
@@ -326,6 +216,102 @@ class TestWeights:
         assert math.isnan(warm[0])
         assert len(warm) == 100
         assert warm[1:].tolist() == cold[1:].tolist()
+
+
+class TestInFlight:
+    """Updates that do not wait for running samples (PAUSE_MODE_KEEP), with and without a hold."""
+
+    @pytest.mark.parametrize("streaming", [False, True])
+    async def test_samples_go_on_and_every_token_has_the_version_that_sampled_it(
+        self, client: RolloutClient, publisher: Publisher, tiny_model: TinyModel, streaming: bool
+    ) -> None:
+        def message() -> pb.GenerateRequest:
+            return request(samples=24, max_tokens=480, seed=3, flush=0 if streaming else None)
+
+        alone = await client.complete(message(), timeout=60)
+        old = publisher.version
+        await publisher.open(tiny_model("qwen2", seed=2 + streaming))
+        running = asyncio.create_task(client.complete(message(), timeout=60))
+        await until_sampled(client, 500 if streaming else 1)  # packed tokens count when their sample has ended
+        await publisher.begin()
+        await publisher.send()
+        before = await sampled_count(client)
+        await asyncio.sleep(0.1)
+        assert await sampled_count(client) == before  # nothing is sampled while weights change
+        await publisher.commit()
+        answers = await running
+        assert {s.finish_reason for s in answers} <= {pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_STOP}
+        crossed = 0
+        for sample, reference in zip(answers, alone, strict=True):
+            versions = [span.policy_version for span in sample.version_spans]
+            assert versions in ([old], [old, old + 1])
+            count = sample.version_spans[0].token_count
+            assert sample.token_ids[:count].tolist() == reference.token_ids[:count].tolist()
+            assert sample.logprobs[:count].tolist() == reference.logprobs[:count].tolist()
+            if len(versions) == 2 and count < len(reference.logprobs):  # the very next token is of other weights
+                assert sample.logprobs[count] != reference.logprobs[count]
+                crossed += 1
+        assert crossed >= 5
+
+    async def test_held_tokens_wait_for_the_release(
+        self, client: RolloutClient, control: RolloutControlClient, publisher: Publisher, tiny_model: TinyModel
+    ) -> None:
+        old = publisher.version
+        running, fresh, chunks = await self._held(client, publisher, tiny_model("qwen2", seed=4))
+        assert len(await control.probe([5, 6, 7], timeout=10)) == 3  # while others are sampled
+        with pytest.raises(WrongState, match="not released"):
+            await publisher.begin()
+        assert not fresh.done()
+        assert {c.policy_version for c in chunks} == {old}
+        await publisher.release()
+        (sample,) = await fresh
+        assert [span.policy_version for span in sample.version_spans] == [old + 1]
+        await running
+        assert {c.policy_version for c in chunks} == {old, old + 1}
+        assert pb.FINISH_REASON_ABORTED not in {c.finish_reason for c in chunks}
+
+    async def test_no_held_token_leaves_a_version_that_is_given_up(
+        self, client: RolloutClient, publisher: Publisher, tiny_model: TinyModel
+    ) -> None:
+        old = publisher.version
+        running, fresh, chunks = await self._held(client, publisher, tiny_model("qwen2", seed=5))
+        assert await publisher.abort() == control_pb.WEIGHT_STATE_DIRTY
+        with pytest.raises(Unavailable, match="given up"):
+            await fresh
+        await running
+        assert {c.policy_version for c in chunks} == {old}
+        finishes = [c.finish_reason for c in chunks if c.finish_reason]
+        assert len(finishes) == 6
+        assert pb.FINISH_REASON_ABORTED in finishes
+        assert (await client.get_info(timeout=5)).policy_version == old
+        with pytest.raises(Unavailable, match="serves nothing"):
+            await client.complete(request(), timeout=10)
+        await publisher.open(tiny_model("qwen2", seed=6))
+        await publisher.begin()
+        await publisher.send()
+        await publisher.commit()
+        (sample,) = await client.complete(request(), timeout=60)
+        assert sample.version_spans[0].policy_version == publisher.version
+
+    async def _held(self, client: RolloutClient, publisher: Publisher, folder: Path) -> tuple[Any, Any, list[Any]]:
+        """Commit with hold while a call streams; return it, a call that came after the commit, and what arrived."""
+        chunks: list[pb.SampleChunk] = []
+
+        async def stream() -> None:
+            message = request(samples=6, max_tokens=480, flush=0, params={"temperature": 1.5})
+            async with aclosing(client.generate(message, timeout=60)) as parts:
+                async for part in parts:
+                    chunks.append(part)
+
+        await publisher.open(folder)
+        running = asyncio.create_task(stream())
+        await until_sampled(client, 100)
+        await publisher.begin()
+        await publisher.send()
+        await publisher.commit(hold=True)
+        fresh = asyncio.create_task(client.complete(request(max_tokens=4), timeout=60))
+        await until_sampled(client, 100)
+        return running, fresh, chunks
 
 
 class TestProcess:

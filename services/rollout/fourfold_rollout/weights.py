@@ -332,32 +332,31 @@ class EngineWeights:
 
     async def _give_up(self, why: str) -> None:
         """Close the epoch in the workers and settle what is left, of the weights and of the samples."""
-        clean, phase = False, self._update.phase
+        clean: bool | None = None  # nobody knows
+        phase = self._update.phase
         if phase is Phase.COMMITTED:
-            self._sampling.close_door(f"the update to version {self._update.version} is being given up")
             self.gate.drop()
         if self.updating:
             self._update.enter(Phase.ENDING)
         try:
             clean = await self._epochs.leave()
         finally:
-            dirty = self._sampling.dirty or not clean or phase in (Phase.RECEIVED, Phase.COMMITTED)
-            if self.updating:
+            if self.updating or clean is False:
+                dirty = self._sampling.dirty or not clean or phase in (Phase.RECEIVED, Phase.COMMITTED)
                 _log.warning("update to version %d given up: %s", self._update.version, why, extra={"dirty": dirty})
+                self._sampling.close_door("an update is being given up")
                 try:
-                    await self._leave_samples(dirty=dirty, committed=phase is Phase.COMMITTED)
+                    await self._leave_samples(dirty=dirty)
                 finally:
                     self._end_update(dirty=dirty)
-            else:
-                self._sampling.dirty = dirty
 
-    async def _leave_samples(self, *, dirty: bool, committed: bool) -> None:
+    async def _leave_samples(self, *, dirty: bool) -> None:
         """Let what stands still go on with the old version, or end what runs on weights that nobody may use."""
         if not dirty:
             await self._sampling.go_on()
-        elif committed or self._sampling.stands_still:
-            await self._sampling.end_all()
-        if committed and self.gate.holding:
+            return
+        await self._sampling.end_all()
+        if self.gate.holding:
             self.gate.end()
             self.gate.version = self._update.served_before
 

@@ -1,0 +1,244 @@
+"""Updates that do not wait for running samples, over gRPC: what becomes of the samples, and of tokens that are held."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from fourfold.errors import InvalidInput, Unavailable, WrongState
+from fourfold.rollout.client import Completion
+from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
+from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from tests.conftest import Serve
+from tests.fakes.engine import SUMS
+from tests.fakes.rollout import Service, request, rollout_service, until
+
+LONG = pb.SamplingParams(max_tokens=6)
+
+
+@pytest.fixture
+async def service(serve: Serve) -> AsyncIterator[Service]:
+    async with rollout_service(serve) as running:
+        yield running
+
+
+def start(service: Service, name: str, flush_seconds: float | None = None) -> asyncio.Task[list[Completion]]:
+    message = request(name, flush_seconds=flush_seconds, sample_count=2, sampling_params=LONG)
+    return asyncio.create_task(service.client.complete(message, timeout=10))
+
+
+def spans(sample: Completion) -> list[tuple[int, int]]:
+    return [(span.policy_version, span.token_count) for span in sample.version_spans]
+
+
+async def keep(service: Service, version: int = 1) -> None:
+    """Two tokens, an update up to the commit, one token that must not be sampled."""
+    service.engine.tick(2)
+    await service.pause(version, mode=control_pb.PAUSE_MODE_KEEP)
+    service.engine.tick()
+    await service.control.receive(epoch=version, policy_version=version, timeout=2)
+
+
+class TestKeep:
+    @pytest.mark.parametrize("flush_seconds", [None, 0.0, 5.0], ids=["packed", "at-once", "flushed"])
+    async def test_samples_go_on_and_no_chunk_has_two_versions(
+        self, service: Service, flush_seconds: float | None
+    ) -> None:
+        answer = start(service, "a", flush_seconds)
+        await service.running(2)
+        await keep(service)
+        await service.control.commit(epoch=1, policy_version=1, timeout=2)
+        service.engine.tick(4)
+        for sample in await answer:
+            assert spans(sample) == [(0, 2), (1, 4)]
+            assert sample.token_ids.tolist() == [10, 11, 12, 13, 14, 15]
+            assert sample.logprobs.tolist() == [-1, -2, -3, -4, -5, -6]
+            assert sample.finish_reason == pb.FINISH_REASON_LENGTH
+        # Nothing stands between the transfer and the samples.
+        assert service.engine.log == ["open 1", "pause", "receive 1", "resume", "commit 1"]
+
+    async def test_an_update_given_up_in_time_is_not_seen(self, service: Service) -> None:
+        answer = start(service, "a")
+        await service.running(2)
+        service.engine.tick(2)
+        await service.pause(mode=control_pb.PAUSE_MODE_KEEP)
+        assert await service.control.abort(epoch=1, timeout=2) == control_pb.WEIGHT_STATE_CLEAN
+        service.engine.tick(4)
+        assert [spans(sample) for sample in await answer] == [[(0, 6)]] * 2
+
+    async def test_on_weights_that_are_mixed_they_end_with_what_they_had(self, service: Service) -> None:
+        answer = start(service, "a")
+        await service.running(2)
+        await keep(service)
+        assert await service.control.abort(epoch=1, timeout=2) == control_pb.WEIGHT_STATE_DIRTY
+        for sample in await answer:
+            assert spans(sample) == [(0, 2)]
+            assert sample.finish_reason == pb.FINISH_REASON_ABORTED
+        assert not service.engine.paused
+
+    async def test_without_samples_it_costs_what_the_others_cost(self, service: Service) -> None:
+        await service.pause(mode=control_pb.PAUSE_MODE_KEEP)
+        assert service.engine.log == ["open 1", "settle"]
+        await service.control.receive(epoch=1, policy_version=1, timeout=2)
+        assert len(await service.control.probe([1, 2], timeout=2)) == 2
+
+    async def test_no_probe_while_samples_stand_still(self, service: Service) -> None:
+        answer = start(service, "a")
+        await service.running(2)
+        await keep(service)
+        with pytest.raises(WrongState, match="stand still"):
+            await service.control.probe([1, 2], timeout=2)
+        answer.cancel()
+
+    async def test_who_is_on_the_way_in_comes_before_the_pause(
+        self, service: Service, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        may_enter, submit = asyncio.Event(), service.engine.submit
+
+        async def slow(requests: Any) -> Any:
+            await may_enter.wait()
+            return await submit(requests)
+
+        monkeypatch.setattr(service.engine, "submit", slow)
+        answer = start(service, "a")
+        await asyncio.sleep(0.15)  # it has a lease, and waits in front of the engine
+        begin = asyncio.create_task(service.pause(mode=control_pb.PAUSE_MODE_KEEP))
+        await asyncio.sleep(0.05)
+        assert not begin.done()
+        may_enter.set()
+        await begin
+        assert service.engine.log[-1] == "pause"
+        answer.cancel()
+
+
+class TestHold:
+    @pytest.mark.parametrize("flush_seconds", [None, 0.0], ids=["packed", "at-once"])
+    async def test_tokens_wait_for_the_release(self, service: Service, flush_seconds: float | None) -> None:
+        answer, fresh, chunks = await self._held(service, flush_seconds)
+        assert {c.policy_version for c in chunks} <= {0}
+        assert not fresh.done()
+        assert len(await service.control.probe([1, 2], timeout=2)) == 2
+        for _ in range(2):
+            await service.control.release(epoch=1, policy_version=1, timeout=2)
+        await answer
+        for index in range(2):
+            mine = [(c.policy_version, len(c.token_ids) // 4) for c in chunks if c.sample_index == index]
+            assert mine == [(0, 2), (1, 4)] if flush_seconds is None else [(0, 1)] * 2 + [(1, 1)] * 4
+        assert [spans(sample) for sample in await fresh] == [[(1, 6)]] * 2
+        assert (await service.control.describe(timeout=2)).weight_state == control_pb.WEIGHT_STATE_CLEAN
+
+    @pytest.mark.parametrize("flush_seconds", [None, 0.0], ids=["packed", "at-once"])
+    async def test_dropped_tokens_never_leave(self, service: Service, flush_seconds: float | None) -> None:
+        answer, fresh, chunks = await self._held(service, flush_seconds)
+        late = start(service, "late")  # not one token yet
+        await service.running(2)
+        assert await service.control.abort(epoch=1, timeout=2) == control_pb.WEIGHT_STATE_DIRTY
+        await answer
+        assert {c.policy_version for c in chunks} == {0}
+        assert sum(len(c.token_ids) for c in chunks) == 2 * 2 * 4
+        assert [c.finish_reason for c in chunks if c.finish_reason] == [pb.FINISH_REASON_ABORTED] * 2
+        for call in (fresh, late):
+            with pytest.raises(Unavailable, match="given up") as caught:
+                await call
+            assert caught.value.retry_after
+        info = await service.control.describe(timeout=2)
+        assert (info.policy_version, info.weight_state) == (0, control_pb.WEIGHT_STATE_DIRTY)
+
+        await service.publish(2)
+        after = start(service, "after")
+        await service.running(2)
+        service.engine.tick(6)
+        assert [spans(sample) for sample in await after] == [[(2, 6)]] * 2
+
+    async def test_running_samples_end_when_the_update_is_dropped(self, service: Service) -> None:
+        answer = start(service, "a")
+        await service.running(2)
+        await keep(service)
+        await service.control.commit(epoch=1, policy_version=1, hold=True, timeout=2)
+        service.engine.tick()
+        await service.control.abort(epoch=1, timeout=2)
+        assert [(spans(s), s.finish_reason) for s in await answer] == [([(0, 2)], pb.FINISH_REASON_ABORTED)] * 2
+
+    async def test_no_second_update_before_the_release(self, service: Service) -> None:
+        await keep(service)
+        for _ in range(2):
+            await service.control.commit(epoch=1, policy_version=1, hold=True, timeout=2)
+        with pytest.raises(WrongState, match="not released"):
+            await service.control.begin(epoch=1, policy_version=2, pause_mode=control_pb.PAUSE_MODE_KEEP, timeout=2)
+        with pytest.raises(WrongState, match="call ReleaseWeights"):
+            await service.control.commit(epoch=1, policy_version=1, timeout=2)
+        with pytest.raises(WrongState, match="committed already"):
+            await service.control.receive(epoch=1, policy_version=1, timeout=2)
+        await service.control.release(epoch=1, policy_version=1, timeout=2)
+        await service.control.begin(epoch=1, policy_version=2, pause_mode=control_pb.PAUSE_MODE_KEEP, timeout=2)
+        with pytest.raises(WrongState, match="not committed"):
+            await service.control.release(epoch=1, policy_version=2, timeout=2)
+
+    async def test_a_drain_waits_for_no_release(self, service: Service) -> None:
+        answer, fresh, _ = await self._held(service, None)
+        await asyncio.wait_for(service.servicer.drain(), 5)
+        await answer
+        with pytest.raises(Unavailable, match="given up"):
+            await fresh
+
+    async def _held(self, service: Service, flush_seconds: float | None) -> tuple[Any, Any, list[pb.SampleChunk]]:
+        """Return a call from before the update, one of the hold, both sampled to their end, and the first's chunks."""
+        chunks: list[pb.SampleChunk] = []
+
+        async def stream() -> None:
+            message = request("old", flush_seconds=flush_seconds, sample_count=2, sampling_params=LONG)
+            async with aclosing(service.client.generate(message, timeout=10)) as parts:
+                async for part in parts:
+                    chunks.append(part)
+
+        answer = asyncio.create_task(stream())
+        await service.running(2)
+        await keep(service)
+        await service.control.commit(epoch=1, policy_version=1, hold=True, timeout=2)
+        fresh = start(service, "fresh")
+        await service.running(4)
+        service.engine.tick(6)
+        await until(lambda: len(chunks) >= (2 if flush_seconds is None else 4))
+        await asyncio.sleep(0.05)
+        return answer, fresh, chunks
+
+
+class TestOtherCalls:
+    async def test_phase_for_people(self, service: Service) -> None:
+        async def phase() -> str:
+            return (await service.control.describe(timeout=2)).update_phase
+
+        assert await phase() == ""
+        await service.pause(1)
+        assert await phase() == "paused"
+        service.engine.receive_gate.clear()
+        receive = asyncio.create_task(service.control.receive(epoch=1, policy_version=1, skip_sums=True, timeout=5))
+        await asyncio.sleep(0.1)
+        info = await service.control.describe(timeout=2)
+        assert info.update_phase == "receiving"
+        assert 0.05 < info.update_phase_seconds < 2
+        service.engine.receive_gate.set()
+        await receive
+        assert service.engine.log[-1] == "receive 1 without sums"
+        await service.control.commit(epoch=1, policy_version=1, hold=True, timeout=2)
+        assert await phase() == "committed, not released"
+        await service.control.release(epoch=1, policy_version=1, timeout=2)
+        assert await phase() == ""
+
+    async def test_sums_of_the_open_epoch(self, service: Service) -> None:
+        await service.publish(3)
+        assert await service.control.sums(epoch=3, timeout=2) == SUMS
+
+    async def test_sleep_where_there_is_nothing_to_give_up(self, service: Service) -> None:
+        with pytest.raises(WrongState, match="runs on CPU"):
+            await service.control.sleep(level=1, timeout=2)
+        with pytest.raises(InvalidInput, match="level is 3"):
+            await service.control.sleep(level=3, timeout=2)
+        with pytest.raises(InvalidInput, match="'kv' is unknown"):
+            await service.control.wake("kv", timeout=2)
+        await service.control.wake(timeout=2)
+        assert not (await service.control.describe(timeout=2)).sleeping

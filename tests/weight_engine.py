@@ -39,6 +39,12 @@ class Engine:
         self._process.start()
         other.close()
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def load(self, folder: Path, **arguments: Any) -> None:
         """Start an engine with the weights of a folder, replacing the one that runs; `arguments` are vLLM's."""
         self.weights = folder

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Protocol
 
 import torch
@@ -108,6 +108,8 @@ class Trace:
     """Checkpoint tensors that no parameter takes anything from."""
     missing: Mapping[str, tuple[int, int]]
     """Parameters that would not be filled: name -> (elements that would be written, elements there are)."""
+    cut: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Checkpoint tensors of which too little would be taken: name -> (elements that would be, that should be)."""
     regions: tuple[Region, ...] = ()
     """All copies, when `irregular` is empty."""
     irregular: str = ""
@@ -244,6 +246,9 @@ def check_fits(trace: Trace) -> None:
     if trace.missing:
         gaps = [f"{name} ({done} of {count} elements)" for name, (done, count) in trace.missing.items()]
         raise _mismatch(f"the trainer does not send all of {_some(gaps)}")
+    if trace.cut:
+        parts = [f"{name} (takes {done} of {count} elements)" for name, (done, count) in trace.cut.items()]
+        raise _mismatch(f"the engine's model is smaller than the trainer's: it would leave out parts of {_some(parts)}")
 
 
 def meta_tensors(manifest: Manifest) -> NamedTensors:

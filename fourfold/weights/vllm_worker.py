@@ -81,6 +81,8 @@ class VllmModel:
         self._device: torch.device = worker.device
         self._model: torch.nn.Module = worker.get_model()
         self._one_stage = self._config.parallel_config.pipeline_parallel_size == 1
+        self._shares = self._config.parallel_config.tensor_parallel_size
+        self._first = worker.rank % self._shares == 0
         self._tied = _tied_groups(self._model)
         self._expert_kernels: list[tuple[Any, Any]] = []
         """While a load is under way: the quantisation methods of experts on a CPU, and what they computed with."""
@@ -136,9 +138,17 @@ class VllmModel:
             if names - missing.keys():  # one of them is filled, and so all are
                 missing = {name: counts for name, counts in missing.items() if name not in names}
         unused = tuple(name for name, _ in sources if not recorder.read[name]) if self._one_stage else ()
+        # vLLM's loaders cut what they need out of a larger tensor, without a word. The first worker has the largest
+        # share of each, so all shares together are at most so many times its own.
+        cut = {
+            name: (recorder.read[name] * self._shares, tensor.numel())
+            for name, tensor in sources
+            if self._first and self._one_stage and recorder.read[name] * self._shares < tensor.numel()
+        }
         return Trace(
             unused=unused,
             missing=missing,
+            cut=cut,
             regions=tuple(recorder.copies),
             irregular=recorder.irregular or self._changed(forms),
         )

@@ -177,6 +177,11 @@ def test_what_does_not_fit_is_refused_before_anything_changes(
         other.model.resize_token_embeddings(rows, mean_resizing=False)
         other.senders = [WeightSender(DenseSource(other.model), rank=0, rank_count=1)]
         refused(other, rf"refuses model\.embed_tokens\.weight \({rows}, 64\)")
+    larger = Trainer(tiny_model("llama", 1))
+    for linear in (larger.model.model.layers[0].mlp.gate_proj, larger.model.model.layers[0].mlp.up_proj):
+        linear.weight = torch.nn.Parameter(torch.zeros(256, 64, dtype=torch.bfloat16))
+    larger.senders = [WeightSender(DenseSource(larger.model), rank=0, rank_count=1)]
+    refused(larger, r"leave out parts of model\.layers\.0\.mlp\.gate_proj\.weight \(takes 8192 of 16384 elements\)")
     refused(Trainer(tiny_model("qwen2", 1)), r"no place|refuses|does not send")
     refused(Trainer(tiny_model("llama_tied", 1)), r"does not send all of lm_head\.weight")
 

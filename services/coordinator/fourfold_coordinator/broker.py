@@ -107,7 +107,7 @@ class Broker:
         """
         self._note(version, step)
         async with self._telling():
-            return await self._fill(self._unsettled())
+            return await self._fill(self._next())
 
     async def keep(self) -> None:
         """Check or fill engines that come late or failed, until cancelled."""
@@ -117,7 +117,7 @@ class Broker:
                 continue
             async with self.lock:
                 try:
-                    await self._fill(self._unsettled())
+                    await self._fill(self._next())
                 except WeightsRefused:
                     raise  # the run's end: no later try can do better
                 except FourfoldError as error:  # the trainer's trouble: the loop meets it with its next call
@@ -140,6 +140,15 @@ class Broker:
             and (replica.version != self.version or replica.hindrance)
             and self._failures.get(replica.key, (0, now))[1] <= now
         ]
+
+    def _next(self) -> list[Replica]:
+        """Return the unsettled engines to be tried together now: the well ones, and each that failed before alone.
+
+        One that hangs takes the others of its group with it, where they all meet (gloo, NCCL), and all of them fail.
+        """
+        unsettled = self._unsettled()
+        well = [replica for replica in unsettled if replica.key not in self._failures]
+        return well or sorted(unsettled, key=lambda replica: self._failures[replica.key][1])[:1]
 
     async def _fill(self, replicas: Sequence[Replica]) -> Update:
         """Bring replicas to the current version. A failure leaves its engines out and tries the others again."""

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 _log = logging.getLogger(__name__)
 # NVML_P2P_CAPS_INDEX_READ of nvml.h; nvidia-ml-py has a tuple of it under that name, which it does not take.

@@ -184,8 +184,8 @@ class TestWeights:
         samples_before = plain(await client.complete(request(samples=4), timeout=60))
 
         model = await publisher.open(tiny_model("qwen2", seed=1))
-        running = asyncio.create_task(client.complete(request(samples=8, max_tokens=480), timeout=60))
-        await until_running(client, True)
+        running = asyncio.create_task(client.complete(request(samples=24, max_tokens=480, flush=0), timeout=60))
+        await until_sampled(client, 24)
         await publisher.begin(control_pb.PAUSE_MODE_ABORT)
         aborted = await running
         assert {s.finish_reason for s in aborted} >= {pb.FINISH_REASON_ABORTED}

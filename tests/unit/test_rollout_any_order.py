@@ -90,9 +90,14 @@ class Machine(RuleBasedStateMachine):
     def holding(self) -> bool:
         return self.weights.gate.holding
 
-    @rule(mode=st.sampled_from(PauseMode), hold=st.booleans())
-    def go_on(self, mode: PauseMode, hold: bool) -> None:
+    @rule(mode=st.sampled_from([PauseMode.KEEP, *PauseMode]), hold=st.booleans(), steps=st.integers(1, 4))
+    def go_on(self, mode: PauseMode, hold: bool, steps: int) -> None:
         """Do what comes next; most of the time nothing else happens."""
+        for _ in range(steps):
+            self._next(mode, hold=hold)
+            self.sample(1)
+
+    def _next(self, mode: PauseMode, *, hold: bool) -> None:
         phase = self.weights._update.phase
         if self.weights._epochs.open is None:
             self.open(1)
@@ -151,7 +156,7 @@ class Machine(RuleBasedStateMachine):
         if self.call(self.weights.commit(epoch=self.epoch, policy_version=version, hold=hold, timeout=1)):
             assert f"receive {version}" in self.engine.log or version == before
             assert version >= before or dirty
-            if not self.holding:
+            if not hold:
                 self._served(version)
         elif self.weights._update.phase is Phase.COMMITTED and not self.holding:
             self.released.add(self.weights.policy_version)  # served, and not noted
@@ -167,14 +172,17 @@ class Machine(RuleBasedStateMachine):
         if self.call(self.weights.abort(epoch=self.epoch, timeout=1)):
             self._ended()
 
-    @rule(streaming=st.booleans(), length=st.integers(1, 8))
+    @rule(streaming=st.booleans(), length=st.integers(3, 12))
     def start(self, streaming: bool, length: int) -> None:
         async def run() -> None:
             self.calls.append(Call(self.engine, self.weights, streaming=streaming, length=length))
 
         self.call(run())
 
-    @rule(count=st.integers(1, 4))
+    @rule(count=st.integers(1, 3))
+    def do_sample(self, count: int) -> None:
+        self.sample(count)
+
     def sample(self, count: int) -> None:
         async def run() -> None:
             self.engine.tick(count)
@@ -225,4 +233,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestAnyOrder = Machine.TestCase
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -267,11 +267,11 @@ def average(run: Run) -> dict[str, Any]:
 
 def stream(run: Run) -> dict[str, Any]:
     """Return all weights of one rank, before and after a step, and then as the source hands them out."""
+    source = run.engine._worker.policy.weight_source()
     seen: dict[str, Any] = {"before": run.weights("before")}
     run.train(1)
     seen["exported"] = run.weights("exported")
-    source = run.engine._worker.policy.weight_source()
-    source.begin_round()
+    source.begin_round()  # nothing has moved
     manifest = source.manifest()
     spans = sorted(manifest.spans_of_rank(0), key=lambda span: manifest.tensors[span.tensor].name)
     seen["streamed"] = np.concatenate([source.read(span).float().cpu().numpy() for span in spans])

@@ -115,8 +115,8 @@ class DenseSource:
         for before, (name, parameter, _) in zip(self._states, self._parameters, strict=True):
             if _state(parameter) != before:
                 raise WrongState(
-                    f"parameter {name} was {before}, it is {_state(parameter)} now, and the manifest was made for what "
-                    f"it was; make a new source"
+                    f"parameter {name} is now {_state(parameter)}, the manifest was made for {before}; "
+                    f"make a new source"
                 )
         synchronize(self._parameters[0][1].device)
 

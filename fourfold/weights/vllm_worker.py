@@ -49,8 +49,9 @@ _ENGINE_PROCESS: Final = "EngineCore"
 _AS_LOADED: Final = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 # Attributes in which layers keep what they computed from their weights (multi-head latent attention).
 _DERIVED: Final = ("W_UV", "W_UK_T", "W_UK", "W_UV_T")
-# The same in vLLM 0.26; 0.32 knows the longer name alone.
-_ONLINE_FP8: Final = frozenset({"fp8", "fp8_per_tensor"})
+# vLLM's name for fp8 that it makes itself. By "fp8", 0.26 means this and scales of the cache that nobody sends, and
+# 0.32 a checkpoint that is fp8 already.
+_ONLINE_FP8: Final = "fp8_per_tensor"
 
 
 def _die_with_service() -> None:
@@ -102,7 +103,7 @@ class VllmModel:
         Not experts: their kernels keep scales of their own. Not a checkpoint that is fp8 already: it has scales.
         """
         model_config = self._config.model_config
-        online = model_config.quantization in _ONLINE_FP8
+        online = model_config.quantization == _ONLINE_FP8
         stored = getattr(model_config.hf_config, "quantization_config", None) is not None
         experts = any(hasattr(getattr(m, "quant_method", None), "moe_kernel") for m in self._model.modules())
         return online and not stored and not experts

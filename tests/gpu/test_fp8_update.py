@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-# vLLM 0.26 knows this under the name "fp8", too.
 FP8: Final[dict[str, Any]] = {"quantization": "fp8_per_tensor", "gpu_memory_utilization": 0.05}
 
 

@@ -73,3 +73,15 @@ def test_ranks_that_share_a_row_have_the_routers_loss_of_the_whole_row(
     mixtral: Path, balanced: Arrays, tmp_path: Path
 ) -> None:
     check(run([case("shared", mixtral, ranks=2, sequence=2, checkpointing=True)], tmp_path)["shared"], balanced)
+
+
+@pytest.mark.slow
+def test_experts_are_sent_as_they_are_exported_at_every_stage(mixtral: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    cases = [
+        case(f"stage {n}", mixtral, stage=n, does="stream", dtype=dtype, folder=str(tmp_path / "runs" / f"{n} {dtype}"))
+        for n, dtype in ((0, "float32"), (1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16"))
+    ]
+    for found in run(cases, tmp_path).values():
+        np.testing.assert_array_equal(found["streamed"], found["exported"])
+        assert np.abs(found["exported"] - found["before"]).max() > 0

@@ -105,7 +105,7 @@ def test_a_parameter_that_was_moved_is_refused() -> None:
     source.begin_round()
     kept = model.weight.data
     model.weight.data = kept.clone()
-    with pytest.raises(WrongState, match=r"parameter weight was .* make a new source"):
+    with pytest.raises(WrongState, match=r"parameter weight is now .* make a new source"):
         source.begin_round()
     model.weight.data = kept
     source.begin_round()

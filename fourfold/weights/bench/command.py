@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--verified-rounds", type=int, default=5, help="rounds with sums of both sides compared")
-    parser.add_argument("--streams", type=int, default=0, help="that decode all the time; default 64, on CPU 4")
+    parser.add_argument(
+        "--streams", type=int, help="that decode all the time; default 64, on CPU 4; 0: the engine is idle"
+    )
     parser.add_argument("--context", type=int, default=2048, help="tokens of a stream before it starts anew")
     parser.add_argument("--engine-memory", type=float, default=0.4, help="part of a GPU that vLLM may take")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: the engine starts sooner")
@@ -121,7 +123,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         rounds=args.rounds,
         warm_up=args.warm_up,
         verified_rounds=args.verified_rounds,
-        streams=args.streams or (4 if on_cpu else 64),
+        streams=(4 if on_cpu else 64) if args.streams is None else args.streams,
         context=args.context,
         engine_memory=args.engine_memory,
         eager=args.eager or on_cpu,

@@ -78,7 +78,7 @@ class ServingEngine:
             skip_tokenizer_init=True,
             dtype="bfloat16",
             max_model_len=settings.context,
-            max_num_seqs=settings.streams,
+            max_num_seqs=max(1, settings.streams),
             max_num_batched_tokens=max(2048, settings.context),
             enforce_eager=settings.eager,
             enable_prefix_caching=False,

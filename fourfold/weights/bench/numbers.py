@@ -16,13 +16,14 @@ _RECENT_TOKENS: Final = 500
 
 
 def usual_gap(tokens: Sequence[list[float]]) -> float:
-    """Return the median time between two tokens of a stream. Rounds are too few to matter for it.
+    """Return the median time between two tokens of a stream; 0 without streams. Rounds are too few to matter for it.
 
     Args:
         tokens: when each stream got its tokens; lists that may grow meanwhile.
     """
     recent = [times[-_RECENT_TOKENS:] for times in tokens]
-    return statistics.median(b - a for times in recent for a, b in itertools.pairwise(times))
+    gaps = [b - a for times in recent for a, b in itertools.pairwise(times)]
+    return statistics.median(gaps) if gaps else 0.0
 
 
 def longest_gap(times: list[float], began: float, end: float) -> float:

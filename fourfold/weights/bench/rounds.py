@@ -173,7 +173,7 @@ class Bench:
         began, end = self._engine.pauses["asked"], self._engine.pauses["answered"]
         self._engine.wait_for_tokens(2, _TOKEN_SECONDS)
         tokens = self._engine.tokens
-        row["gap"] = max(longest_gap(times, began, end) for times in tokens) - usual_gap(tokens)
+        row["gap"] = max((longest_gap(times, began, end) for times in tokens), default=0.0) - usual_gap(tokens)
         for name, value in row.items():
             phase.setdefault(name, []).append(value)
 

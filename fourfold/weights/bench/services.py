@@ -2,7 +2,7 @@
 
     step of the trainer -> SendWeights, BeginWeights at once -> ReceiveWeights -> CommitWeights(hold) -> ReleaseWeights
 
-The stall is what the caller sees, from the answer to BeginWeights to the answer to CommitWeights; the engine's own is
+The stall is as the engine measures it, from the answer to BeginWeights to the answer to CommitWeights; the engine's own is
 shorter by half a call on each side. The coordinator's probe lies between commit and release, where the engine samples
 already; it is left out here.
 """
@@ -114,7 +114,7 @@ def _prepare(settings: Settings, scratch: Path) -> Path:
         context=settings.context,
         gpus=1 if settings.on_gpus else 0,
         memory=settings.engine_memory,
-        streams=settings.streams,
+        streams=max(1, settings.streams),
         eager=str(settings.eager).lower(),
         device="cuda" if settings.on_gpus else "cpu",
         ranks=len(settings.trainer_devices),
@@ -216,7 +216,7 @@ class _Bench:
             row = await self._update(version, verify=verify)
             answered = time.perf_counter()
             await self._wait_for_tokens(2)
-            gap = max(longest_gap(times, asked, answered) for times in self._tokens)
+            gap = max((longest_gap(times, asked, answered) for times in self._tokens), default=0.0)
             row |= {"whole": answered - asked, "gap": gap - usual_gap(self._tokens)}
             for name, value in row.items():
                 phase.setdefault(name, []).append(value)

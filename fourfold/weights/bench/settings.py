@@ -64,7 +64,7 @@ class Settings:
     verified_rounds: int
     """Rounds with sums, after those without."""
     streams: int
-    """Requests that decode all the time."""
+    """Requests that decode all the time; 0: the engine is idle."""
     context: int
     """Tokens of a request."""
     engine_memory: float
@@ -90,8 +90,8 @@ class Settings:
         devices = {*self.trainer_devices, self.engine_device}
         if len({device.partition(":")[0] for device in devices}) > 1:
             raise ConfigError(f"devices {sorted(devices)}: trainer and engine must both be on CPU or both on GPUs")
-        if min(self.rounds, self.warm_up, self.verified_rounds, self.streams) < 1:
-            raise ConfigError("--rounds, --warm-up, --verified-rounds and --streams must be at least 1")
+        if min(self.rounds, self.warm_up, self.verified_rounds, self.streams + 1) < 1:
+            raise ConfigError("--rounds, --warm-up and --verified-rounds must be at least 1, and --streams at least 0")
 
     @property
     def on_gpus(self) -> bool:

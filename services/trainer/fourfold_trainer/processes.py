@@ -326,6 +326,7 @@ def environment(config: Config, place: Place) -> dict[str, str]:
         "LOCAL_RANK": str(place.gpu),
         "WORLD_SIZE": str(place.rank_count),
         "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
+        # Who sends weights to engines on other machines names a network for it.
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),
         "TOKENIZERS_PARALLELISM": "false",
     }

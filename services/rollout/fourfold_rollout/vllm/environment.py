@@ -22,6 +22,7 @@ _ALWAYS: Final = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
 }
 _DEFAULTS: Final = {
+    "NCCL_SOCKET_IFNAME": "lo",  # who has the trainer on another machine names a network for it
     "VLLM_CONFIGURE_LOGGING": "0",  # our own logging formats its records
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "",

@@ -38,6 +38,8 @@ _NOTE_BYTES: Final = 2000
 # Samples of one prompt share its whole blocks: with vLLM's 128 they share nothing of a short prompt, and with the
 # least that its CPU kernels take the 96 samples of a quickstart step cost half.
 _CPU_BLOCK_TOKENS: Final = 32
+# By "fp8" vLLM means a checkpoint that is fp8 already.
+_QUANTIZATIONS: Final = {"fp8": "fp8_per_tensor"}
 _COLLECT_SECONDS: Final = 0.5
 _READ_BYTES: Final = 2 * _NOTE_BYTES
 
@@ -213,7 +215,7 @@ def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
     else:
         options["block_size"] = _CPU_BLOCK_TOKENS
     if settings.quantization:
-        options["quantization"] = settings.quantization
+        options["quantization"] = _QUANTIZATIONS[settings.quantization]
     return AsyncEngineArgs(
         model=str(settings.folder),
         skip_tokenizer_init=True,

@@ -29,7 +29,8 @@ Output = list[tuple[list[int], list[float]]]
 class Engine:
     """The test's end."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
         self.weights: Path | None = None
         """Folder whose weights the engine holds, as far as the tests say so."""
         context = multiprocessing.get_context("spawn")
@@ -70,6 +71,10 @@ class Engine:
         """Break a part of the worker on purpose: "repack", "experts" or "load"."""
         self._call("sabotage", what, on)
 
+    def quantise_in_python(self) -> None:
+        """Give vLLM on a CPU what it lacks there to quantise weights to fp8 as it loads them."""
+        self._call("quantise_in_python")
+
     def stop(self) -> None:
         """End the process."""
         self._pipe.close()
@@ -81,8 +86,8 @@ class Engine:
         return self._answer()
 
     def _answer(self) -> Any:
-        if not self._pipe.poll(90):
-            raise TimeoutError("the engine has not answered within 90 s")
+        if not self._pipe.poll(self._patience):
+            raise TimeoutError(f"the engine has not answered within {self._patience:.0f} s")
         kind, value = self._pipe.recv()
         if kind == "error":
             raise RuntimeError(value)
@@ -130,19 +135,18 @@ class _Serving:
             cleanup_dist_env_and_memory()
             gc.collect()
         _register_classes()
-        self._llm = vllm.LLM(
-            model=folder,
-            worker_extension_cls="fourfold.weights.vllm_worker.WeightWorker",
-            enforce_eager=True,
-            max_model_len=64,
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            dtype="bfloat16",
-            logprobs_mode="processed_logprobs",
-            enable_prefix_caching=False,
-            seed=0,
-            **arguments,
-        )
+        settings: dict[str, Any] = {
+            "worker_extension_cls": "fourfold.weights.vllm_worker.WeightWorker",
+            "enforce_eager": True,
+            "max_model_len": 64,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 64,
+            "dtype": "bfloat16",
+            "logprobs_mode": "processed_logprobs",
+            "enable_prefix_caching": False,
+            "seed": 0,
+        }
+        self._llm = vllm.LLM(model=folder, **settings | arguments)
 
     def generate(self) -> Output:
         import vllm
@@ -158,6 +162,11 @@ class _Serving:
 
     def verb(self, name: str, args: tuple[Any, ...]) -> Any:
         return self._llm.collective_rpc(name, args=args)
+
+    def quantise_in_python(self) -> None:
+        import vllm._custom_ops
+
+        _patch(vllm._custom_ops, "scaled_fp8_quant", _scaled_fp8_quant, True)
 
     def sabotage(self, what: str, on: bool) -> None:
         from fourfold.weights import vllm_worker
@@ -205,6 +214,15 @@ def _patch(owner: Any, name: str, replacement: Any, on: bool) -> None:
     setattr(owner, name, replacement if on else _originals[name])
 
 
+def _scaled_fp8_quant(values: Any, scale: Any = None, **_: Any) -> tuple[Any, Any]:
+    """Return a tensor as float8_e4m3fn, and the scale that was given or that makes its largest value 448."""
+    import torch
+
+    if scale is None:
+        scale = (values.float().abs().amax() / 448.0).reshape(1)
+    return (values.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
 def _failing_load(model: Any, tensors: Any) -> None:
     """Load a few tensors, then fail."""
 
@@ -218,9 +236,9 @@ def _failing_load(model: Any, tensors: Any) -> None:
 
 
 @contextmanager
-def running_engine() -> Iterator[Engine]:
-    """A started process without an engine yet."""
-    engine = Engine()
+def running_engine(patience: float = 90.0) -> Iterator[Engine]:
+    """A started process without an engine yet; `patience` is how long an answer may take, in seconds."""
+    engine = Engine(patience)
     try:
         yield engine
     finally:

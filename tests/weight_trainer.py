@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import transformers
@@ -75,3 +75,27 @@ class Trainer:
         for s in self.senders:
             s.abort(self.epoch)
         return str(engine.verb("weights_abort", self.epoch))
+
+
+def check_updates(engine: Engine, one: Path, two: Path, **arguments: Any) -> None:
+    """Start engines with two weights; then one that is updated from either to the other must be what they were.
+
+    Args:
+        engine: the process.
+        one, two: folders of one model, of a verified architecture.
+        arguments: vLLM's.
+    """
+    engine.load(two, **arguments)
+    fresh_two = engine.generate()
+    engine.load(one, **arguments)
+    fresh_one = engine.generate()
+    assert engine.generate() == fresh_one
+    assert fresh_one != fresh_two
+    trainer = Trainer(two)
+    trainer.open(engine)
+    assert engine.generate() == fresh_one  # opening changes nothing
+    for folder, fresh in ((two, fresh_two), (one, fresh_one)) * 2:
+        trainer.become(folder)
+        trainer.update(engine)
+        assert engine.generate() == fresh
+    assert trainer.close(engine) == "clean"

@@ -14,9 +14,11 @@ import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
 
 _log = logging.getLogger(__name__)
+# NVML_P2P_CAPS_INDEX_READ of nvml.h; nvidia-ml-py has a tuple of it under that name, which it does not take.
+_P2P_READ: Final = 0
 
 
 def reachable_gpus(device_uuids: Sequence[bytes]) -> list[bytes]:
@@ -72,7 +74,7 @@ def _in_slices(nvml: Any, handle: Any) -> bool:
 
 def _reads(nvml: Any, reader: Any, owner: Any) -> bool:
     try:
-        status = nvml.nvmlDeviceGetP2PStatus(reader, owner, nvml.NVML_P2P_CAPS_INDEX_READ)
+        status = nvml.nvmlDeviceGetP2PStatus(reader, owner, _P2P_READ)
     except nvml.NVMLError:
         return False
     return bool(status == nvml.NVML_P2P_STATUS_OK)

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from fourfold.channel import open_channel
-from fourfold.errors import FourfoldError, InvalidInput, Unavailable, WrongState
+from fourfold.errors import FourfoldError, InvalidInput, StaleEpoch, Unavailable, WrongState
 from fourfold.rollout.client import RolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
@@ -184,8 +184,8 @@ class TestWeights:
         samples_before = plain(await client.complete(request(samples=4), timeout=60))
 
         model = await publisher.open(tiny_model("qwen2", seed=1))
-        running = asyncio.create_task(client.complete(request(samples=8, max_tokens=480), timeout=60))
-        await until_running(client, True)
+        running = asyncio.create_task(client.complete(request(samples=24, max_tokens=480, flush=0), timeout=60))
+        await until_sampled(client, 24)
         await publisher.begin(control_pb.PAUSE_MODE_ABORT)
         aborted = await running
         assert {s.finish_reason for s in aborted} >= {pb.FINISH_REASON_ABORTED}
@@ -252,6 +252,20 @@ class TestInFlight:
                 assert sample.logprobs[count] != reference.logprobs[count]
                 crossed += 1
         assert crossed >= 5
+
+    async def test_abort_reaches_a_worker_that_waits_for_a_sender(
+        self, control: RolloutControlClient, publisher: Publisher, tiny_model: TinyModel
+    ) -> None:
+        await publisher.open(tiny_model("qwen2"))
+        await publisher.begin()
+        names = {"epoch": publisher.epoch, "policy_version": publisher.version}
+        receive = asyncio.create_task(control.receive(**names, timeout=15))
+        await asyncio.sleep(0.2)
+        began = time.monotonic()
+        assert await publisher.abort() == control_pb.WEIGHT_STATE_CLEAN
+        assert time.monotonic() - began < 5
+        with pytest.raises(StaleEpoch):
+            await receive
 
     async def test_held_tokens_wait_for_the_release(
         self, client: RolloutClient, control: RolloutControlClient, publisher: Publisher, tiny_model: TinyModel

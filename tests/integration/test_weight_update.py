@@ -21,7 +21,7 @@ from fourfold.weights.applier import VERIFIED_ARCHITECTURES
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source import DenseSource
 from tests.weight_engine import Engine, running_engine
-from tests.weight_trainer import TIMEOUT, Trainer, next_version
+from tests.weight_trainer import TIMEOUT, Trainer, check_updates, next_version
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
@@ -36,14 +36,14 @@ FAMILIES: Final = {
     "phi3": "Phi3ForCausalLM",  # q, k, v are one tensor of the checkpoint, gate and up another
     "mixtral": "MixtralForCausalLM",  # experts under other names than in the model
     "olmoe": "OlmoeForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",  # a shared expert and its gate; experts that the engine pads
+    "qwen2_moe": "Qwen2MoeForCausalLM",  # a shared expert and its gate; the engine pads its experts
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "llama": "LlamaForCausalLM",  # last: the tests below go on with its engine
 }
 EVERY_DAY: Final = {"qwen2", "qwen3_moe", "llama"}
 # What is broken on purpose, and must show.
 TIED: Final = {"qwen2", "gemma", "gemma3"}
-EXPERTS: Final = {"mixtral", "olmoe", "qwen2_moe", "qwen3_moe"}
+EXPERTS: Final = {"mixtral", "olmoe", "qwen3_moe"}  # where the engine pads them, it would fail instead
 ROWS: Final = {"qwen2": 487, "qwen2_untied": 600}
 TinyModel = Callable[..., Path]
 
@@ -225,3 +225,14 @@ def test_a_model_that_runs_by_another_implementation_is_refused_by_name(engine: 
     engine.load(tiny_model("gpt_neox", 1))
     with pytest.raises(WrongState, match=r"GPTNeoXForCausalLM .* are not verified"):
         Trainer(tiny_model("gpt_neox", 1)).open(engine)
+
+
+@pytest.mark.slow
+def test_an_engine_that_quantises_to_fp8_takes_new_weights(engine: Engine, tiny_model: TinyModel) -> None:
+    engine.quantise_in_python()  # all else is vLLM's own; tests/gpu/test_fp8_update.py has the real one
+    fp8 = {"quantization": "fp8_per_tensor"}
+    check_updates(engine, tiny_model("qwen2", 1), tiny_model("qwen2", 2), **fp8)
+    assert engine.verb("weights_describe")["architectures"] == ["Qwen2ForCausalLM"]
+    quantised = engine.generate()
+    engine.load(tiny_model("qwen2", 1))
+    assert engine.generate() != quantised

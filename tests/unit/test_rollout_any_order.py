@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from fourfold.errors import FourfoldError, Unavailable
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold_rollout.engine import EpochTerms, SampleRequest
 from fourfold_rollout.outputs import Outputs
-from fourfold_rollout.phases import PauseMode
+from fourfold_rollout.phases import PauseMode, Phase
 from fourfold_rollout.weights import EngineWeights
 from tests.fakes.engine import FakeEngine, FakeSample
 
-# From the version that fits to some that do not.
-VERSIONS = st.sampled_from([0] * 8 + [-1, 1, 2])
+WHICH = st.sampled_from(["open", "begin", "receive", "commit", "release", "abort", "sleep", "wake"])
 
 
 class Call:
@@ -91,7 +90,48 @@ class Machine(RuleBasedStateMachine):
     def holding(self) -> bool:
         return self.weights.gate.holding
 
-    @rule(step=st.integers(0, 1))
+    @rule(mode=st.sampled_from([PauseMode.KEEP, *PauseMode]), hold=st.booleans(), steps=st.integers(1, 4))
+    def go_on(self, mode: PauseMode, hold: bool, steps: int) -> None:
+        """Do what comes next; most of the time nothing else happens."""
+        for _ in range(steps):
+            self._next(mode, hold=hold)
+            self.sample(1)
+
+    def _next(self, mode: PauseMode, *, hold: bool) -> None:
+        phase = self.weights._update.phase
+        if self.weights._epochs.open is None:
+            self.open(1)
+        elif phase is Phase.READY:
+            self.begin(0, mode)
+        elif phase is Phase.PAUSED:
+            self.receive(0, fails=False)
+        elif phase is Phase.RECEIVED:
+            self.commit(0, hold=hold, fails=False)
+        elif phase is Phase.COMMITTED:
+            self.release(0)
+        else:
+            self.abort(clean=False)
+
+    @rule(step=st.sampled_from([0, 0, -1, 1, 2]), flag=st.booleans(), mode=st.sampled_from(PauseMode), which=WHICH)
+    def do_anything(self, step: int, flag: bool, mode: PauseMode, which: str) -> None:
+        if which == "open":
+            self.open(step)
+        elif which == "begin":
+            self.begin(step, mode)
+        elif which == "receive":
+            self.receive(step, fails=flag)
+        elif which == "commit":
+            self.commit(step, hold=flag, fails=mode is PauseMode.WAIT)
+        elif which == "release":
+            self.release(step)
+        elif which == "abort":
+            self.abort(clean=flag)
+        elif which == "sleep" and self.call(self.weights.sleep(1 + flag, timeout=1)):
+            assert not self.engine.running
+            assert not flag or self.weights.dirty
+        else:
+            self.call(self.weights.wake(["weights", "kv_cache"][flag:], timeout=1))
+
     def open(self, step: int) -> None:
         terms = EpochTerms(
             epoch=self.epoch + step, backend="shm", manifest=b"m", offers=(b"o",), receiver_count=1,
@@ -101,74 +141,58 @@ class Machine(RuleBasedStateMachine):
             self.epoch += step
             self._ended()
 
-    @rule(step=VERSIONS, mode=st.sampled_from(PauseMode))
     def begin(self, step: int, mode: PauseMode) -> None:
-        version = self.fitting(step)
         timeout = 0.02 if mode is PauseMode.WAIT else 0.2
+        version = self.fitting(step)
         self.call(self.weights.begin(epoch=self.epoch, policy_version=version, mode=mode, timeout=timeout))
 
-    @rule(step=VERSIONS, fails=st.booleans())
-    def receive(self, step: int, fails: bool) -> None:
-        version = self.fitting(step)
+    def receive(self, step: int, *, fails: bool) -> None:
         self.engine.receive_error = Unavailable("lost") if fails else None
-        self.call(self.weights.receive(epoch=self.epoch, policy_version=version, timeout=1))
+        self.call(self.weights.receive(epoch=self.epoch, policy_version=self.fitting(step), timeout=1))
 
-    @rule(step=VERSIONS, hold=st.booleans(), fails=st.booleans())
-    def commit(self, step: int, hold: bool, fails: bool) -> None:
-        version = self.fitting(step)
-        before, dirty = self.weights.policy_version, self.weights._sampling.dirty
+    def commit(self, step: int, *, hold: bool, fails: bool) -> None:
+        version, before, dirty = self.fitting(step), self.weights.policy_version, self.weights._sampling.dirty
         self.engine.commit_error = Unavailable("lost") if fails and not hold else None
         if self.call(self.weights.commit(epoch=self.epoch, policy_version=version, hold=hold, timeout=1)):
             assert f"receive {version}" in self.engine.log or version == before
             assert version >= before or dirty
-            if not self.holding:
-                self.released.add(version)
-                self.committed.append(version)
-        elif self.weights.phase[0].startswith("committed") and not self.holding:
+            if not hold:
+                self._served(version)
+        elif self.weights._update.phase is Phase.COMMITTED and not self.holding:
             self.released.add(self.weights.policy_version)  # served, and not noted
 
-    @rule(step=VERSIONS)
     def release(self, step: int) -> None:
-        version = self.fitting(step)
         self.engine.commit_error = None
+        version = self.fitting(step)
         if self.call(self.weights.release(epoch=self.epoch, policy_version=version, timeout=1)):
-            self.released.add(version)
-            self.committed.append(version)
+            self._served(version)
 
-    @rule(clean=st.booleans())
-    def abort(self, clean: bool) -> None:
+    def abort(self, *, clean: bool) -> None:
         self.engine.abort_is_clean = clean
         if self.call(self.weights.abort(epoch=self.epoch, timeout=1)):
             self._ended()
 
-    @rule(level=st.integers(1, 2))
-    def sleep(self, level: int) -> None:
-        if self.call(self.weights.sleep(level, timeout=1)):
-            assert not self.engine.running
-            assert level == 1 or self.weights.dirty
-
-    @rule(tags=st.lists(st.sampled_from(["weights", "kv_cache"]), max_size=2, unique=True))
-    def wake(self, tags: list[str]) -> None:
-        self.call(self.weights.wake(tags, timeout=1))
-
-    @rule(streaming=st.booleans(), length=st.integers(1, 8))
+    @rule(streaming=st.booleans(), length=st.integers(3, 12))
     def start(self, streaming: bool, length: int) -> None:
         async def run() -> None:
             self.calls.append(Call(self.engine, self.weights, streaming=streaming, length=length))
 
         self.call(run())
 
-    @rule(count=st.integers(1, 4))
+    @rule(count=st.integers(1, 3))
+    def do_sample(self, count: int) -> None:
+        self.sample(count)
+
     def sample(self, count: int) -> None:
         async def run() -> None:
             self.engine.tick(count)
 
         self.call(run())
 
-    @precondition(lambda self: self.weights.updating and not self.weights.phase[0].startswith("committed"))
-    @rule()
+    @invariant()
     def nobody_samples_while_weights_change(self) -> None:
-        assert self.engine.paused or not self.engine.running
+        if self.weights.updating and self.weights._update.phase is not Phase.COMMITTED:
+            assert self.engine.paused or not self.engine.running
 
     @invariant()
     def dirty_or_sleeping_engines_serve_nothing(self) -> None:
@@ -185,6 +209,10 @@ class Machine(RuleBasedStateMachine):
             assert set(tagged) <= self.released
             if call.task.done() and call.chunks:
                 assert call.chunks[-1].finish_reason
+
+    def _served(self, version: int) -> None:
+        self.released.add(version)
+        self.committed.append(version)
 
     def _ended(self) -> None:
         """A version that is dirty now may come again, as another one."""
@@ -205,4 +233,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestAnyOrder = Machine.TestCase
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyOrder.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -27,9 +27,12 @@ def test_engine_gets_what_the_recipe_says() -> None:
     settings = engine_settings(recipe, Path("/model"))
     assert settings.max_context_tokens == recipe.model.max_context_tokens
     assert settings.enforce_eager  # the default on CPU
-    on_gpu = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"gpus_per_replica": 2})})
-    assert engine_settings(on_gpu, Path("/model")).gpus == 2
-    assert not engine_settings(on_gpu, Path("/model")).enforce_eager
+    keys = {"gpus_per_replica": 2, "sleep_mode": True, "quantization": "fp8"}
+    on_gpu = engine_settings(
+        recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=keys)}), Path("/model")
+    )
+    assert (on_gpu.gpus, on_gpu.sleep_mode, on_gpu.quantization) == (2, True, "fp8")
+    assert not on_gpu.enforce_eager
 
 
 def test_stop_tokens_are_those_of_both_files_once(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,18 @@ from fourfold import cli
 from fourfold.errors import ConfigError
 from fourfold.weights.bench import command
 from fourfold.weights.bench.numbers import longest_gap, summary, usual_gap
-from fourfold.weights.bench.settings import SHAPES, physical_gpu, write_folder
+from fourfold.weights.bench.settings import SHAPES, physical_gpu, visible, write_folder
 from fourfold.weights.bench.suite import SUITES
 
 
-def _settings(*words: str) -> Any:
+def _arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(exit_on_error=False)
     command.add_arguments(parser)
-    return command._settings(parser.parse_args(["weights", *words]))
+    return parser.parse_args(["weights", *words])
+
+
+def _settings(*words: str) -> Any:
+    return command._settings(_arguments(*words))
 
 
 def test_a_gap_counts_when_it_touches_the_round() -> None:
@@ -59,8 +64,11 @@ def test_settings_that_make_no_sense_are_refused(words: list[str], message: str)
 
 
 def test_gpus_are_named_as_the_driver_counts_them() -> None:
-    assert physical_gpu("1") == "1"
-    assert physical_gpu("1", "4,6") == "6"
+    assert physical_gpu("cuda:1", "") == "1"
+    assert physical_gpu("cuda:1", "4,6") == "6"
+    with pytest.raises(ConfigError, match="lists 1"):
+        physical_gpu("cuda:1", "4")
+    assert visible("cpu") == {"CUDA_VISIBLE_DEVICES": ""}
 
 
 def test_the_command_needs_no_heavy_module_to_explain_itself(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,9 +84,18 @@ def test_big_shapes_are_those_of_their_models(tmp_path: Path) -> None:
         kv = hidden * c["num_key_value_heads"] // c["num_attention_heads"]
         bias = hidden + 2 * kv if c["model_type"] == "qwen2" else 0
         layer = 2 * hidden * hidden + 2 * hidden * kv + bias + 3 * hidden * inner + 2 * hidden
-        return c["num_hidden_layers"] * layer + hidden + words * hidden * (1 if c["tie_word_embeddings"] else 2)
+        total: int = c["num_hidden_layers"] * layer + hidden + words * hidden * (1 if c["tie_word_embeddings"] else 2)
+        return total
 
     assert count("0.135b") == 134_515_008
     assert round(count("0.43b") / 1e9, 3) == 0.428
     assert count("7b") == 7_615_616_512
     assert (write_folder(tmp_path / "m", "7b") / "config.json").is_file()
+
+
+def test_what_is_not_installed_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    present = importlib.util.find_spec
+    gone = ("vllm", "deepspeed")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else present(name))
+    with pytest.raises(ConfigError, match=r"needs vllm, deepspeed, .* 'fourfold-rollout\[cpu\]' 'fourfold-trainer'"):
+        command.main(_arguments("--zero3", "--trainer-device", "cpu"))

@@ -18,7 +18,7 @@ def gpu(number: int) -> bytes:
 class FakeNvml:
     """A host: its GPUs by number, pairs (reader, owner) without peer access, those in MIG mode, those kept from us."""
 
-    NVML_P2P_CAPS_INDEX_READ = 0
+    NVML_P2P_CAPS_INDEX_READ = (0,)  # as nvidia-ml-py has it
     NVML_P2P_STATUS_OK = 0
 
     class NVMLError(Exception):
@@ -62,7 +62,7 @@ class FakeNvml:
         return int(handle in self.sliced), 0
 
     def nvmlDeviceGetP2PStatus(self, reader: int, owner: int, index: int) -> int:
-        assert reader != owner and index == self.NVML_P2P_CAPS_INDEX_READ
+        assert reader != owner and index == 0
         return int((reader, owner) in self.apart)
 
 

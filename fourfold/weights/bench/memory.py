@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, Final
 
 from fourfold.weights.bench.settings import physical_gpu
@@ -15,13 +16,8 @@ _MIB: Final = 1 << 20
 class GpuMemory:
     """Watches the most that was in use on each device since the last look."""
 
-    def __init__(self, devices: Sequence[str], visible: str) -> None:
-        """Begin; on CPUs it watches nothing.
-
-        Args:
-            devices: "cpu", "cuda:0", ...
-            visible: CUDA_VISIBLE_DEVICES as it was for who named the devices; empty: all.
-        """
+    def __init__(self, devices: Sequence[str]) -> None:
+        """Begin; on CPUs it watches nothing."""
         self._handles: dict[str, Any] = {}
         self._peaks: dict[str, int] = {}
         self._stop = threading.Event()
@@ -29,15 +25,15 @@ class GpuMemory:
         gpus = [device for device in dict.fromkeys(devices) if device != "cpu"]
         if not gpus:
             return
-        try:
-            import pynvml
-        except ModuleNotFoundError:
+        pynvml = _find_nvml()
+        if pynvml is None:
             return
         pynvml.nvmlInit()
         self._nvml = pynvml
         for device in gpus:
-            index = int(physical_gpu(device.partition(":")[2], visible))
-            self._handles[device] = pynvml.nvmlDeviceGetHandleByIndex(index)
+            name = physical_gpu(device)
+            find = pynvml.nvmlDeviceGetHandleByIndex if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID
+            self._handles[device] = find(int(name) if name.isdigit() else name)
         self._thread = threading.Thread(target=self._watch, name="gpu-memory", daemon=True)
         self._thread.start()
 
@@ -64,3 +60,13 @@ class GpuMemory:
         while not self._stop.wait(_POLL_SECONDS):
             for device, value in self._read().items():
                 self._peaks[device] = max(self._peaks.get(device, 0), value)
+
+
+def _find_nvml() -> Any:
+    """Return NVIDIA's module, or the copy in vLLM, or None."""
+    for name in ("pynvml", "vllm.third_party.pynvml"):
+        try:
+            return import_module(name)
+        except ModuleNotFoundError:
+            continue
+    return None

@@ -7,7 +7,6 @@ open twice -> warm-up rounds, with sums -> measured rounds, without -> rounds wi
 from __future__ import annotations
 
 import asyncio
-import os
 import statistics
 import sys
 import time
@@ -37,7 +36,6 @@ def run(settings: Settings) -> dict[str, Any]:
         closing.callback(scratch.remove)
         folder = write_folder(scratch.path / "model", settings.shape)
         (scratch.path / "engine").mkdir()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")  # before the engine's is set
         engine = ServingEngine(settings, folder, scratch.path / "engine")
         closing.callback(engine.close)
         ranks = start_ranks(settings, folder, scratch.path)
@@ -45,7 +43,7 @@ def run(settings: Settings) -> dict[str, Any]:
             closing.callback(rank.stop)
         for rank in ranks:
             rank.wait()
-        memory = GpuMemory([*settings.trainer_devices, settings.engine_device], visible)
+        memory = GpuMemory([*settings.trainer_devices, settings.engine_device])
         closing.callback(memory.stop)
         # The measuring thread must get its turn at once when an answer comes.
         sys.setswitchinterval(0.0005)

@@ -34,7 +34,7 @@ from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
 from fourfold.weights.bench.memory import GpuMemory
 from fourfold.weights.bench.numbers import Phase, Seconds, longest_gap, summary, usual_gap
-from fourfold.weights.bench.settings import SHAPES, Settings, physical_gpu, write_folder
+from fourfold.weights.bench.settings import SHAPES, Settings, visible, write_folder
 from fourfold.weights.manifest import Manifest
 
 _READY_SECONDS: Final = 400.0
@@ -128,13 +128,12 @@ async def _serve(
     role: str, recipe: Path, scratch: Path, devices: Sequence[str], started: list[asyncio.subprocess.Process]
 ) -> str:
     """Start a service that sees these devices; return its host:port."""
-    gpus = ",".join(physical_gpu(d.partition(":")[2], os.environ.get("CUDA_VISIBLE_DEVICES", "")) for d in devices)
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "fourfold", "serve", role, str(recipe)),
         *("--listen", "127.0.0.1:0", "--run-dir", str(scratch / "run")),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "" if devices[0] == "cpu" else gpus},
+        env={**os.environ, **visible(*devices)},
     )
     started.append(process)
     assert process.stdout is not None, "a pipe"
@@ -160,9 +159,7 @@ class _Bench:
     async def run(self) -> dict[str, Any]:
         """Run everything."""
         settings = self._settings
-        memory = GpuMemory(
-            [*settings.trainer_devices, settings.engine_device], os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        )
+        memory = GpuMemory([*settings.trainer_devices, settings.engine_device])
         self._tasks = [asyncio.create_task(self._stream(index)) for index in range(settings.streams)]
         try:
             await self._wait_for_tokens(_TOKENS_BETWEEN)

@@ -60,6 +60,8 @@ class VllmSample:
 
 def logprob_values(logprobs: Any, ids: Sequence[int]) -> list[float]:
     """Return the log-probability of each id: one entry per position where only that one was asked for."""
+    if not ids:
+        return []  # an end without tokens: vLLM 0.26 hands out all earlier log-probabilities with it
     flat = getattr(logprobs, "logprobs", None)
     if flat is not None and len(flat) == len(ids):
         return list(flat)

@@ -12,7 +12,7 @@ import pytest
 
 from fourfold.channel import open_channel
 from fourfold.coordinator.client import RunClient
-from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, MODEL_MISMATCH
+from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, MODEL_MISMATCH, DeadlinePassed
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold_coordinator import broker
 from tests.fakes.stage import Stage, check_books, until, watch_for
@@ -51,6 +51,26 @@ async def test_an_engine_that_computes_with_old_weights_is_reported_as_stale(
     assert await stage.finish() == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert "rollout-0: stale" in last and "bit for bit those of version 0" in last
+
+
+async def test_an_engine_that_hangs_does_not_keep_the_others_of_its_group_out(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(rollout={"replicas": 2}, steps=2)
+    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
+    hung, well = stage.rollouts
+
+    async def hang() -> None:
+        raise DeadlinePassed("it does not answer")
+
+    async def wait_for_the_other() -> None:
+        if well.places[-1][1] > 1:
+            raise DeadlinePassed("a member of the group is stuck")
+
+    hung.on_begin, well.on_begin = hang, wait_for_the_other
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert well.version == stage.trainer.version > 0
+    assert hung.version == 0
 
 
 async def test_an_engine_that_dies_while_it_receives_is_left_behind(make_stage: Callable[..., Stage]) -> None:

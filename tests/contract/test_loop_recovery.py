@@ -146,6 +146,30 @@ async def test_a_trainer_that_comes_back_is_brought_to_the_checkpoint(
     assert stage.report()["dropped"]["TRAINER_RESTORED"] >= 12
 
 
+async def test_a_trainer_that_dies_while_it_sends_is_waited_for(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=6)
+    died = asyncio.Event()
+
+    async def die() -> None:
+        if len(stage.trainer.batches) == 4 and not died.is_set():
+            died.set()
+            await asyncio.sleep(30)
+
+    stage.trainer.on_send = die
+    await stage.start()
+    async with asyncio.timeout(10):
+        await died.wait()
+    old = stage.trainer
+    await old.kill()
+    await asyncio.sleep(1.0)
+    stage.trainer = FakeTrainer("trainer-0", stage.config, checkpoints=old.checkpoints)
+    stage.trainer.batches = {step: ids for step, ids in old.batches.items() if step <= 2}
+    await stage.trainer.join(stage.address)
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.rollouts[0].weights == stage.trainer.weights
+
+
 async def test_a_finished_run_that_is_started_again_only_writes_its_report(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=2)
     await stage.start()

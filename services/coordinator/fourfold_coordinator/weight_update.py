@@ -319,6 +319,8 @@ class WeightUpdater:
     async def _abort(self, engines: Sequence[Engine]) -> None:
         """Give the update up everywhere; an engine that may hold mixed weights is vouched for no longer."""
         self._members = None
+        # The trainer is asked again, by a call that waits for one that died and is being started anew.
+        self._layout = None
         self._begin(plane.ABORT, engines)
         trainer = self._session.once(lambda r: r.weights.abort(epoch=self._epoch, timeout=_ABORT_SECONDS))
         sender, *others = await asyncio.gather(

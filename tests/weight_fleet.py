@@ -141,6 +141,7 @@ class Engine(Process):
     role = Role.ROLE_ROLLOUT
     weights = "base"
     """Those that it starts with."""
+    gpu = ""
 
     @property
     def core(self) -> int:
@@ -201,7 +202,8 @@ class Fleet:
         self.folder = folder
         self.tokenizer = tokenizer_sha256(model)
         self.recipe = self._write_recipe(model, "base")
-        self._numbers, self._deal = itertools.count(), itertools.count()
+        self._numbers = itertools.count()
+        self._made: list[Engine] = []
         self._engines: list[Engine] = []
         self._starting: list[Engine] = []
         self._trainers: list[Trainer] = []
@@ -358,8 +360,12 @@ class Fleet:
         if self._gpus:
             # NCCL takes no two ranks on one GPU.
             free = self._gpus[self._ranks :] if BACKEND == "nccl" else self._gpus
-            environment["CUDA_VISIBLE_DEVICES"] = free[next(self._deal) % len(free)]
-        return Engine(["rollout", str(recipe), "--member-id", name], self.folder, name, environment)
+            taken = [engine.gpu for engine in self._made if engine.alive]
+            environment["CUDA_VISIBLE_DEVICES"] = min(free, key=taken.count)
+        engine = Engine(["rollout", str(recipe), "--member-id", name], self.folder, name, environment)
+        engine.gpu = environment.get("CUDA_VISIBLE_DEVICES", "")
+        self._made.append(engine)
+        return engine
 
 
 def stop(pid: int) -> None:

@@ -2,9 +2,8 @@
 
     step of the trainer -> SendWeights, BeginWeights at once -> ReceiveWeights -> CommitWeights(hold) -> ReleaseWeights
 
-The stall is as the engine measures it, from the answer to BeginWeights to the answer to CommitWeights; the engine's own is
-shorter by half a call on each side. The coordinator's probe lies between commit and release, where the engine samples
-already; it is left out here.
+The stall is what the engine measures, from the moment that nothing is sampled to the moment that it is told to go on.
+The coordinator's probe lies between commit and release, where the engine samples already; it is left out here.
 """
 
 from __future__ import annotations

@@ -183,6 +183,15 @@ def _rollout(config: Config, shape: ModelShape) -> MemoryRow:
     if gpus:
         share = config.rollout.gpu_memory_utilization
         weights = weight_bytes(config, shape) // gpus
+        if config.rollout.kv_cache_gib:
+            return MemoryRow(
+                role="rollout",
+                count=replicas * gpus,
+                on_gpu=True,
+                weights=weights,
+                activations=_layer_bytes_per_token(config, shape) * config.rollout.max_batched_tokens,
+                kv_cache=config.rollout.kv_cache_gib * GIB,
+            )
         return MemoryRow(role="rollout", count=replicas * gpus, on_gpu=True, weights=weights, share_of_gpu=share)
     return MemoryRow(
         role="rollout",
@@ -190,7 +199,7 @@ def _rollout(config: Config, shape: ModelShape) -> MemoryRow:
         on_gpu=False,
         weights=weight_bytes(config, shape),
         activations=_layer_bytes_per_token(config, shape) * config.rollout.max_batched_tokens,
-        kv_cache=config.rollout.kv_cache_gib * GIB,
+        kv_cache=(config.rollout.kv_cache_gib or 1) * GIB,
         programs=_ROLLOUT_PROGRAM,
     )
 

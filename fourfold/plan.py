@@ -206,6 +206,8 @@ def _rollout(config: Config, shape: ModelShape) -> str:
     where = _services(rollout.replicas)
     if rollout.gpus_per_replica:
         memory = f"{rollout.gpu_memory_utilization:.0%} of each GPU's memory; what the weights leave is KV cache"
+        if rollout.kv_cache_gib:
+            memory = f"{rollout.kv_cache_gib} GiB of KV cache on each"
         per_token = kv_bytes_per_token(config, shape)
         rounded = " Weights are rounded to fp8 as they arrive." if rollout.quantization else ""
         sleep = " It can give that memory up while nobody samples." if rollout.sleep_mode else ""
@@ -213,10 +215,11 @@ def _rollout(config: Config, shape: ModelShape) -> str:
             f"{where} on {rollout.gpus_per_replica} GPU each: {memory}, {per_token / 1024:,.0f} KiB a token. At most "
             f"{rollout.max_concurrent_samples:,} samples run at once in each.{rounded}{sleep}"
         )
-    tokens = rollout.kv_cache_gib * GIB // kv_bytes_per_token(config, shape)
+    cache = rollout.kv_cache_gib or 1
+    tokens = cache * GIB // kv_bytes_per_token(config, shape)
     full = tokens // config.model.max_context_tokens
     return (
-        f"{where} on CPU: {rollout.kv_cache_gib} GiB of KV cache = {tokens:,} tokens = {full:,} samples of full "
+        f"{where} on CPU: {cache} GiB of KV cache = {tokens:,} tokens = {full:,} samples of full "
         f"length. At most {rollout.max_concurrent_samples:,} samples run at once in each."
     )
 

@@ -329,7 +329,7 @@ class Fleet:
             process.end()
 
     def _write_recipe(self, model: Path, name: str) -> Path:
-        path, gpu = self.folder / f"{name}.toml", "gpu_memory_utilization = 0.06, enforce_eager = true"
+        path, gpu = self.folder / f"{name}.toml", "kv_cache_gib = 1, enforce_eager = true"
         path.write_text(
             RECIPE.format(
                 model=model,

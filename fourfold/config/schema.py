@@ -141,9 +141,10 @@ class RolloutConfig(Table):
     gpus_per_replica: int = Field(default=0, ge=0)
     """GPUs of each (its tensor parallelism); 0: CPU."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, lt=1)
-    """Share of the GPU's memory that the engine may take."""
-    kv_cache_gib: int = Field(default=1, ge=1)
-    """KV cache of a CPU engine, in GiB."""
+    """Share of the GPU's memory that the engine may take; it measures what is free when it starts."""
+    kv_cache_gib: int | None = Field(default=None, ge=1)
+    """KV cache of an engine, in GiB, on each of its GPUs. Unset: 1 on CPU, and on GPUs what `gpu_memory_utilization`
+    leaves. Set it where others come and go on the GPU: an engine that measures fails when memory is freed meanwhile."""
     max_concurrent_samples: int = Field(default=256, ge=1)
     """Samples in flight in one service; more are refused with RESOURCE_EXHAUSTED."""
     max_batched_tokens: int = Field(default=8192, ge=64)

@@ -7,6 +7,7 @@ import asyncio
 import importlib.util
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -76,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
     name = args.name or _name(settings)
     document = record.document(
         f"weights-{name}",
-        command="fourfold " + " ".join(["bench", *sys.argv[2:]]),
+        command=_again(sys.argv[2:]),
         parameters=settings.document(),
         results=results,
         libraries=_LIBRARIES,
@@ -87,6 +88,12 @@ def main(args: argparse.Namespace) -> int:
         print(record.write(_results(), document))
     print_table([document])
     return 0
+
+
+def _again(words: Sequence[str]) -> str:
+    """Return the command, without the file that the result goes to: that is a place of this machine."""
+    kept = [word for at, word in enumerate(words) if word != "--json" and (at == 0 or words[at - 1] != "--json")]
+    return " ".join(["fourfold bench", *kept])
 
 
 def _check_installed(settings: Settings) -> None:

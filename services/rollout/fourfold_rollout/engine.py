@@ -34,8 +34,8 @@ class EngineSettings:
     max_concurrent_samples: int
     max_batched_tokens: int
     enforce_eager: bool
-    kv_cache_gib: int
-    """CPU only."""
+    kv_cache_gib: int | None
+    """On each GPU; None: 1 on CPU, and what `gpu_memory_utilization` leaves on GPUs."""
     gpus: int
     """0: CPU."""
     gpu_memory_utilization: float

@@ -54,7 +54,7 @@ def prepare(settings: EngineSettings) -> None:
     if settings.gpus == 0:
         defaults |= _CPU
         defaults["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib)
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(settings.kv_cache_gib or 1)
     elif importlib.util.find_spec("flashinfer") is None:
         defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM 0.26 asks for it without looking
     for name, value in defaults.items():

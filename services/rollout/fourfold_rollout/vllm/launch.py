@@ -212,6 +212,7 @@ def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         options["gpu_memory_utilization"] = settings.gpu_memory_utilization
         options["tensor_parallel_size"] = settings.gpus
         options["enable_sleep_mode"] = settings.sleep_mode
+        options["kv_cache_memory_bytes"] = None if settings.kv_cache_gib is None else settings.kv_cache_gib << 30
     else:
         options["block_size"] = _CPU_BLOCK_TOKENS
     if settings.quantization:

@@ -5,7 +5,7 @@ time, under versions that only grow; engines start with the weights `base`. What
 an engine that was started with them, and never changed: that is what an updated engine is compared with.
 
     FOURFOLD_FAULTS_BACKEND   shm, gloo (default: each where it matters), nccl, cuda_ipc
-    FOURFOLD_FAULTS_DEVICE    cpu (default), cuda: one GPU or more; for nccl two or more
+    FOURFOLD_FAULTS_DEVICE    cpu (default), cuda: one GPU or more; for nccl three or more
     FOURFOLD_FAULTS_SECONDS   longest time of an update (default 8); more on a busy machine
 
 On GPUs the trainer has two ranks where there are GPUs for two, and else one; `two_ranks` says which.
@@ -14,7 +14,6 @@ On GPUs the trainer has two ranks where there are GPUs for two, and else one; `t
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
 import subprocess
@@ -202,7 +201,6 @@ class Fleet:
         self.folder = folder
         self.tokenizer = tokenizer_sha256(model)
         self.recipe = self._write_recipe(model, "base")
-        self._numbers = itertools.count()
         self._made: list[Engine] = []
         self._engines: list[Engine] = []
         self._starting: list[Engine] = []
@@ -329,14 +327,14 @@ class Fleet:
             process.end()
 
     def _write_recipe(self, model: Path, name: str) -> Path:
-        path, gpu = self.folder / f"{name}.toml", "kv_cache_gib = 1, enforce_eager = true"
+        path = self.folder / f"{name}.toml"
         path.write_text(
             RECIPE.format(
                 model=model,
                 ranks=self._ranks,
                 device=DEVICE,
                 gpus=int(DEVICE == "cuda"),
-                more=gpu if DEVICE == "cuda" else "kv_cache_gib = 1",
+                more="kv_cache_gib = 1" + (", enforce_eager = true" if DEVICE == "cuda" else ""),
                 timeout=UPDATE_SECONDS,
                 backend=BACKENDS[0],
             )
@@ -352,7 +350,7 @@ class Fleet:
         return self._trainers[-1]
 
     def _start_engine(self, recipe: Path) -> Engine:
-        name = f"rollout-{next(self._numbers)}"
+        name = f"rollout-{len(self._made)}"
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_"))}
         environment |= {PARENT_PID_VARIABLE: str(os.getpid()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         # One thread: the others only wait for each other on a busy machine.

@@ -47,7 +47,7 @@ class Trainer:
             for old, new in zip(self.model.parameters(), other.parameters(), strict=True):
                 old.copy_(new)
 
-    def open(self, engine: Engine, backend: str = "shm") -> dict[str, int]:
+    def open(self, engine: Engine, backend: str = "shm") -> dict[str, Any]:
         """Join the engine in a new epoch."""
         self.epoch = next(_epochs)
         offers = [s.make_offer(self.epoch, backend, 1, timeout=TIMEOUT) for s in self.senders]

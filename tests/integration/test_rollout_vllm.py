@@ -258,8 +258,8 @@ class TestInFlight:
     ) -> None:
         await publisher.open(tiny_model("qwen2"))
         await publisher.begin()
-        names = {"epoch": publisher.epoch, "policy_version": publisher.version}
-        receive = asyncio.create_task(control.receive(**names, timeout=15))
+        waiting = control.receive(epoch=publisher.epoch, policy_version=publisher.version, timeout=15)
+        receive = asyncio.create_task(waiting)
         await asyncio.sleep(0.2)
         began = time.monotonic()
         assert await publisher.abort() == control_pb.WEIGHT_STATE_CLEAN

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -165,7 +166,11 @@ def _gpus() -> Check:
     gpus = find_gpus()
     if not gpus:
         return Check(state="none", text="no NVIDIA GPU: everything runs on the CPU")
-    return Check(state="ok", text=f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: {', '.join(gpus)}")
+    text = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: {', '.join(gpus)}"
+    if importlib.util.find_spec("cupy") is None:
+        text += "; weights reach engines through main memory: CuPy is not installed"
+        return Check(state="none", text=text, fix="pip install 'cupy-cuda13x>=14', or cupy-cuda12x: as PyTorch's CUDA")
+    return Check(state="ok", text=text)
 
 
 def _ports() -> Check:

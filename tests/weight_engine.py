@@ -71,6 +71,14 @@ class Engine:
         """Break a part of the worker on purpose: "repack", "experts" or "load"."""
         self._call("sabotage", what, on)
 
+    def sleep(self, level: int) -> None:
+        """Have vLLM give its memory up."""
+        self._call("sleep", level)
+
+    def wake(self, *tags: str) -> None:
+        """Have vLLM take memory again."""
+        self._call("wake", list(tags))
+
     def quantise_in_python(self) -> None:
         """Give vLLM on a CPU what it lacks there to quantise weights to fp8 as it loads them."""
         self._call("quantise_in_python")
@@ -162,6 +170,12 @@ class _Serving:
 
     def verb(self, name: str, args: tuple[Any, ...]) -> Any:
         return self._llm.collective_rpc(name, args=args)
+
+    def sleep(self, level: int) -> None:
+        self._llm.sleep(level)
+
+    def wake(self, tags: list[str]) -> None:
+        self._llm.wake_up(tags)
 
     def quantise_in_python(self) -> None:
         import vllm._custom_ops

@@ -29,8 +29,20 @@ def next_version() -> int:
 class Trainer:
     """The trainer's end: one or more ranks over the model of a folder, in this process."""
 
-    def __init__(self, folder: Path, ranks: int = 1, dtype: torch.dtype | None = None) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    def __init__(
+        self,
+        folder: Path,
+        ranks: int = 1,
+        dtype: torch.dtype | None = None,
+        *,
+        held: str = "auto",
+        device: str = "cpu",
+        workers: int = 1,
+    ) -> None:
+        """Load a model in the type `held`, to be sent as `dtype` to engines of `workers` workers together."""
+        self._workers = workers
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=held)
+        self.model = model.to(device)
         sources = [PartSource(self.model, rank, ranks) for rank in range(ranks)] if ranks > 1 else None
         self.senders = [
             WeightSender(
@@ -50,12 +62,12 @@ class Trainer:
     def open(self, engine: Engine, backend: str = "shm") -> dict[str, Any]:
         """Join the engine in a new epoch."""
         self.epoch = next(_epochs)
-        offers = [s.make_offer(self.epoch, backend, 1, timeout=TIMEOUT) for s in self.senders]
+        offers = [s.make_offer(self.epoch, backend, self._workers, timeout=TIMEOUT) for s in self.senders]
         manifest = self.senders[0].manifest().to_bytes()
-        engine.start_verb("weights_open", self.epoch, backend, manifest, offers, 1, 0, TIMEOUT)
+        engine.start_verb("weights_open", self.epoch, backend, manifest, offers, self._workers, 0, TIMEOUT)
         try:
             for s in self.senders:
-                s.open(self.epoch, timeout=5)
+                s.open(self.epoch, timeout=TIMEOUT)
         except FourfoldError:
             engine.finish_verb()  # its own error says more
             raise
@@ -77,13 +89,19 @@ class Trainer:
         return str(engine.verb("weights_abort", self.epoch))
 
 
-def check_updates(engine: Engine, one: Path, two: Path, **arguments: Any) -> None:
+def check_updates(
+    engine: Engine, one: Path, two: Path, *, backend: str = "shm", trainer: Trainer | None = None, **arguments: Any
+) -> dict[str, Any]:
     """Start engines with two weights; then one that is updated from either to the other must be what they were.
 
     Args:
         engine: the process.
         one, two: folders of one model, of a verified architecture.
+        backend: that the weights take.
+        trainer: of the model `two`; None: one on the CPU.
         arguments: vLLM's.
+
+    Returns what the engine says of how it takes the weights.
     """
     engine.load(two, **arguments)
     fresh_two = engine.generate()
@@ -91,11 +109,12 @@ def check_updates(engine: Engine, one: Path, two: Path, **arguments: Any) -> Non
     fresh_one = engine.generate()
     assert engine.generate() == fresh_one
     assert fresh_one != fresh_two
-    trainer = Trainer(two)
-    trainer.open(engine)
+    trainer = trainer or Trainer(two)
+    report = trainer.open(engine, backend)
     assert engine.generate() == fresh_one  # opening changes nothing
     for folder, fresh in ((two, fresh_two), (one, fresh_one)) * 2:
         trainer.become(folder)
         trainer.update(engine)
         assert engine.generate() == fresh
     assert trainer.close(engine) == "clean"
+    return report

@@ -77,7 +77,8 @@ class _Member:
 
         what = f"the meeting of all {size} members of {self._name}"
         try:
-            cuda.watched(connect, self._stopping(deadline), what, undo=lambda communicator: communicator.abort())
+            with torch.cuda.device(self._device):  # NCCL takes the thread's
+                cuda.watched(connect, self._stopping(deadline), what, undo=lambda communicator: communicator.abort())
         except BaseException:
             self.abort()
             raise
@@ -98,7 +99,7 @@ class _Member:
         communicator = self._communicator
         if communicator is None:
             raise used_up()
-        with cuda.nccl_group():
+        with torch.cuda.device(self._device), cuda.nccl_group():
             for values in parts:
                 cuda.broadcast(communicator, values, self._stream.cuda_stream)
 

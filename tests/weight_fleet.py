@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -241,11 +240,16 @@ class Fleet:
     def engines(self, count: int) -> list[Engine]:
         """Return engines that run; those that ended are replaced, and the next one starts."""
         self._engines = [engine for engine in self._engines if engine.alive]
-        while len(self._engines) < count:
+        while len(chosen := self._apart()) < count:
             self.prepare()
             self._engines.append(self._starting.pop(0))
             self._engines[-1].wait_ready()
-        return self._engines[-count:]
+        return chosen[-count:]
+
+    def _apart(self) -> list[Engine]:
+        """Return the newest engines, with NCCL one on each GPU: it takes no two ranks on one."""
+        newest = {engine.gpu if BACKEND == "nccl" else engine.member_id: engine for engine in self._engines}
+        return [engine for engine in self._engines if engine in newest.values()]
 
     def prepare(self, count: int = 1) -> None:
         """Have so many engines starting."""
@@ -364,27 +368,6 @@ class Fleet:
         engine.gpu = environment.get("CUDA_VISIBLE_DEVICES", "")
         self._made.append(engine)
         return engine
-
-
-def stop(pid: int) -> None:
-    """SIGSTOP: it stops answering without dying."""
-    os.kill(pid, signal.SIGSTOP)
-
-
-def go_on(pid: int) -> None:
-    """SIGCONT, unless it ended."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGCONT)
-
-
-def terminate(pid: int) -> None:
-    """SIGTERM."""
-    os.kill(pid, signal.SIGTERM)
-
-
-def kill(pid: int) -> None:
-    """kill -9."""
-    os.kill(pid, signal.SIGKILL)
 
 
 def _flip(pid: int, shard_bytes: int, offset: int) -> None:

@@ -26,9 +26,10 @@ import pytest
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import StaleEpoch, WrongState
 from fourfold.rollout.client import RolloutControlClient
+from tests.signals import go_on, kill, stop, terminate
 from tests.trainer_driver import REPOSITORY, trainer_environment
 from tests.weight_coordinator import Coordinator, after, ends_in, ends_well, repeat, until, write_task
-from tests.weight_fleet import BACKENDS, UPDATE_SECONDS, Engine, Fleet, go_on, kill, stop, terminate
+from tests.weight_fleet import BACKENDS, UPDATE_SECONDS, Engine, Fleet
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(500)]
 

@@ -71,6 +71,16 @@ class Summer:
         add_sums_(self._on_device, [v for _, v in parts], [s.start for s, _ in parts], [s.tensor for s, _ in parts])
 
 
+def warm_up(device: torch.device) -> None:
+    """Compile what a GPU sums up with, so that the first update does not wait for it; nothing elsewhere."""
+    if device.type == "cuda":
+        from fourfold.weights.digest_kernel import add_sums_
+
+        values = torch.zeros(9, dtype=torch.int16, device=device)
+        sums = torch.zeros(1, 2, dtype=torch.int64, device=device)
+        add_sums_(sums, [values[:8], values[1:]], [0, 0], [0, 0])  # aligned, and not
+
+
 def partial_sums(manifest: Manifest, parts: Iterable[Part]) -> bytes:
     """Return the sums of some spans of the tensors of `manifest`."""
     summer = Summer(manifest)

@@ -21,7 +21,7 @@ import torch
 
 from fourfold.errors import StaleEpoch, WrongState
 from fourfold.weights.applier import Applier, ApplyReport, CannotApply, ModelState
-from fourfold.weights.digest import Summer, digest_of, unsummed_digest
+from fourfold.weights.digest import Summer, digest_of, unsummed_digest, warm_up
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.sink import SummingSink
 from fourfold.weights.stop import StopFlag
@@ -91,6 +91,7 @@ class WeightReceiver:
         self._session = _Session(epoch, parsed, transport, applier, stop)
         opened = False
         try:
+            warm_up(self._device)
             transport.open(deadline)
             opened = True
         finally:

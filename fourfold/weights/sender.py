@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from fourfold.errors import InvalidInput, StaleEpoch, WrongState
-from fourfold.weights.digest import combine_digest, partial_sums
+from fourfold.weights.digest import combine_digest, partial_sums, warm_up
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source import WeightSource, as_sent
 from fourfold.weights.transport import Deadline, Group, SendTransport, aborted, make_sender, torch_dtype
@@ -107,6 +107,8 @@ class WeightSender:
         deadline = Deadline(timeout)
         with self._using(epoch) as transports:
             if not self._opened:
+                if self._spans:
+                    warm_up(self._source.read(self._spans[0]).device)
                 for transport in transports:
                     transport.open(deadline)
                 self._opened = True

@@ -33,8 +33,7 @@ def add_sums_(sums: Tensor, values: Sequence[Tensor], starts: Sequence[int], row
         starts: index of each part's first element in its tensor.
         rows: which row of `sums` each belongs to.
     """
-    if longest := max(len(v) for v in values):
-        assert longest <= _MOST_BLOCKS * _LANES * _BLOCK, "cut into smaller parts"
+    assert max(len(v) for v in values) <= _MOST_BLOCKS * _LANES * _BLOCK, "cut into smaller parts"
     aligned = [index for index, v in enumerate(values) if v.data_ptr() % 16 == 0]
     others = [index for index, v in enumerate(values) if v.data_ptr() % 16]
     for chosen, alignment in ((aligned, 16), (others, 2)):

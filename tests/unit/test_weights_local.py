@@ -107,7 +107,7 @@ def test_a_sender_that_fails_ends_the_engines_wait_and_is_named(scene: Scene) ->
     weight = scene.trainer.get_parameter("mlp.weight")
     kept, weight.data = weight.data, torch.zeros(3)
     began = time.monotonic()
-    with pytest.raises(PublishFailed, match=r"mlp\.weight was .*engines are clean") as caught:
+    with pytest.raises(PublishFailed, match=r"mlp\.weight is now .*engines are clean") as caught:
         scene.publisher.publish(2)
     assert caught.value.clean and time.monotonic() - began < 5, "nobody waited for the deadline"
     weight.data = kept

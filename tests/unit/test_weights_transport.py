@@ -220,7 +220,7 @@ def test_a_dense_source_notices_what_it_cannot_send() -> None:
     with pytest.raises(WrongState, match=r"norm\.scale"):
         DenseSource(model)
     model.get_parameter("norm.weight").data = torch.zeros(9, dtype=torch.bfloat16)
-    with pytest.raises(WrongState, match=r"norm\.weight was"):
+    with pytest.raises(WrongState, match=r"norm\.weight is now"):
         source.begin_round()
     with pytest.raises(InvalidInput, match="float64"):
         DenseSource(make_model(1, dtype=torch.float64))

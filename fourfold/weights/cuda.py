@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -16,15 +15,13 @@ from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
-from fourfold.errors import Unavailable, WrongState
-from fourfold.weights.transport import Deadline, has_cupy
+from fourfold.errors import FourfoldError, Internal, Unavailable, WrongState
+from fourfold.weights.transport import Deadline, has_cupy, wait_until
 
 _T = TypeVar("_T")
 
 HANDLE_BYTES: Final = 64
 UNIQUE_ID_BYTES: Final = 128
-_FIRST_SLEEP: Final = 2e-5
-_LONGEST_SLEEP: Final = 2e-4
 
 
 class Communicator(Protocol):
@@ -49,19 +46,6 @@ def needs_gpu(device: torch.device, what: str, instead: str) -> None:
         raise WrongState(f'{what} on {device}; this backend needs a GPU: set weights.backend = "{instead}"')
 
 
-def wait_until(done: Callable[[], bool], deadline: Deadline, what: str) -> None:
-    """Sleep shortly, again and again, until `done`.
-
-    Raises:
-        DeadlinePassed, StaleEpoch: see `Deadline.check`.
-    """
-    sleep = _FIRST_SLEEP
-    while not done():
-        deadline.check(what)
-        time.sleep(sleep)
-        sleep = min(2 * sleep, _LONGEST_SLEEP)
-
-
 def finish_stream(device: torch.device, deadline: Deadline, what: str) -> None:
     """Wait, with a deadline, for all that was asked of the present stream of `device`."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -75,7 +59,7 @@ def watched(call: Callable[[], _T], deadline: Deadline, what: str, *, undo: Call
     When the deadline passes the thread is left behind; should the call return later, `undo` gets its result.
     """
     results: list[_T] = []
-    errors: list[BaseException] = []
+    errors: list[Exception] = []
     abandoned = threading.Event()
     device = torch.cuda.current_device() if torch.cuda.is_available() else -1
 
@@ -84,7 +68,7 @@ def watched(call: Callable[[], _T], deadline: Deadline, what: str, *, undo: Call
             if device >= 0:
                 torch.cuda.set_device(device)
             result = call()
-        except BaseException as error:  # told to whoever waits
+        except (FourfoldError, RuntimeError) as error:  # CuPy's and torch's are RuntimeErrors
             errors.append(error)
             return
         results.append(result)
@@ -93,15 +77,19 @@ def watched(call: Callable[[], _T], deadline: Deadline, what: str, *, undo: Call
 
     thread = threading.Thread(target=run, name="weights-watched", daemon=True)
     thread.start()
+    ended = False
     try:
         wait_until(lambda: not thread.is_alive(), deadline, what)
-    except BaseException:
-        abandoned.set()
-        if results:
-            undo(results[0])
-        raise
+        ended = True
+    finally:
+        if not ended:
+            abandoned.set()
+            if results:
+                undo(results[0])
     if errors:
         raise errors[0]
+    if not results:
+        raise Internal(f"{what} ended without a result; the log has the traceback")
     return results[0]
 
 

@@ -35,7 +35,17 @@ from fourfold.weights.manifest import Span
 from fourfold.weights.page import HEADER_BYTES, ReceiverPage, SenderPage, parse_offer
 from fourfold.weights.sink import Staging, windows
 from fourfold.weights.source import WeightSource
-from fourfold.weights.transport import Backend, Deadline, Group, Sink, aborted, torch_dtype, unpack_offers, used_up
+from fourfold.weights.transport import (
+    Backend,
+    Deadline,
+    Group,
+    Sink,
+    aborted,
+    torch_dtype,
+    unpack_offers,
+    used_up,
+    wait_until,
+)
 
 # pid, windows taken
 _RECEIVER: Final = struct.Struct("<qq")
@@ -171,7 +181,7 @@ class CudaIpcSender:
                 raise Unavailable(f"receiver {receiver}, process {pid}, ended before it had taken the weights")
             return False
 
-        cuda.wait_until(taken, deadline, f"the answer of receiver {receiver}")
+        wait_until(taken, deadline, f"the answer of receiver {receiver}")
 
     def _is_dead(self, receiver: int, pid: int) -> bool:
         if receiver not in self._deaths:

@@ -19,7 +19,8 @@ import os
 import select
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -40,6 +41,7 @@ from fourfold.weights.transport import (
     pack_offer,
     unpack_offers,
     used_up,
+    wait_until,
 )
 
 # NCCL's version, pid, host, unique id
@@ -76,12 +78,8 @@ class _Member:
             return communicator
 
         what = f"the meeting of all {size} members of {self._name}"
-        try:
-            with torch.cuda.device(self._device):  # NCCL takes the thread's
-                cuda.watched(connect, self._stopping(deadline), what, undo=lambda communicator: communicator.abort())
-        except BaseException:
-            self.abort()
-            raise
+        with self._aborting(), torch.cuda.device(self._device):  # NCCL takes the thread's
+            cuda.watched(connect, self._stopping(deadline), what, undo=lambda communicator: communicator.abort())
 
     def exchange_header(
         self, policy_version: int, byte_count: int, deadline: Deadline, alive: _Alive | None = None
@@ -113,14 +111,22 @@ class _Member:
                 alive.check()
             return bool(event.query())  # type: ignore[no-untyped-call]
 
-        try:
-            cuda.wait_until(done, self._stopping(deadline), what)
+        with self._aborting():
+            wait_until(done, self._stopping(deadline), what)
             if self._communicator is None:
                 raise used_up()
             self._communicator.check_async_error()
-        except BaseException:
-            self.abort()
-            raise
+
+    @contextmanager
+    def _aborting(self) -> Iterator[None]:
+        """End what is enqueued when the block fails."""
+        succeeded = False
+        try:
+            yield
+            succeeded = True
+        finally:
+            if not succeeded:
+                self.abort()
 
     def abort(self) -> None:
         """End what is enqueued; takes up to a second. In the thread that enqueues, or after it."""

@@ -21,12 +21,11 @@ import secrets
 import select
 import struct
 import threading
-import time
 from pathlib import Path
 from typing import Final
 
 from fourfold.errors import InvalidInput, Overloaded, Unavailable
-from fourfold.weights.transport import Backend, Deadline, Group, aborted, pack_offer
+from fourfold.weights.transport import Backend, Deadline, Group, aborted, pack_offer, wait_until
 
 HEADER_BYTES: Final = 4096
 # magic, nonce, epoch, rank, body bytes, manifest SHA-256
@@ -36,8 +35,6 @@ _MAGIC: Final = b"FFPAGE02"
 _SEQUENCE, _VERSION, _ABORTED = (_FIXED.size // 8 + i for i in range(3))
 # pid, file descriptor, body bytes, nonce
 _OFFER: Final = struct.Struct("<QIQ16s")
-_FIRST_SLEEP: Final = 5e-5
-_LONGEST_SLEEP: Final = 1e-3
 
 
 class SenderPage:
@@ -160,17 +157,18 @@ class ReceiverPage:
             Unavailable: the sender has ended.
             DeadlinePassed: it took too long.
         """
-        sleep = _FIRST_SLEEP
-        while True:
+
+        def is_there() -> bool:
             if stop.is_set() or self.is_aborted:
                 raise aborted()
-            if (published := self.sequence) >= sequence:
-                return published
+            if self.sequence >= sequence:
+                return True
             if self._death.poll(0):
                 raise Unavailable(f"trainer rank {self._rank}, process {self._pid}, ended before {what}")
-            deadline.check(f"{what} from trainer rank {self._rank}")
-            time.sleep(sleep)
-            sleep = min(2 * sleep, _LONGEST_SLEEP)
+            return False
+
+        wait_until(is_there, deadline, f"{what} from trainer rank {self._rank}")
+        return self.sequence
 
     def close(self) -> None:
         """Unmap; views that are still held keep their memory."""

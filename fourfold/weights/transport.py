@@ -36,6 +36,9 @@ from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source import WeightSource
 
 MAX_OFFER_BYTES: Final = 4096
+# Between two looks. An update stands still meanwhile.
+_FIRST_SLEEP: Final = 2e-5
+_LONGEST_SLEEP: Final = 5e-4
 
 
 class Backend(StrEnum):
@@ -107,6 +110,19 @@ class Deadline:
         if left <= 0:
             raise DeadlinePassed(f"{what} did not happen within {self._seconds:.1f} s; abort, and try a new epoch")
         return left
+
+
+def wait_until(done: Callable[[], bool], deadline: Deadline, what: str) -> None:
+    """Sleep shortly, again and again, until `done`: what is waited for lies in memory, and nothing wakes this thread.
+
+    Raises:
+        DeadlinePassed, StaleEpoch: see `Deadline.check`.
+    """
+    sleep = _FIRST_SLEEP
+    while not done():
+        deadline.check(what)
+        time.sleep(sleep)
+        sleep = min(2 * sleep, _LONGEST_SLEEP)
 
 
 class Shards:

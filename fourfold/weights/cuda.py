@@ -136,6 +136,14 @@ def nccl_group() -> Iterator[None]:
         nccl.groupEnd()
 
 
+def check(communicator: Communicator, name: str) -> None:
+    """Raise Unavailable when a kernel of the group `name` has failed: a connection broke."""
+    try:
+        communicator.check_async_error()
+    except RuntimeError as error:
+        raise Unavailable(f"{name} failed ({error}); a member is gone: abort the epoch") from None
+
+
 def broadcast(communicator: Communicator, values: torch.Tensor, stream: int) -> None:
     """Enqueue the broadcast of a contiguous tensor's bytes from rank 0."""
     pointer, count = values.data_ptr(), values.numel() * values.element_size()

@@ -141,18 +141,6 @@ def partition_count(count: int, rank_count: int) -> int:
     return -(-count // rank_count)
 
 
-def partition_spans(tensor: int, count: int, rank_count: int, offset: int) -> list[Span]:
-    """Return the spans of a tensor of `count` elements in equal partitions, at the same offset of every shard.
-
-    The last one that holds anything is cut short by the tensor's end; what follows is padding.
-    """
-    size = partition_count(count, rank_count)
-    return [
-        Span(tensor=tensor, start=start, count=min(size, count - start), rank=rank, offset=offset)
-        for rank, start in enumerate(range(0, count, size))
-    ]
-
-
 def partitions_of_pieces(first: int, specs: Sequence[TensorSpec], rank_count: int, offset: int) -> list[Span]:
     """Return the spans of tensors that lie one behind another in a parameter that is held in equal partitions.
 

@@ -115,7 +115,7 @@ class _Member:
             wait_until(done, self._stopping(deadline), what)
             if self._communicator is None:
                 raise used_up()
-            self._communicator.check_async_error()
+            cuda.check(self._communicator, self._name)
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:

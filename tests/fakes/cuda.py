@@ -180,12 +180,6 @@ def _nothing(*_: Any) -> Iterator[None]:
     yield
 
 
-class _Cpu:
-    """The CPU, which says that it is a GPU."""
-
-    type = "cuda"
-
-
 def install(monkeypatch: pytest.MonkeyPatch) -> Fabric:
     """Put the fakes in place; tensors stay on the CPU."""
     fabric = Fabric()

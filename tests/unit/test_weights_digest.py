@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fourfold.errors import InvalidInput
 from fourfold.weights import digest
 from fourfold.weights.digest import add_sums, combine_digest, differing_tensors, digest_of, partial_sums, span_sums
-from fourfold.weights.manifest import Manifest, TensorSpec, partition_spans
+from fourfold.weights.manifest import Manifest, TensorSpec, partitions_of_pieces
 
 _MODULUS = 1 << 64
 
@@ -72,7 +72,7 @@ def test_sums_are_additive_over_any_split(count: int, data: st.DataObject) -> No
 
 def _manifest(counts: list[int], ranks: int) -> Manifest:
     tensors = [TensorSpec(name=f"t{i}", dtype="bfloat16", shape=(n,)) for i, n in enumerate(counts)]
-    spans = [s for i, n in enumerate(counts) for s in partition_spans(i, n, ranks, 1000 * i)]
+    spans = [s for i, t in enumerate(tensors) for s in partitions_of_pieces(i, [t], ranks, 1000 * i)]
     return Manifest(tensors=tuple(tensors), spans=tuple(spans), shard_bytes=(1000 * len(counts),) * ranks)
 
 

@@ -121,12 +121,6 @@ def combine_digest(manifest: Manifest, parts: Sequence[bytes]) -> bytes:
     return digest_of(manifest, add_sums(manifest, parts))
 
 
-def differing_tensors(manifest: Manifest, left: bytes, right: bytes) -> list[str]:
-    """Return the names of the tensors whose sums differ: what a digest mismatch is about."""
-    unequal = (_decode(manifest, left) != _decode(manifest, right)).any(axis=1)
-    return [tensor.name for tensor, differs in zip(manifest.tensors, unequal, strict=True) if differs]
-
-
 def span_sums(values: torch.Tensor, start: int) -> tuple[int, int]:
     """Return both sums, as non-negative numbers below 2**64, of elements whose first has index `start`."""
     flat = values.detach().reshape(-1)

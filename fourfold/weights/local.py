@@ -20,8 +20,9 @@ from typing import Any, Final, Protocol, Self, TypeVar
 
 from fourfold.errors import FourfoldError, InvalidInput, WrongState
 from fourfold.scratch import Scratch
+from fourfold.weight_sums import differing_tensors, naming
 from fourfold.weights.answers import unwrap, unwrap_same
-from fourfold.weights.digest import combine_digest, unsummed_digest
+from fourfold.weights.digest import add_sums, digest_of, unsummed_digest
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import SendResult
 from fourfold.weights.stop import StopFlag
@@ -176,11 +177,13 @@ class Publisher:
                         for e in self._engines
                     ]
                 )
-                digest = unsummed_digest(self._manifest, policy_version)
+                digest, sums = unsummed_digest(self._manifest, policy_version), b""
                 if verify:
-                    digest = combine_digest(self._manifest, [sent.result().partial_sums for sent in sending])
-                if any(received != digest for received in digests):
-                    raise WrongState(f"version {policy_version} did not arrive as it was sent", reason=_MISMATCH)
+                    sums = add_sums(self._manifest, [sent.result().partial_sums for sent in sending])
+                    digest = digest_of(self._manifest, sums)
+                for engine, received in zip(self._engines, digests, strict=True):
+                    if received != digest:
+                        raise self._mismatch(engine, policy_version, sums)
             for engine in self._engines:
                 _verb(engine, "weights_commit", epoch, policy_version)
             sent_bytes = sum(sent.result().sent_bytes for sent in sending)
@@ -194,6 +197,16 @@ class Publisher:
             self._abort()
         self._threads.shutdown()
         self._scratch.remove()
+
+    def _mismatch(self, engine: Engine, policy_version: int, sums: bytes) -> WrongState:
+        """Return the error of an engine that received something else than was sent, which has these sums."""
+        arrived = _verb(engine, "weights_sums", self._epoch)
+        which = naming(differing_tensors(self._manifest.to_bytes(), sums, arrived)) or "no tensor by its sums"
+        return WrongState(
+            f"version {policy_version} did not arrive as it was sent: {which} differs; nothing of it may be served, "
+            f"publish again",
+            reason=_MISMATCH,
+        )
 
     def _meet(self, epoch: int, timeout: float) -> list[dict[str, Any]]:
         counts = [len(unwrap(engine.collective_rpc("weights_describe", args=()))) for engine in self._engines]

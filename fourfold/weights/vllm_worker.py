@@ -278,7 +278,7 @@ class WeightWorker:
         return _answer(lambda: self._fourfold_weights().timings(epoch))
 
     def weights_sums(self, epoch: int) -> Any:
-        """Return the per-tensor sums of what was received last (see `digest.differing_tensors`), or an error."""
+        """Return the per-tensor sums of what was received last (see `fourfold.weight_sums`), or an error."""
         return _answer(lambda: self._fourfold_weights().sums(epoch))
 
     def weights_commit(self, epoch: int, policy_version: int) -> Any:

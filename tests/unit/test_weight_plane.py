@@ -6,10 +6,10 @@ from typing import Any, cast
 
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.weight_sums import differing_tensors, naming
 from fourfold_coordinator import weight_plane as plane
 from fourfold_coordinator.registry import Member
 from fourfold_coordinator.weight_plane import WeightPlane
-from fourfold_coordinator.weight_sums import differing_tensors, naming
 
 MANIFEST = b'{"tensors":[["a","float32",[1]],["b","float32",[2]],["c","bfloat16",[3]]]}'
 ENGINES = ["rollout-0", "rollout-1"]

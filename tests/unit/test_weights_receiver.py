@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fourfold.errors import WEIGHTS_REFUSED, DeadlinePassed, InvalidInput, StaleEpoch, WrongState
+from fourfold.weight_sums import differing_tensors
 from fourfold.weights.applier import CopyRecorder, NamedTensors, ReloadApplier, Trace
-from fourfold.weights.digest import combine_digest, differing_tensors
+from fourfold.weights.digest import combine_digest
 from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source import DenseSource
@@ -104,7 +105,7 @@ def test_sums_name_the_tensor_that_differs(pair: Pair) -> None:
     ours = pair.receiver.sums(1)
     pair.trainer.get_parameter("mlp.weight").data[0] = 0
     theirs = pair.sender.send(1, 2, timeout=5).partial_sums
-    assert differing_tensors(manifest, ours, theirs) == ["mlp.weight"]
+    assert differing_tensors(manifest.to_bytes(), ours, theirs) == ["mlp.weight"]
 
 
 def test_received_but_not_committed_is_dirty_until_the_next_update_succeeds(pair: Pair) -> None:

@@ -29,6 +29,7 @@ from fourfold.config import Config
 from fourfold.errors import FourfoldError, Internal, StaleEpoch, Unavailable, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
+from fourfold.weight_sums import differing_tensors, naming
 from fourfold.wire import Float32Array
 
 from . import weight_plane as plane
@@ -39,7 +40,6 @@ from .routing import LOOK_SECONDS
 from .trainer_session import TrainerSession
 from .weight_calls import Engine, UpdateFailed, at_once, at_once_trainer
 from .weight_plane import WeightPlane
-from .weight_sums import differing_tensors, naming
 from .weight_times import Stopwatch
 
 log = logging.getLogger("fourfold.coordinator")

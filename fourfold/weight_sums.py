@@ -1,4 +1,7 @@
-"""Which tensors differ between what was sent and what arrived. What the sums are, `fourfold.weights.digest` says."""
+"""Which tensors differ between what was sent and what arrived. No torch here.
+
+What the sums are, `fourfold.weights.digest` says; the coordinator compares them without it.
+"""
 
 from __future__ import annotations
 

@@ -19,12 +19,10 @@ from dataclasses import dataclass
 import torch
 
 from fourfold.errors import InvalidInput, StaleEpoch, WrongState
-from fourfold.weights.digest import combine_digest, partial_sums, warm_up
+from fourfold.weights.digest import partial_sums, warm_up
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source import WeightSource, as_sent
 from fourfold.weights.transport import Deadline, Group, SendTransport, aborted, make_sender, torch_dtype
-
-__all__ = ["SendResult", "WeightSender", "combine_digest"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -90,6 +90,10 @@ class Settings:
         devices = {*self.trainer_devices, self.engine_device}
         if len({device.partition(":")[0] for device in devices}) > 1:
             raise ConfigError(f"devices {sorted(devices)}: trainer and engine must both be on CPU or both on GPUs")
+        if not self.on_gpus and self.backend in ("cuda_ipc", "nccl"):
+            raise ConfigError(
+                f"--backend {self.backend} moves weights between GPUs, and these are on CPU; take shm or gloo"
+            )
         if min(self.rounds, self.warm_up, self.verified_rounds, self.streams + 1) < 1:
             raise ConfigError("--rounds, --warm-up and --verified-rounds must be at least 1, and --streams at least 0")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
 import select
 import socket
 import subprocess
 import sys
 import time
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +28,7 @@ from tests.tiny_models import VOCABULARY_SIZE
 
 CONTEXT: Final = 512
 SAMPLES: Final = 32
-START_SECONDS: Final = 100.0
+START_SECONDS: Final = 400.0
 _names = itertools.count()
 
 RECIPE: Final = """
@@ -69,9 +70,7 @@ class Service:
 def start(model: Path, folder: Path, temporary: Path | None = None) -> Service:
     """Start a service and wait for its READY line; its temporary files go to `temporary`."""
     recipe, errors = folder / "tiny.toml", folder / "stderr.log"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        public = f"127.0.0.1:{probe.getsockname()[1]}"
+    public = f"127.0.0.1:{_free_port()}"
     recipe.write_text(RECIPE.format(model=model, context=CONTEXT, samples=SAMPLES, public=public))
     env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_"))}
     env |= {PARENT_PID_VARIABLE: str(os.getpid()), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -89,6 +88,17 @@ def start(model: Path, folder: Path, temporary: Path | None = None) -> Service:
         process.kill()
         raise AssertionError(f"the service is not ready: {line!r}\n{errors.read_text()[-4000:]}")
     return Service(process, line.split()[1], public, errors, model)
+
+
+def _free_port() -> int:
+    """Return a port that is free, and that no outgoing connection is given before the service takes it."""
+    ports = list(range(20_000, 30_000))
+    random.shuffle(ports)
+    for port in ports:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def gone(process: psutil.Process, seconds: float) -> bool:

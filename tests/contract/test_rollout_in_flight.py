@@ -15,7 +15,7 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from tests.conftest import Serve
 from tests.fakes.engine import SUMS
-from tests.fakes.rollout import Service, request, rollout_service, until
+from tests.fakes.rollout import OPEN, Service, request, rollout_service, until
 
 LONG = pb.SamplingParams(max_tokens=6)
 
@@ -153,6 +153,34 @@ class TestHold:
         await service.running(2)
         service.engine.tick(6)
         assert [spans(sample) for sample in await after] == [[(2, 6)]] * 2
+
+    async def test_a_version_that_comes_again_shares_no_cached_prefix_with_what_was_dropped(
+        self, service: Service
+    ) -> None:
+        async def fill(epoch: int, *, hold: bool) -> None:
+            control: Any = service.control
+            numbers = {"epoch": epoch, "policy_version": 1}
+            await control.open(epoch=epoch, timeout=2, **OPEN)
+            await control.begin(**numbers, pause_mode=control_pb.PAUSE_MODE_KEEP, timeout=2)
+            await control.receive(**numbers, timeout=2)
+            await control.commit(**numbers, hold=hold, timeout=2)
+
+        calls = [start(service, "old")]
+        await service.running(2)
+        await fill(1, hold=True)
+        calls.append(start(service, "dropped"))
+        await service.running(4)
+        assert await service.control.abort(epoch=1, timeout=2) == control_pb.WEIGHT_STATE_DIRTY
+        await fill(2, hold=False)
+        calls.append(start(service, "again"))
+        await service.running(2)
+        service.engine.tick(6)
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert [spans(sample) for sample in calls[-1].result()] == [[(1, 6)]] * 2
+        salts = {s.request.key: s.request.cache_salt for s in service.engine.samples}
+        for call in ("old", "dropped", "again"):
+            assert salts[f"{call}-0"] == salts[f"{call}-1"]
+        assert len(set(salts.values())) == 3
 
     async def test_running_samples_end_when_the_update_is_dropped(self, service: Service) -> None:
         answer = start(service, "a")

@@ -19,7 +19,7 @@ from fourfold_rollout.engine import SampleOutput
 from fourfold_rollout.outputs import Outputs
 from tests.conftest import Serve
 from tests.fakes.engine import CONTEXT, VOCABULARY
-from tests.fakes.rollout import SHA256, Service, request, rollout_service
+from tests.fakes.rollout import OPEN, SHA256, Service, request, rollout_service
 
 
 @pytest.fixture
@@ -106,7 +106,6 @@ class TestGenerate:
         await service.publish(3)
         answer = asyncio.create_task(collect(service, request(min_policy_version=3)))
         await service.running(1)
-        assert service.engine.samples[0].request.cache_salt == "v3"
         service.engine.tick(4)
         assert {r.policy_version for r in await answer} == {3}
 
@@ -114,7 +113,7 @@ class TestGenerate:
         real = Outputs.put
 
         def slightly_positive(self: Outputs, index: int, output: SampleOutput) -> None:
-            output.logprobs[:] = [1e-7 for _ in output.logprobs]
+            output.logprobs[:] = 1e-7
             real(self, index, output)
 
         monkeypatch.setattr(Outputs, "put", slightly_positive)
@@ -266,6 +265,8 @@ class TestLoad:
         async with aclosing(service.client.watch_load(period=0.01)) as reports:
             first = await asyncio.wait_for(anext(reports), 1)
             assert (first.running_sample_count, first.sampled_token_count) == (2, 6)
+            prompts = 2 * len(request().prompt_token_ids)
+            assert (first.kv_cache_token_count, first.free_kv_cache_token_count) == (100, 100 - 6 - prompts)
             assert not first.updating_weights
             service.engine.tick(1)
             await answer
@@ -275,6 +276,27 @@ class TestLoad:
                     break
             assert report.running_sample_count == 0
             assert report.sampled_token_count == 8
+            assert report.free_kv_cache_token_count == 100
+
+    async def test_joining_an_epoch_shows_and_does_not_count_as_slow(self, service: Service) -> None:
+        answer = asyncio.create_task(service.client.complete(request(), timeout=5))
+        await service.running(1)
+        service.engine.open_gate.clear()
+        async with aclosing(service.client.watch_load(period=0.15)) as reports:
+            await anext(reports)
+            service.engine.tick(2)
+            joining = asyncio.create_task(service.control.open(epoch=1, timeout=5, **OPEN))
+            await asyncio.sleep(0.05)
+            first = await anext(reports)
+            assert first.updating_weights and first.token_rate > 0
+            for _ in range(3):
+                assert (await anext(reports)).token_rate == first.token_rate
+            service.engine.open_gate.set()
+            await joining
+            await anext(reports)
+            assert not (await anext(reports)).updating_weights
+        service.engine.tick(2)
+        await answer
 
     async def test_period_out_of_range_is_refused(self, service: Service) -> None:
         with pytest.raises(InvalidInput, match=r"period is 0.001 s; it must be in \[0.01, 60\]"):

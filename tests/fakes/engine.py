@@ -7,9 +7,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from fourfold.errors import FourfoldError, StaleEpoch, Unavailable
 from fourfold_rollout.engine import (
     EngineDescription,
+    EngineLoad,
     EpochTerms,
     Finish,
     OpenReport,
@@ -34,7 +37,7 @@ class Nobody:
     def boundary(self, index: int, token_count: int) -> None:
         """Forget it."""
 
-    def fail(self, error: Unavailable) -> None:
+    def fail(self, error: FourfoldError) -> None:
         """Forget it."""
 
 
@@ -59,8 +62,8 @@ class FakeSample:
             return
         first, self.given = self.given, self.tokens
         output = SampleOutput(
-            token_ids=[10 + i for i in range(first, self.tokens)],
-            logprobs=[-(i + 1.0) for i in range(first, self.tokens)],
+            token_ids=np.arange(10 + first, 10 + self.tokens, dtype=np.int32),
+            logprobs=-np.arange(first + 1, self.tokens + 1, dtype=np.float32),
             finish=self.finish,
         )
         self.request.sink.put(self.request.index, output)
@@ -102,6 +105,10 @@ class FakeEngine:
         self.settle_seconds = 0.0
         self.abort_is_clean = True
         self.dead: Unavailable | None = None
+        self.asleep: set[str] = set()
+        """Memory that it has not got."""
+        self.late: FourfoldError | None = None
+        """Raised by sleep and wake when they have done what they were asked for."""
 
     @property
     def running(self) -> list[FakeSample]:
@@ -113,10 +120,13 @@ class FakeEngine:
         """How many."""
         return len(self.running)
 
-    @property
-    def sampled_token_count(self) -> int:
-        """Tokens of all samples."""
-        return sum(s.tokens for s in self.samples)
+    def load(self) -> EngineLoad:
+        """Of all samples; one that was dropped keeps what it had."""
+        return EngineLoad(
+            running_samples=self.running_count,
+            sampled_tokens=sum(s.tokens for s in self.samples),
+            held_tokens=sum(len(s.request.prompt_token_ids) + s.tokens for s in self.running),
+        )
 
     async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[Sample]:
         """Note the batch."""
@@ -177,6 +187,7 @@ class FakeEngine:
     async def receive_weights(self, *, epoch: int, policy_version: int, skip_sums: bool, timeout: float) -> bytes:
         """Note it when the gate opens, or raise `receive_error`."""
         assert not self.running or self.paused, "weights change under running samples"
+        assert "weights" not in self.asleep, "weights are written to memory that is not there"
         await self.receive_gate.wait()
         if epoch <= self.stopped_epoch:
             raise StaleEpoch("stopped")
@@ -204,13 +215,20 @@ class FakeEngine:
         return SUMS
 
     async def sleep(self, level: int, *, timeout: float) -> None:
-        """Note it."""
+        """Give all memory up."""
         assert not self.running
         self.log.append(f"sleep {level}")
+        self.asleep = {"weights", "kv_cache"}
+        if self.late is not None:
+            raise self.late
 
     async def wake(self, tags: Sequence[str], *, timeout: float) -> None:
-        """Note it."""
+        """Take memory again; as vLLM, none when a part of it is awake already."""
         self.log.append(f"wake {' '.join(tags)}")
+        if self.asleep.issuperset(tags):
+            self.asleep.difference_update(tags)
+        if self.late is not None:
+            raise self.late
 
     async def abort_weights(self, *, epoch: int) -> bool:
         """Note it."""
@@ -221,6 +239,7 @@ class FakeEngine:
         """Give every running sample `count` tokens; one that reaches max_tokens ends."""
         for _ in range(0 if self.paused else count):
             for sample in self.running:
+                assert not self.asleep, "it samples without memory"
                 sample.versions.append(self.loaded)
                 if sample.tokens >= sample.request.max_tokens:
                     sample.finish = Finish.LENGTH

@@ -53,13 +53,15 @@ class Service:
 
 
 @asynccontextmanager
-async def rollout_service(serve: Serve) -> AsyncIterator[Service]:
+async def rollout_service(
+    serve: Serve, *, kv_cache_tokens: int = 100, max_concurrent_samples: int = 8
+) -> AsyncIterator[Service]:
     """Run both servicers on a loopback server."""
-    engine = FakeEngine(kv_cache_tokens=100)
+    engine = FakeEngine(kv_cache_tokens=kv_cache_tokens)
     limits = Limits(
         max_context_tokens=CONTEXT,
         vocabulary_size=VOCABULARY,
-        max_concurrent_samples=8,
+        max_concurrent_samples=max_concurrent_samples,
         kv_cache_tokens=engine.description.kv_cache_tokens,
         stop_token_ids=(STOP_TOKEN,),
     )

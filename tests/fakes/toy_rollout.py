@@ -72,6 +72,20 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         self.backends, self.device_uuids = ["shm", "gloo"], list[bytes]()
         self.held = False
         self.aborts = self.opened = 0
+        self.asleep: set[str] = set()
+        """Tags of the memory that is given up."""
+        self.sleeps: list[int] = []
+        """Level of every sleep."""
+        self.busy_sleeps = 0
+        """Sleeps that are refused, because somebody samples."""
+        self.on_sleep: Callable[[], Any] | None = None
+        """Awaited before it has fallen asleep, whoever waits for that."""
+        self.on_wake: Callable[[], Any] | None = None
+        """Awaited before each answer to WakeEngine."""
+        self.on_describe: Callable[[], Any] | None = None
+        """Awaited before each answer to DescribeEngine."""
+        self._turn = asyncio.Lock()
+        self._steps: set[asyncio.Task[None]] = set()
         self._pending: int | None = None
         self._received = False
         self._sums = b""
@@ -99,7 +113,7 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         self.requests.append(request)
         if self.on_generate is not None:
             await self.on_generate()
-        if self.state != control.WEIGHT_STATE_CLEAN:
+        if self.state != control.WEIGHT_STATE_CLEAN or self.asleep:
             raise Unavailable("weights are being replaced")
         if request.min_policy_version > self.version:
             raise WrongState(f"version {self.version} is served")
@@ -130,6 +144,8 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
     async def DescribeEngine(
         self, request: control.DescribeEngineRequest, context: Context
     ) -> control.DescribeEngineResponse:
+        if self.on_describe is not None:
+            await self.on_describe()
         return control.DescribeEngineResponse(
             model_sha256=bytes(32),
             host_id=self.host_id,
@@ -139,6 +155,7 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
             weight_state=self.state,
             worker_count=max(len(self.device_uuids), 1),
             device_type="cuda" if self.device_uuids else "cpu",
+            sleeping=bool(self.asleep),
         )
 
     async def OpenWeights(self, request: control.OpenWeightsRequest, context: Context) -> control.OpenWeightsResponse:
@@ -163,6 +180,9 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         self._check(request.epoch)
         if self.state == control.WEIGHT_STATE_CLEAN and request.policy_version <= self.version:
             raise WrongState(f"version {self.version} is served")
+        async with self._turn:
+            if "weights" in self.asleep:
+                raise WrongState("there is no memory for weights")
         await self._enter("BeginWeights")
         self.pause_modes.append(request.pause_mode)
         self.state = control.WEIGHT_STATE_UPDATING
@@ -226,6 +246,8 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         self, request: control.ProbeLogprobsRequest, context: Context
     ) -> control.ProbeLogprobsResponse:
         self.journal.append(f"{self.member_id} probe")
+        if self.asleep:
+            raise WrongState("the engine sleeps")
         if self.held and self.on_held is not None:
             await self.on_held()
         ids = np.frombuffer(request.token_ids, "<i4")
@@ -237,10 +259,34 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
             asyncio.get_running_loop().create_task(self.kill())
             await asyncio.sleep(30)
 
-    async def _never(self, request: Any, context: Context) -> Any:
-        raise AssertionError("the coordinator lets no engine sleep")
+    async def SleepEngine(self, request: control.SleepEngineRequest, context: Context) -> control.SleepEngineResponse:
+        await self._enter("SleepEngine")
+        step = asyncio.create_task(self._fall_asleep(request.level))
+        self._steps.add(step)
+        step.add_done_callback(self._steps.discard)
+        await asyncio.shield(step)  # a step goes on to its end when the caller is gone
+        return control.SleepEngineResponse()
 
-    SleepEngine = WakeEngine = _never
+    async def _fall_asleep(self, level: int) -> None:
+        async with self._turn:
+            if self.on_sleep is not None:
+                await self.on_sleep()
+            if self.busy_sleeps:
+                self.busy_sleeps -= 1
+                raise WrongState("1 calls have samples in the engine")
+            if self.asleep == {"weights"} or self.asleep == {"kv_cache"}:
+                raise WrongState("it sleeps in part; wake it first")
+            self.asleep, self.state = {"weights", "kv_cache"}, control.WEIGHT_STATE_DIRTY
+            self.weights = 0  # lost, if level is 2
+            self.sleeps.append(level)
+
+    async def WakeEngine(self, request: control.WakeEngineRequest, context: Context) -> control.WakeEngineResponse:
+        await self._enter(f"WakeEngine {','.join(request.tags)}".rstrip())
+        async with self._turn:
+            if self.on_wake is not None:
+                await self.on_wake()
+            self.asleep -= set(request.tags or self.asleep)
+        return control.WakeEngineResponse()
 
     def _loaded(self) -> int:
         return self.weights if self._pending is None or self.ignores_updates else self._pending

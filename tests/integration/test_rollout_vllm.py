@@ -37,7 +37,7 @@ from tests.rollout_process import (
 )
 from tests.tiny_models import VOCABULARY_SIZE
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 TinyModel = Callable[..., Path]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fourfold.config.table import MIN_TEMPERATURE
 from fourfold.errors import AlreadyExists, InvalidInput, Overloaded
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold_rollout.admission import Admission, GenerateCall, Limits, parse
@@ -46,6 +47,11 @@ class TestParse:
         with_flush.flush_interval.FromNanoseconds(0)
         assert parse(with_flush, LIMITS).flush_seconds == 0.0
 
+    def test_the_lowest_temperature_is_that_of_the_recipe(self) -> None:
+        message = params(temperature=MIN_TEMPERATURE)
+        assert message.sampling_params.temperature < MIN_TEMPERATURE  # float32
+        assert parse(message, LIMITS).temperature == MIN_TEMPERATURE
+
     def test_max_tokens_is_cut_to_the_context(self) -> None:
         assert parse(params(max_tokens=1000), LIMITS).max_tokens == 29
         assert parse(params(max_tokens=5), LIMITS).max_tokens == 5
@@ -53,15 +59,15 @@ class TestParse:
     def test_stop_tokens_join_those_of_the_model(self) -> None:
         assert parse(params(stop_token_ids=[7, 2]), LIMITS).stop_token_ids == (2, 3, 7)
 
-    def test_sample_i_uses_seed_plus_i_and_the_versions_salt(self) -> None:
+    def test_sample_i_uses_seed_plus_i_and_the_salt_of_the_weights(self) -> None:
         call = parse(
             request(sample_count=3, sampling_params=pb.SamplingParams(seed=40, top_k=5, top_p=0.5, max_tokens=2)),
             LIMITS,
         )
-        samples = call.samples(9, Nobody())
+        samples = call.samples("v9.2", Nobody())
         assert [s.seed for s in samples] == [40, 41, 42]
         assert [s.key for s in samples] == ["r-0", "r-1", "r-2"]
-        assert {s.cache_salt for s in samples} == {"v9"}
+        assert {s.cache_salt for s in samples} == {"v9.2"}
         assert (samples[0].top_k, samples[0].top_p, samples[0].streaming) == (5, 0.5, False)
 
     @pytest.mark.parametrize(
@@ -77,7 +83,9 @@ class TestParse:
             (request(sample_count=9), r"sample_count is 9; it must be in \[1, 8\]"),
             (request(min_policy_version=-1), "min_policy_version is -1"),
             (params(temperature=-0.1), "temperature"),
-            (params(temperature=2.1), r"\[0, 2\]"),
+            (params(temperature=2.1), r"temperature is 2.1; it must be in \[0.01, 2\], or 0 for greedy"),
+            (params(temperature=0.005), r"temperature is 0.005; .* what is between, the engine would take for 0.01"),
+            (params(temperature=0.00999), "temperature is 0.00999"),
             (params(temperature=float("nan")), "temperature is nan"),
             (params(top_p=0.0), "top_p is 0"),
             (params(top_p=1.5), "top_p is 1.5"),

@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -19,6 +20,8 @@ from fourfold_rollout.outputs import Outputs
 from fourfold_rollout.phases import PauseMode, Phase
 from fourfold_rollout.weights import EngineWeights
 from tests.fakes.engine import FakeEngine, FakeSample
+
+pytestmark = pytest.mark.timeout(240)  # half a minute on an idle machine
 
 WHICH = st.sampled_from(["open", "begin", "receive", "commit", "release", "abort", "sleep", "wake"])
 

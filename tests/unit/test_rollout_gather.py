@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from fourfold.errors import Unavailable
-from fourfold_rollout.engine import SampleRequest
+from fourfold_rollout.engine import Sample, SampleRequest
 from fourfold_rollout.gather import Gatherer
 from tests.fakes.engine import FakeEngine, Nobody
 
@@ -72,9 +74,54 @@ async def test_a_cancelled_call_leaves_nothing_in_the_engine() -> None:
     late = asyncio.create_task(gatherer.submit(samples("late"), at_once=True))
     await asyncio.sleep(0)
     late.cancel()
-    await asyncio.sleep(0.01)
+    with pytest.raises(asyncio.CancelledError):
+        await late
     assert engine.running_count == 1
     assert engine.log == ["abandon late-0"]
+
+
+class SlowEngine(FakeEngine):
+    """Takes samples when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = asyncio.Event()
+
+    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[Sample]:
+        await self.turn.wait()
+        return await super().submit(requests)
+
+
+async def test_a_call_that_is_cancelled_on_the_way_in_stays_until_its_samples_are_out_again() -> None:
+    engine = SlowEngine()
+    call = asyncio.create_task(Gatherer(engine).submit(samples("gone", 3), at_once=True))
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.sleep(0.01)
+    assert not call.done(), "the engine will have its samples in a moment"
+    engine.turn.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert engine.log == ["abandon gone-0", "abandon gone-1", "abandon gone-2"]
+
+
+async def test_samples_that_come_at_the_moment_of_the_cancellation_are_abandoned() -> None:
+    class Given(list[Sample]):
+        """Cancels the call just before it is given its part."""
+
+        def __getitem__(self, key: Any) -> Any:
+            asyncio.get_running_loop().call_soon(call.cancel)
+            return super().__getitem__(key)
+
+    class Engine(FakeEngine):
+        async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[Sample]:
+            return Given(await super().submit(requests))
+
+    engine = Engine()
+    call = asyncio.create_task(Gatherer(engine).submit(samples("gone"), at_once=True))
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert engine.log == ["abandon gone-0"]
 
 
 async def test_what_the_engine_raises_reaches_every_call() -> None:

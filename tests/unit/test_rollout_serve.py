@@ -27,12 +27,16 @@ def test_engine_gets_what_the_recipe_says() -> None:
     settings = engine_settings(recipe, Path("/model"))
     assert settings.max_context_tokens == recipe.model.max_context_tokens
     assert settings.enforce_eager  # the default on CPU
-    keys = {"gpus_per_replica": 2, "sleep_mode": True, "quantization": "fp8"}
+    assert settings.options == {}
+    keys = {"vllm": {"block_size": 64}, "gpus_per_replica": 2, "sleep_mode": True, "quantization": "fp8"}
     on_gpu = engine_settings(
         recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update=keys)}), Path("/model")
     )
     assert (on_gpu.gpus, on_gpu.sleep_mode, on_gpu.quantization) == (2, True, "fp8")
+    assert (settings.max_concurrent_samples, settings.max_batched_tokens) == (256, 8192)
+    assert on_gpu.max_batched_tokens == 16384
     assert not on_gpu.enforce_eager
+    assert on_gpu.options == {"block_size": 64}
 
 
 def test_stop_tokens_are_those_of_both_files_once(tmp_path: Path) -> None:

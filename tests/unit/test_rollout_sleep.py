@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from fourfold.errors import Internal, Unavailable, WrongState
+from fourfold.errors import DeadlinePassed, FourfoldError, Internal, Unavailable, WrongState
 from fourfold_rollout.engine import EpochTerms
 from fourfold_rollout.phases import PauseMode
 from fourfold_rollout.weights import EngineWeights
@@ -55,7 +55,8 @@ async def test_it_sleeps_neither_with_samples_nor_in_an_update() -> None:
     engine, weights = make()
     async with weights.serving(1):
         with pytest.raises(WrongState, match="1 calls have samples"):
-            await weights.sleep(1, timeout=1)
+            await weights.sleep(1, timeout=0.1)
+        assert await served(weights) == 0, "it goes on as before"
     terms = EpochTerms(epoch=1, backend="shm", manifest=b"m", offers=(b"o",), receiver_count=1, first_receiver_index=0)
     await weights.open(terms, timeout=1)
     await weights.begin(epoch=1, policy_version=1, mode=PauseMode.WAIT, timeout=1)
@@ -69,6 +70,18 @@ async def test_it_sleeps_neither_with_samples_nor_in_an_update() -> None:
     with pytest.raises(WrongState, match="wake it before a probe"):
         await weights.probe([1, 2], timeout=1)
     assert engine.log[-1] == "sleep 1"
+
+
+async def test_it_sleeps_when_what_runs_has_finished_and_nothing_new_comes_in_between() -> None:
+    engine, weights = make()
+    async with weights.serving(1):
+        sleeping = asyncio.create_task(weights.sleep(1, timeout=5))
+        await asyncio.sleep(0.01)
+        with pytest.raises(Unavailable):
+            await served(weights)
+        assert engine.log == []
+    await sleeping
+    assert engine.log == ["sleep 1"]
 
 
 async def test_weights_that_are_awake_can_be_updated_and_nothing_is_sampled_before_the_rest_is() -> None:
@@ -112,17 +125,47 @@ async def test_the_kv_cache_may_wake_while_an_update_is_open() -> None:
     assert await served(weights) == 1
 
 
-async def test_a_sleep_that_fails_leaves_nothing_that_may_be_served(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [DeadlinePassed("no answer"), Internal("the engine failed: unmap")])
+async def test_a_sleep_that_was_not_confirmed_counts_as_one_until_the_engine_is_asked_to_wake(
+    error: FourfoldError,
+) -> None:
     engine, weights = make()
-
-    async def fail(level: int, *, timeout: float) -> None:
-        raise Internal("the engine failed: unmap")
-
-    monkeypatch.setattr(engine, "sleep", fail)
-    with pytest.raises(Internal):
+    engine.late = error
+    with pytest.raises(type(error)):
         await weights.sleep(1, timeout=1)
-    assert weights.dirty
-    assert not weights.sleeping
+    assert weights.dirty and weights.sleeping
+    engine.late = None
+    with pytest.raises(WrongState, match='wake "weights" first'):
+        await update(weights, 1)
+    await weights.wake(["weights"], timeout=1)
+    await update(weights, 2)
+    await weights.wake([], timeout=1)
+    assert not engine.asleep
+    assert await served(weights) == 2
+
+
+async def test_a_sleep_that_was_not_confirmed_is_asked_for_again() -> None:
+    engine, weights = make()
+    engine.late = DeadlinePassed("no answer")
+    with pytest.raises(DeadlinePassed):
+        await weights.sleep(1, timeout=1)
+    engine.late = None
+    for _ in range(2):
+        await weights.sleep(1, timeout=1)
+    assert engine.log == ["sleep 1", "sleep 1"]
+
+
+async def test_a_wake_that_was_not_confirmed_can_be_repeated() -> None:
+    engine, weights = make()
+    await weights.sleep(1, timeout=1)
+    engine.late = DeadlinePassed("no answer")
+    with pytest.raises(DeadlinePassed):
+        await weights.wake(["weights"], timeout=1)
+    assert weights.sleeping
+    engine.late = None
+    await weights.wake([], timeout=1)
+    assert not engine.asleep and not weights.sleeping
+    assert await served(weights) == 0
 
 
 @pytest.mark.parametrize(

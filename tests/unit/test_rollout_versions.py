@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +15,14 @@ from fourfold_rollout.versions import SampleVersions
 
 def output(first: int, end: int, finish: Finish | None = None) -> SampleOutput:
     return SampleOutput(
-        token_ids=list(range(first, end)), logprobs=[-float(i) for i in range(first, end)], finish=finish
+        token_ids=np.arange(first, end, dtype=np.int32),
+        logprobs=-np.arange(first, end, dtype=np.float32),
+        finish=finish,
     )
+
+
+def plain(pieces: list[tuple[int, SampleOutput]]) -> list[tuple[int, list[int], list[float], Finish | None]]:
+    return [(version, o.token_ids.tolist(), o.logprobs.tolist(), o.finish) for version, o in pieces]
 
 
 class TestCut:
@@ -24,27 +31,29 @@ class TestCut:
         versions.end(2, 4)
         versions.end(2, 5)  # not a token of it
         versions.end(5, 6)
-        assert versions.cut(output(0, 7, Finish.STOP), 9) == [
-            (4, output(0, 2)),
-            (6, output(2, 5)),
-            (9, output(5, 7, Finish.STOP)),
+        assert plain(versions.cut(output(0, 7, Finish.STOP), 9)) == [
+            (4, [0, 1], [0, -1], None),
+            (6, [2, 3, 4], [-2, -3, -4], None),
+            (9, [5, 6], [-5, -6], Finish.STOP),
         ]
 
     def test_no_empty_piece_where_nothing_was_sampled_after_the_last_boundary(self) -> None:
         versions = SampleVersions()
         versions.end(3, 1)
-        assert versions.cut(output(0, 3, Finish.ABORTED), 2) == [(1, output(0, 3, Finish.ABORTED))]
+        whole = output(0, 3, Finish.ABORTED)
+        assert plain(versions.cut(whole, 2)) == plain([(1, whole)])
 
     def test_an_update_that_was_given_up_cuts_nothing(self) -> None:
         versions = SampleVersions()
         versions.end(3, 1)
-        assert versions.cut(output(0, 5, Finish.STOP), 1) == [(1, output(0, 5, Finish.STOP))]
+        whole = output(0, 5, Finish.STOP)
+        assert plain(versions.cut(whole, 1)) == plain([(1, whole)])
 
     def test_a_finish_without_tokens_stays(self) -> None:
         versions = SampleVersions()
         versions.cut(output(0, 3), 1)
         versions.end(3, 1)
-        assert versions.cut(output(3, 3, Finish.ABORTED), 2) == [(2, output(3, 3, Finish.ABORTED))]
+        assert plain(versions.cut(output(3, 3, Finish.ABORTED), 2)) == [(2, [], [], Finish.ABORTED)]
 
     @given(
         steps=st.lists(st.sampled_from(["sample", "give", "update"]), max_size=60),
@@ -69,7 +78,7 @@ class TestCut:
                 given_count = len(truth)
         assert [token for _, piece in pieces for token in piece.token_ids] == list(range(len(truth)))
         assert [v for v, piece in pieces for _ in piece.token_ids] == truth
-        assert all(piece.logprobs == [-float(i) for i in piece.token_ids] for _, piece in pieces)
+        assert all((piece.logprobs == -piece.token_ids).all() for _, piece in pieces)
 
 
 class Log:

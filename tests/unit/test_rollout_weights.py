@@ -286,6 +286,23 @@ class TestFailure:
             await receive
         assert await served(weights) == 0
 
+    async def test_watchdog_whose_turn_does_not_come_says_so_and_tries_again(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(module, "_WATCHDOG_EXTRA_SECONDS", 0.0)
+        engine, weights = make(update_timeout=0.05)
+        monkeypatch.setattr(engine, "stop_transfers", lambda *, epoch: None)  # a worker that hangs
+        receive = await self._receiving(engine, weights)
+        await asyncio.sleep(0.2)
+        assert weights.updating
+        assert "another weight call was not done" in caplog.text
+        engine.receive_gate.set()
+        await receive
+        await asyncio.sleep(0.2)
+        assert not weights.updating
+        with pytest.raises(Unavailable, match="serves nothing"):
+            await served(weights)
+
     async def test_abort_ends_the_joining_of_an_epoch(self) -> None:
         engine, weights = make()
         await open_epoch(weights, 1)

@@ -113,7 +113,9 @@ class RolloutControlServiceServicer(object):
 
     def OpenWeights(self, request, context):
         """Joins one epoch: checks the manifest against the engine's model and takes up the
-        offers. Nothing is paused. A repeat with a higher epoch replaces the session.
+        offers. The engine samples nothing until it has joined, with some backends until all
+        others have; running requests go on then. A repeat with a higher epoch replaces the
+        session.
         FAILED_PRECONDITION: the manifest does not fit the model; nothing changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -176,8 +178,9 @@ class RolloutControlServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SleepEngine(self, request, context):
-        """Frees the GPU memory of an engine that nobody samples from: no sample may be running,
-        and new ones wait. FAILED_PRECONDITION on CPU, or without rollout.sleep_mode. Idempotent.
+        """Frees the GPU memory of an engine. New samples wait, and those that run finish first.
+        FAILED_PRECONDITION when they still run after half of the deadline, on CPU, or without
+        rollout.sleep_mode. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

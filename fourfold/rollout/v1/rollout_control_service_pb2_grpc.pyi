@@ -42,7 +42,9 @@ class RolloutControlServiceStub:
     """Describes the engine: model, host, devices, backends, state. Idempotent."""
     OpenWeights: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.OpenWeightsRequest, _rollout_control_service_pb2.OpenWeightsResponse]
     """Joins one epoch: checks the manifest against the engine's model and takes up the
-    offers. Nothing is paused. A repeat with a higher epoch replaces the session.
+    offers. The engine samples nothing until it has joined, with some backends until all
+    others have; running requests go on then. A repeat with a higher epoch replaces the
+    session.
     FAILED_PRECONDITION: the manifest does not fit the model; nothing changed.
     """
     BeginWeights: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.BeginWeightsRequest, _rollout_control_service_pb2.BeginWeightsResponse]
@@ -70,8 +72,9 @@ class RolloutControlServiceStub:
     when digests differ.
     """
     SleepEngine: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.SleepEngineRequest, _rollout_control_service_pb2.SleepEngineResponse]
-    """Frees the GPU memory of an engine that nobody samples from: no sample may be running,
-    and new ones wait. FAILED_PRECONDITION on CPU, or without rollout.sleep_mode. Idempotent.
+    """Frees the GPU memory of an engine. New samples wait, and those that run finish first.
+    FAILED_PRECONDITION when they still run after half of the deadline, on CPU, or without
+    rollout.sleep_mode. Idempotent.
     """
     WakeEngine: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.WakeEngineRequest, _rollout_control_service_pb2.WakeEngineResponse]
     """Takes memory again, all of it or a part: an update needs "weights", sampling all.
@@ -92,7 +95,9 @@ class RolloutControlServiceAsyncStub(RolloutControlServiceStub):
     """Describes the engine: model, host, devices, backends, state. Idempotent."""
     OpenWeights: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.OpenWeightsRequest, _rollout_control_service_pb2.OpenWeightsResponse]  # type: ignore[assignment]
     """Joins one epoch: checks the manifest against the engine's model and takes up the
-    offers. Nothing is paused. A repeat with a higher epoch replaces the session.
+    offers. The engine samples nothing until it has joined, with some backends until all
+    others have; running requests go on then. A repeat with a higher epoch replaces the
+    session.
     FAILED_PRECONDITION: the manifest does not fit the model; nothing changed.
     """
     BeginWeights: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.BeginWeightsRequest, _rollout_control_service_pb2.BeginWeightsResponse]  # type: ignore[assignment]
@@ -120,8 +125,9 @@ class RolloutControlServiceAsyncStub(RolloutControlServiceStub):
     when digests differ.
     """
     SleepEngine: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.SleepEngineRequest, _rollout_control_service_pb2.SleepEngineResponse]  # type: ignore[assignment]
-    """Frees the GPU memory of an engine that nobody samples from: no sample may be running,
-    and new ones wait. FAILED_PRECONDITION on CPU, or without rollout.sleep_mode. Idempotent.
+    """Frees the GPU memory of an engine. New samples wait, and those that run finish first.
+    FAILED_PRECONDITION when they still run after half of the deadline, on CPU, or without
+    rollout.sleep_mode. Idempotent.
     """
     WakeEngine: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.WakeEngineRequest, _rollout_control_service_pb2.WakeEngineResponse]  # type: ignore[assignment]
     """Takes memory again, all of it or a part: an update needs "weights", sampling all.
@@ -151,7 +157,9 @@ class RolloutControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_control_service_pb2.OpenWeightsResponse, _abc.Awaitable[_rollout_control_service_pb2.OpenWeightsResponse]]:
         """Joins one epoch: checks the manifest against the engine's model and takes up the
-        offers. Nothing is paused. A repeat with a higher epoch replaces the session.
+        offers. The engine samples nothing until it has joined, with some backends until all
+        others have; running requests go on then. A repeat with a higher epoch replaces the
+        session.
         FAILED_PRECONDITION: the manifest does not fit the model; nothing changed.
         """
 
@@ -227,8 +235,9 @@ class RolloutControlServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_control_service_pb2.SleepEngineRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_control_service_pb2.SleepEngineResponse, _abc.Awaitable[_rollout_control_service_pb2.SleepEngineResponse]]:
-        """Frees the GPU memory of an engine that nobody samples from: no sample may be running,
-        and new ones wait. FAILED_PRECONDITION on CPU, or without rollout.sleep_mode. Idempotent.
+        """Frees the GPU memory of an engine. New samples wait, and those that run finish first.
+        FAILED_PRECONDITION when they still run after half of the deadline, on CPU, or without
+        rollout.sleep_mode. Idempotent.
         """
 
     @_abc_1.abstractmethod

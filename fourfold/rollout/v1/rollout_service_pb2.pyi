@@ -126,7 +126,9 @@ class SamplingParams(_message.Message):
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """In [0, 2]; 0 is greedy, with log-probabilities as at 1. Default 1."""
+    """In [0.01, 2], or 0: greedy, with log-probabilities as at 1. Default 1. What is between
+    0 and 0.01 is refused: the engine would sample at 0.01, and the caller not know it.
+    """
     top_p: _builtins.float
     """In (0, 1]. Default 1."""
     top_k: _builtins.int
@@ -339,14 +341,23 @@ class WatchLoadResponse(_message.Message):
     SAMPLED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     UPDATING_WEIGHTS_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    KV_CACHE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    FREE_KV_CACHE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    TOKEN_RATE_FIELD_NUMBER: _builtins.int
     running_sample_count: _builtins.int
     """Samples in the engine, decoding or waiting to."""
     sampled_token_count: _builtins.int
     """Tokens sampled since the start of the process."""
     updating_weights: _builtins.bool
-    """True while weights are being replaced."""
+    """True while weights are being replaced, or the engine joins an epoch of the weight plane."""
     policy_version: _builtins.int
     """Version of the weights that new requests use."""
+    kv_cache_token_count: _builtins.int
+    """Tokens that the KV cache holds; 0: not known."""
+    free_kv_cache_token_count: _builtins.int
+    """Tokens of the KV cache that no sample in the engine takes; a prompt that several samples share counts for each."""
+    token_rate: _builtins.float
+    """Tokens sampled in a second, an average over the last seconds in which samples ran; 0: none ran yet."""
     def __init__(
         self,
         *,
@@ -354,10 +365,13 @@ class WatchLoadResponse(_message.Message):
         sampled_token_count: _builtins.int = ...,
         updating_weights: _builtins.bool = ...,
         policy_version: _builtins.int = ...,
+        kv_cache_token_count: _builtins.int = ...,
+        free_kv_cache_token_count: _builtins.int = ...,
+        token_rate: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "running_sample_count", b"running_sample_count", "sampled_token_count", b"sampled_token_count", "updating_weights", b"updating_weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_kv_cache_token_count", b"free_kv_cache_token_count", "kv_cache_token_count", b"kv_cache_token_count", "policy_version", b"policy_version", "running_sample_count", b"running_sample_count", "sampled_token_count", b"sampled_token_count", "token_rate", b"token_rate", "updating_weights", b"updating_weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

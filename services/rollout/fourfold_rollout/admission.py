@@ -11,11 +11,14 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
+
+from fourfold.config.table import MIN_TEMPERATURE
 from fourfold.errors import AlreadyExists, InvalidInput, Overloaded
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.wire import check_id
@@ -65,7 +68,7 @@ class GenerateCall:
         """Tokens of all samples at their longest."""
         return self.sample_count * (len(self.prompt_token_ids) + self.max_tokens)
 
-    def samples(self, policy_version: int, sink: Sink) -> list[SampleRequest]:
+    def samples(self, cache_salt: str, sink: Sink) -> list[SampleRequest]:
         """Return the engine's requests, in index order."""
         return [
             SampleRequest(
@@ -77,7 +80,7 @@ class GenerateCall:
                 max_tokens=self.max_tokens,
                 stop_token_ids=self.stop_token_ids,
                 seed=self.seed + index,
-                cache_salt=f"v{policy_version}",
+                cache_salt=cache_salt,
                 streaming=self.flush_seconds is not None,
                 sink=sink,
                 index=index,
@@ -203,7 +206,7 @@ class Admission:
         place = self._live.get(request_id)
         if place is None:
             return
-        if place.owner is not None:
+        if place.owner is not None and not place.owner.cancelling():  # else it waits already until its samples end
             place.owner.cancel()
         with suppress(TimeoutError):  # still live then, and `enter` says so
             async with asyncio.timeout(_SUPERSEDE_SECONDS):
@@ -211,7 +214,7 @@ class Admission:
 
 
 def _prompt(request: pb.GenerateRequest, limits: Limits) -> list[int]:
-    ids = list(request.prompt_token_ids)
+    ids = request.prompt_token_ids
     if not ids:
         raise InvalidInput("prompt_token_ids is empty; send at least one token, such as the model's bos token")
     if len(ids) >= limits.max_context_tokens:
@@ -220,30 +223,36 @@ def _prompt(request: pb.GenerateRequest, limits: Limits) -> list[int]:
             f"{limits.max_context_tokens} tokens: shorten the prompt or raise model.max_context_tokens"
         )
     _check_ids("prompt_token_ids", ids, limits)
-    return ids
+    return list(ids)
 
 
 def _stop_token_ids(params: pb.SamplingParams, limits: Limits) -> tuple[int, ...]:
-    ids = list(params.stop_token_ids)
+    ids = params.stop_token_ids
     if len(ids) > _MAX_STOP_TOKENS:
         raise InvalidInput(f"sampling_params.stop_token_ids has {len(ids)} ids; at most {_MAX_STOP_TOKENS} are allowed")
     _check_ids("sampling_params.stop_token_ids", ids, limits)
     return tuple(dict.fromkeys((*limits.stop_token_ids, *ids)))
 
 
-def _check_ids(what: str, ids: list[int], limits: Limits) -> None:
-    if ids and (min(ids) < 0 or max(ids) >= limits.vocabulary_size):
-        bad = next(i for i in ids if not 0 <= i < limits.vocabulary_size)
+def _check_ids(what: str, ids: Sequence[int], limits: Limits) -> None:
+    array = np.asarray(ids, np.int32)  # a prompt may have 100,000 tokens, and the event loop must not stand still
+    bad = array[(array < 0) | (array >= limits.vocabulary_size)]
+    if bad.size:
         raise InvalidInput(
-            f"{what} holds {bad}, which is outside the vocabulary [0, {limits.vocabulary_size}); encode with the "
+            f"{what} holds {bad[0]}, which is outside the vocabulary [0, {limits.vocabulary_size}); encode with the "
             f"tokenizer of this model (GetInfo gives its hash)"
         )
 
 
 def _temperature(params: pb.SamplingParams) -> float:
     value = params.temperature if params.HasField("temperature") else 1.0
-    if not 0 <= value <= 2:
-        raise InvalidInput(f"sampling_params.temperature is {value}; it must be in [0, 2], 0 for greedy")
+    if value == np.float32(MIN_TEMPERATURE):
+        return MIN_TEMPERATURE  # on the wire it is a little less
+    if not (value == 0 or MIN_TEMPERATURE <= value <= 2):
+        raise InvalidInput(
+            f"sampling_params.temperature is {value:g}; it must be in [{MIN_TEMPERATURE}, 2], or 0 for greedy: what is "
+            f"between, the engine would take for {MIN_TEMPERATURE}"
+        )
     return value
 
 

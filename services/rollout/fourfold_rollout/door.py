@@ -14,10 +14,12 @@ from contextlib import contextmanager
 class Lease:
     """Somebody's right to have samples in the engine."""
 
-    def __init__(self, door: Door, version: int) -> None:
+    def __init__(self, door: Door, version: int, cache_salt: str) -> None:
         self._door = door
         self.version = version
         """Of the weights at its start."""
+        self.cache_salt = cache_salt
+        """Of these weights alone, also when their version comes again."""
         self._entering = True
 
     def entered(self) -> None:
@@ -71,9 +73,9 @@ class Door:
         await self._nobody.wait()
 
     @contextmanager
-    def lease(self, version: int) -> Iterator[Lease]:
+    def lease(self, version: int, cache_salt: str) -> Iterator[Lease]:
         """Be behind it. Ask right after `wait_open`, with nothing awaited in between."""
-        lease = Lease(self, version)
+        lease = Lease(self, version, cache_salt)
         self.count(leases=1, entering=1)
         try:
             yield lease

@@ -6,13 +6,18 @@ outputs; the weight state machine (`weights.py`) makes sure that nothing is samp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
-from fourfold.errors import Unavailable
+import numpy as np
+
+from fourfold.errors import FourfoldError
+from fourfold.wire import Float32Array, Int32Array
+
+EMPTY_IDS: Final[Int32Array] = np.empty(0, np.int32)
 
 
 class Finish(Enum):
@@ -44,22 +49,27 @@ class EngineSettings:
     """Memory that can be given up while nobody samples; no effect on CPU."""
     quantization: str = ""
     """vLLM's name of a way to hold the weights; empty: as they come."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the engine itself, by its own names; checked when it starts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleOutput:
-    """New tokens of one sample since its last output."""
+    """New tokens of one sample since its last output.
 
-    token_ids: list[int]
-    logprobs: list[float]
+    n tokens; the arrays are of nobody else.
+    """
+
+    token_ids: Int32Array  # [n]
+    logprobs: Float32Array  # [n]
     """Natural log, of the distribution that was sampled from (temperature, top-p and top-k applied)."""
     finish: Finish | None = None
     """Set on the last output."""
 
     def __add__(self, later: SampleOutput) -> SampleOutput:
         return SampleOutput(
-            token_ids=self.token_ids + later.token_ids,
-            logprobs=self.logprobs + later.logprobs,
+            token_ids=np.concatenate([self.token_ids, later.token_ids]),
+            logprobs=np.concatenate([self.logprobs, later.logprobs]),
             finish=later.finish,
         )
 
@@ -78,8 +88,8 @@ class Sink(Protocol):
         """
         ...
 
-    def fail(self, error: Unavailable) -> None:
-        """Know that the engine died; nothing comes any more. Called for each unfinished sample."""
+    def fail(self, error: FourfoldError) -> None:
+        """Know that a sample gets nothing any more: the engine died, or gave what cannot be used."""
         ...
 
 
@@ -108,7 +118,7 @@ class SampleRequest:
     """All of them, the model's own included."""
     seed: int
     cache_salt: str
-    """Prompts share cached prefixes only under one salt: the policy version's."""
+    """Prompts share cached prefixes only under one salt: that of the weights (`Lease.cache_salt`)."""
     streaming: bool
     """Give tokens as they come; otherwise all of them at the end."""
     sink: Sink = field(repr=False, compare=False)
@@ -133,6 +143,17 @@ class EngineDescription:
     """Tokens that the KV cache holds; 0: not known."""
     sleep_mode: bool = False
     """Whether it can sleep."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """What an engine holds at a moment."""
+
+    running_samples: int
+    sampled_tokens: int
+    """Since the start, those of running samples that are not handed over yet included."""
+    held_tokens: int
+    """Of the running samples: prompts and what is sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +193,8 @@ class Engine(Protocol):
         """Samples submitted and not finished."""
         ...
 
-    @property
-    def sampled_token_count(self) -> int:
-        """Tokens sampled since the start."""
+    def load(self) -> EngineLoad:
+        """Return what it holds now: one pass over the running samples."""
         ...
 
     async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[Sample]:

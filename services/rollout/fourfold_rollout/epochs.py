@@ -12,8 +12,9 @@ class Epochs:
     def __init__(self, engine: Engine) -> None:
         self.open: int | None = None
         self.last = -1
+        self.joining: int | None = None
+        """The one that the workers join just now."""
         self._engine = engine
-        self._joining: int | None = None
 
     def check_new(self, epoch: int) -> None:
         """Raise StaleEpoch unless it is above all earlier ones."""
@@ -27,7 +28,7 @@ class Epochs:
 
     async def join(self, terms: EpochTerms, timeout: float) -> OpenReport:
         """Open one; raises what `Engine.open_weights` raises."""
-        self._joining = terms.epoch
+        self.joining = terms.epoch
         try:
             report = await self._engine.open_weights(terms, timeout=timeout)
         except (InvalidInput, WrongState):
@@ -36,13 +37,13 @@ class Epochs:
             self.open, self.last = None, terms.epoch
             raise
         finally:
-            self._joining = None
+            self.joining = None
         self.open = self.last = terms.epoch
         return report
 
     def stop(self, epoch: int | None) -> None:
         """End what the workers wait for in an epoch that is open or being joined; others are left alone."""
-        if epoch is not None and epoch in (self.open, self._joining):
+        if epoch is not None and epoch in (self.open, self.joining):
             self._engine.stop_transfers(epoch=epoch)
 
     async def leave(self) -> bool:

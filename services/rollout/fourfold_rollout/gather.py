@@ -28,6 +28,8 @@ class _Waiting:
     samples: asyncio.Future[Sequence[Sample]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+    task: asyncio.Task[None] | None = None
+    """Hands them to the engine."""
 
 
 class Gatherer:
@@ -43,7 +45,7 @@ class Gatherer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def submit(self, requests: Sequence[SampleRequest], *, at_once: bool) -> Sequence[Sample]:
-        """Start samples and return them. Cancelling leaves nothing in the engine.
+        """Start samples and return them. Cancelled, it returns when nothing of them is in the engine any more.
 
         Raises:
             Unavailable: the engine is dead.
@@ -53,7 +55,14 @@ class Gatherer:
             self._start([entry])
         else:
             self._wait(entry)
-        return await entry.samples  # cancelling cancels the future, and `_submit` sees that
+        try:
+            return await entry.samples  # cancelling cancels the future, and `_submit` sees that
+        except asyncio.CancelledError:
+            if entry.task is not None:
+                await asyncio.wait({entry.task})
+            if not entry.samples.cancelled() and entry.samples.exception() is None:  # they came at the same moment
+                await self._engine.abandon(entry.samples.result())
+            raise
 
     def _wait(self, entry: _Waiting) -> None:
         loop = asyncio.get_running_loop()
@@ -71,6 +80,8 @@ class Gatherer:
     def _start(self, entries: list[_Waiting]) -> None:
         if entries:
             task = asyncio.get_running_loop().create_task(self._submit(entries))
+            for entry in entries:
+                entry.task = task
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 

@@ -11,10 +11,10 @@ from typing import Final
 
 import numpy as np
 
-from fourfold.errors import Unavailable
+from fourfold.errors import FourfoldError, Unavailable
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold.wire import pack_floats, pack_ints
-from fourfold_rollout.engine import Finish, SampleOutput
+from fourfold.wire import EMPTY_FLOATS, Float32Array
+from fourfold_rollout.engine import EMPTY_IDS, Finish, SampleOutput
 from fourfold_rollout.gate import Gate
 from fourfold_rollout.versions import SampleVersions
 
@@ -64,7 +64,7 @@ class Outputs:
         return self._left == 0
 
     async def complete(self) -> None:
-        """Return when every sample has finished; raise Unavailable when the engine died."""
+        """Return when every sample has finished; raise what the engine failed of."""
         await self._end
 
     def put(self, index: int, output: SampleOutput) -> None:
@@ -76,8 +76,8 @@ class Outputs:
         """Know that the weights may change after a sample's first `token_count` tokens."""
         self._versions[index].end(token_count, self._gate.version)
 
-    def fail(self, error: Unavailable) -> None:
-        """Know that the engine died."""
+    def fail(self, error: FourfoldError) -> None:
+        """Know that the call cannot be completed."""
         if not self._end.done():
             self._end.set_exception(error)
 
@@ -94,7 +94,7 @@ class Outputs:
         self._emit(
             pb.SampleChunk(
                 sample_index=index,
-                token_ids=pack_ints(output.token_ids),
+                token_ids=output.token_ids.astype("<i4", copy=False).tobytes(),
                 logprobs=_pack_logprobs(output.logprobs),
                 policy_version=version,
                 finish_reason=_FINISH_REASONS[output.finish],
@@ -108,7 +108,8 @@ class Outputs:
     def drop(self, index: int, version: int) -> None:
         """End a sample whose tokens of `version` are dropped; when the whole call is of it, there is no answer."""
         if version != self._first_version:
-            self.deliver(index, self._first_version, SampleOutput(token_ids=[], logprobs=[], finish=Finish.ABORTED))
+            end = SampleOutput(token_ids=EMPTY_IDS, logprobs=EMPTY_FLOATS, finish=Finish.ABORTED)
+            self.deliver(index, self._first_version, end)
             return
         self.fail(
             Unavailable(
@@ -142,8 +143,6 @@ class Outputs:
         self._gate.pass_on(self, index, version, output)
 
 
-def _pack_logprobs(values: list[float]) -> bytes:
+def _pack_logprobs(values: Float32Array) -> bytes:
     """Pack; a log-probability can round to slightly above 0, which no receiver accepts: then it is 0."""
-    packed = pack_floats(values)
-    array = np.frombuffer(packed, "<f4")
-    return pack_floats(np.minimum(array, 0)) if (array > 0).any() else packed
+    return np.minimum(values, 0).astype("<f4", copy=False).tobytes()

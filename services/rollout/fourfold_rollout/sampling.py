@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
-from fourfold.errors import DeadlinePassed, FourfoldError, Unavailable, WrongState
+from fourfold.errors import DeadlinePassed, Unavailable, WrongState
 from fourfold_rollout.door import Door, Lease
 from fourfold_rollout.engine import Engine
 from fourfold_rollout.gate import Gate
@@ -31,6 +31,7 @@ class Sampling:
         """Whether samples are in the engine and none of them is continued."""
         self.dirty = False
         """Whether the weights may be mixed or are lost."""
+        self._commits = 0
         self._closed_for = ""
         self._engine = engine
         self._door = Door()
@@ -52,8 +53,18 @@ class Sampling:
             )
         if self.dirty:
             raise self.dirty_error()
-        with self._door.lease(self.gate.version) as lease:
+        version = self.gate.version
+        with self._door.lease(version, f"v{version}.{self._commits}") as lease:
             yield lease
+
+    def commit(self, version: int) -> None:
+        """Take what is loaded for whole weights of `version`.
+
+        A version that was given up after its commit may come again with other weights. What is cached stays of use only
+        to those who come from the same commit.
+        """
+        self.gate.version, self.dirty = version, False
+        self._commits += 1
 
     def close_door(self, why: str) -> None:
         """Let new samples wait; `why` is for those who wait too long."""
@@ -112,24 +123,28 @@ class Sampling:
         self.stands_still = False
 
     async def sleep(self, level: int, timeout: float) -> None:
-        """Let new samples wait and give memory up. At the level of the present sleep: does nothing.
+        """Let new samples wait and those that run finish, then give memory up. At the present level: does nothing.
+
+        An engine that does not answer may sleep, now or in a while: it counts as asleep and dirty, so that nobody
+        writes to memory that it has not got, and a wake or a sleep asks it again.
 
         Raises:
             InvalidInput: no such level.
-            WrongState: the engine cannot sleep, samples are in it, or it sleeps at another level.
+            WrongState: the engine cannot sleep, samples were in it for half of `timeout` seconds, or it sleeps at
+                another level.
         """
         if not self.sleep_state.check(level, self._engine.description):
             return
-        if self._door.leases:
-            raise WrongState(f"{self._door.leases} calls have samples in the engine; end them before it can sleep")
         self._door.close()
         try:
-            await self._engine.sleep(level, timeout=timeout)
-            self.sleep_state.fell_asleep(level)
-            self.dirty |= self.sleep_state.lost_weights
-        except FourfoldError:
-            self.dirty = True  # nobody knows what is left
-            raise
+            await self._finish_running(timeout / 2)
+            confirmed = False
+            try:
+                await self._engine.sleep(level, timeout=timeout)
+                confirmed = True
+            finally:
+                self.sleep_state.fell_asleep(level, confirmed=confirmed)
+                self.dirty |= not confirmed or self.sleep_state.lost_weights
         finally:
             self.open_door()
 
@@ -139,9 +154,12 @@ class Sampling:
         Raises:
             InvalidInput: no such tag.
         """
-        if asleep := self.sleep_state.to_wake(tags):
-            await self._engine.wake(asleep, timeout=timeout)
-            self.sleep_state.woke(asleep)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout
+        for tag in self.sleep_state.to_wake(tags):
+            # One by one: vLLM wakes none of them when one is awake already, by a call whose answer came too late.
+            await self._engine.wake((tag,), timeout=deadline - loop.time())
+            self.sleep_state.woke((tag,))
 
     def dirty_error(self) -> Unavailable:
         """Return the error of everybody who wants tokens of dirty weights."""
@@ -154,6 +172,16 @@ class Sampling:
             reason="WEIGHTS_DIRTY",
             retry_after=_RETRY_SECONDS,
         )
+
+    async def _finish_running(self, timeout: float) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                await self._empty(interrupt=False)
+        except TimeoutError:
+            raise WrongState(
+                f"{self._door.leases} calls have samples in the engine, after {timeout:.1f} s still; end them before "
+                "it can sleep"
+            ) from None
 
     async def _empty(self, *, interrupt: bool) -> None:
         """Return when nobody has samples in the engine."""

@@ -8,6 +8,7 @@ ready, some fifteen seconds after the start.
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
 from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
+from fourfold.rollout_plan import rollout_plan
 from fourfold.serve import Host, ServeOptions
 from fourfold.tokenizer import tokenizer_sha256
 from fourfold.weights.host import host_id
@@ -34,6 +36,7 @@ from fourfold_rollout.control_servicer import Identity, RolloutControlServicer
 from fourfold_rollout.engine import EngineSettings
 from fourfold_rollout.servicer import RolloutServicer, ServedModel
 from fourfold_rollout.vllm import environment
+from fourfold_rollout.warm_up import warm_up
 from fourfold_rollout.weights import EngineWeights
 
 if TYPE_CHECKING:
@@ -55,6 +58,10 @@ def main(options: ServeOptions) -> int:
     from fourfold_rollout.vllm.engine import VllmEngine
 
     engine = VllmEngine.start(settings, fork=True)
+    # The many objects of vLLM and torch stay for good, and one pass of the collector over them stops the event loop for
+    # half a second, so it shall not look at them again.
+    gc.collect()
+    gc.freeze()
     code = asyncio.run(_serve(host, engine, folder))
     # Not through the interpreter's end: taking apart all that vLLM imported takes seconds.
     sys.stdout.flush()
@@ -81,14 +88,14 @@ def check_ports(*addresses: str) -> None:
 
 def engine_settings(config: Config, folder: Path) -> EngineSettings:
     """Return what a recipe asks of the engine."""
-    rollout = config.rollout
+    rollout, limits = config.rollout, rollout_plan(config)
     on_cpu = rollout.gpus_per_replica == 0
     return EngineSettings(
         folder=folder,
         dtype=config.model.dtype,
         max_context_tokens=config.model.max_context_tokens,
-        max_concurrent_samples=rollout.max_concurrent_samples,
-        max_batched_tokens=rollout.max_batched_tokens,
+        max_concurrent_samples=limits.concurrent_samples,
+        max_batched_tokens=limits.batched_tokens,
         enforce_eager=on_cpu if rollout.enforce_eager is None else rollout.enforce_eager,
         kv_cache_gib=rollout.kv_cache_gib,
         gpus=rollout.gpus_per_replica,
@@ -96,6 +103,7 @@ def engine_settings(config: Config, folder: Path) -> EngineSettings:
         seed=config.seed,
         sleep_mode=rollout.sleep_mode,
         quantization=rollout.quantization,
+        options=rollout.vllm,
     )
 
 
@@ -115,11 +123,12 @@ async def _serve(host: Host, engine: VllmEngine, folder: Path) -> int:
     config = host.options.config
     update_timeout = config.weights.timeout_seconds
     await engine.attach(host.fatal)
+    await warm_up(engine)
     description = engine.description
     limits = Limits(
         max_context_tokens=description.max_context_tokens,
         vocabulary_size=description.vocabulary_size,
-        max_concurrent_samples=config.rollout.max_concurrent_samples,
+        max_concurrent_samples=rollout_plan(config).concurrent_samples,
         kv_cache_tokens=description.kv_cache_tokens,
         stop_token_ids=tuple(i for i in model_stop_token_ids(folder) if i < description.vocabulary_size),
     )

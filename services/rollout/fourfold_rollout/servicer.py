@@ -25,6 +25,7 @@ from fourfold.rollout.v1.rollout_service_pb2_grpc import RolloutServiceServicer
 from fourfold_rollout.admission import Admission, GenerateCall, Limits, parse
 from fourfold_rollout.engine import Engine, Sample
 from fourfold_rollout.gather import Gatherer
+from fourfold_rollout.load import LoadMeter
 from fourfold_rollout.outputs import Outputs
 from fourfold_rollout.weights import EngineWeights
 
@@ -60,6 +61,7 @@ class RolloutServicer(RolloutServiceServicer):
         self._weights = weights
         self._admission = Admission(model.limits)
         self._gatherer = Gatherer(engine)
+        self._meter = LoadMeter(engine)
         self._draining = False
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
@@ -102,11 +104,16 @@ class RolloutServicer(RolloutServiceServicer):
             if not low <= period <= high:
                 raise InvalidInput(f"period is {period} s; it must be in [{low}, {high:g}] s, or unset for 1 s")
         while True:
+            updating = self._weights.updating or self._weights.joining
+            load = self._meter.read(updating=updating)
             yield pb.WatchLoadResponse(
-                running_sample_count=self._engine.running_count,
-                sampled_token_count=self._engine.sampled_token_count,
-                updating_weights=self._weights.updating,
+                running_sample_count=load.running_samples,
+                sampled_token_count=load.sampled_tokens,
+                updating_weights=updating,
                 policy_version=self._weights.policy_version,
+                kv_cache_token_count=self._model.limits.kv_cache_tokens,
+                free_kv_cache_token_count=load.free_kv_cache_tokens,
+                token_rate=load.token_rate,
             )
             await asyncio.sleep(period)
 
@@ -135,7 +142,7 @@ class RolloutServicer(RolloutServiceServicer):
             )
             samples: Sequence[Sample] = ()
             try:
-                samples = await self._gatherer.submit(call.samples(version, outputs), at_once=streaming)
+                samples = await self._gatherer.submit(call.samples(lease.cache_salt, outputs), at_once=streaming)
                 lease.entered()
                 await outputs.complete()
             finally:

@@ -20,6 +20,7 @@ class Sleep:
     def __init__(self) -> None:
         self._asleep: tuple[str, ...] = ()
         self._level = 0
+        self._confirmed = True
         self.lost_weights = False
         """Whether a deep sleep dropped the weights and no update has brought others."""
 
@@ -34,7 +35,7 @@ class Sleep:
         return WEIGHTS in self._asleep
 
     def check(self, level: int, description: EngineDescription) -> bool:
-        """Return whether the engine has to be put to sleep: False, it sleeps like that already.
+        """Return whether the engine has to be put to sleep: False, it sleeps like that for certain.
 
         Raises:
             InvalidInput: no such level.
@@ -47,7 +48,7 @@ class Sleep:
         if not description.sleep_mode:
             raise WrongState("this engine cannot sleep; start it with rollout.sleep_mode = true")
         if self._asleep == _TAGS and self._level == level:
-            return False
+            return not self._confirmed
         if self._asleep:
             raise WrongState(
                 f"the engine sleeps at level {self._level} ({', '.join(self._asleep)}); wake it before it can sleep "
@@ -55,9 +56,9 @@ class Sleep:
             )
         return True
 
-    def fell_asleep(self, level: int) -> None:
-        """Note that all memory is given up."""
-        self._asleep, self._level = _TAGS, level
+    def fell_asleep(self, level: int, *, confirmed: bool) -> None:
+        """Note that all memory is given up or, when the engine has not confirmed it, that it may be, now or later."""
+        self._asleep, self._level, self._confirmed = _TAGS, level, confirmed
         self.lost_weights |= level > 1
 
     def to_wake(self, tags: Sequence[str]) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from fourfold.errors import DeadlinePassed, FourfoldError
@@ -29,11 +30,11 @@ class Turns:
         Raises:
             DeadlinePassed: its turn did not come in `timeout` seconds.
         """
-        return await asyncio.shield(self._spawn(self._take_turn(step, timeout)))
+        return await asyncio.shield(self._spawn(self._take_turn(step, timeout), awaited=True))
 
     def start(self, step: Step[None], timeout: float) -> None:
-        """Run one step when those before it are done, and wait for nothing."""
-        self._spawn(self._take_turn(step, timeout))
+        """Run one step when those before it are done, and wait for nothing; an error of it is logged."""
+        self._spawn(self._take_turn(step, timeout), awaited=False)
 
     def cancel(self) -> None:
         """End all steps, the present one too."""
@@ -55,13 +56,17 @@ class Turns:
         finally:
             self._lock.release()
 
-    def _spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+    def _spawn(self, work: Coroutine[Any, Any, _T], *, awaited: bool) -> asyncio.Task[_T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._forget)
+        task.add_done_callback(partial(self._forget, awaited=awaited))
         return task
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
+    def _forget(self, task: asyncio.Task[Any], *, awaited: bool) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, FourfoldError):
-            _log.error("a weight call failed", exc_info=error)
+        error = None if task.cancelled() else task.exception()
+        if not isinstance(error, FourfoldError):
+            if error is not None:
+                _log.error("a weight call failed", exc_info=error)
+        elif not awaited:  # else its caller has it
+            _log.error("a weight call of the service's own failed: %s", error)

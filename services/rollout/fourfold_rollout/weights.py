@@ -40,6 +40,7 @@ from fourfold_rollout.gate import Gate
 from fourfold_rollout.phases import PauseMode, Phase, Update
 from fourfold_rollout.sampling import Sampling
 from fourfold_rollout.turns import Turns
+from fourfold_rollout.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class EngineWeights:
         self._sampling = Sampling(engine)
         self._turns = Turns()
         self._epochs = Epochs(engine)
-        self._watchdog: asyncio.TimerHandle | None = None
+        self._watchdog = Watchdog()
 
     @property
     def policy_version(self) -> int:
@@ -79,6 +80,11 @@ class EngineWeights:
     def updating(self) -> bool:
         """Whether an update is open, from begin to commit or, held, to release."""
         return self._update.is_open
+
+    @property
+    def joining(self) -> bool:
+        """Whether the engine joins an epoch; what runs in it stands still until it has."""
+        return self._epochs.joining is not None
 
     @property
     def phase(self) -> tuple[str, float]:
@@ -155,8 +161,7 @@ class EngineWeights:
                     self._end_update(dirty=self._sampling.dirty)
             self.gate.end()
             update.enter(Phase.PAUSED)
-            limit = self._update_timeout + _WATCHDOG_EXTRA_SECONDS
-            self._watchdog = asyncio.get_running_loop().call_later(limit, self._on_watchdog, epoch)
+            self._watchdog.start(self._update_timeout + _WATCHDOG_EXTRA_SECONDS, lambda: self._on_watchdog(epoch))
 
         await self._turns.run(step, timeout)
 
@@ -206,11 +211,11 @@ class EngineWeights:
             update, paused = self._update, 0.0
             update.check_may_commit(held=self.gate.holding, hold=hold)
             if update.phase is Phase.RECEIVED:
-                update.served_before, self.gate.version = self.gate.version, policy_version
+                update.served_before = self.policy_version
+                self._sampling.commit(policy_version)
                 if hold:
                     self.gate.hold()
                 update.enter(Phase.COMMITTED)
-                self._sampling.dirty = False
                 await self._sampling.go_on()  # whatever can wait comes after this: until here nothing is sampled
                 update.end_pause()
                 paused = update.pause_seconds
@@ -317,8 +322,7 @@ class EngineWeights:
 
     async def close(self) -> None:
         """Stop the watchdog and wait for nothing."""
-        if self._watchdog is not None:
-            self._watchdog.cancel()
+        self._watchdog.stop()
         self._turns.cancel()
 
     async def _serve(self, epoch: int) -> None:
@@ -361,9 +365,7 @@ class EngineWeights:
             self.gate.version = self._update.served_before
 
     def _end_update(self, *, dirty: bool) -> None:
-        if self._watchdog is not None:
-            self._watchdog.cancel()
-            self._watchdog = None
+        self._watchdog.stop()
         self._update.enter(Phase.READY)
         self._update.digest, self._sampling.dirty = b"", dirty
         self._sampling.open_door()
@@ -374,7 +376,6 @@ class EngineWeights:
                 what = "release" if self._update.phase is Phase.COMMITTED else "commit"
                 await self._give_up(f"no {what} {self._update_timeout:.0f} s after its begin; is the coordinator dead?")
 
-        self._watchdog = None
         if self.updating and self._epochs.open == epoch:
             self._epochs.stop(epoch)
             self._turns.start(step, self._update_timeout)

@@ -13,13 +13,11 @@ import asyncio
 import itertools
 import logging
 import math
-import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Final, Self, TypeVar
 
-from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from fourfold.errors import DeadlinePassed, Internal, Unavailable
@@ -27,6 +25,7 @@ from fourfold.weights.answers import unwrap, unwrap_same
 from fourfold.weights.stop import StopFlag
 from fourfold_rollout.engine import (
     EngineDescription,
+    EngineLoad,
     EngineSettings,
     EpochTerms,
     OpenReport,
@@ -34,8 +33,11 @@ from fourfold_rollout.engine import (
     SampleOutput,
     SampleRequest,
 )
+from fourfold_rollout.vllm.death import DeathWatch
 from fourfold_rollout.vllm.fence import OutputFence
-from fourfold_rollout.vllm.launch import LaunchedEngine, end_processes, explain_death, launch
+from fourfold_rollout.vllm.launch import LaunchedEngine, end_processes, launch
+from fourfold_rollout.vllm.logprob_table import LogprobTable
+from fourfold_rollout.vllm.params import probe_params, sampling_params
 from fourfold_rollout.vllm.sample import VllmSample, logprob_values
 
 _log = logging.getLogger(__name__)
@@ -47,6 +49,9 @@ _DESCRIBE_SECONDS: Final = 30.0
 _ABORT_SECONDS: Final = 10.0
 _SHUTDOWN_SECONDS: Final = 1.2
 _STOP_FLAG: Final = "stop"
+# Rows for samples that end while others come.
+_SPARE_ROWS: Final = 64
+_LARGE_TABLE_BYTES: Final = 1 << 30
 
 
 class VllmEngine:
@@ -60,13 +65,13 @@ class VllmEngine:
         self._stop_path = launched.scratch.path / _STOP_FLAG
         self._stop_flag = StopFlag.create(self._stop_path)
         self._live: dict[int, VllmSample] = {}
+        self._logprobs: LogprobTable | None = None
         self._sampled = 0
         self._order = asyncio.Lock()
         self._paused = False
         self._posted: set[asyncio.Task[Any]] = set()
         self._probe_numbers = itertools.count()
-        self._death: asyncio.Future[str] | None = None
-        self._descriptor = -1
+        self._death: DeathWatch | None = None
         self._description: EngineDescription | None = None
 
     @classmethod
@@ -80,14 +85,10 @@ class VllmEngine:
         Args:
             on_death: called once with the reason when the engine dies by itself.
         """
-        loop = asyncio.get_running_loop()
-        self._death = loop.create_future()
-        process = self._launched.processes[0]
-        assert process.pid is not None, "the core process was started"
-        self._descriptor = os.pidfd_open(process.pid)
-        loop.add_reader(self._descriptor, self._on_death, on_death)
+        self._death = DeathWatch(self._launched, partial(self._on_death, on_death))
         await self._unless_dead(self._llm.get_supported_tasks(), _DESCRIBE_SECONDS)
         workers = unwrap(await self._call("weights_describe", timeout=_DESCRIBE_SECONDS))
+        self._logprobs = await self._open_logprobs()
         self._description = EngineDescription(
             version=self._launched.version,
             device_type=workers[0]["device_type"],
@@ -112,31 +113,36 @@ class VllmEngine:
         """Samples submitted and not finished."""
         return len(self._live)
 
-    @property
-    def sampled_token_count(self) -> int:
-        """Tokens that were sampled and read."""
-        return self._sampled
-
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """Pids of the engine's own child processes."""
-        return tuple(p.pid for p in self._launched.processes if p.pid is not None)
+    def load(self) -> EngineLoad:
+        """Return what it holds now; what is processed of a sample that streams is handed over, too."""
+        samples = tuple(self._live.values())
+        counts = [self._fence.token_count(sample.id) for sample in samples]
+        pending = sum(n for sample, n in zip(samples, counts, strict=True) if not sample.request.streaming)
+        return EngineLoad(
+            running_samples=len(samples),
+            sampled_tokens=self._sampled + pending,
+            held_tokens=sum(counts) + sum(len(sample.request.prompt_token_ids) for sample in samples),
+        )
 
     async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[Sample]:
         """Start samples; all of them join the same engine step, in this order."""
-        self._check_alive()
+        await self._check_alive()
         samples: list[VllmSample] = []
         complete = False
         async with self._order:
+            if self._logprobs is not None:
+                self._logprobs.check_room(len(requests))
             hold = len(requests) > 1 and not self._paused
             if hold:
                 await self._post(self._llm.engine_core.pause_scheduler_async("keep", False))
             try:
                 for request in requests:
                     samples.append(await self._add(request))
+                    await asyncio.sleep(0)  # vLLM's add_request gives the event loop no turn
+                await self._check_alive()  # who comes after its death is told of it by nobody
                 complete = True
             except EngineDeadError as error:
-                raise self.dead_error() from error
+                raise await self._dead_error() from error
             finally:
                 if hold:
                     await self._post(self._llm.engine_core.resume_scheduler_async())
@@ -149,6 +155,8 @@ class VllmEngine:
         gone = [s for s in samples if isinstance(s, VllmSample) and self.forget(s)]
         if gone and not self._is_dead():
             await self._unless_dead(self._llm.abort([s.id for s in gone], internal=True), _ABORT_SECONDS)
+        for sample in gone:
+            sample.release()
 
     async def interrupt(self) -> None:
         """End all running samples with the tokens they have, `Finish.ABORTED`."""
@@ -160,7 +168,7 @@ class VllmEngine:
 
     async def pause(self) -> None:
         """Stop sampling where it stands; see `Engine`."""
-        self._check_alive()
+        await self._check_alive()
         async with self._order:
             done = False
             try:
@@ -182,21 +190,12 @@ class VllmEngine:
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probability of each token after the ones before it, at temperature 1; the first is NaN."""
-        self._check_alive()
+        await self._check_alive()
         ids = list(token_ids)
         number = next(self._probe_numbers)
-        params = SamplingParams(
-            max_tokens=1,
-            seed=0,
-            prompt_logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            ignore_eos=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
         # vLLM reads no cached prefix for a request with prompt_logprobs; the salt keeps others from reading this one.
         prompt = tokens_input(ids, cache_salt=f"probe-{number}")
-        collector = await self._llm.add_request(f"probe-{number}", prompt, params)
+        collector = await self._llm.add_request(f"probe-{number}", prompt, probe_params())
         done = False
         try:
             result: Any = await self._unless_dead(collector.get(), None)
@@ -259,60 +258,67 @@ class VllmEngine:
 
     async def close(self) -> None:
         """End the engine's processes; in about a second, whatever they do."""
-        if self._descriptor >= 0:
-            asyncio.get_running_loop().remove_reader(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = -1
+        if self._death is not None:
+            self._death.close()
         for task in tuple(self._posted):
             task.cancel()
         # vLLM cancels its reader of outputs last; before that the reader logs the end of the core as a crash.
         if self._llm.output_handler is not None:
             self._llm.output_handler.cancel()
         await asyncio.to_thread(end_processes, self._launched, timeout=_SHUTDOWN_SECONDS)
+        if self._logprobs is not None:
+            self._logprobs.close()
 
-    def dead_error(self) -> Unavailable:
-        """Return the error of every call to a dead engine."""
-        reason = (
-            self._death.result() if self._death is not None and self._death.done() else explain_death(self._launched)
-        )
-        return Unavailable(reason, reason="ENGINE_DEAD")
+    def is_running(self, sample: VllmSample) -> bool:
+        """Return whether anybody wants what a sample gives."""
+        return id(sample) in self._live
 
-    def note_output(self, sample: VllmSample, output: SampleOutput) -> bool:
-        """Count what a sample has given; return whether anybody wants it."""
-        if id(sample) not in self._live:
-            return False
+    def note_output(self, sample: VllmSample, output: SampleOutput) -> None:
+        """Count what a running sample has given."""
         self._sampled += len(output.token_ids)
         if output.finish is not None:
             self.forget(sample)
-        return True
 
     def forget(self, sample: VllmSample) -> bool:
         """Know that a sample has ended; return whether it was running."""
         return self._live.pop(id(sample), None) is not None
 
+    async def _open_logprobs(self) -> LogprobTable | None:
+        """Have the workers write log-probabilities to a table; None, and a warning, when one of them cannot.
+
+        vLLM's own way costs half of its tokens per second: objects for every token in three processes.
+        """
+        rows = self._settings.max_concurrent_samples + _SPARE_ROWS
+        table = LogprobTable(rows, self._settings.max_context_tokens)
+        terms = (table.path, table.slots, table.width)
+        reasons: list[str] = await self._call("logprobs_open", *terms, timeout=_DESCRIBE_SECONDS)
+        if not any(reasons):
+            if self._settings.gpus and table.byte_count > _LARGE_TABLE_BYTES:
+                gib = table.byte_count / 2**30
+                _log.info("%.1f GiB of main memory are locked for log-probabilities: %d samples", gib, rows)
+            return table
+        table.close()
+        reason = next(reason for reason in reasons if reason)
+        _log.warning("log-probabilities come from vLLM itself, which samples much slower with them: %s", reason)
+        return None
+
     async def _add(self, request: SampleRequest) -> VllmSample:
-        params = SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            max_tokens=request.max_tokens,
-            stop_token_ids=list(request.stop_token_ids),
-            seed=request.seed,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            ignore_eos=True,  # the stop tokens above are all of them
-            output_kind=RequestOutputKind.DELTA if request.streaming else RequestOutputKind.FINAL_ONLY,
-        )
+        row = None if self._logprobs is None else self._logprobs.acquire(request.max_tokens)
+        sample = VllmSample(self, request, row)
         prompt = tokens_input(request.prompt_token_ids, cache_salt=request.cache_salt)
-        sample = VllmSample(self, request)
-        collector = await self._llm.add_request(request.key, prompt, params)
+        added = False
+        try:
+            collector = await self._llm.add_request(request.key, prompt, sampling_params(request, row))
+            added = True
+        finally:
+            if not added:
+                sample.release()
         self._live[id(sample)] = sample
         sample.attach(collector)
         return sample
 
     async def _pause_and_resume(self, mode: Any) -> None:
-        self._check_alive()
+        await self._check_alive()
         async with self._order:
             try:
                 await self._unless_dead(self._llm.engine_core.pause_scheduler_async(mode, False), None)
@@ -336,39 +342,38 @@ class VllmEngine:
 
     async def _unless_dead(self, work: Awaitable[_T], timeout: float | None) -> _T:
         """Await an answer of the engine, or its death."""
-        self._check_alive()
         assert self._death is not None, "attached"
         task = asyncio.ensure_future(work)
         try:
-            either: set[asyncio.Future[Any]] = {task, self._death}
+            either: set[asyncio.Future[Any]] = {task, self._death.reason}
             await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                if self._death.done():
-                    raise self.dead_error()
+                await self._check_alive()
                 raise DeadlinePassed(f"the engine has not answered for {timeout} s")
         finally:
             if not task.done():
                 task.cancel()
         error = task.exception()
         if isinstance(error, EngineDeadError):
-            raise self.dead_error() from error
+            raise await self._dead_error() from error
         if error is not None:  # vLLM turns errors in its core process into plain exceptions
             raise Internal(f"the engine failed: {error}") from error
         return task.result()
 
-    def _check_alive(self) -> None:
+    async def _check_alive(self) -> None:
         if self._is_dead():
-            raise self.dead_error()
+            raise await self._dead_error()
+
+    async def _dead_error(self) -> Unavailable:
+        """Return the error of every call to a dead engine."""
+        assert self._death is not None, "attached"
+        self._death.begin()
+        return Unavailable(await asyncio.shield(self._death.reason), reason="ENGINE_DEAD")
 
     def _is_dead(self) -> bool:
-        return self._death is None or self._death.done() or bool(self._llm.errored)
+        return self._death is None or self._death.begun or bool(self._llm.errored)
 
-    def _on_death(self, on_death: Callable[[str], None]) -> None:
-        asyncio.get_running_loop().remove_reader(self._descriptor)
-        reason = explain_death(self._launched)
-        _log.error("%s", reason)
-        if self._death is not None and not self._death.done():
-            self._death.set_result(reason)
+    def _on_death(self, on_death: Callable[[str], None], reason: str) -> None:
         for sample in tuple(self._live.values()):
-            sample.put(EngineDeadError())
+            sample.fail(Unavailable(reason, reason="ENGINE_DEAD"))
         on_death(reason)

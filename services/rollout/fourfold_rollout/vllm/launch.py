@@ -1,4 +1,4 @@
-"""Starts vLLM and its core process, and explains its death.
+"""Starts vLLM and its core process, and ends them.
 
 The core process is forked from this one after vLLM was imported; on CPU vLLM would start a
 new interpreter and import everything again. That halves the start (11 of 25 s on two cores)
@@ -16,11 +16,14 @@ import threading
 import time
 import traceback
 import uuid
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, Final
 
 import vllm
+from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import multiproc_executor, uniproc_executor
@@ -29,10 +32,14 @@ from fourfold.errors import ConfigError, Unavailable
 from fourfold.scratch import Scratch
 from fourfold.weights.host import die_with_parent
 from fourfold_rollout.engine import EngineSettings
+from fourfold_rollout.vllm.compile_cache import compiled_once
+from fourfold_rollout.vllm.graphs import graph_limits
+from fourfold_rollout.vllm.options import check_whole_prompts, checked
+from fourfold_rollout.vllm.scheduler import scheduler_for
 
 _log = logging.getLogger(__name__)
 
-_WORKER: Final = "fourfold.weights.vllm_worker.WeightWorker"
+_WORKER: Final = "fourfold_rollout.vllm.worker.RolloutWorker"
 _CORE_LOGGER: Final = "vllm.v1.engine.core"
 _NOTE_BYTES: Final = 2000
 # Samples of one prompt share its whole blocks: with vLLM's 128 they share nothing of a short prompt, and with the
@@ -40,7 +47,7 @@ _NOTE_BYTES: Final = 2000
 _CPU_BLOCK_TOKENS: Final = 32
 # By "fp8" vLLM means a checkpoint that is fp8 already.
 _QUANTIZATIONS: Final = {"fp8": "fp8_per_tensor"}
-_COLLECT_SECONDS: Final = 0.5
+_NO_UTILISATION: Final = 0.01
 _READ_BYTES: Final = 2 * _NOTE_BYTES
 
 
@@ -70,21 +77,25 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
         fork: this process has a single thread and nothing that a fork would break.
 
     Raises:
-        ConfigError: vLLM cannot run this model or these settings.
+        ConfigError: vLLM cannot run this model, these settings or these options.
         Unavailable: the engine's process died while it started.
     """
+    arguments = engine_args(settings)
     try:
-        config = _engine_args(settings).create_engine_config()
+        config = arguments.create_engine_config()
     except (ValueError, OSError, NotImplementedError) as error:
         raise ConfigError(f"model {settings.folder}: vLLM cannot serve it: {_one_line(error)}") from error
-    note = CrashNote()
+    if config.scheduler_config.scheduler_cls is None:
+        config.scheduler_config.scheduler_cls = scheduler_for(config)
+    note, began = CrashNote(), time.monotonic()
     before = set(multiprocessing.active_children())
     # vLLM itself chose in the lines above: "spawn" on CPU, "fork" with CUDA.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if fork and threading.active_count() == 1 else "spawn"
     scratch = meet_by_file()
     _ForkGuard.arm()
     try:
-        llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+        with _compiled_once(config):
+            llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     except (RuntimeError, ValueError, OSError) as error:
         cause = note.read() or _one_line(error)
         scratch.remove()
@@ -94,6 +105,7 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
     processes = tuple(p for p in multiprocessing.active_children() if p not in before)
     cache = config.cache_config
     tokens = getattr(cache, "kv_cache_size_tokens", None) or (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
+    _log.info("%s; started in %.1f s", _decided(config, settings, tokens), time.monotonic() - began)
     return LaunchedEngine(
         llm=llm,
         processes=processes,
@@ -105,18 +117,48 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
     )
 
 
-def explain_death(engine: LaunchedEngine) -> str:
-    """Return why the engine's process is gone: its first error, or its exit code or signal."""
-    if cause := engine.note.read():
-        return f"the engine died: {cause}"
-    for process in engine.processes:
-        if (code := _exit_code(process)) is None:
-            continue
-        if code >= 0:
-            return f"the engine's process {process.pid} ended with exit code {code}; its log says more"
-        hint = "; was it the kernel, out of memory?" if -code == signal.SIGKILL else "; its log says more"
-        return f"the engine's process {process.pid} was killed by {signal.Signals(-code).name}{hint}"
-    return "the engine does not answer any more; its log says more"
+def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
+    """Return what vLLM is asked for.
+
+    Raises:
+        ConfigError: one of the options of the recipe is none of this vLLM's.
+    """
+    options: dict[str, Any] = {}
+    if settings.gpus:
+        options["tensor_parallel_size"] = settings.gpus
+        options["enable_sleep_mode"] = settings.sleep_mode
+        if settings.kv_cache_gib is None:
+            options["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        else:  # vLLM asks for the utilisation even then, and fails where others have taken more than the rest
+            options["gpu_memory_utilization"] = _NO_UTILISATION
+            options["kv_cache_memory_bytes"] = settings.kv_cache_gib << 30
+    else:
+        options["block_size"] = _CPU_BLOCK_TOKENS
+        check_whole_prompts(settings.options)
+        options["enable_chunked_prefill"] = False
+    if settings.quantization:
+        options["quantization"] = _QUANTIZATIONS[settings.quantization]
+    sequences, largest_graph = graph_limits(settings.max_concurrent_samples)
+    if not settings.enforce_eager and "cudagraph_capture_sizes" not in settings.options:
+        options["max_cudagraph_capture_size"] = largest_graph
+    options |= checked(settings.options)
+    return AsyncEngineArgs(
+        model=str(settings.folder),
+        skip_tokenizer_init=True,
+        dtype=settings.dtype,
+        seed=settings.seed,
+        max_model_len=settings.max_context_tokens,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=max(settings.max_batched_tokens, sequences),
+        enforce_eager=settings.enforce_eager,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",  # requests carry every parameter; the folder's defaults must not mix in
+        worker_extension_cls=_WORKER,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        **options,
+    )
 
 
 def end_processes(engine: LaunchedEngine, *, timeout: float) -> None:
@@ -206,43 +248,23 @@ class _ForkGuard:
 os.register_at_fork(after_in_child=_ForkGuard.in_child)
 
 
-def _engine_args(settings: EngineSettings) -> AsyncEngineArgs:
-    options: dict[str, Any] = {}
-    if settings.gpus:
-        options["gpu_memory_utilization"] = settings.gpu_memory_utilization
-        options["tensor_parallel_size"] = settings.gpus
-        options["enable_sleep_mode"] = settings.sleep_mode
-        options["kv_cache_memory_bytes"] = None if settings.kv_cache_gib is None else settings.kv_cache_gib << 30
-    else:
-        options["block_size"] = _CPU_BLOCK_TOKENS
-    if settings.quantization:
-        options["quantization"] = _QUANTIZATIONS[settings.quantization]
-    return AsyncEngineArgs(
-        model=str(settings.folder),
-        skip_tokenizer_init=True,
-        dtype=settings.dtype,
-        seed=settings.seed,
-        max_model_len=settings.max_context_tokens,
-        max_num_seqs=settings.max_concurrent_samples + 1,  # a probe waits for nobody
-        max_num_batched_tokens=max(settings.max_batched_tokens, settings.max_concurrent_samples + 1),
-        enforce_eager=settings.enforce_eager,
-        enable_prefix_caching=True,
-        logprobs_mode="processed_logprobs",
-        generation_config="vllm",  # requests carry every parameter; the folder's defaults must not mix in
-        worker_extension_cls=_WORKER,
-        disable_log_stats=True,
-        use_tqdm_on_load=False,
-        **options,
+def _compiled_once(config: Any) -> AbstractContextManager[None]:
+    if config.model_config.enforce_eager:
+        return nullcontext()
+    return compiled_once(Path(envs.VLLM_CACHE_ROOT), config.compute_hash())
+
+
+def _decided(config: Any, settings: EngineSettings, kv_cache_tokens: int) -> str:
+    """What vLLM made of the settings, for the log."""
+    graph = config.compilation_config.max_cudagraph_capture_size
+    graphs = f"CUDA graphs of up to {graph} tokens" if graph else "no CUDA graphs"
+    scheduling = "asynchronous" if config.scheduler_config.async_scheduling else "synchronous"
+    return (
+        f"vLLM {vllm.__version__}: {settings.max_concurrent_samples} samples at once, "
+        f"{config.scheduler_config.max_num_batched_tokens} tokens in a step, {scheduling} scheduling, "
+        f"{graphs}, KV cache of {kv_cache_tokens} tokens "
+        f"({kv_cache_tokens // settings.max_context_tokens} samples of full length)"
     )
-
-
-def _exit_code(process: BaseProcess) -> int | None:
-    """Return how a process ended. vLLM's own thread may be collecting it right now: then a moment later."""
-    end = time.monotonic() + _COLLECT_SECONDS
-    process.join(timeout=_COLLECT_SECONDS)
-    while process.exitcode is None and time.monotonic() < end:
-        time.sleep(0.01)
-    return process.exitcode
 
 
 def _kill_group(pid: int) -> None:

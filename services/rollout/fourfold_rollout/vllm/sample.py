@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from fourfold.errors import Internal, Unavailable
+import numpy as np
+
+from fourfold.errors import FourfoldError, Internal
+from fourfold.wire import EMPTY_FLOATS
 from fourfold_rollout.engine import Finish, SampleOutput, SampleRequest
+from fourfold_rollout.vllm.logprob_table import LogprobRow
+
+_log = logging.getLogger(__name__)
 
 _FINISHES: Final = {finish.value: finish for finish in Finish}
 
@@ -14,25 +21,27 @@ _FINISHES: Final = {finish.value: finish for finish in Finish}
 class Owner(Protocol):
     """Knows which samples run."""
 
-    def note_output(self, sample: VllmSample, output: SampleOutput) -> bool:
-        """Count what a sample has given; return whether anybody wants it."""
+    def is_running(self, sample: VllmSample) -> bool:
+        """Return whether anybody wants what a sample gives."""
+        ...
+
+    def note_output(self, sample: VllmSample, output: SampleOutput) -> None:
+        """Count what a running sample has given."""
         ...
 
     def forget(self, sample: VllmSample) -> bool:
         """Know that a sample has ended; return whether it was running."""
         ...
 
-    def dead_error(self) -> Unavailable:
-        """Return the error of every call to a dead engine."""
-        ...
-
 
 class VllmSample:
     """One sample in the engine. It takes the place of vLLM's collector: outputs come without a task that waits."""
 
-    def __init__(self, owner: Owner, request: SampleRequest) -> None:
+    def __init__(self, owner: Owner, request: SampleRequest, row: LogprobRow | None) -> None:
+        """Begin without tokens; the log-probabilities come with vLLM's outputs when `row` is None."""
         self._owner = owner
         self.request = request
+        self.row = row
         self.id = ""
         """vLLM's own."""
 
@@ -44,18 +53,42 @@ class VllmSample:
             self.put(early)
 
     def put(self, result: Any) -> None:
-        """Take an output of vLLM, or the error that ended it."""
-        if isinstance(result, Exception):
-            self._owner.forget(self)
-            self.request.sink.fail(self._owner.dead_error())
+        """Take an output of vLLM. Raises nothing."""
+        if not self._owner.is_running(self):
             return
-        completion = result.outputs[0]
-        ids: list[int] = list(completion.token_ids)
-        output = SampleOutput(
-            token_ids=ids, logprobs=logprob_values(completion.logprobs, ids), finish=_finish(completion.finish_reason)
-        )
-        if self._owner.note_output(self, output):
+        try:
+            output = self._output(result.outputs[0])
+            self._owner.note_output(self, output)
+            if output.finish is not None:
+                self.release()
             self.request.sink.put(self.request.index, output)
+        except Exception as error:  # whatever it is: it is vLLM's task for the outputs of all samples that would die
+            named = error if isinstance(error, FourfoldError) else _unusable(error)
+            if result.finished:  # vLLM knows it no more
+                self.fail(named)
+            else:
+                self.request.sink.fail(named)
+
+    def fail(self, error: FourfoldError) -> None:
+        """End without what is missing: the engine gives nothing more."""
+        self._owner.forget(self)
+        self.release()
+        self.request.sink.fail(error)
+
+    def release(self) -> None:
+        """Give back the row: the engine has ended the sample, or was told to. Idempotent."""
+        if self.row is not None:
+            self.row.release()
+
+    def _output(self, completion: Any) -> SampleOutput:
+        ids = completion.token_ids
+        if self.row is None:
+            logprobs = np.asarray(logprob_values(completion.logprobs, ids), np.float32)
+        else:
+            logprobs = self.row.take(len(ids)) if ids else EMPTY_FLOATS
+        return SampleOutput(
+            token_ids=np.asarray(ids, np.int32), logprobs=logprobs, finish=_finish(completion.finish_reason)
+        )
 
 
 def logprob_values(logprobs: Any, ids: Sequence[int]) -> list[float]:
@@ -75,3 +108,8 @@ def _finish(reason: str | None) -> Finish | None:
     if finish is None:
         raise Internal(f"the engine gave a sample up: {reason}")
     return finish
+
+
+def _unusable(error: Exception) -> Internal:
+    _log.error("an output of the engine cannot be used", exc_info=error)
+    return Internal(f"an output of the engine cannot be used: {type(error).__name__}: {error}")

@@ -1,0 +1,59 @@
+"""How much an engine does at once: what a recipe does not set is derived here.
+
+With S samples of a step, E samples of an evaluation and R replicas:
+
+    concurrent samples   ceil(max(S, E) / R), what one replica gets when all are alike; at least a whole group, and 64
+                         for agents; at most 1024 on GPUs, where more make a step longer and no faster, 256 on CPU.
+                         Where nobody knows E before the data is read, at least 256.
+    batched tokens       16384 on GPUs, 8192 on CPU: prompts of that size fill the device. At least a token of each
+                         concurrent sample, and one more; on CPU, where prompts are not split, at least the context.
+
+The limit counts samples, not memory: those that the KV cache has no room for wait in the engine's queue, and the
+service promises no more tokens than twice what the cache holds. When a replica is gone, the others get its share; what
+is above their limit is refused and waits in the coordinator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from fourfold.config import Config
+
+_LEAST_SAMPLES: Final = 64
+_EVALUATION_SAMPLES: Final = 256
+_MOST_SAMPLES: Final = {"cpu": 256, "gpu": 1024}
+_BATCHED_TOKENS: Final = {"cpu": 8192, "gpu": 16384}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPlan:
+    """Limits of one engine."""
+
+    concurrent_samples: int
+    """Samples in flight; more are refused."""
+    batched_tokens: int
+    """Tokens that one engine step may process."""
+
+
+def rollout_plan(config: Config) -> RolloutPlan:
+    """Derive the limits of a checked recipe; numbers that it sets stay."""
+    rollout = config.rollout
+    device = "gpu" if rollout.gpus_per_replica else "cpu"
+    samples = rollout.max_concurrent_samples or min(_asked_of_one(config), _MOST_SAMPLES[device])
+    tokens = rollout.max_batched_tokens or _BATCHED_TOKENS[device]
+    least = samples + 1 if device == "gpu" else max(samples + 1, config.model.max_context_tokens)
+    return RolloutPlan(concurrent_samples=samples, batched_tokens=max(tokens, least))
+
+
+def _asked_of_one(config: Config) -> int:
+    """Return the most samples that one of the replicas is asked for at once."""
+    evaluation, replicas = config.evaluation, max(config.rollout.replicas, 1)
+    total, least = config.batch.samples_per_step, max(config.batch.group_size, _LEAST_SAMPLES)
+    if config.data.held_out:
+        least = max(least, evaluation.samples_per_prompt)
+        if prompts := evaluation.max_prompts or (config.data.eval.size if config.data.eval else 0):
+            total = max(total, prompts * evaluation.samples_per_prompt)
+        else:
+            least = max(least, _EVALUATION_SAMPLES)
+    return max(-(-total // replicas), least)

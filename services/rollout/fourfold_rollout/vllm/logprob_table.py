@@ -1,0 +1,154 @@
+"""Where the engine's workers leave log-probabilities, and the service finds them: memory that both map.
+
+A row belongs to one running sample; cell i of it is for the sample's token i. The worker that samples
+writes a cell before it hands out the token; the service reads it when the token has arrived. The row's number
+travels with the request (`SLOT`), so nothing else has to. No torch here.
+
+A row may go to another sample at once. The core process works off its messages in order, so a request that has
+finished or was aborted is in no step that starts after the first one with its successor; with asynchronous
+scheduling one more step of it may be under way when its end is known, and steps end in the order in which they
+started. So a late value of the old sample comes before the new one's values, and the new sample's own value
+replaces it before anybody knows of the token that it belongs to.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import deque
+from typing import Any, Final
+
+import numpy as np
+
+from fourfold.errors import Internal, Overloaded
+from fourfold.wire import Float32Array
+
+SLOT: Final = "fourfold_slot"
+"""Key of `SamplingParams.extra_args`: the number of the request's row."""
+NO_SLOT: Final = -1
+_ITEM_BYTES: Final = 4
+_RETRY_SECONDS: Final = 0.5
+
+
+class LogprobTable:
+    """Float32 [slots, width] in memory of this process, which others open by `path`. Belongs to one thread."""
+
+    def __init__(self, slots: int, width: int) -> None:
+        """Make the memory; pages that nobody touches take no room.
+
+        Args:
+            slots: samples that may run.
+            width: tokens of a sample.
+        """
+        self.slots, self.width = slots, width
+        # Not a file of /dev/shm: a container's is small, and a page too many would kill who touches it.
+        self._descriptor = os.memfd_create("fourfold-logprobs")
+        os.ftruncate(self._descriptor, self.byte_count)
+        self._cells = _map(self._descriptor, slots, width)
+        self._free = deque(range(slots))
+
+    @property
+    def path(self) -> str:
+        """What `open_table` takes, in any process of this user, while this one lives."""
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+    @property
+    def free_count(self) -> int:
+        """Rows that belong to nobody."""
+        return len(self._free)
+
+    @property
+    def byte_count(self) -> int:
+        """Memory of the table, all pages touched."""
+        return self.slots * self.width * _ITEM_BYTES
+
+    def check_room(self, count: int) -> None:
+        """Know that `count` samples are about to come.
+
+        Raises:
+            Overloaded: too many are still being ended.
+        """
+        if count > self.free_count:
+            raise Overloaded(
+                f"{self.slots - self.free_count} samples are in the engine, those that are being ended included, and "
+                f"{count} more would pass its limit of {self.slots}; try again, or another replica",
+                reason="TOO_MANY_SAMPLES",
+                retry_after=_RETRY_SECONDS,
+            )
+
+    def acquire(self, token_count: int) -> LogprobRow:
+        """Take a row for a sample of at most `token_count` tokens.
+
+        Raises:
+            Internal: all rows are taken, or they are shorter.
+        """
+        if token_count > self.width:
+            raise Internal(f"a sample of {token_count} tokens; the rows for log-probabilities have {self.width} cells")
+        if not self._free:
+            raise Internal(f"more than {self.slots} samples run; each needs a row for its log-probabilities")
+        slot = self._free.popleft()  # the one that was free for longest
+        self._cells[slot, :token_count] = np.nan
+        return LogprobRow(self._cells[slot], slot, self._free)
+
+    def close(self) -> None:
+        """Let nobody open it any more; who has mapped it keeps it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class LogprobRow:
+    """The row of one sample."""
+
+    def __init__(self, cells: Float32Array, slot: int, free: deque[int]) -> None:
+        self.slot = slot
+        """Its number."""
+        self._cells, self._free = cells, free
+        self._taken = 0
+
+    def take(self, count: int) -> Float32Array:
+        """Return a copy of the next `count` values, float32 [count].
+
+        Raises:
+            Internal: one is missing, or is no number.
+        """
+        if self.slot == NO_SLOT:
+            raise Internal("the sample has given back its row of log-probabilities")
+        start, self._taken = self._taken, self._taken + count
+        values = self._cells[start : self._taken].copy()
+        if len(values) != count or np.isnan(values).any():
+            raise Internal(
+                f"the engine gave tokens {start} to {self._taken - 1} of a sample without the log-probability of each: "
+                f"its worker did not write it, or the model computes NaN"
+            )
+        return values
+
+    def release(self) -> None:
+        """Give it back. Idempotent."""
+        if self.slot != NO_SLOT:
+            self._free.append(self.slot)
+            self.slot = NO_SLOT
+
+
+def open_table(path: str, slots: int, width: int) -> Float32Array:
+    """Map a table of another process: float32 [slots, width], to be written.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return _map(descriptor, slots, width)
+    finally:
+        os.close(descriptor)
+
+
+def slot_of(params: Any) -> int:
+    """Return the row of a request with these `SamplingParams`, or `NO_SLOT`."""
+    extra = None if params is None else params.extra_args
+    return int(extra.get(SLOT, NO_SLOT)) if extra else NO_SLOT
+
+
+def _map(descriptor: int, slots: int, width: int) -> Float32Array:
+    memory = mmap.mmap(descriptor, slots * width * _ITEM_BYTES)
+    return np.frombuffer(memory, np.float32).reshape(slots, width)

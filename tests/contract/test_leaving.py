@@ -1,0 +1,97 @@
+"""Engines that leave between two calls of a sequence: the sequence ends with an error that has a name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from fourfold.channel import open_channel
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import Unavailable
+from fourfold.rollout.v1 import rollout_control_service_pb2 as control
+from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold_coordinator.registry import Change, Member
+from fourfold_coordinator.replica import Replica
+from tests.fakes.stage import Stage, check_books
+from tests.fakes.toy_rollout import FakeRollout
+
+SLEEP = {"gpus_per_replica": 1, "sleep_mode": True, "replicas": 2}
+CLOSED_SECONDS = 0.6
+"""After which the router has closed the channel of a member that left."""
+
+CALLS: dict[str, Callable[[Replica], Awaitable[object]]] = {
+    "one answer": lambda r: r.control.describe(timeout=5),
+    "a stream of answers": lambda r: r.rollout.complete(rollout.GenerateRequest(request_id="a"), timeout=5),
+    "a stream of requests": lambda r: r.trainer.train_step(1, [], timeout=5),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+async def test_who_is_gone_is_not_called(make_stage: Callable[..., Stage], call: str) -> None:
+    stage = make_stage()
+    engine = stage.rollouts[0]
+    await engine.start()
+    member = Member(
+        member_id="rollout-0",
+        incarnation="0" * 32,
+        role=Role.ROLE_ROLLOUT,
+        target=engine.target,
+        tokenizer_sha256=engine.tokenizer_sha256,
+    )
+    replica = Replica(member, open_channel(engine.target, None))
+    await replica.call(replica.control.describe(timeout=5))
+    replica.leave(Change.LEFT.value, cut=False)
+    await replica.channel.close()
+    with pytest.raises(Unavailable, match=rf"rollout-0 at {engine.target}: left") as refused:
+        await replica.call(CALLS[call](replica))
+    assert refused.value.reason == "LEASE_ENDED"
+
+
+def with_another(stage: Stage) -> FakeRollout:
+    """Return the engine that will leave; another one stays."""
+    stage.rollouts.append(FakeRollout("rollout-1", stage.config))
+    return stage.rollouts[0]
+
+
+async def check_goes_on(stage: Stage) -> None:
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    leaving, staying = stage.rollouts
+    assert leaving.commits == [] and staying.version == stage.trainer.version > 0
+
+
+async def test_an_engine_that_leaves_between_two_tries_to_put_it_to_sleep(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=2, rollout=SLEEP)
+    leaving = with_another(stage)
+
+    async def leave() -> None:
+        await leaving.leave()
+        await asyncio.sleep(0.1)
+
+    leaving.on_sleep, leaving.busy_sleeps = leave, 1000
+    await check_goes_on(stage)
+
+
+async def test_an_engine_that_leaves_before_it_is_woken(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=2, rollout=SLEEP)
+    leaving = with_another(stage)
+    leaving.asleep, leaving.state = {"weights", "kv_cache"}, control.WEIGHT_STATE_DIRTY  # by another coordinator
+    leaving.on_describe = leaving.leave
+    stage.rollouts[1].on_describe = lambda: asyncio.sleep(CLOSED_SECONDS)
+    await check_goes_on(stage)
+
+
+async def test_an_engine_that_leaves_while_the_trainer_looks_at_the_probe(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=2, rollout={"replicas": 2})
+    leaving = with_another(stage)
+
+    async def leave() -> None:
+        stage.trainer.on_probe = None
+        await leaving.leave()
+        await asyncio.sleep(CLOSED_SECONDS)
+
+    stage.trainer.on_probe = leave
+    await check_goes_on(stage)

@@ -1,0 +1,114 @@
+"""`[rollout.vllm]`: names and types are those of the installed vLLM, and a mistake is named before anything starts.
+
+And what vLLM makes of the settings, as far as it can be seen without starting it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.config.table import MIN_TEMPERATURE
+from fourfold.errors import ConfigError
+from fourfold_rollout.engine import EngineSettings
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(200)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _vllm_is_quiet() -> Iterator[None]:
+    before = os.environ.copy()
+    os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def checked(options: dict[str, Any]) -> dict[str, Any]:
+    from fourfold_rollout.vllm.options import checked
+
+    return checked(options)
+
+
+def test_known_names_with_values_of_their_types_pass() -> None:
+    options = {
+        "block_size": 32,
+        "kv_cache_dtype": "fp8",
+        "cudagraph_capture_sizes": [1, 8],
+        "enable_chunked_prefill": True,
+        "cpu_offload_gb": 1,
+        "async_scheduling": False,
+        "load_format": "dummy",
+    }
+    assert checked(options) == options
+    assert checked({"attention_backend": "flash_attn"})["attention_backend"].name == "FLASH_ATTN"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("blok_size", 32, "rollout.vllm.blok_size: the installed vLLM has no such option; did you mean `block_size`?"),
+        ("qqq", 1, "no such option; see its documentation of engine arguments"),
+        ("block_size", "32", "rollout.vllm.block_size = '32': the rule is a whole number; change or remove it"),
+        ("block_size", True, "block_size = True: the rule is a whole number"),
+        ("enable_chunked_prefill", 1, "the rule is true or false"),
+        ("cpu_offload_gb", "1", "the rule is a number"),
+        ("kv_cache_dtype", "fp9", "kv_cache_dtype = 'fp9': the rule is one of auto, "),
+        ("attention_backend", "flash", "attention_backend = 'flash': the rule is one of FLASH_ATTN, "),
+        ("cudagraph_capture_sizes", ["8"], "the rule is a list, each a whole number"),
+        ("compilation_config", 3, "the rule is a table, which a recipe cannot give"),
+    ],
+)
+def test_a_mistake_is_named_with_its_rule(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        checked({name: value})
+    assert message in str(caught.value)
+
+
+def test_the_lowest_temperature_is_the_lowest_that_vllm_takes_as_it_is() -> None:
+    from vllm import SamplingParams
+
+    for temperature in (0.0, MIN_TEMPERATURE, 1.5):
+        assert SamplingParams(temperature=temperature).temperature == temperature
+    assert SamplingParams(temperature=MIN_TEMPERATURE * 0.99).temperature == MIN_TEMPERATURE
+
+
+def config(folder: Path, **keys: Any) -> Any:
+    from fourfold_rollout.vllm.launch import engine_args
+
+    settings = {
+        "folder": folder, "dtype": "bfloat16", "max_context_tokens": 512, "max_concurrent_samples": 100,
+        "max_batched_tokens": 512, "enforce_eager": False, "kv_cache_gib": 1, "gpus": 0, "gpu_memory_utilization": 0.5,
+        "seed": 0, **keys,
+    }  # fmt: skip
+    return engine_args(EngineSettings(**settings)).create_engine_config()
+
+
+@pytest.mark.parametrize("options", [{"enable_chunked_prefill": True}, {"long_prefill_token_threshold": 64}])
+def test_prompts_are_not_split_on_a_cpu(tiny_model: Callable[..., Path], options: dict[str, Any]) -> None:
+    with pytest.raises(
+        ConfigError, match=f"rollout.vllm.{next(iter(options))} = .*: on CPU prompts are computed whole"
+    ):
+        config(tiny_model("qwen2"), options=options)
+
+
+def test_a_second_start_of_a_recipe_finds_what_was_compiled(tiny_model: Callable[..., Path]) -> None:
+    folder = tiny_model("qwen2")
+    first = config(folder)
+    assert config(folder, seed=7, gpu_memory_utilization=0.3, kv_cache_gib=2).compute_hash() == first.compute_hash()
+    assert config(folder, max_batched_tokens=2048).compute_hash() != first.compute_hash(), "and another does not"
+
+
+def test_limits_and_options_reach_vllm(tiny_model: Callable[..., Path]) -> None:
+    made = config(tiny_model("qwen2"), options={"block_size": 64, "prefix_caching_hash_algo": "sha256_cbor"})
+    assert made.scheduler_config.max_num_seqs == 104
+    assert made.scheduler_config.max_num_batched_tokens == 512
+    assert made.cache_config.prefix_caching_hash_algo == "sha256_cbor"
+    assert not made.scheduler_config.enable_chunked_prefill, "vLLM's core would die of a seed in a part of a prompt"
+    assert made.cache_config.block_size == 64
+    assert made.cache_config.enable_prefix_caching
+    assert not made.scheduler_config.async_scheduling, "vLLM does without it on CPU"

@@ -1,0 +1,108 @@
+"""What an engine died of: its core process or vLLM's task for outputs, found without standing still."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from fourfold_rollout.vllm.death import DeathWatch
+
+SECONDS = 5
+
+
+@pytest.fixture
+def process() -> Iterator[BaseProcess]:
+    """A child that lives until it is killed."""
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    child.start()
+    yield child
+    child.kill()
+    child.join(SECONDS)
+
+
+class Engine:
+    """As much of a launched engine as is watched, its note, and what its owner was told."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        self.text = ""
+        self.processor = SimpleNamespace()
+        self.told: list[str] = []
+        launched: Any = SimpleNamespace(
+            processes=(process,),
+            note=SimpleNamespace(read=lambda: self.text),
+            llm=SimpleNamespace(output_processor=self.processor),
+        )
+        self.watch = DeathWatch(launched, self.told.append)
+
+    async def reason(self) -> str:
+        """Wait for it."""
+        return await asyncio.wait_for(asyncio.shield(self.watch.reason), SECONDS)
+
+
+async def longest_stop(work: Any) -> float:
+    """Await `work`; return for how long the event loop stood still at most."""
+    task, longest, last = asyncio.ensure_future(work), 0.0, time.monotonic()
+    while not task.done():
+        await asyncio.sleep(0.001)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    await task
+    return longest
+
+
+async def test_a_killed_process_is_named_once(process: BaseProcess) -> None:
+    engine = Engine(process)
+    assert not engine.watch.begun
+    process.kill()
+    assert "killed by SIGKILL; was it the kernel, out of memory?" in await engine.reason()
+    engine.watch.begin()
+    engine.processor.propagate_error(ValueError("of its end"))
+    await asyncio.sleep(0)
+    assert engine.told == [await engine.reason()]
+
+
+async def test_the_first_error_of_the_process_comes_before_its_exit_code(process: BaseProcess) -> None:
+    engine = Engine(process)
+    engine.text = "ValueError: odd (core.py:7)"
+    process.kill()
+    assert await engine.reason() == "the engine died: ValueError: odd (core.py:7)"
+
+
+async def test_an_error_of_the_output_task_is_the_engines_death_and_the_loop_goes_on(process: BaseProcess) -> None:
+    engine = Engine(process)
+    engine.processor.propagate_error(KeyError("token 7"))
+    assert engine.watch.begun
+    assert await longest_stop(engine.reason()) < 0.2
+    (reason,) = engine.told
+    assert "vLLM's task for the engine's outputs failed: KeyError: 'token 7'" in reason
+    assert process.is_alive()
+
+
+async def test_a_death_that_others_notice_has_a_reason_too(process: BaseProcess) -> None:
+    engine = Engine(process)
+    engine.watch.begin()
+    assert await longest_stop(engine.reason()) < 0.2
+    assert engine.told == ["the engine does not answer any more; its log says more"]
+
+
+@pytest.mark.parametrize("looking", [False, True], ids=["alive", "dying"])
+async def test_an_engine_that_is_closed_did_not_die(process: BaseProcess, looking: bool) -> None:
+    engine = Engine(process)
+    if looking:
+        engine.watch.begin()
+    descriptors = psutil.Process().num_fds()
+    engine.watch.close()
+    assert psutil.Process().num_fds() == descriptors - (not looking)
+    assert engine.watch.begun
+    process.kill()
+    engine.watch.begin()
+    await asyncio.sleep(0.1)
+    assert await engine.reason() == "the engine is closed"
+    assert engine.told == []

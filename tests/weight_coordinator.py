@@ -14,10 +14,12 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Final, Literal, Self
+from unittest import mock
 
 import grpc
 import numpy as np
@@ -32,6 +34,7 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import RolloutControlServiceStub
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1.trainer_weight_service_pb2_grpc import TrainerWeightServiceStub
+from fourfold_coordinator import backends, weight_calls, weight_update
 from fourfold_coordinator.broker import Broker
 from fourfold_coordinator.ledger import Ledger
 from fourfold_coordinator.registry import Member, Registry
@@ -40,6 +43,8 @@ from fourfold_coordinator.trainer_session import TrainerSession
 from fourfold_coordinator.weight_plane import WeightPlane
 
 _log = logging.getLogger(__name__)
+MIXED: Final = "auto"
+"""Backend of a recipe for GPUs that cannot read each other's memory: cuda_ipc on one GPU, nccl between two."""
 Moment = Literal["before", "during", "after"]
 """Of a call: before it is sent; while it is under way, without holding it up; after it was answered well."""
 Action = Callable[[], Awaitable[None]]
@@ -125,6 +130,9 @@ class Coordinator:
         self.broker = Broker(config, self.router, self.session, self._ledger, probe_ids=probe, plane=WeightPlane())
         self._tokens: dict[str, bytes] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._patched = ExitStack()
+        if config.weights.backend == MIXED:
+            self._patched.enter_context(mock.patch.object(weight_update, "make_groups", _without_peer_access))
         for member in members:
             self.join(member)
 
@@ -140,6 +148,7 @@ class Coordinator:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._ledger.close()
+        self._patched.close()
 
     def keep(self) -> None:
         """Fill from now on who comes late or failed."""
@@ -171,6 +180,14 @@ class Coordinator:
     def _open(self, target: str) -> grpc.aio.Channel:
         tap = _Interceptor(self.tap, self._names[target])
         return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS, interceptors=[tap])
+
+
+def _without_peer_access(
+    wanted: str, trainer: weight.GetManifestResponse, engines: Sequence[weight_calls.Engine]
+) -> list[backends.Group]:
+    """Choose backends as where no GPU reads another one's memory."""
+    trainer.reachable_device_uuids[:] = trainer.device_uuids
+    return backends.make_groups(wanted, trainer, engines)
 
 
 async def ends_in(seconds: float, work: Awaitable[None]) -> None:

@@ -21,6 +21,8 @@ from fourfold.weights.answers import unwrap
 
 PROMPTS: Final = ([5, 9, 100, 31, 7], [400, 3, 77], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
 _NEW_TOKENS: Final = 12
+SIZES: Final[dict[str, Any]] = {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.01}
+"""For engines on a GPU on which others come and go: they measure nothing when they start."""
 
 Output = list[tuple[list[int], list[float]]]
 """For each prompt the sampled tokens and their log-probabilities."""

@@ -5,10 +5,12 @@ time, under versions that only grow; engines start with the weights `base`. What
 an engine that was started with them, and never changed: that is what an updated engine is compared with.
 
     FOURFOLD_FAULTS_BACKEND   shm, gloo (default: each where it matters), nccl, cuda_ipc
-    FOURFOLD_FAULTS_DEVICE    cpu (default), cuda: one GPU or more; for nccl three or more
+    FOURFOLD_FAULTS_DEVICE    cpu (default), cuda: one GPU or more, for nccl two or more
     FOURFOLD_FAULTS_SECONDS   longest time of an update (default 8); more on a busy machine
 
-On GPUs the trainer has two ranks where there are GPUs for two, and else one; `two_ranks` says which.
+On GPUs the trainer has two ranks where there are GPUs for two, and else one; `two_ranks` says which. NCCL takes no two
+ranks on one GPU: on two GPUs one engine sits on the trainer's and reads by cuda_ipc, as where GPUs have no peer access,
+and the other one gets its weights by nccl.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from fourfold import config as configuration
 from fourfold.channel import open_channel
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.doctor import find_gpus
 from fourfold.errors import Unavailable
+from fourfold.gpus import visible_gpus
 from fourfold.process import PARENT_PID_VARIABLE
 from fourfold.rollout.client import RolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
@@ -41,9 +43,9 @@ from fourfold.tokenizer import tokenizer_sha256
 from fourfold.trainer.client import TrainerClient, TrainerWeightClient
 from fourfold.weights.manifest import Manifest
 from fourfold.wire import encode
-from fourfold_coordinator.local_launcher import visible_gpus
 from fourfold_coordinator.registry import Member
 from tests.trainer_driver import batch, trainer_environment
+from tests.weight_coordinator import MIXED
 
 BACKEND: Final = os.environ.get("FOURFOLD_FAULTS_BACKEND", "")
 DEVICE: Final = os.environ.get("FOURFOLD_FAULTS_DEVICE", "cpu")
@@ -194,8 +196,9 @@ class Fleet:
     """The services of all cases of a module, and the next ones, which start meanwhile."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        self._gpus = visible_gpus(len(find_gpus())) if DEVICE == "cuda" else []
+        self._gpus = [gpu.id for gpu in visible_gpus()] if DEVICE == "cuda" else []
         self.two_ranks = DEVICE == "cpu" or len(self._gpus) > (3 if BACKEND == "nccl" else 1)
+        self._mixed = BACKEND == "nccl" and len(self._gpus) == 2
         self._ranks = 2 if self.two_ranks else 1
         self.folder = folder
         self.tokenizer = tokenizer_sha256(model)
@@ -234,7 +237,7 @@ class Fleet:
     def config(self, backend: str = "") -> Config:
         """Return the recipe, with one of BACKENDS."""
         config = configuration.load(self.recipe)
-        weights = config.weights.model_copy(update={"backend": backend or BACKENDS[0]})
+        weights = config.weights.model_copy(update={"backend": MIXED if self._mixed else backend or BACKENDS[0]})
         return config.model_copy(update={"weights": weights})
 
     def engines(self, count: int) -> list[Engine]:
@@ -244,7 +247,7 @@ class Fleet:
             self.prepare()
             self._engines.append(self._starting.pop(0))
             self._engines[-1].wait_ready()
-        return chosen[-count:]
+        return sorted(chosen[-count:], key=lambda engine: engine.gpu) if self._mixed else chosen[-count:]
 
     def _apart(self) -> list[Engine]:
         """Return the newest engines, with NCCL one on each GPU: it takes no two ranks on one."""
@@ -340,7 +343,7 @@ class Fleet:
                 gpus=int(DEVICE == "cuda"),
                 more="kv_cache_gib = 1" + (", enforce_eager = true" if DEVICE == "cuda" else ""),
                 timeout=UPDATE_SECONDS,
-                backend=BACKENDS[0],
+                backend=MIXED if self._mixed else BACKENDS[0],
             )
         )
         return path
@@ -361,7 +364,7 @@ class Fleet:
         environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         if self._gpus:
             # NCCL takes no two ranks on one GPU.
-            free = self._gpus[self._ranks :] if BACKEND == "nccl" else self._gpus
+            free = self._gpus[self._ranks :] if BACKEND == "nccl" and not self._mixed else self._gpus
             taken = [engine.gpu for engine in self._made if engine.alive]
             environment["CUDA_VISIBLE_DEVICES"] = min(free, key=taken.count)
         engine = Engine(["rollout", str(recipe), "--member-id", name], self.folder, name, environment)

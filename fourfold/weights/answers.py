@@ -32,6 +32,13 @@ def error_answer(error: FourfoldError) -> dict[str, str]:
     return {_ERROR: error.code, "message": error.message, "reason": error.reason}
 
 
+def error_of(answer: Any) -> FourfoldError | None:
+    """Return the error that an answer carries; None: it is a result."""
+    if not isinstance(answer, dict) or _ERROR not in answer:
+        return None
+    return _CLASSES.get(answer[_ERROR], Internal)(answer["message"], reason=answer["reason"])
+
+
 def unwrap(answers: Sequence[Any]) -> list[Any]:
     """Return the answers of all workers of one engine, in worker order.
 
@@ -39,10 +46,9 @@ def unwrap(answers: Sequence[Any]) -> list[Any]:
         FourfoldError: the first error among them, as the class that the worker raised.
     """
     for index, answer in enumerate(answers):
-        if isinstance(answer, dict) and _ERROR in answer:
-            cls = _CLASSES.get(answer[_ERROR], Internal)
+        if (error := error_of(answer)) is not None:
             where = f"engine worker {index}: " if len(answers) > 1 else ""
-            raise cls(where + answer["message"], reason=answer["reason"])
+            raise type(error)(where + error.message, reason=error.reason)
     return list(answers)
 
 

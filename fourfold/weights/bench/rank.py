@@ -106,9 +106,6 @@ class _Trainer:
         if self._loop is not None:
             self._loop.broadcast(parameter.detach().contiguous())
 
-    def loop_close(self) -> None:
-        self._loop = None
-
 
 def main() -> None:
     """Answer calls until the benchmark ends."""

@@ -14,12 +14,14 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from fourfold.bench.devices import visible
 from fourfold.errors import Unavailable
 from fourfold.weights.answers import error_answer, unwrap
-from fourfold.weights.bench.settings import Settings, visible
+from fourfold.weights.bench.settings import Settings
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import SendResult
 
@@ -104,11 +106,14 @@ class Rank:
 
     def stop(self) -> None:
         """End the process."""
+        with suppress(OSError):  # it has closed its side already
+            self._socket.shutdown(socket.SHUT_RDWR)  # `close` alone does not end what the reader waits for
         self._socket.close()
         try:
             self._process.wait(_STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.wait(_STOP_SECONDS)
 
     def _read(self) -> None:
         try:

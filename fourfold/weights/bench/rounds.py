@@ -15,13 +15,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
+from fourfold.bench.memory import GpuMemory
+from fourfold.bench.shapes import write_config
 from fourfold.scratch import Scratch
 from fourfold.weights.answers import unwrap
 from fourfold.weights.bench.engine import ServingEngine
-from fourfold.weights.bench.memory import GpuMemory
 from fourfold.weights.bench.numbers import Phase, Seconds, longest_gap, summary, usual_gap
 from fourfold.weights.bench.ranks import Rank, start_ranks
-from fourfold.weights.bench.settings import Settings, write_folder
+from fourfold.weights.bench.settings import Settings
 from fourfold.weights.local import Publisher
 
 _TOKENS_BETWEEN: Final = 4
@@ -34,7 +35,7 @@ def run(settings: Settings) -> dict[str, Any]:
     with ExitStack() as closing:
         scratch = Scratch("bench")
         closing.callback(scratch.remove)
-        folder = write_folder(scratch.path / "model", settings.shape)
+        folder = write_config(scratch.path / "model", settings.shape)
         (scratch.path / "engine").mkdir()
         engine = ServingEngine(settings, folder, scratch.path / "engine")
         closing.callback(engine.close)

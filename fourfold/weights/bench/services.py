@@ -14,36 +14,33 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from google.protobuf.duration_pb2 import Duration
 
+from fourfold.bench.devices import visible
+from fourfold.bench.memory import GpuMemory
+from fourfold.bench.shapes import write_config
 from fourfold.channel import call, open_channel
 from fourfold.errors import Unavailable
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
-from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.scratch import Scratch
 from fourfold.trainer.client import TrainerClient
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
-from fourfold.weights.bench.memory import GpuMemory
-from fourfold.weights.bench.numbers import Phase, Seconds, longest_gap, summary, usual_gap
-from fourfold.weights.bench.settings import SHAPES, Settings, visible, write_folder
+from fourfold.weights.bench.numbers import Phase, Seconds, summary, usual_gap
+from fourfold.weights.bench.settings import Settings
+from fourfold.weights.bench.streams import Streams
 from fourfold.weights.manifest import Manifest
 
 _READY_SECONDS: Final = 400.0
 _STOP_SECONDS: Final = 10.0
 _STEP_SECONDS: Final = 300.0
 _TOKENS_BETWEEN: Final = 4
-_PROMPT_TOKENS: Final = 16
 _ROW: Final = np.arange(3, 35, dtype=np.int32)
-# So that clients see tokens as they come.
-_FLUSH_NANOSECONDS: Final = 1_000_000
 
 _RECIPE: Final = """
 name = "bench"
@@ -103,7 +100,7 @@ def _prepare(settings: Settings, scratch: Path) -> Path:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
-    folder = write_folder(scratch / "model", settings.shape)
+    folder = write_config(scratch / "model", settings.shape)
     Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
     make: Any = transformers.AutoModelForCausalLM
     make.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).save_pretrained(folder)
@@ -113,7 +110,7 @@ def _prepare(settings: Settings, scratch: Path) -> Path:
         context=settings.context,
         gpus=1 if settings.on_gpus else 0,
         memory=settings.engine_memory,
-        streams=max(1, settings.streams),
+        streams=max(2, settings.streams),  # the recipe has groups of two
         eager=str(settings.eager).lower(),
         device="cuda" if settings.on_gpus else "cpu",
         ranks=len(settings.trainer_devices),
@@ -147,21 +144,20 @@ class _Bench:
     def __init__(self, settings: Settings, to_trainer: Any, to_rollout: Any) -> None:
         self._settings = settings
         self._trainer = TrainerClient(to_trainer, peer="trainer")
-        self._rollout = RolloutClient(to_rollout, peer="rollout")
         self._sender = weight_grpc.TrainerWeightServiceStub(to_trainer)
         self._engine = control_grpc.RolloutControlServiceStub(to_rollout)
-        self._tokens: list[list[float]] = [[] for _ in range(settings.streams)]
-        self._tasks: list[asyncio.Task[None]] = []
+        self._streams = Streams(settings, RolloutClient(to_rollout, peer="rollout"))
         self._epoch = int(time.time())
+        self._version = 0
         self._manifest: Manifest
 
     async def run(self) -> dict[str, Any]:
         """Run everything."""
         settings = self._settings
         memory = GpuMemory([*settings.trainer_devices, settings.engine_device])
-        self._tasks = [asyncio.create_task(self._stream(index)) for index in range(settings.streams)]
+        await self._streams.start()
         try:
-            await self._wait_for_tokens(_TOKENS_BETWEEN)
+            await self._streams.wait_for(_TOKENS_BETWEEN, timeout=_STEP_SECONDS)
             before = memory.used()
             opens = []
             for _ in range(2):
@@ -173,10 +169,9 @@ class _Bench:
             plain = await self._rounds(settings.rounds, verify=False)
             verified = await self._rounds(settings.verified_rounds, verify=True)
             peak = memory.peak()
+            tokens = await self._end_streams()
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._streams.stop()
             memory.stop()
         return {
             "bytes": self._manifest.byte_count,
@@ -187,8 +182,30 @@ class _Bench:
             "gpu_mib": {d: {"open": round(opened[d] - before[d]), "most": round(peak[d] - before[d])} for d in before},
             "plain": {name: summary(values) for name, values in plain.items()},
             "verified": {name: summary(values) for name, values in verified.items()},
-            "token_gap": summary([usual_gap(self._tokens)]),
+            "token_gap": summary([usual_gap(self._streams.times)]),
+            "tokens": tokens,
+            **self._waits(plain),
         }
+
+    def _waits(self, plain: Phase) -> dict[str, Any]:
+        """Return what clients waited: for first tokens, and in the round with the longest gap beside its stall."""
+        if not self._streams.first_token:
+            return {}
+        rounds = zip(plain["longest_gap"], plain["stall"], strict=True)
+        gap, stall = max(rounds, key=lambda times: times[0] - times[1])
+        return {
+            "first_token": summary(self._streams.first_token),
+            "worst_round": {"gap_ms": round(1000 * gap, 3), "stall_ms": round(1000 * stall, 3)},
+        }
+
+    async def _end_streams(self) -> dict[str, int]:
+        """Have the engine give up what runs, with the tokens it has, and account for all of them."""
+        self._streams.end()
+        fixed: dict[str, Any] = {"epoch": self._epoch, "policy_version": self._version + 1}
+        begin = control.BeginWeightsRequest(**fixed, pause_mode=control.PAUSE_MODE_ABORT)
+        await self._call(self._engine.BeginWeights, begin)
+        await self._call(self._engine.AbortWeights, control.AbortWeightsRequest(epoch=self._epoch))
+        return await self._streams.account(timeout=self._settings.timeout)
 
     async def _open(self) -> control.OpenWeightsResponse:
         settings = self._settings
@@ -209,14 +226,14 @@ class _Bench:
     async def _rounds(self, count: int, *, verify: bool) -> Phase:
         phase: Phase = {}
         for _ in range(count):
-            version = await self._step()
-            await self._wait_for_tokens(_TOKENS_BETWEEN)
+            self._version = await self._step()
+            await self._streams.wait_for(_TOKENS_BETWEEN, timeout=_STEP_SECONDS)
             asked = time.perf_counter()
-            row = await self._update(version, verify=verify)
+            row = await self._update(self._version, verify=verify)
             answered = time.perf_counter()
-            await self._wait_for_tokens(2)
-            gap = max((longest_gap(times, asked, answered) for times in self._tokens), default=0.0)
-            row |= {"whole": answered - asked, "gap": gap - usual_gap(self._tokens)}
+            await self._streams.wait_for(2, timeout=_STEP_SECONDS)
+            gap = self._streams.longest_gap(asked, answered)
+            row |= {"whole": answered - asked, "gap": gap - usual_gap(self._streams.times), "longest_gap": gap}
             for name, value in row.items():
                 phase.setdefault(name, []).append(value)
         return phase
@@ -252,34 +269,6 @@ class _Bench:
         await self._trainer.forward_backward([_ROW], [weights], step=step, timeout=_STEP_SECONDS)
         await self._trainer.optim_step(step, timeout=_STEP_SECONDS)
         return (await self._trainer.get_status(timeout=_STEP_SECONDS)).policy_version
-
-    async def _stream(self, index: int) -> None:
-        settings, count = self._settings, 0
-        flush = Duration()
-        flush.FromNanoseconds(_FLUSH_NANOSECONDS)
-        vocabulary = SHAPES[settings.shape]["vocab_size"]
-        while True:
-            # Streams begin at different places, so that they do not all end, and start anew, in one step.
-            less = settings.context // 2 * index // settings.streams if not count else 0
-            request = rollout.GenerateRequest(
-                request_id=f"stream-{index}-{count}",
-                prompt_token_ids=[(7 * index + i) % vocabulary for i in range(_PROMPT_TOKENS)],
-                sampling_params=rollout.SamplingParams(max_tokens=settings.context - _PROMPT_TOKENS - 1 - less),
-                flush_interval=flush,
-            )
-            async with aclosing(self._rollout.generate(request, timeout=3600)) as chunks:
-                async for _ in chunks:
-                    self._tokens[index].append(time.perf_counter())
-            count += 1
-
-    async def _wait_for_tokens(self, count: int) -> None:
-        goals = [len(times) + count for times in self._tokens]
-        async with asyncio.timeout(_STEP_SECONDS):
-            while any(len(times) < goal for times, goal in zip(self._tokens, goals, strict=True)):
-                for task in self._tasks:
-                    if task.done():
-                        task.result()
-                await asyncio.sleep(0.005)
 
     async def _call(self, method: Any, request: Any) -> Any:
         name = type(request).__name__.removesuffix("Request")

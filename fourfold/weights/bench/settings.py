@@ -1,48 +1,12 @@
-"""What is measured: shapes of models, and the numbers of one benchmark."""
+"""What is measured: the numbers of one benchmark."""
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
+from fourfold.bench.shapes import SHAPES
 from fourfold.errors import ConfigError
-
-# As it was when the benchmark began: it changes for the engine.
-_LISTED: Final = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-
-_LLAMA: Final = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5}
-_QWEN2: Final = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "rms_norm_eps": 1e-6}
-
-
-def _shape(base: dict[str, Any], sizes: tuple[int, int, int, int, int, int], *, tied: bool) -> dict[str, Any]:
-    """Return a configuration; sizes are hidden, layers, heads, key and value heads, intermediate, vocabulary."""
-    hidden, layers, heads, kv_heads, inner, words = sizes
-    return base | {
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "intermediate_size": inner,
-        "vocab_size": words,
-        "tie_word_embeddings": tied,
-        "max_position_embeddings": 4096,
-        "hidden_act": "silu",
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "dtype": "bfloat16",
-    }
-
-
-# Configurations of Hugging Face folders.
-SHAPES: Final[dict[str, dict[str, Any]]] = {
-    "tiny": _shape(_LLAMA, (64, 2, 2, 1, 128, 512), tied=True),
-    "0.135b": _shape(_LLAMA, (576, 30, 9, 3, 1536, 49_152), tied=True),  # SmolLM2-135M
-    "0.43b": _shape(_LLAMA, (1024, 24, 16, 8, 4096, 49_152), tied=True),
-    "7b": _shape(_QWEN2, (3584, 28, 28, 4, 18_944, 152_064), tied=False),  # Qwen2.5-7B
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,29 +81,3 @@ class Settings:
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""
         return asdict(self) | {"trainer_devices": list(self.trainer_devices), "backend": self.chosen_backend}
-
-
-def write_folder(folder: Path, shape: str) -> Path:
-    """Write a model folder without weights: vLLM fills in its own, the trainer draws some."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape], indent=2), encoding="utf-8")
-    return folder
-
-
-def visible(*devices: str) -> dict[str, str]:
-    """Return the environment of a process that shall see these devices alone, as its cuda:0, cuda:1, ..."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(physical_gpu(device) for device in devices if device != "cpu")}
-
-
-def physical_gpu(device: str, listed: str = _LISTED) -> str:
-    """Return what the driver calls a device that this process calls "cuda:1".
-
-    Args:
-        device: as torch writes it.
-        listed: CUDA_VISIBLE_DEVICES of this process.
-    """
-    index = device.partition(":")[2] or "0"
-    names = [name for name in listed.split(",") if name]
-    if names and int(index) >= len(names):
-        raise ConfigError(f"device {device}: CUDA_VISIBLE_DEVICES = {listed} lists {len(names)}")
-    return names[int(index)] if names else index

@@ -13,58 +13,56 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from fourfold.errors import ConfigError
 from fourfold.weights.bench.table import print_table
 
 _SECONDS: Final = 300.0
 
-_SERVICES: Final = ("--path", "services", "--zero3")
-_APART: Final = ("--trainer-device", "cuda:0", "--engine-device", "cuda:1")
-_TOGETHER: Final = ("--trainer-device", "cuda:0", "--engine-device", "cuda:0")
-_ZERO3: Final = ("--zero3", "--engine-device", "cuda:1", "--engine-memory", "0.3", "--backend", "cuda_ipc")
+_ON_CPU: Final = "--engine-device cpu --shape 0.135b"
+_SERVICES: Final = "--path services --zero3"
+_APART: Final = "--trainer-device cuda:0 --engine-device cuda:1"
+_TOGETHER: Final = "--trainer-device cuda:0 --engine-device cuda:0"
+_ZERO3: Final = "--zero3 --engine-device cuda:1 --engine-memory 0.3 --backend cuda_ipc"
 
 # Name of a suite -> name of a configuration -> arguments.
-SUITES: Final[dict[str, dict[str, Sequence[str]]]] = {
+SUITES: Final[dict[str, dict[str, str]]] = {
     "h200": {
-        "0.43b-nccl": ("--shape", "0.43b", "--backend", "nccl", *_APART, "--compare", "loop"),
-        "0.43b-ipc-apart": ("--shape", "0.43b", "--backend", "cuda_ipc", *_APART),
-        "0.43b-ipc-together": ("--shape", "0.43b", "--backend", "cuda_ipc", *_TOGETHER),
-        "0.43b-services-nccl": (*_SERVICES, "--shape", "0.43b", "--backend", "nccl", *_APART),
-        "0.43b-services-ipc": (
-            "--path",
-            "services",
-            "--zero3",
-            "--shape",
-            "0.43b",
-            "--backend",
-            "cuda_ipc",
-            *_TOGETHER,
-        ),
-        "7b-nccl": ("--shape", "7b", "--backend", "nccl", *_APART, "--compare", "loop", "--eager"),
-        "7b-ipc-together": ("--shape", "7b", "--backend", "cuda_ipc", *_TOGETHER, "--eager"),
-        "7b-ipc-apart": ("--shape", "7b", "--backend", "cuda_ipc", *_APART, "--eager"),
-        "7b-zero3-1": ("--shape", "7b", "--trainer-device", "cuda:0", *_ZERO3, "--eager"),
-        "7b-zero3-2": ("--shape", "7b", "--trainer-device", "cuda:0,cuda:1", *_ZERO3, "--eager", "--compare", "loop"),
+        "0.43b-nccl": f"--shape 0.43b --backend nccl {_APART} --compare loop",
+        "0.43b-ipc-apart": f"--shape 0.43b --backend cuda_ipc {_APART}",
+        "0.43b-ipc-together": f"--shape 0.43b --backend cuda_ipc {_TOGETHER}",
+        "0.43b-services-nccl": f"{_SERVICES} --shape 0.43b --backend nccl {_APART}",
+        "0.43b-services-ipc": f"{_SERVICES} --shape 0.43b --backend cuda_ipc {_TOGETHER}",
+        "7b-nccl": f"--shape 7b --backend nccl {_APART} --compare loop --eager",
+        "7b-ipc-together": f"--shape 7b --backend cuda_ipc {_TOGETHER} --eager",
+        "7b-ipc-apart": f"--shape 7b --backend cuda_ipc {_APART} --eager",
+        "7b-zero3-1": f"--shape 7b --trainer-device cuda:0 {_ZERO3} --eager",
+        "7b-zero3-2": f"--shape 7b --trainer-device cuda:0,cuda:1 {_ZERO3} --eager --compare loop",
     },
     "cpu": {
-        "0.135b-shm": ("--shape", "0.135b", "--backend", "shm", "--compare", "loop", "--rounds", "10"),
-        "0.135b-gloo": ("--shape", "0.135b", "--backend", "gloo", "--rounds", "10"),
-        "0.135b-services-shm": (*_SERVICES, "--shape", "0.135b", "--backend", "shm"),
-        "0.135b-shm-zero3-2": ("--shape", "0.135b", "--backend", "shm", "--zero3", "--ranks", "2", "--rounds", "10"),
+        "0.135b-shm": f"{_ON_CPU} --backend shm --compare loop --rounds 10",
+        "0.135b-gloo": f"{_ON_CPU} --backend gloo --rounds 10",
+        "0.135b-services-shm": f"{_ON_CPU} {_SERVICES} --backend shm",
+        "0.135b-shm-zero3-2": f"{_ON_CPU} --backend shm --zero3 --ranks 2 --rounds 10",
     },
 }
 
 
 def run_suite(suite: str, folder: Path, *, only: str) -> int:
-    """Run the configurations whose name contains `only`; write one JSON file each; return 1 when one failed."""
+    """Run the configurations whose name contains `only`; write one JSON file each; return 1 when one failed.
+
+    Raises:
+        ConfigError: no name does.
+    """
+    chosen = {name: arguments for name, arguments in SUITES[suite].items() if only in name}
+    if not chosen:
+        raise ConfigError(f"--only {only}: in no name of the suite; they are {', '.join(SUITES[suite])}")
     folder.mkdir(parents=True, exist_ok=True)
     documents, failed = [], []
-    for name, arguments in SUITES[suite].items():
-        if only not in name:
-            continue
+    for name, arguments in chosen.items():
         path = folder / f"weights-{name}-{time.strftime('%Y-%m-%d', time.gmtime())}.json"
-        print(f"{name}: fourfold bench weights {' '.join(arguments)}", flush=True)
+        print(f"{name}: fourfold bench weights {arguments}", flush=True)
         began = time.monotonic()
-        code = _run([*arguments, "--name", name, "--json", str(path)])
+        code = _run([*arguments.split(), "--name", name, "--json", str(path)])
         print(f"{name}: {'ok' if not code else f'failed ({code})'}, {time.monotonic() - began:.0f} s", flush=True)
         if code:
             failed.append(name)

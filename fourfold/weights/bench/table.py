@@ -47,6 +47,15 @@ def _rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("with sums: receive verb", f"{_ms(results['verified']['receive'])} ms"),
         ("join (open an epoch)", f"{_ms(results['open'])} ms"),
     ]
+    if "tokens" in results:
+        tokens = results["tokens"]
+        rows.append(("tokens lost", f"{tokens['lost']} of {tokens['sampled']:,} sampled"))
+    if "first_token" in results:
+        worst = results["worst_round"]
+        rows += [
+            ("time to first token", f"{_ms(results['first_token'])} ms"),
+            ("longest gap of a client / stall + 50", f"{worst['gap_ms']:.2f} / {worst['stall_ms'] + 50:.2f} ms"),
+        ]
     if "without_data" in results:
         empty = results["without_data"]
         rows.append(("round without data", f"{_ms(empty['whole'])} ms, stall {_ms(empty['stall'])} ms"))

@@ -73,7 +73,3 @@ class BenchWorker(WeightWorker):
             self._bench_model.finish_load()
         else:
             torch.cuda.synchronize()
-
-    def loop_close(self) -> None:
-        """Leave the group."""
-        self._bench_loop = self._bench_model = None

@@ -1,0 +1,40 @@
+"""A real engine of two workers, which vLLM lets share a model on a CPU, too: they join an epoch both or neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fourfold.errors import MODEL_MISMATCH, WrongState
+from fourfold.weights.sender import WeightSender
+from fourfold.weights.source import DenseSource
+from tests.weight_engine import running_engine
+from tests.weight_trainer import Trainer
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def test_what_the_first_worker_alone_refuses_leaves_the_open_epoch_in_both(tiny_model: Callable[..., Path]) -> None:
+    one, two = (tiny_model("llama", seed) for seed in (1, 2))
+    with running_engine(patience=240) as engine:
+        engine.load(one, tensor_parallel_size=2, distributed_executor_backend="mp", disable_custom_all_reduce=True)
+        trainer = Trainer(two, workers=2)
+        trainer.open(engine)
+
+        # Each worker cuts its share out of the larger tensors, and only the first can tell that something is left over.
+        config = transformers.AutoConfig.from_pretrained(two)
+        config.intermediate_size *= 2
+        wider = Trainer(two, workers=2)
+        auto: Any = transformers.AutoModelForCausalLM
+        wider.model = auto.from_config(config).to(torch.bfloat16)
+        wider.senders = [WeightSender(DenseSource(wider.model), rank=0, rank_count=1)]
+        with pytest.raises(WrongState, match="leave out parts of") as caught:
+            wider.open(engine)
+        assert caught.value.reason == MODEL_MISMATCH
+
+        trainer.update(engine)  # raises what either of them answers as an error

@@ -172,9 +172,13 @@ class Slow:
     """Stands in for the model where the test is about waiting: works until it is told to stop, or is let go."""
 
     vocabulary_size = VOCABULARY_SIZE
+    tokens_per_batch = 4
 
     def __init__(self) -> None:
         self.calls = 0
+        self.rounds: list[int] = []
+        """Tokens of each."""
+        self.began = threading.Event()
         self.running = 0
         self.most_running = 0
         self.stopped = 0
@@ -182,6 +186,8 @@ class Slow:
 
     def logprobs(self, token_ids: list[Any], temperatures: list[float], *, stopped: Callable[[], bool]) -> list[Any]:
         self.calls += 1
+        self.rounds.append(sum(map(len, token_ids)))
+        self.began.set()
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
@@ -197,14 +203,72 @@ class Slow:
 async def test_info_is_answered_while_one_call_at_a_time_computes(connect: Connect) -> None:
     slow = Slow()
     client = await connect(model=slow)
-    calls = [asyncio.create_task(ask(client, experience(f"s{i}", [1, 2]))) for i in range(3)]
+    calls = [asyncio.create_task(ask(client, experience("s0", [1, 2])))]
+    assert await asyncio.to_thread(slow.began.wait, 10)
+    calls += [asyncio.create_task(ask(client, experience(f"s{i}", [1, 2]))) for i in (1, 2)]
     await asyncio.sleep(0.2)
     started = time.monotonic()
     await client.get_info(timeout=2)
     assert time.monotonic() - started < 0.5
     slow.go.set()
     assert len(await asyncio.gather(*calls)) == 3
-    assert (slow.calls, slow.most_running) == (3, 1)
+    assert (slow.rounds, slow.most_running) == ([2, 4], 1), "two came while the first was computed"
+
+
+async def test_calls_that_wait_are_looked_up_together_and_each_gets_its_own(connect: Connect, folder: Path) -> None:
+    slow = Slow()
+    client = await connect(model=slow)
+
+    def call(i: int) -> asyncio.Task[Any]:
+        return asyncio.create_task(ask(client, *(experience(f"s{i}-{j}", [1, 2]) for j in range(4))))
+
+    calls = [call(0)]
+    assert await asyncio.to_thread(slow.began.wait, 10)
+    calls += [call(i) for i in range(1, 12)]
+    await asyncio.sleep(0.5)
+    slow.go.set()
+    assert [len(rows) for rows in await asyncio.gather(*calls)] == [4] * 12
+    assert slow.rounds == [8, 32, 32, 24], "at most 8 passes of 4 tokens, in whole calls"
+
+    client = await connect()
+    samples = [[random_ids(10 * i + j, 9 + i + j) for j in range(3)] for i in range(8)]
+    asked = [ask(client, *(experience(f"s{i}-{j}", ids) for j, ids in enumerate(s))) for i, s in enumerate(samples)]
+    for ids, rows in zip(samples, await asyncio.gather(*asked), strict=True):
+        for one, row in zip(ids, rows, strict=True):
+            np.testing.assert_allclose(row, naive(folder, one, 1.0), atol=2e-4, rtol=1e-4)
+
+
+async def test_who_leaves_does_not_stop_the_others_of_its_round(connect: Connect) -> None:
+    slow = Slow()
+    client = await connect(model=slow)
+    first = asyncio.create_task(ask(client, experience("first", [1, 2])))
+    while not slow.running:
+        await asyncio.sleep(0.01)
+    leaves, stays = (asyncio.create_task(ask(client, experience(f"s{i}", [1, 2]))) for i in range(2))
+    await asyncio.sleep(0.2)
+    first.cancel()  # the second round begins, of two
+    await asyncio.sleep(0.2)
+    leaves.cancel()
+    await asyncio.sleep(0.2)
+    slow.go.set()
+    assert len(await stays) == 1
+    assert (slow.rounds, slow.stopped) == ([2, 4], 1)
+
+
+async def test_a_pass_that_fails_is_an_error_of_its_calls_and_of_no_later_ones(connect: Connect) -> None:
+    slow = Slow()
+    broken = slow.logprobs
+
+    def fail(*_args: Any, **_kwargs: Any) -> list[Any]:
+        raise RuntimeError("CUDA out of memory")
+
+    client = await connect(model=slow)
+    slow.logprobs = fail  # type: ignore[method-assign]
+    with pytest.raises(grpc.aio.AioRpcError):
+        await ask(client, experience("a", [1, 2]))
+    slow.logprobs = broken  # type: ignore[method-assign]
+    slow.go.set()
+    assert len(await ask(client, experience("b", [1, 2]))) == 1
 
 
 async def test_too_many_calls_are_refused_with_a_delay(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,15 @@ that both give the same numbers for the same weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 import transformers
+from torch import Tensor
 
 from fourfold.errors import ConfigError
 from fourfold.nn import forward
@@ -33,7 +35,8 @@ class ReferenceModel:
         """Wrap a model that `load` made."""
         self._model = model
         self._device = device
-        self._tokens_per_batch = tokens_per_batch
+        self.tokens_per_batch = tokens_per_batch
+        """Most tokens in one forward pass."""
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
 
     @classmethod
@@ -100,16 +103,43 @@ class ReferenceModel:
             Stopped: `stopped` said so.
         """
         results = [np.full(len(ids), np.nan, np.float32) for ids in token_ids]
-        batches = split_by_tokens([len(ids) for ids in token_ids], max_tokens=self._tokens_per_batch)
-        for indices in batches:
+        under_way: deque[_Pass] = deque()
+
+        def finish() -> None:
+            for index, row in under_way.popleft().rows():
+                results[index][1:] = row
+
+        for indices in split_by_tokens([len(ids) for ids in token_ids], max_tokens=self.tokens_per_batch):
             if stopped():
                 raise Stopped
             ids = [token_ids[i] for i in indices]
             batch = pack(ids, [np.arange(1, len(i)) for i in ids], [temperatures[i] for i in indices])
             with torch.inference_mode():
                 logprobs, _ = self._model(**forward.batch_arguments(batch, self._device))
-            found = logprobs.cpu().numpy()
-            ends = np.cumsum([len(i) - 1 for i in ids])
-            for index, row in zip(indices, np.split(found, ends[:-1]), strict=True):
-                results[index][1:] = row
+            under_way.append(_Pass(indices, [len(i) - 1 for i in ids], logprobs))
+            if len(under_way) > 1:  # the device has its next work before the host looks at what is done
+                finish()
+        while under_way:
+            finish()
         return results
+
+
+class _Pass:
+    """One forward pass on its way to the host."""
+
+    def __init__(self, indices: Sequence[int], counts: Sequence[int], logprobs: Tensor) -> None:
+        """Begin to copy `logprobs`, float32 [sum(counts)], which belong to the samples `indices`."""
+        self._indices, self._counts = indices, counts
+        self._event: torch.cuda.Event | None = None
+        self._host = logprobs
+        if logprobs.device.type == "cuda":
+            self._host = torch.empty_like(logprobs, device="cpu", pin_memory=True)
+            self._host.copy_(logprobs, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def rows(self) -> Iterator[tuple[int, Float32Array]]:
+        """Wait for the copy; return each sample's index and log-probabilities."""
+        if self._event is not None:
+            self._event.synchronize()
+        return zip(self._indices, np.split(self._host.numpy(), np.cumsum(self._counts[:-1])), strict=True)

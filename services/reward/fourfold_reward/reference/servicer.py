@@ -1,17 +1,12 @@
 """ReferenceService on one frozen model.
 
-    ComputeLogprobs --checked--> executor of one thread (one call at a time) --> answer
+    ComputeLogprobs --checked--> rounds of many calls, in a thread (merging.py) --> answer
 
-The model runs in a thread, so that health and GetInfo are answered meanwhile. A call whose
-client went away stops at its next batch.
+Health and GetInfo are answered meanwhile. A round whose clients all went away stops at its next batch.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,11 +16,15 @@ from fourfold.errors import InvalidInput, Overloaded, Unavailable
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1 import reference_service_pb2_grpc as pb_grpc
 from fourfold.types.v1.experience_pb2 import Experience
-from fourfold.wire import Float32Array, Int32Array, check_id, decode_token_ids, pack_floats
+from fourfold.wire import Int32Array, check_id, decode_token_ids, pack_floats
+from fourfold_reward.reference.merging import Merger
 from fourfold_reward.reference.model import ReferenceModel, Stopped
 
 MAX_REQUEST_BYTES: Final = 8 << 20
-MAX_CALLS: Final = 16
+# All groups of a step may come at once; what they hold while they wait is limited by its size.
+MAX_CALLS: Final = 1024
+MAX_WAITING_BYTES: Final = 128 << 20
+_LONGEST_RETRY_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +48,16 @@ class ReferenceServicer(pb_grpc.ReferenceServiceServicer):
         self._name = name
         self._max_context_tokens = max_context_tokens
         self._loaded: Loaded | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reference")
-        self._closing = threading.Event()
-        self._calls = 0
-        self._mean_seconds = 1.0
+        self._merger = Merger()
+        self._calls = self._waiting_bytes = 0
 
     def set_ready(self, loaded: Loaded) -> None:
         """Serve this from now on."""
         self._loaded = loaded
 
     async def close(self) -> None:
-        """Stop what is being computed at its next batch, and what waits at once."""
-        self._closing.set()
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Stop what is being computed at its next batch, and what waits."""
+        self._merger.close()
 
     async def GetInfo(
         self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -81,42 +77,29 @@ class ReferenceServicer(pb_grpc.ReferenceServiceServicer):
         """Check every sample, then look them up."""
         model = self._ready().model
         token_ids = self._decode(request, model)
-        if self._calls >= MAX_CALLS:
+        size = request.ByteSize()
+        if self._calls >= MAX_CALLS or self._waiting_bytes + size > MAX_WAITING_BYTES:
             raise Overloaded(
-                f"{self._calls} calls are being worked on; at most {MAX_CALLS} may wait: come back later, or start "
-                "more reference services",
+                f"{self._calls} calls with {self._waiting_bytes >> 20} MiB are being worked on; at most {MAX_CALLS} "
+                f"with {MAX_WAITING_BYTES >> 20} MiB may wait: come back later, or start more reference services",
                 reason="QUEUE_FULL",
-                retry_after=min(self._mean_seconds * MAX_CALLS / 2, 30.0),
+                retry_after=min(self._merger.mean_seconds, _LONGEST_RETRY_SECONDS),
             )
         self._calls += 1
+        self._waiting_bytes += size
         try:
-            rows = await self._compute(model, token_ids, [e.temperature for e in request.experiences])
-        finally:
-            self._calls -= 1
-        return pb.ComputeLogprobsResponse(logprobs=[pack_floats(row) for row in rows])
-
-    async def _compute(
-        self, model: ReferenceModel, token_ids: list[Int32Array], temperatures: list[float]
-    ) -> list[Float32Array]:
-        gone = threading.Event()
-
-        def work() -> list[Float32Array]:
-            started = time.monotonic()
-            rows = model.logprobs(token_ids, temperatures, stopped=lambda: gone.is_set() or self._closing.is_set())
-            self._mean_seconds += 0.2 * (time.monotonic() - started - self._mean_seconds)
-            return rows
-
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            rows = await self._merger.look_up(model, token_ids, [e.temperature for e in request.experiences])
         except Stopped:
             raise Unavailable("the reference service is stopping; try another one") from None
         finally:
-            gone.set()
+            self._calls -= 1
+            self._waiting_bytes -= size
+        return pb.ComputeLogprobsResponse(logprobs=[pack_floats(row) for row in rows])
 
     def _ready(self) -> Loaded:
         if self._loaded is None:
             raise Unavailable("the reference model is loading; try again in a few seconds", retry_after=1.0)
-        if self._closing.is_set():
+        if self._merger.closing:
             raise Unavailable("the reference service is stopping; try another one")
         return self._loaded
 

@@ -38,7 +38,7 @@ def batch_plan(config: Config) -> BatchPlan:
     per_rank = -(-samples // config.trainer.data_parallel_size)
     per_mini_batch = -(-samples // config.batch.mini_batches_per_step)
     per_micro_batch = config.batch.tokens_per_micro_batch // config.model.max_context_tokens
-    evaluated = config.data.eval is not None or config.data.holdout is not None
+    evaluated = config.data.held_out
     return BatchPlan(
         samples_per_step=samples,
         tokens_per_step=samples * config.model.max_context_tokens,

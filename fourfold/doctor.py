@@ -24,6 +24,7 @@ from typing import Final
 
 from fourfold import models
 from fourfold.errors import ConfigError
+from fourfold.gpus import machine_gpus, visible_gpus
 
 _GIB: Final = 1 << 30
 _MEMORY_GIB: Final = 10  # what recipes/quickstart.toml takes at most, and some room
@@ -167,6 +168,8 @@ def _gpus() -> Check:
     if not gpus:
         return Check(state="none", text="no NVIDIA GPU: everything runs on the CPU")
     text = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: {', '.join(gpus)}"
+    if (left := len(visible_gpus())) < len(gpus):
+        text += f"; CUDA_VISIBLE_DEVICES = {os.environ.get('CUDA_VISIBLE_DEVICES')!r} leaves {left} of them"
     if importlib.util.find_spec("cupy") is None:
         text += "; weights reach engines through main memory: CuPy is not installed"
         return Check(state="none", text=text, fix="pip install 'cupy-cuda13x>=14', or cupy-cuda12x: as PyTorch's CUDA")
@@ -246,23 +249,11 @@ def version_of(package: str) -> str:
 
 
 def find_gpus() -> list[str]:
-    """Return a name for each NVIDIA GPU of this machine, without starting anything on them."""
-    try:
-        import pynvml
-    except ModuleNotFoundError:
-        return [path.name for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*"))]
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        return [
-            f"{pynvml.nvmlDeviceGetName(handle)} with {pynvml.nvmlDeviceGetMemoryInfo(handle).total / _GIB:.0f} GiB"
-            for handle in handles
-        ]
-    finally:
-        pynvml.nvmlShutdown()
+    """Return each NVIDIA GPU of this machine, for people."""
+    return [
+        gpu.name if gpu.memory_bytes is None else f"{gpu.name} with {gpu.memory_bytes / _GIB:.0f} GiB"
+        for gpu in machine_gpus()
+    ]
 
 
 def available_memory() -> int:

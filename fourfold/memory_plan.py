@@ -32,6 +32,7 @@ from typing import Final
 
 from fourfold.config import Config
 from fourfold.models import ModelShape
+from fourfold.rollout_plan import rollout_plan
 
 GIB: Final = 1 << 30
 _MIB: Final = 1 << 20
@@ -189,7 +190,7 @@ def _rollout(config: Config, shape: ModelShape) -> MemoryRow:
                 count=replicas * gpus,
                 on_gpu=True,
                 weights=weights,
-                activations=_layer_bytes_per_token(config, shape) * config.rollout.max_batched_tokens,
+                activations=_layer_bytes_per_token(config, shape) * rollout_plan(config).batched_tokens,
                 kv_cache=config.rollout.kv_cache_gib * GIB,
             )
         return MemoryRow(role="rollout", count=replicas * gpus, on_gpu=True, weights=weights, share_of_gpu=share)
@@ -198,7 +199,7 @@ def _rollout(config: Config, shape: ModelShape) -> MemoryRow:
         count=replicas,
         on_gpu=False,
         weights=weight_bytes(config, shape),
-        activations=_layer_bytes_per_token(config, shape) * config.rollout.max_batched_tokens,
+        activations=_layer_bytes_per_token(config, shape) * rollout_plan(config).batched_tokens,
         kv_cache=(config.rollout.kv_cache_gib or 1) * GIB,
         programs=_ROLLOUT_PROGRAM,
     )

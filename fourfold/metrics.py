@@ -106,13 +106,19 @@ TRANSFER_SECONDS: Final = "weights/transfer_seconds"
 COMMIT_SECONDS: Final = "weights/commit_seconds"
 PROBE_SECONDS: Final = "weights/probe_seconds"
 ROLLOUT_SPEED: Final = "rollout/tokens_per_second"
+ENGINE_SPEED_MIN: Final = "rollout/engine_tokens_per_second_min"
+ENGINE_SPEED_MAX: Final = "rollout/engine_tokens_per_second_max"
+KV_CACHE_USE: Final = "rollout/kv_cache_use_max"
 TIME_GENERATE: Final = "time/generate"
 TIME_REWARD: Final = "time/reward"
 TIME_REFERENCE: Final = "time/reference"
+TIME_SLEEP: Final = "time/sleep"
 TIME_TRAIN: Final = "time/train"
+TIME_WAKE: Final = "time/wake"
 TIME_PUBLISH: Final = "time/publish"
 TIME_EVALUATE: Final = "time/evaluate"
 TIME_CHECKPOINT: Final = "time/checkpoint"
+TIME_OTHER: Final = "time/other"
 TIME_STEP: Final = "time/step"
 DROPPED_SAMPLES: Final = "samples/dropped"
 EVAL_SCORE: Final = "eval/score"
@@ -207,18 +213,37 @@ METRICS: Final[dict[str, str]] = {
     COMMIT_SECONDS: "seconds: until it sampled with them, slowest engine",
     PROBE_SECONDS: "seconds: until it had computed the probe prompt, slowest engine",
     ROLLOUT_SPEED: "tokens per second: sampled, over all engines, while generating",
+    ENGINE_SPEED_MIN: "tokens per second: that the slowest engine samples when it is busy, by its own count of late",
+    ENGINE_SPEED_MAX: "the same of the fastest engine",
+    KV_CACHE_USE: "share in [0, 1]: of a KV cache that samples took, of the fullest engine, since the step before",
     TIME_GENERATE: "seconds: sampling",
     TIME_REWARD: "seconds: scoring that was not hidden behind sampling",
-    TIME_REFERENCE: "seconds: reference log-probabilities",
+    TIME_REFERENCE: "seconds: reference log-probabilities that were not hidden behind sampling and scoring",
+    TIME_SLEEP: "seconds: until every engine had given its GPU memory up, where rollout.sleep_mode is set",
     TIME_TRAIN: "seconds: in the trainer",
-    TIME_PUBLISH: "seconds: weight update and probe",
+    TIME_WAKE: "seconds: until engines that slept had it again: for weights, then the slowest one's for its KV cache",
+    TIME_PUBLISH: "seconds: weight update and probe, without time/wake",
     TIME_EVALUATE: "seconds: held-out evaluation after the step",
     TIME_CHECKPOINT: "seconds: checkpoint after the step",
+    TIME_OTHER: "seconds: of time/step that are in no part above: the coordinator's own work between them",
     TIME_STEP: "seconds: the whole step, evaluation and checkpoint included",
     DROPPED_SAMPLES: "samples: dropped in the step; the ledger has their reasons",
     EVAL_SCORE: "score units: mean held-out score",
     EVAL_HALF_WIDTH: "score units: half width of its 95 % interval, clustered by task group",
 }
+
+TIMES_OF_A_STEP: Final = (
+    TIME_GENERATE,
+    TIME_REWARD,
+    TIME_REFERENCE,
+    TIME_SLEEP,
+    TIME_TRAIN,
+    TIME_WAKE,
+    TIME_PUBLISH,
+    TIME_EVALUATE,
+    TIME_CHECKPOINT,
+)
+"""Parts of a step, one after the other; TIME_OTHER is the rest of it."""
 
 _QUEUE_RECORDS: Final = 1024
 _STOP: Final = None

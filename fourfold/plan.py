@@ -14,9 +14,11 @@ from fourfold.adapters import AdapterPlan, adapter_plan
 from fourfold.algorithm_plan import algorithm_plan
 from fourfold.batch_plan import BatchPlan, batch_plan
 from fourfold.config import Config, DataSourceConfig
+from fourfold.gpu_plan import gpu_plan
 from fourfold.memory_plan import GIB, MemoryRow, checkpoint_bytes, kv_bytes_per_token, memory_plan
 from fourfold.models import ModelShape
 from fourfold.optimizer_plan import optimizer_plan
+from fourfold.rollout_plan import rollout_plan
 from fourfold.weight_plan import weight_plan
 
 _WIDTH: Final = 110
@@ -49,6 +51,8 @@ def describe(config: Config) -> str:
     critic = models.shape(config.critic.source) if own_critic else shape
     adapters = adapter_plan(config)
     trained = adapters.parameter_count if adapters else None
+    rows = memory_plan(config, shape, critic, trained=trained)
+    on_gpus = gpu_plan(config, rows)
     sentences = [
         ("model", _model(config, shape)),
         *([("lora", _lora(config, shape, adapters))] if adapters else []),
@@ -62,6 +66,7 @@ def describe(config: Config) -> str:
         ("rollout", _rollout(config, shape)),
         ("reward", _reward(config)),
         ("reference", _reference(config)),
+        *zip_longest(["placement"] if on_gpus else [], on_gpus, fillvalue=""),
         *zip_longest(["weights"], weight_plan(config, shape), fillvalue=""),
         ("policy lag", "0: each step is sampled by the weights that the step before it made."),
     ]
@@ -71,7 +76,7 @@ def describe(config: Config) -> str:
         lines += textwrap.wrap(
             text, _WIDTH, initial_indent=label.ljust(_LABEL), subsequent_indent=" " * _LABEL, break_on_hyphens=False
         )
-    return "\n".join([*lines, "", *memory_table(memory_plan(config, shape, critic, trained=trained))]) + "\n"
+    return "\n".join([*lines, "", *memory_table(rows)]) + "\n"
 
 
 def _model(config: Config, shape: ModelShape) -> str:
@@ -192,12 +197,13 @@ def _trainer(config: Config, plan: BatchPlan) -> str:
         if trainer.ema_decay
         else ""
     )
+    passes = "pass" if plan.micro_batches_per_step == 1 else "passes"
     split = ", but for the routers' loss" if trainer.router_aux_loss_coef else ""
     return (
         f"{where}{ranks} on {device}{both}, ZeRO stage {trainer.zero_stage}. The {plan.samples_per_step:,} "
         f"trajectories go, {each}in micro-batches of at most {config.batch.tokens_per_micro_batch:,} tokens: "
-        f"{plan.samples_per_micro_batch:,} of full length, so {plan.micro_batches_per_step:,} passes at most. How they "
-        f"are split changes nothing in the result{split}.{slices}{ema}"
+        f"{plan.samples_per_micro_batch:,} of full length, so {plan.micro_batches_per_step:,} {passes} at most. How "
+        f"they are split changes nothing in the result{split}.{slices}{ema}"
     )
 
 
@@ -210,17 +216,28 @@ def _rollout(config: Config, shape: ModelShape) -> str:
             memory = f"{rollout.kv_cache_gib} GiB of KV cache on each"
         per_token = kv_bytes_per_token(config, shape)
         rounded = " Weights are rounded to fp8 as they arrive." if rollout.quantization else ""
-        sleep = " It can give that memory up while nobody samples." if rollout.sleep_mode else ""
+        sleep = " It sleeps while the trainer trains." if rollout.sleep_mode else ""
         return (
-            f"{where} on {rollout.gpus_per_replica} GPU each: {memory}, {per_token / 1024:,.0f} KiB a token. At most "
-            f"{rollout.max_concurrent_samples:,} samples run at once in each.{rounded}{sleep}"
+            f"{where} on {rollout.gpus_per_replica} GPU each: {memory}, {per_token / 1024:,.0f} KiB a token. "
+            f"{_at_once(config)}{rounded}{sleep}"
         )
     cache = rollout.kv_cache_gib or 1
     tokens = cache * GIB // kv_bytes_per_token(config, shape)
     full = tokens // config.model.max_context_tokens
     return (
         f"{where} on CPU: {cache} GiB of KV cache = {tokens:,} tokens = {full:,} samples of full "
-        f"length. At most {rollout.max_concurrent_samples:,} samples run at once in each."
+        f"length. {_at_once(config)}"
+    )
+
+
+def _at_once(config: Config) -> str:
+    """What an engine does at once, as the recipe says or as it follows from the batch."""
+    limits = rollout_plan(config)
+    options = "".join(f" {name} = {value}," for name, value in config.rollout.vllm.items())
+    given = f" vLLM's own options:{options[:-1]}." if options else ""
+    return (
+        f"At most {limits.concurrent_samples:,} samples run at once in each, and {limits.batched_tokens:,} tokens in a "
+        f"step of the engine.{given}"
     )
 
 

@@ -81,6 +81,8 @@ def _commit() -> dict[str, Any]:
     if told := os.environ.get("FOURFOLD_COMMIT"):
         return {"commit": told.removesuffix("-dirty"), "uncommitted_changes": told.endswith("-dirty")}
     try:
+        # The code's folder, not the caller's; and not one that an installation happens to be in.
+        _git("ls-files", "--error-unmatch", Path(__file__).name)
         return {
             "commit": _git("rev-parse", "HEAD"),
             "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
@@ -90,5 +92,6 @@ def _commit() -> dict[str, Any]:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=30, check=True)
+    folder = Path(__file__).parent
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=30, check=True)
     return done.stdout.strip()

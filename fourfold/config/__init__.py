@@ -10,7 +10,9 @@ from fourfold.config.algorithm import (
 from fourfold.config.dump import dump
 from fourfold.config.load import load
 from fourfold.config.lora import LoraConfig
+from fourfold.config.placement import PlacementConfig, gpu_count, gpu_places
 from fourfold.config.presets import PRESETS
+from fourfold.config.rollout import RolloutConfig
 from fourfold.config.schema import (
     BatchConfig,
     CheckpointConfig,
@@ -23,7 +25,6 @@ from fourfold.config.schema import (
     ReferenceConfig,
     RetryConfig,
     RewardConfig,
-    RolloutConfig,
     SamplingConfig,
     SecurityConfig,
     WeightsConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "KlConfig",
     "LoraConfig",
     "ModelConfig",
+    "PlacementConfig",
     "ReferenceConfig",
     "RetryConfig",
     "RewardConfig",
@@ -56,5 +58,7 @@ __all__ = [
     "TrainerConfig",
     "WeightsConfig",
     "dump",
+    "gpu_count",
+    "gpu_places",
     "load",
 ]

@@ -56,7 +56,10 @@ class KlConfig(Table):
                 "there, or placement = `reward`"
             )
         if self.target and not self.coef:
-            raise ValueError("a target needs a coef above 0 to begin with")
+            raise ValueError(
+                f"target = {self.target} steers coef, and coef = 0 stays 0 whatever multiplies it; set coef above 0 to "
+                f"begin with, such as 0.001, or target = 0"
+            )
         return self
 
 

@@ -11,7 +11,9 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from fourfold.config.algorithm import AlgorithmConfig
-from fourfold.config.table import Name, Seconds, Table
+from fourfold.config.placement import PlacementConfig
+from fourfold.config.rollout import RolloutConfig
+from fourfold.config.table import Name, Seconds, Table, Temperature
 from fourfold.config.trainer import CriticConfig, TrainerConfig
 
 
@@ -42,12 +44,24 @@ class DataSourceConfig(Table):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        if bool(self.path) == bool(self.reasoning_gym):
-            raise ValueError("needs exactly one of `path` and `reasoning_gym`")
+        if self.path and self.reasoning_gym:
+            raise ValueError(
+                f"path = {self.path!r} and reasoning_gym = {self.reasoning_gym!r}: rows have one source; remove one"
+            )
+        if not self.path and not self.reasoning_gym:
+            raise ValueError(
+                "path and reasoning_gym are empty: rows have one source; set path to a file or folder, or "
+                'reasoning_gym to a task such as "products"'
+            )
         if self.reasoning_gym and not self.size:
-            raise ValueError("a reasoning-gym generator needs `size`, the number of rows to make")
+            raise ValueError(
+                f"reasoning_gym = {self.reasoning_gym!r} makes rows without end; set size, how many to take, such as "
+                f"size = 4096"
+            )
         if self.options and not self.reasoning_gym:
-            raise ValueError("`options` belong to a reasoning-gym generator")
+            raise ValueError(
+                f"options = {self.options} are a reasoning-gym task's, and path = {self.path!r}; remove them"
+            )
         return self
 
 
@@ -85,6 +99,11 @@ class DataConfig(Table):
             raise ValueError("`eval` and `holdout` both make evaluation data; keep one")
         return self
 
+    @property
+    def held_out(self) -> bool:
+        """Whether there is evaluation data."""
+        return self.eval is not None or self.holdout is not None
+
 
 class BatchConfig(Table):
     """The batch knobs; everything else is derived and printed by `fourfold plan`."""
@@ -116,7 +135,8 @@ class SamplingConfig(Table):
     """How completions are sampled. There is no top_p or top_k: the engine would renormalise
     its log-probabilities over the nucleus and every importance ratio would be biased."""
 
-    temperature: float = Field(default=1.0, gt=0, le=2)
+    temperature: Temperature = 1.0
+    """In [0.01, 2]."""
     max_new_tokens: int = Field(ge=1)
     stop_token_ids: tuple[int, ...] = Field(default=(), strict=False)  # TOML has lists
     """Token ids that end a completion, besides the model's own."""
@@ -131,40 +151,6 @@ class SamplingConfig(Table):
                     f"trainer does not, so every importance ratio would be wrong; remove it, or use `temperature`"
                 )
         return value
-
-
-class RolloutConfig(Table):
-    """The rollout services."""
-
-    replicas: int = Field(default=1, ge=0)
-    """Services that the launcher starts; 0: they are started by hand."""
-    gpus_per_replica: int = Field(default=0, ge=0)
-    """GPUs of each (its tensor parallelism); 0: CPU."""
-    gpu_memory_utilization: float = Field(default=0.85, gt=0, lt=1)
-    """Share of the GPU's memory that the engine may take; it measures what is free when it starts."""
-    kv_cache_gib: int | None = Field(default=None, ge=1)
-    """KV cache of an engine, in GiB, on each of its GPUs. Unset: 1 on CPU, and on GPUs what `gpu_memory_utilization`
-    leaves. Set it where others come and go on the GPU: an engine that measures fails when memory is freed meanwhile."""
-    max_concurrent_samples: int = Field(default=256, ge=1)
-    """Samples in flight in one service; more are refused with RESOURCE_EXHAUSTED."""
-    max_batched_tokens: int = Field(default=8192, ge=64)
-    """Tokens that one engine step may process."""
-    enforce_eager: bool | None = None
-    """Skip compilation and CUDA graphs. Unset: true on CPU, false on GPUs."""
-    quantization: Literal["", "fp8"] = ""
-    """fp8: the engine rounds the weights to 8 bits as they arrive; the trainer goes on in `model.dtype`, and the
-    algorithm's correction sees the difference. Needs GPUs. Empty: as they are."""
-    sleep_mode: bool = False
-    """Let the engine give its GPU memory up while nobody samples (SleepEngine). Needs GPUs."""
-    public_listen: str = ""
-    """host:port of the public port for agents (TLS and a token); empty: none."""
-
-    @model_validator(mode="after")
-    def _needs_gpus(self) -> Self:
-        if not self.gpus_per_replica and (self.quantization or self.sleep_mode):
-            key = f'quantization = "{self.quantization}"' if self.quantization else "sleep_mode = true"
-            raise ValueError(f"{key} needs a GPU; set gpus_per_replica to at least 1, or remove it")
-        return self
 
 
 class RewardConfig(Table):
@@ -243,7 +229,8 @@ class RetryConfig(Table):
     service_wait_seconds: Seconds = 120.0
     """Longest wait for a service of a needed role before the run stops and says which."""
     restarts: int = Field(default=3, ge=0)
-    """Times the launcher starts a dead rollout, reward or reference service again."""
+    """Times the launcher starts a dead service again, and the run goes back to its last checkpoint for a trainer that
+    died. A coordinator that dies ends the run."""
 
 
 class SecurityConfig(Table):
@@ -277,11 +264,22 @@ class Config(Table):
     checkpoint: CheckpointConfig = CheckpointConfig()
     retry: RetryConfig = RetryConfig()
     security: SecurityConfig = SecurityConfig()
+    placement: PlacementConfig = PlacementConfig()
 
     @property
     def needs_reference(self) -> bool:
         """Whether the algorithm compares with the reference policy."""
         return self.algorithm.kl.coef > 0
+
+    @property
+    def reference_on_gpus(self) -> bool:
+        """Whether there are reference services, each on a GPU."""
+        return self.needs_reference and self.reference.device == "cuda"
+
+    @property
+    def shares_gpus(self) -> bool:
+        """Whether the trainer gives GPU memory back between its steps, because others need it."""
+        return self.trainer.device == "cuda" and (bool(self.placement.colocated) or self.rollout.sleep_mode)
 
     @property
     def critic_apart(self) -> bool:
@@ -326,13 +324,15 @@ class Config(Table):
                 f"reference.tokens_per_batch = {self.reference.tokens_per_batch} cannot hold one sample of "
                 f"model.max_context_tokens = {self.model.max_context_tokens}; raise the first or lower the second"
             )
-        if self.checkpoint.keep_best and not (self.data.eval or self.data.holdout):
+        if self.checkpoint.keep_best and not self.data.held_out:
             raise ValueError(
                 f"checkpoint.keep_best = {self.checkpoint.keep_best} needs held-out scores, and there is no held-out "
                 f"data; add [data.holdout] or [data.eval], or set it to 0"
             )
         if self.weights.backend in ("cuda_ipc", "nccl"):
             self._check_gpu_backend()
+        self.placement.check(self)
+        self.rollout.check(self)
         batch = self.batch
         self.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)
         groups = self.trainer.data_parallel_size

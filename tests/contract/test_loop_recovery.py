@@ -11,8 +11,9 @@ import pytest
 
 from fourfold_coordinator.serve import ADDRESS_FILE, main
 from fourfold_coordinator.summary import is_finished
-from tests.fakes.stage import Stage, check_books, fresh_processes, until
+from tests.fakes.stage import Stage, check_books, fresh_processes, until, watch_for
 from tests.fakes.toy import write_data
+from tests.fakes.toy_rollout import FakeRollout
 from tests.fakes.toy_trainer import FakeTrainer
 
 
@@ -168,6 +169,54 @@ async def test_a_trainer_that_dies_while_it_sends_is_waited_for(make_stage: Call
     assert await stage.finish() == 0
     check_books(stage)
     assert stage.rollouts[0].weights == stage.trainer.weights
+
+
+async def test_trainer_and_engine_that_die_in_an_evaluation_cost_no_more_than_in_a_step(
+    make_stage: Callable[..., Stage],
+) -> None:
+    stage = make_stage(steps=4)
+    died = asyncio.Event()
+
+    async def die() -> None:
+        if stage.rollouts[0].requests[-1].request_id.startswith("eval4-"):
+            died.set()
+            await asyncio.sleep(30)
+
+    stage.rollouts[0].on_generate = die
+    await stage.start()
+    async with asyncio.timeout(10):
+        await died.wait()
+    old = stage.trainer
+    for member in (old, stage.rollouts[0]):
+        await member.kill()
+    stage.trainer = FakeTrainer("trainer-0", stage.config, checkpoints=old.checkpoints)
+    stage.trainer.batches = {done: ids for done, ids in old.batches.items() if done <= 2}
+    stage.rollouts = [FakeRollout("rollout-0", stage.config)]
+    for member in (stage.trainer, stage.rollouts[0]):
+        await member.join(stage.address)
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.trainer.loaded == [2]
+    ledger = stage.ledger()
+    assert [row.step for row in ledger.evals()] == [0, 2, 4]
+    ledger.close()
+
+
+async def test_a_trainer_that_dies_before_the_last_service_is_there_is_waited_for(
+    make_stage: Callable[..., Stage],
+) -> None:
+    stage = make_stage(steps=2, retry={"infrastructure": 0})
+    await stage.start(join=False)
+    for member in (stage.trainer, stage.reward):
+        await member.join(stage.address)
+    await watch_for(stage, lambda status: status.waiting_for.startswith("rollout 0 of 1"))
+    await stage.trainer.kill()  # its lease goes on
+    await stage.rollouts[0].join(stage.address)
+    await asyncio.sleep(1.5)  # longer than gRPC tries by itself
+    stage.trainer = FakeTrainer("trainer-0", stage.config)
+    await stage.trainer.join(stage.address)
+    assert await stage.finish() == 0
+    check_books(stage)
 
 
 async def test_a_finished_run_that_is_started_again_only_writes_its_report(make_stage: Callable[..., Stage]) -> None:

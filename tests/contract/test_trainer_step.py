@@ -53,6 +53,16 @@ async def test_a_step_raises_step_and_version_and_reports_metrics(trainer: Train
     assert (status.step, status.policy_version) == (1, 1)
 
 
+async def test_the_trainer_gives_memory_back_where_others_need_it(start_trainer: Start) -> None:
+    asleep = {"rollout": {"gpus_per_replica": 1, "sleep_mode": True}}
+    for tables in ({}, asleep, {"trainer": {"device": "cuda"}}, {"trainer": {"device": "cuda"}, **asleep}):
+        shares = len(tables) == 2
+        trainer = await start_trainer(**tables)
+        assert trainer.engine.order == ["release_memory"] * shares, "when it has loaded"
+        await trainer.train(1, USEFUL)
+        assert trainer.engine.order[-1] == ("release_memory" if shares else "update_policy")
+
+
 async def test_the_same_step_again_returns_the_stored_answer(trainer: Trainer) -> None:
     first = await trainer.train(1, USEFUL)
     assert await trainer.train(1, USEFUL) == first

@@ -143,6 +143,7 @@ class Member(ABC):
         self._server = Server(listen="127.0.0.1:0", security=None)
         self._tasks: list[asyncio.Task[None]] = []
         self._channels: list[grpc.aio.Channel] = []
+        self._membership: Membership | None = None
 
     @abstractmethod
     def services(self) -> Services:
@@ -162,7 +163,7 @@ class Member(ABC):
         await self._leave_alone()
         channel = open_channel(coordinator, None)
         self._channels.append(channel)
-        membership = Membership(
+        self._membership = Membership(
             MembershipClient(channel, peer="coordinator"),
             member_id=self.member_id,
             role=self.role,
@@ -170,7 +171,15 @@ class Member(ABC):
             tokenizer_sha256=self.tokenizer_sha256,
             on_drain=lambda: None,
         )
-        self._tasks.append(asyncio.create_task(membership.run()))
+        self._tasks.append(asyncio.create_task(self._membership.run()))
+
+    async def leave(self) -> None:
+        """Give the lease back, as a service does that drains; it still answers."""
+        assert self._membership is not None
+        for task in self._tasks:
+            task.cancel()
+        await self._membership.leave(timeout=5)
+        await self._leave_alone()
 
     async def kill(self) -> None:
         """Vanish, as after SIGKILL: no goodbye, calls in flight are cut."""

@@ -55,6 +55,8 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         """Hears no abort."""
         self.on_send: Callable[[], Any] | None = None
         """Awaited before each answer to SendWeights."""
+        self.on_probe: Callable[[], Any] | None = None
+        """Awaited before each answer to ComputeLogprobs."""
         self.batches: dict[int, list[str]] = {}
         """Sample ids of every step that was trained, by step."""
         self.trained: list[str] = []
@@ -142,6 +144,8 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
         self, request: trainer.ComputeLogprobsRequest, context: Context
     ) -> trainer.ComputeLogprobsResponse:
         self.journal.append(f"{self.member_id} probe")
+        if self.on_probe is not None:
+            await self.on_probe()
         rows = [toy_logprobs(self.weights, np.frombuffer(e.token_ids, "<i4")) for e in request.experiences]
         return trainer.ComputeLogprobsResponse(logprobs=[pack_floats(r) for r in rows], policy_version=self.version)
 

@@ -115,6 +115,9 @@ class FakeEngine:
     def _logprobs(self, batch: TokenBatch) -> Float32Array:
         return (self.updates - batch.targets).astype(np.float32)
 
+    def release_memory(self) -> None:
+        self._enter("release_memory")
+
     def save(self, folder: Path) -> None:
         self._enter("save")
         (folder / "policy-000.safetensors").write_text(str(self.updates))

@@ -15,7 +15,7 @@ from tests.plain_muon import PlainMuon
 from tests.plain_trainer import Arrays, plain, plain_parts
 from tests.trainer_driver import Case
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ALL = "optimizer+parameters"
 OFFLOADS = [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, ALL)]
@@ -78,7 +78,6 @@ def test_weights_stream_from_main_memory(seen: dict[str, Arrays]) -> None:
     assert (found["exported"] != found["before"]).any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "none"), (2, "none"), (3, "none"), *OFFLOADS])
 def test_muon_at_every_stage(llama: Path, truth: dict[str, Arrays], tmp_path: Path, stage: int, offload: str) -> None:
     folders = [str(tmp_path / name) for name in ("two ranks", "one rank")]
@@ -99,7 +98,6 @@ def test_muon_at_every_stage(llama: Path, truth: dict[str, Arrays], tmp_path: Pa
     np.testing.assert_allclose(seen["poison"]["after"], wanted["after"], atol=2e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_offloading_changes_where_things_are_and_nothing_else(llama: Path, tmp_path: Path, dtype: str) -> None:
     kinds = ("train", "parts", "poison")
@@ -143,7 +141,6 @@ def goes_on(made: Copies, source: str, names: Sequence[str], dtype: str) -> None
             np.testing.assert_allclose(made.seen[name]["straight"], made.seen[source]["straight"], atol=0.1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_rank_goes_on_with_momentum_and_offloaded_moments_of_two_at_any_stage(
     llama: Path, tmp_path: Path, dtype: str
@@ -158,7 +155,6 @@ def test_one_rank_goes_on_with_momentum_and_offloaded_moments_of_two_at_any_stag
     goes_on(made, "two", list(engines), dtype)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "offload"), [(1, "none"), (2, "none"), (3, ALL)])
 def test_two_ranks_go_on_with_momentum_and_offloaded_moments_of_one(
     llama: Path, tmp_path: Path, stage: int, offload: str
@@ -169,7 +165,6 @@ def test_two_ranks_go_on_with_momentum_and_offloaded_moments_of_one(
     goes_on(made, "one", ["two"], "float32")
 
 
-@pytest.mark.slow
 def test_another_optimizer_begins_without_moments_of_what_it_trains_otherwise(llama: Path, tmp_path: Path) -> None:
     made = Copies(llama, tmp_path)
     made.run(

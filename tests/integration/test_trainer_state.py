@@ -116,6 +116,7 @@ def copies(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Copies:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [3, 2, 1, 0])
 def test_what_two_ranks_saved_one_goes_on_with_at_any_stage(copies: Copies, stage: int) -> None:
     copies.check(f"one at {stage}", "two")

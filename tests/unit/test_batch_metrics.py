@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fourfold import metrics as m
 from fourfold.errors import Unavailable, WrongState
 from fourfold.metrics import METRICS
 from fourfold.rollout.client import Completion
@@ -54,6 +55,15 @@ def group(*scores: float | None, tokens: int = 3, **changes: Any) -> Group:
 def collected(*groups: Group, filtered: Sequence[Group] = ()) -> Batch:
     drawn = len(groups) + len(filtered)
     return Batch(groups=list(groups), filtered=list(filtered), prompts_drawn=drawn, groups_accepted=len(groups))
+
+
+@pytest.mark.parametrize(
+    ("scored", "done", "reward", "reference"), [(8.0, 9.0, 0, 0), (8.0, 12.0, 0, 2), (11.0, 12.0, 1, 1)]
+)
+def test_only_what_sampling_did_not_hide_counts(scored: float, done: float, reward: float, reference: float) -> None:
+    times = Batch(began=0.0, rolled=10.0, scored=scored, done=done).times()
+    assert times == {m.TIME_GENERATE: 10, m.TIME_REWARD: reward, m.TIME_REFERENCE: reference}
+    assert all("not hidden behind sampling" in METRICS[name] for name in (m.TIME_REWARD, m.TIME_REFERENCE))
 
 
 def test_a_sample_is_the_prompt_and_what_was_sampled() -> None:

@@ -83,9 +83,24 @@ def test_values_never_change(tmp_path: Path) -> None:
         ("max_new_tokens = 16", "max_new_tokens = 64", "sampling.max_new_tokens = 64 leaves no room for a prompt"),
         ("max_new_tokens = 16", "max_new_tokens = 8\ntop_p = 0.9", ":15  sampling: `top_p` is refused for training"),
         ("max_new_tokens = 16", "max_new_tokens = 8\ntop_k = 5", "`top_k` is refused for training rollouts"),
-        ('path = "train.jsonl"', "", ":8  data.train: needs exactly one of `path` and `reasoning_gym`"),
-        ('path = "train.jsonl"', 'reasoning_gym = "x"', "a reasoning-gym generator needs `size`"),
-        ('path = "train.jsonl"', 'path = "x"\noptions = {a = 1}', "`options` belong to a reasoning-gym generator"),
+        (
+            "max_new_tokens = 16",
+            "max_new_tokens = 8\ntemperature = 0.005",
+            ":17  sampling.temperature: 0.005 is below 0.01, at which the engine would sample instead, so that every "
+            "importance ratio would be wrong; raise it to 0.01 or more",
+        ),
+        ("max_new_tokens = 16", "max_new_tokens = 8\ntemperature = 0.0", ":17  sampling.temperature = 0.0: input sh"),
+        ('path = "train.jsonl"', "", ":8  data.train: path and reasoning_gym are empty: rows have one source; set p"),
+        (
+            'path = "train.jsonl"',
+            'reasoning_gym = "x"',
+            "reasoning_gym = 'x' makes rows without end; set size, how",
+        ),
+        (
+            'path = "train.jsonl"',
+            'path = "x"\noptions = {a = 1}',
+            "options = {'a': 1} are a reasoning-gym task's",
+        ),
         (
             "group_size = 4",
             "group_size = 4\ntokens_per_micro_batch = 32",
@@ -176,7 +191,16 @@ def test_values_never_change(tmp_path: Path) -> None:
             '[algorithm.kl]\ncoef = 0.1\nestimator = "k1"\n[sampling]',
             ":15  algorithm.kl: estimator k1 has no gradient",
         ),
-        ("[sampling]", "[algorithm.kl]\ntarget = 0.1\n[sampling]", "algorithm.kl: a target needs a coef above 0"),
+        (
+            "[sampling]",
+            "[algorithm.kl]\ntarget = 0.1\n[sampling]",
+            "algorithm.kl: target = 0.1 steers coef, and coef = 0 stays 0 whatever multiplies it; set coef above 0",
+        ),
+        (
+            'path = "train.jsonl"',
+            'path = "train.jsonl"\nreasoning_gym = "products"',
+            "data.train: path = 'train.jsonl' and reasoning_gym = 'products': rows have one source; remove one",
+        ),
         ("[sampling]", "[algorithm]\nclip_hihg = 0.1\n[sampling]", ":16  algorithm.clip_hihg: no such key. Did you"),
         ("[sampling]", "[algorithm.correction]\nlow = 3\n[sampling]", "algorithm.correction: low = 3"),
         (

@@ -12,16 +12,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
 from fourfold_coordinator.memory import MemoryMeter, pss_bytes
 from fourfold_coordinator.registry import Member
-from fourfold_coordinator.serve import check, locked, write_atomically
-from tests.fakes.toy import make_config
-
-
-def test_a_group_that_no_rollout_service_would_take_is_refused(tmp_path: Path) -> None:
-    check(make_config(tmp_path))
-    with pytest.raises(ConfigError, match=r"batch.group_size = 4, but rollout.max_concurrent_samples = 3"):
-        check(make_config(tmp_path, rollout={"max_concurrent_samples": 3}))
-    with pytest.raises(ConfigError, match=r"evaluation.samples_per_prompt = 9"):
-        check(make_config(tmp_path, rollout={"max_concurrent_samples": 8}, evaluation={"samples_per_prompt": 9}))
+from fourfold_coordinator.serve import locked, write_atomically
 
 
 def test_one_run_folder_has_one_coordinator(tmp_path: Path) -> None:

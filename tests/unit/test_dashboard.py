@@ -165,3 +165,14 @@ def test_sparkline_spans_what_was_seen(values: list[float], drawn: Any) -> None:
 
 def test_clock_reads_like_a_clock() -> None:
     assert [clock(s) for s in (0.4, 59.4, 61, 3599, 3720)] == ["0 s", "59 s", "1:01 min", "59:59 min", "1:02 h"]
+
+
+def test_engines_say_how_fast_and_how_full_they_are() -> None:
+    status = snapshot(1)
+    assert "engines" not in dict(facts(status)), "services that do not tell"
+    status.steps[-1].metrics["rollout/engine_tokens_per_second_min"] = 812.4
+    status.steps[-1].metrics["rollout/engine_tokens_per_second_max"] = 812.4
+    assert dict(facts(status))["engines"] == "812 tokens/s each"
+    status.steps[-1].metrics["rollout/engine_tokens_per_second_max"] = 2400.0
+    status.steps[-1].metrics["rollout/kv_cache_use_max"] = 0.354
+    assert dict(facts(status))["engines"] == "812 to 2400 tokens/s each, KV cache 35% full at most"

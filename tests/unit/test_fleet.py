@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from fourfold.postmortem import Death
 from fourfold.process import Command
 from fourfold_coordinator.dashboard import _PHASES
 from fourfold_coordinator.fleet import COORDINATOR, Fleet, Service, launched, started_by_hand
-from fourfold_coordinator.local_launcher import assign_gpus, shared_gpus, visible_gpus
-from fourfold_coordinator.placement import refuse_unless_fits
+from fourfold_coordinator.local_launcher import assign_gpus, shared_gpus
+from fourfold_coordinator.placement import bundles, refuse_unless_fits
 from fourfold_coordinator.run import make_run_dir
 
 ROOT = Path(__file__).parents[2]
@@ -209,14 +209,59 @@ def test_a_critic_apart_has_gpus_of_its_own(critic_ranks: int, gpus: int) -> Non
 
 def test_gpus_are_dealt_out_in_order_and_shared_when_there_are_few() -> None:
     services = launched(recipe(rollout={"replicas": 2, "gpus_per_replica": 1}, trainer={"ranks": 2, "device": "cuda"}))
-    assert assign_gpus(services, ["4", "5", "6", "7"]) == {
+    assert assign_gpus(services, ["4", "5", "6", "7"], colocated=None) == {
         "rollout-0": ("4",), "rollout-1": ("5",), "trainer-0": ("6", "7"),
     }  # fmt: skip
-    few = assign_gpus(services, ["0", "1"])
+    few = assign_gpus(services, ["0", "1"], colocated=None)
     assert few == {"rollout-0": ("0",), "rollout-1": ("1",), "trainer-0": ("0", "1")}
     assert shared_gpus(few) == {"0": ["rollout-0", "trainer-0"], "1": ["rollout-1", "trainer-0"]}
     with pytest.raises(ConfigError, match="trainer-0 asks for 2 GPUs and this machine offers 1"):
-        assign_gpus(services, ["0"])
+        assign_gpus(services, ["0"], colocated=None)
+
+
+def test_colocated_services_share_gpus_and_others_do_not() -> None:
+    tables: dict[str, Any] = {
+        "rollout": {"replicas": 2, "gpus_per_replica": 2, "kv_cache_gib": 1},
+        "trainer": {"ranks": 4, "device": "cuda"},
+        "algorithm": {"kl": {"coef": 0.1}},
+        "reference": {"device": "cuda", "replicas": 2, "tokens_per_batch": 8192},
+    }
+    together = launched(recipe(**tables, placement={"colocated": True}))
+    names = ["4", "5", "6", "7"]
+    assert assign_gpus(together, names, colocated=True) == {
+        "rollout-0": ("4", "5"), "rollout-1": ("6", "7"), "trainer-0": ("4", "5", "6", "7"),
+        "reference-0": ("4",), "reference-1": ("5",),
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="services share GPUs and ask for 5 GPUs, this machine offers 4"):
+        five = launched(recipe(**tables | {"rollout": {"replicas": 5, "gpus_per_replica": 1, "kv_cache_gib": 1}},
+                               placement={"colocated": True}))  # fmt: skip
+        assign_gpus(five, names, colocated=True)
+    apart = launched(recipe(**tables, placement={"colocated": False}))
+    assert shared_gpus(assign_gpus(apart, [str(n) for n in range(10)], colocated=False)) == {}
+    with pytest.raises(ConfigError, match="services have their own and ask for 10 GPUs, this machine offers 4"):
+        assign_gpus(apart, names, colocated=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trainer": {"device": "cpu"}}, 'trainer.device = "cpu"; set it to "cuda"'),
+        ({"rollout": {"replicas": 1, "kv_cache_gib": 1}}, "rollout.gpus_per_replica = 0; set it to at least 1"),
+        ({"rollout": {"gpus_per_replica": 1}}, "needs rollout.kv_cache_gib"),
+        ({"weights": {"backend": "nccl"}}, "NCCL refuses two ranks"),
+        ({"reference": {"device": "cuda", "replicas": 2}}, "two copies of one model on a GPU; set it to at most 1"),
+    ],
+)
+def test_what_cannot_share_gpus_is_refused(change: dict[str, Any], message: str) -> None:
+    tables: dict[str, Any] = {
+        "rollout": {"gpus_per_replica": 1, "kv_cache_gib": 1},
+        "trainer": {"device": "cuda"},
+        "algorithm": {"kl": {"coef": 0.1}},
+        "placement": {"colocated": True},
+    }
+    recipe(**tables)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        recipe(**tables | change)
 
 
 def test_cluster_that_is_too_small_is_refused_with_a_table() -> None:
@@ -235,19 +280,27 @@ def test_cluster_that_is_too_small_is_refused_with_a_table() -> None:
         "have   node 0               64     3",
         "have   node 1               64     3",
         "have   node 2               64     2",
-        "Lower rollout.replicas, rollout.gpus_per_replica, trainer.ranks or critic.ranks, or add nodes to the cluster.",
+        "Lower rollout.replicas, rollout.gpus_per_replica, trainer.ranks or critic.ranks, let services share GPUs "
+        "(placement.colocated), or add nodes to the cluster.",
     ]
     with pytest.raises(ConfigError, match="reward-0 finds no place"):  # CPUs run out
         refuse_unless_fits(services, [{"CPU": 8, "GPU": 8}])
 
 
-def test_visible_gpus_respect_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert visible_gpus(2) == ["0", "1"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
-    assert visible_gpus(8) == ["3", "5"]
-    monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", "")
-    assert visible_gpus(8) == []
+def test_services_that_share_gpus_are_set_aside_together() -> None:
+    tables: dict[str, Any] = {
+        "rollout": {"replicas": 3, "gpus_per_replica": 1, "kv_cache_gib": 1},
+        "trainer": {"ranks": 2, "device": "cuda"},
+    }
+    services = launched(recipe(**tables, placement={"colocated": True}))
+    together, alone, reward = bundles(services)
+    assert (together.name, together.gpus, together.cpus) == ("rollout-0, rollout-1, trainer-0", 2, 6)
+    assert (alone.name, alone.gpus, alone.shares) == ("rollout-2", 1, False)
+    assert (reward.name, reward.gpus) == ("reward-0", 0)
+    assert [together.places_of(service) for service in together.services] == [(0,), (1,), (0, 1)]
+    refuse_unless_fits(services, [{"CPU": 9, "GPU": 3}])
+    with pytest.raises(ConfigError, match="rollout-0, rollout-1, trainer-0 finds no place"):
+        refuse_unless_fits(services, [{"CPU": 64, "GPU": 1}] * 3)
 
 
 def test_run_folder_takes_a_free_name_and_keeps_the_recipe(tmp_path: Path) -> None:
@@ -265,6 +318,8 @@ def test_bad_input_of_run_is_refused_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    separate = (ROOT / "recipes" / "separate_gpu.toml").read_text()
     good = (ROOT / "recipes" / "quickstart.toml").read_text()
     shared = good.replace("[trainer]", "[trainer]\nranks = 2\nsequence_parallel_size = 2")
     for text, words, code, message in (
@@ -275,6 +330,7 @@ def test_bad_input_of_run_is_refused_before_anything_starts(
         (good, ["nowhere.toml"], 1, "nowhere.toml: cannot read the recipe"),
         (good, ["--resume", "nowhere"], 1, "nowhere: not the folder of a run"),
         (good, ["--resume", "nowhere", "--name", "x"], 1, "--name and --resume exclude each other"),
+        (separate, ["r.toml"], 1, "rollout-0 asks for 1 GPU and this machine offers 0"),
     ):
         (tmp_path / "r.toml").write_text(text)
         assert cli.main(["run", *words]) == code

@@ -12,6 +12,7 @@ from fourfold import models, plan
 from fourfold.cli import main
 from fourfold.config import Config
 from fourfold.errors import ConfigError
+from fourfold.gpu_plan import refuse_unless_fits
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 
@@ -41,7 +42,7 @@ trainer     1 rank on CPU, ZeRO stage 3. The 96 trajectories go, in micro-batche
             of full length, so 6 passes at most. How they are split changes nothing in the result.
 optimizer   AdamW with betas 0.9 and 0.999; learning rate 1e-05, constant; gradients clipped to a norm of 1.
 rollout     1 service on CPU: 1 GiB of KV cache = 46,603 tokens = 364 samples of full length. At most 256
-            samples run at once in each.
+            samples run at once in each, and 8,192 tokens in a step of the engine.
 reward      1 service, 1 worker process: `last_number`, at most 10 s for a sample.
 reference   none, because algorithm.kl.coef is 0.
 weights     0.25 GiB reach the engine after every step, through shared memory, or by gloo between containers
@@ -100,6 +101,43 @@ def test_plan_of_gpus_and_ranks() -> None:
     assert "2 services on 1 GPU each: 85% of each GPU's memory" in text
     assert "0.25 GiB reach each of 2 engines after every step" in text
     assert "trainer, per GPU 8" in text and "rollout, per GPU 2" in text and "85% of GPU" in text
+
+
+_SHARED: dict[str, dict[str, Any]] = {
+    "trainer": {"ranks": 2, "device": "cuda"},
+    "rollout": {"replicas": 2, "gpus_per_replica": 1, "kv_cache_gib": 8, "sleep_mode": True},
+    "algorithm": {"preset": "grpo", "kl": {"coef": 0.1}},
+    "reference": {"device": "cuda", "tokens_per_batch": 8192},
+}
+
+
+def test_plan_says_who_is_on_which_gpu() -> None:
+    shared = changed(**_SHARED, placement={"colocated": True})
+    assert "placement 2 GPUs, shared: GPU 0: rollout-0, trainer-0, reference-0; GPU 1: rollout-1, trainer-0." in shared
+    assert "with the engine asleep" in shared
+    unset = changed(**_SHARED)
+    assert "placement 5 GPUs, one service on each: GPU 0: rollout-0; GPU 1: rollout-1; GPU 2: trainer-0; GPU" in unset
+    assert "A machine with fewer lets them share." in unset
+    assert "fewer lets" not in changed(**_SHARED, placement={"colocated": False})
+    assert "placement" not in changed()
+
+
+def test_what_shares_a_gpu_must_fit_on_it_in_each_phase() -> None:
+    data = configuration.load(QUICKSTART).model_dump() | {"placement": {"colocated": True}}
+    for name, table in _SHARED.items():
+        data[name] = table if name == "algorithm" else {**data[name], **table}
+    asleep = Config.model_validate(data)
+    gib = 1 << 30
+    # 8 of KV cache, 0.25 of each copy of the weights, and of the trainer's rank 0.38 + 0.25 + 1.0
+    refuse_unless_fits(asleep, round(10.4 * gib))
+    with pytest.raises(ConfigError, match=r"while sampling a GPU must hold at least 10\.\d GiB .* and has 9\.0"):
+        refuse_unless_fits(asleep, 9 * gib)
+    data["rollout"] |= {"kv_cache_gib": 1}
+    refuse_unless_fits(Config.model_validate(data), 4 * gib)
+    data["trainer"] |= {"ranks": 1, "zero_stage": 0}
+    data["rollout"] |= {"replicas": 1, "sleep_mode": False}
+    with pytest.raises(ConfigError, match=r"set rollout.sleep_mode = true, or set placement.colocated = false"):
+        refuse_unless_fits(Config.model_validate(data), 3 * gib)
 
 
 def test_plan_of_ranks_that_share_micro_batches() -> None:
@@ -219,4 +257,13 @@ def test_weights_that_are_offloaded_go_through_main_memory() -> None:
 
 def test_plan_says_what_an_engine_does_with_its_memory() -> None:
     text = changed(rollout={"gpus_per_replica": 1, "quantization": "fp8", "sleep_mode": True})
-    assert "Weights are rounded to fp8 as they arrive. It can give that memory up while nobody samples." in text
+    assert "Weights are rounded to fp8 as they arrive. It sleeps while the trainer trains." in text
+
+
+def test_plan_says_what_an_engine_does_at_once() -> None:
+    gpus = {"gpus_per_replica": 1, "replicas": 2}
+    text = changed(rollout=gpus, batch={"prompts_per_step": 200}, data={"holdout": None})
+    assert "At most 800 samples run at once in each, and 16,384 tokens in a step of the engine." in text
+    given = changed(rollout={"max_concurrent_samples": 40, "vllm": {"block_size": 64, "kv_cache_dtype": "fp8"}})
+    assert "At most 40 samples run at once in each, and 8,192 tokens in a step" in given
+    assert "step of the engine. vLLM's own options: block_size = 64, kv_cache_dtype = fp8. reward" in given

@@ -12,6 +12,7 @@ from fourfold.channel import open_channel
 from fourfold.clock import SYSTEM_CLOCK
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import InvalidInput, Overloaded, PermissionDenied, Unavailable
+from fourfold_coordinator.choice import Demand
 from fourfold_coordinator.registry import Member, Registry
 from fourfold_coordinator.replica import Budget, GivenUp, Replica, ServiceMissing
 from fourfold_coordinator.routing import Router
@@ -62,7 +63,7 @@ class Bench:
     ) -> Any:
         budget = Budget(infrastructure=infrastructure, data=data)
         async with asyncio.timeout(10):
-            return await self.router.call(role, work, samples=samples, budget=budget, version=version)
+            return await self.router.call(role, work, demand=Demand(samples=samples), budget=budget, version=version)
 
 
 @pytest.fixture
@@ -297,9 +298,13 @@ async def test_what_was_refused_beside_other_work_is_asked_again_when_that_work_
             raise Overloaded("too many tokens", retry_after=0.01)
         return "large"
 
-    one = asyncio.create_task(bench.router.call(ROLE, small, samples=1, budget=Budget(infrastructure=5, data=1)))
+    one = asyncio.create_task(
+        bench.router.call(ROLE, small, demand=Demand(samples=1), budget=Budget(infrastructure=5, data=1))
+    )
     await asyncio.sleep(0.05)
-    other = asyncio.create_task(bench.router.call(ROLE, large, samples=8, budget=Budget(infrastructure=5, data=1)))
+    other = asyncio.create_task(
+        bench.router.call(ROLE, large, demand=Demand(samples=8), budget=Budget(infrastructure=5, data=1))
+    )
     await asyncio.sleep(0.05)
     gate.set()
     found = await asyncio.wait_for(asyncio.gather(one, other), 5)
@@ -314,4 +319,6 @@ async def test_more_samples_than_anybody_takes_at_once_are_an_error_and_no_endle
         raise AssertionError("it has no room")
 
     with pytest.raises(ServiceMissing, match="takes the 8 samples of one prompt at once; the largest takes 4"):
-        await asyncio.wait_for(bench.router.call(ROLE, never, samples=8, budget=Budget(infrastructure=5, data=1)), 5)
+        await asyncio.wait_for(
+            bench.router.call(ROLE, never, demand=Demand(samples=8), budget=Budget(infrastructure=5, data=1)), 5
+        )

@@ -14,13 +14,14 @@ import torch
 from fourfold import metrics as m
 from fourfold.config import PRESETS, Config, CriticConfig, TrainerConfig
 from fourfold.errors import InvalidInput
+from fourfold.nn.batching import TokenBatch
 from fourfold.wire import Sample
 from fourfold_trainer import report, step
 from fourfold_trainer.credit import Memory
 from fourfold_trainer.passes import mini_batches
 from fourfold_trainer.schedule import learning_rate
 from fourfold_trainer.step import Result, train_step
-from tests.fakes.toy_engine import ToyEngine
+from tests.fakes.toy_engine import Toy, ToyEngine
 from tests.fakes.trainer_engine import group_of, sample
 
 T = TypeVar("T")
@@ -113,6 +114,53 @@ def test_the_gradient_is_the_formula_over_all_tokens() -> None:
     torch.testing.assert_close(engine.gradients[0], wanted, atol=2e-6, rtol=1e-5)
     expected = -sum(a * s.loss_mask.sum() for a, s in zip(advantages, samples, strict=True)) / count
     assert result.policy.loss == pytest.approx(expected, abs=1e-6)
+
+
+# ---- one update --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "icepop"])
+@pytest.mark.parametrize("loss", ["ppo", "gspo"])
+def test_the_only_update_of_a_step_forwards_every_token_once(
+    loss: str, correction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = {"kl": {"coef": 0.1}, "loss": loss, "correction": {"kind": correction}}
+    config = recipe(budget=20, algorithm=algorithm)
+    forwarded: list[int] = []
+    logprobs = Toy.logprobs
+
+    def counted(self: Toy, tokens: TokenBatch, *, entropy: bool = False) -> Any:
+        forwarded.append(tokens.token_count)
+        return logprobs(self, tokens, entropy=entropy)
+
+    monkeypatch.setattr(Toy, "logprobs", counted)
+    _, result = run(batch(), config)
+    assert len(forwarded) == result.pass_count and sum(forwarded) == result.passed_tokens
+    once = report.summarise(result, config, step=1)
+    assert once[m.REFERENCE_KL] > 0 and once[m.MISMATCH_MEAN] > 0 and once[m.RATIO_MAX] == once[m.RATIO_MIN] == 1
+
+    # The same numbers as with a pass before it: what the update finds is what the old weights gave.
+    monkeypatch.setattr(step, "needs_old_logprobs", lambda _config: True)
+    forwarded.clear()
+    _, result = run(batch(), config)
+    assert sum(forwarded) > result.passed_tokens
+    twice = report.summarise(result, config, step=1)
+    assert {k: v for k, v in twice.items() if k in once} == pytest.approx(once, rel=1e-5, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("tables", "needed"),
+    [
+        ({"algorithm": {"kl": {"coef": 0.1}}}, False),
+        ({"algorithm": {"kl": {"coef": 0.1, "placement": "reward"}}}, True),
+        ({"batch": {"epochs_per_step": 2}}, True),
+        ({"batch": {"mini_batches_per_step": 2}}, True),
+    ],
+)
+def test_old_logprobs_are_looked_up_only_where_they_are_not_the_present_ones(
+    tables: dict[str, Any], needed: bool
+) -> None:
+    assert step.needs_old_logprobs(recipe(**tables)) is needed
 
 
 # ---- several updates ---------------------------------------------------------------------------------------------

@@ -50,12 +50,13 @@ def summarize(batch: Batch, *, policy_version: int) -> dict[str, float]:
             m.GROUPS_ALL_MIN: float(np.mean([s.max() == lowest for s in scores])),
             m.GROUPS_STD: float(np.mean([s.std() for s in scores])),
         }
-    return result
+    return result | batch.engines
 
 
 def _turns(sample: Sample) -> int:
     """Return the number of stretches of sampled tokens."""
-    return int(np.count_nonzero(np.diff(sample.action_mask.astype(np.int8), prepend=0) == 1))
+    mask = sample.action_mask
+    return int(np.count_nonzero(mask[1:] > mask[:-1])) + int(mask[0])
 
 
 def _lag_span(sample: Sample) -> int:

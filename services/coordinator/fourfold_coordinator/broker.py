@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Final
 
+from fourfold import metrics as m
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import WEIGHTS_REFUSED, FourfoldError, WrongState
@@ -27,6 +29,7 @@ from .ledger import Ledger
 from .probe import Key, Probe
 from .replica import Replica
 from .routing import LOOK_SECONDS, Router
+from .sleeping import Sleepers
 from .trainer_session import TrainerSession
 from .weight_calls import Engine, UpdateFailed, at_once
 from .weight_plane import FENCED, REFUSED, SERVING, WeightPlane
@@ -81,11 +84,16 @@ class Broker:
         self._probe = probe
         self._plane = plane
         self._updater = WeightUpdater(config, session, probe, plane)
+        self._timeout = config.weights.timeout_seconds
+        self.sleepers = Sleepers(config, router, plane)
+        """Whom an update wakes."""
         self._step = 0
         self._failures: dict[Key, tuple[int, float]] = {}  # how many in a row, and when to try again
 
     async def settle(self, version: int, *, step: int) -> None:
         """Take the trainer's `version` as the current one, and check or fill every engine that is there.
+
+        An engine that failed before may have failed with a trainer that is gone: it is as good as the others again.
 
         Raises:
             TrainerRestarted: the weights are lost.
@@ -93,6 +101,7 @@ class Broker:
             FourfoldError: the trainer cannot send.
         """
         async with self.lock:
+            self._failures = {key: failure for key, failure in self._failures.items() if failure[1] == math.inf}
             await self.publish(version, step=step)
 
     async def publish(self, version: int, *, step: int) -> Update:
@@ -173,13 +182,17 @@ class Broker:
         engines = await self._describe(replicas)
         await self._rise_above(engines)
         trusted = [engine for engine in engines if self._trusted(engine)]
-        update = await self._vouch(trusted)
         others = [engine for engine in engines if engine not in trusted]
+        woken = await self._wake(trusted, others)
+        update = await self._vouch(trusted)
         if others:
             for engine in others:
                 self._router.hinder(engine.replica, f"weights of version {self.version} on their way")
             filled = await self._updater.run(others, self.version)
+            woken += filled.seconds.get(m.TIME_WAKE, 0.0)
             update = replace(filled, probe_diffs=(*update.probe_diffs, *filled.probe_diffs))
+        if woken:
+            update = replace(update, seconds={**update.seconds, m.TIME_WAKE: woken})
         for engine in engines:
             self._failures.pop(engine.key, None)
             engine.replica.worked()
@@ -210,6 +223,20 @@ class Broker:
     async def _describe(self, replicas: Sequence[Replica]) -> list[Engine]:
         about = await at_once({r.key: r.call(r.control.describe(timeout=LOOK_SECONDS)) for r in replicas})
         return [Engine(replica=replica, about=about[replica.key]) for replica in replicas]
+
+    async def _wake(self, whole: Sequence[Engine], for_weights: Sequence[Engine]) -> float:
+        """Give engines that sleep their memory again, all of it or that of the weights; return the seconds it took."""
+        began = time.monotonic()
+        tags: dict[Key, tuple[str, ...]] = {e.key: () for e in whole} | {e.key: ("weights",) for e in for_weights}
+        calls = {
+            e.key: e.replica.call(e.replica.control.wake(*tags[e.key], timeout=self._timeout))
+            for e in (*whole, *for_weights)
+            if e.about.sleeping
+        }
+        if not calls:
+            return 0.0
+        await at_once(calls)
+        return time.monotonic() - began
 
     def _trusted(self, engine: Engine) -> bool:
         """Whether the engine serves the current version, and these weights for sure."""

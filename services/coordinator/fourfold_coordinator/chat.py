@@ -239,7 +239,7 @@ def _recipe(folder: Path, max_tokens: int) -> Config:
     context = min(int(limit or _MAX_CONTEXT), _MAX_CONTEXT)
     if max_tokens >= context:
         raise ConfigError(f"--max-tokens = {max_tokens}: must be below the context of {context} tokens")
-    from fourfold.doctor import find_gpus
+    from fourfold.gpus import visible_gpus
 
     return Config.model_validate(
         {
@@ -250,7 +250,7 @@ def _recipe(folder: Path, max_tokens: int) -> Config:
             "batch": {"prompts_per_step": 1, "group_size": 2, "tokens_per_micro_batch": context},
             "sampling": {"max_new_tokens": max_tokens},
             "rollout": {
-                "gpus_per_replica": 1 if find_gpus() else 0,
+                "gpus_per_replica": 1 if visible_gpus() else 0,
                 "enforce_eager": True,  # one person reads slower than any engine writes; start fast instead
                 "max_concurrent_samples": 4,
             },

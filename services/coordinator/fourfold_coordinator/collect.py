@@ -69,6 +69,7 @@ class Collector:
         """Prompts drawn since the start of the run."""
         self._config, self._prompts, self._ledger = parts.config, parts.prompts, parts.ledger
         self._peers, self._board, self._session = parts.peers, parts.board, parts.session
+        self._router = parts.router
         self._count = parts.config.batch.prompts_per_step
         self._rule = parts.config.algorithm.filter
         self._fewest = 2 if parts.config.algorithm.compares_samples else 1
@@ -83,6 +84,7 @@ class Collector:
         batch = Batch()
         work = [self._fill_a_place(step, version, batch) for _ in range(self._count)]
         await all_of(work, beside=self._session.watch())
+        batch.engines = self._router.engine_metrics()
         batch.groups_accepted = len(batch.groups)
         batch.filtered.sort(key=lambda group: group.position)
         if not batch.groups:

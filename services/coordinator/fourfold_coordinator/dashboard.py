@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -48,7 +48,9 @@ _PARTS: Final = (
     (metrics.TIME_GENERATE, "generate"),
     (metrics.TIME_REWARD, "reward"),
     (metrics.TIME_REFERENCE, "reference"),
+    (metrics.TIME_SLEEP, "sleep"),
     (metrics.TIME_TRAIN, "train"),
+    (metrics.TIME_WAKE, "wake"),
     (metrics.TIME_PUBLISH, "publish"),
     (metrics.TIME_EVALUATE, "evaluate"),
     (metrics.TIME_CHECKPOINT, "checkpoint"),
@@ -239,18 +241,30 @@ def step_facts(status: pb.RunStatus, blocks: str) -> list[tuple[str, str]]:
         ("entropy", metrics.ENTROPY, "{:.2f}"),
         ("logprob drift", metrics.MISMATCH_MEAN, "{:.4f}"),
         ("effective tokens", metrics.EFFECTIVE_SAMPLE_SIZE, "{:.0%}"),
+        ("tokens/s sampled", metrics.ROLLOUT_SPEED, "{:.0f}"),
         ("tokens/s trained", metrics.TRAIN_SPEED, "{:.0f}"),
         ("MFU", metrics.MFU, "{:.0%}"),
     ):
         history = [record.metrics[metric] for record in status.steps if metric in record.metrics]
         if metric in last:
             rows.append((label, f"{form.format(last[metric])}  {sparkline(history, blocks)}"))
+    if metrics.ENGINE_SPEED_MIN in last:
+        rows.append(("engines", engines_text(last)))
     lag = last.get(metrics.POLICY_LAG_MAX)
     if lag is not None:
         rows.append(("lag", f"{lag:.0f} steps at most, weights version {status.policy_version}"))
     if metrics.TIME_STEP in last:
         rows.append(("last step", f"{last[metrics.TIME_STEP]:.1f} s: {phase_times(status.steps[-1])}"))
     return rows
+
+
+def engines_text(last: Mapping[str, float]) -> str:
+    """Return what the engines say of themselves."""
+    slowest, fastest = last[metrics.ENGINE_SPEED_MIN], last.get(metrics.ENGINE_SPEED_MAX, 0.0)
+    text = f"{slowest:.0f} to {fastest:.0f} tokens/s each" if fastest > slowest else f"{slowest:.0f} tokens/s each"
+    if metrics.KV_CACHE_USE in last:
+        text += f", KV cache {last[metrics.KV_CACHE_USE]:.0%} full at most"
+    return text
 
 
 def step_line(record: pb.StepRecord, step_count: int) -> str:

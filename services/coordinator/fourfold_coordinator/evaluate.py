@@ -10,7 +10,7 @@ import logging
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Final
@@ -85,8 +85,21 @@ class Evaluator:
         self._peers = peers
         self._prompts = tuple(prompts)
 
-    async def run(self, *, step: int, version: int, on_progress: Callable[[float], None]) -> EvalRow | None:
+    async def run(
+        self,
+        *,
+        step: int,
+        version: int,
+        on_progress: Callable[[float], None],
+        beside: Callable[[], Coroutine[Any, Any, None]],
+    ) -> EvalRow | None:
         """Evaluate the weights of `version`; None when there is nothing to evaluate on, or no answer got a score.
+
+        Args:
+            step: after which it is.
+            version: of the weights, at least.
+            on_progress: told the part that is done, in [0, 1].
+            beside: runs along; its error ends the evaluation.
 
         Raises:
             ServiceMissing: no service of a needed role came in time.
@@ -102,7 +115,8 @@ class Evaluator:
             on_progress(done / len(self._prompts))
             return answers
 
-        answers = [answer for several in await all_of(one(prompt) for prompt in self._prompts) for answer in several]
+        found = await all_of((one(prompt) for prompt in self._prompts), beside=beside())
+        answers = [answer for several in found for answer in several]
         scored = [(a, a.sample.score) for a in answers if a.sample.score is not None]
         missing = len(self._prompts) * self._config.evaluation.samples_per_prompt - len(scored)
         if missing:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from fourfold.clock import SYSTEM_CLOCK, Clock
-from fourfold.config import Config
+from fourfold.config import Config, gpu_places
 from fourfold.postmortem import Death
 from fourfold.process import Command
 
@@ -36,9 +36,15 @@ class Service:
     role: str
     name: str
     """Member id."""
-    gpus: int = 0
+    place: tuple[int, ...] = ()
+    """Its GPUs, by their numbers in the run; services with one number share that GPU."""
     cpus: int = 1
     """What a cluster scheduler sets aside; nothing is pinned."""
+
+    @property
+    def gpus(self) -> int:
+        """How many it has."""
+        return len(self.place)
 
 
 class Launcher(Protocol):
@@ -81,17 +87,17 @@ def started_by_hand(config: Config) -> list[Service]:
 
 def _services(config: Config, *, by_hand: bool) -> list[Service]:
     roles = [
-        ("rollout", config.rollout.replicas, config.rollout.gpus_per_replica, 2),
-        ("trainer", config.trainer.replicas, config.trainer_processes if config.trainer.device == "cuda" else 0, 1),
-        ("reward", config.reward.replicas, 0, config.reward.processes),
+        ("rollout", config.rollout.replicas, 2),
+        ("trainer", config.trainer.replicas, config.trainer_processes),
+        ("reward", config.reward.replicas, config.reward.processes),
     ]
     if config.needs_reference:
-        roles.append(("reference", config.reference.replicas, int(config.reference.device == "cuda"), 1))
-    found = []
-    for role, replicas, gpus, cpus in roles:
-        cpus = config.trainer_processes if role == "trainer" else cpus
+        roles.append(("reference", config.reference.replicas, 1))
+    places, found = gpu_places(config), []
+    for role, replicas, cpus in roles:
         count = (1 if by_hand else 0) if replicas == 0 else (0 if by_hand else replicas)
-        found += [Service(role=role, name=f"{role}-{i}", gpus=gpus, cpus=cpus) for i in range(count)]
+        names = [f"{role}-{index}" for index in range(count)]
+        found += [Service(role=role, name=name, place=places.get(name, ()), cpus=cpus) for name in names]
     return found
 
 

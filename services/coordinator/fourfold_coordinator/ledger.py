@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -371,10 +371,6 @@ class Ledger:
         """Remember facts of the run."""
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(facts.items()))
-
-    def sample_states(self, sample_ids: Iterable[str]) -> dict[str, State]:
-        """Return the states of several samples; raises NotFound as `state` does."""
-        return {sample_id: self.state(sample_id) for sample_id in sample_ids}
 
 
 def _step_row(row: tuple[Any, ...]) -> StepRow:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fourfold.errors import ConfigError
+from fourfold.gpus import environment
 from fourfold.postmortem import Death
 from fourfold.process import Command, Supervisor
 
@@ -17,28 +17,21 @@ from .fleet import Service
 class LocalLauncher:
     """A `Launcher` of child processes."""
 
-    def __init__(self, services: Sequence[Service], *, run_dir: Path, gpus: Sequence[str]) -> None:
-        """Deal out the GPUs; nothing is started yet.
+    def __init__(self, *, run_dir: Path, gpus: Mapping[str, tuple[str, ...]]) -> None:
+        """Prepare; nothing is started yet.
 
         Args:
-            services: all that will be started.
             run_dir: logs go to its folder `logs`.
-            gpus: ids for CUDA_VISIBLE_DEVICES that may be used.
-
-        Raises:
-            ConfigError: a service asks for more GPUs than there are.
+            gpus: what `assign_gpus` says.
         """
-        self._gpus = assign_gpus(services, gpus)
-        self._has_gpus = bool(gpus)
+        self._gpus = gpus
         self._supervisor = Supervisor(run_dir / "logs")
 
     def start(self, service: Service, command: Command) -> None:
         """Start a child, or start it again."""
-        if self._has_gpus:
-            # A service that asks for none must not see any: libraries would move to them.
-            env = {**command.env, "CUDA_VISIBLE_DEVICES": ",".join(self._gpus.get(service.name, ()))}
-            command = dataclasses.replace(command, env=env)
-        self._supervisor.start(command)
+        # A service that asks for none must not see any: libraries would move to them.
+        env = {**command.env, **environment(self._gpus.get(service.name, ()))}
+        self._supervisor.start(dataclasses.replace(command, env=env))
 
     def deaths(self) -> list[Death]:
         """Return the deaths since the last call."""
@@ -58,33 +51,31 @@ class LocalLauncher:
         self._supervisor.kill()
 
 
-def visible_gpus(count: int) -> list[str]:
-    """Return the ids of the GPUs that this process may use: those of CUDA_VISIBLE_DEVICES, else all `count`."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [part.strip() for part in named.split(",") if part.strip()]
-    return [str(index) for index in range(count)]
+def assign_gpus(
+    services: Sequence[Service], gpus: Sequence[str], *, colocated: bool | None
+) -> dict[str, tuple[str, ...]]:
+    """Give each service its GPUs.
 
-
-def assign_gpus(services: Sequence[Service], gpus: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Give each service its GPUs, in order; services share when there are fewer than all of them ask for.
+    Where `colocated` is None, services also share GPUs when there are fewer than all of them ask for.
 
     Raises:
-        ConfigError: one service alone asks for more than there are.
+        ConfigError: there are fewer than that needs.
     """
-    assigned: dict[str, tuple[str, ...]] = {}
-    position = 0
     for service in services:
         if service.gpus > len(gpus):
             raise ConfigError(
-                f"{service.name} asks for {service.gpus} GPUs and this machine offers {len(gpus)}; lower "
-                f"rollout.gpus_per_replica, trainer.ranks or critic.ranks, set trainer.device = `cpu`, or see "
-                f"`fourfold doctor`"
+                f"{service.name} asks for {service.gpus} GPU{'s' if service.gpus > 1 else ''} and this machine offers "
+                f"{len(gpus)}; lower rollout.gpus_per_replica, trainer.ranks or critic.ranks, set trainer.device = "
+                f'"cpu", or see `fourfold doctor`'
             )
-        if service.gpus:
-            assigned[service.name] = tuple(gpus[(position + i) % len(gpus)] for i in range(service.gpus))
-            position += service.gpus
-    return assigned
+    needed = max((service.place[-1] + 1 for service in services if service.gpus), default=0)
+    if colocated is not None and needed > len(gpus):
+        how, fix = ("share GPUs", "lower rollout.replicas") if colocated else ("have their own", "set it to true")
+        raise ConfigError(
+            f"placement.colocated = {str(colocated).lower()}: services {how} and ask for {needed} GPUs, this machine "
+            f"offers {len(gpus)}; {fix}, or see `fourfold doctor`"
+        )
+    return {s.name: tuple(gpus[number % len(gpus)] for number in s.place) for s in services if s.gpus}
 
 
 def shared_gpus(assigned: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:

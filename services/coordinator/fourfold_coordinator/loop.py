@@ -22,9 +22,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, TypeVar
 
 from fourfold import metrics as m
 from fourfold.config import Config
@@ -46,6 +46,8 @@ from .trainer_session import TrainerRestarted
 from .weight_update import Update
 
 log = logging.getLogger("fourfold.coordinator")
+
+T = TypeVar("T")
 
 MODEL_FOLDER: Final = "model"
 EMA_FOLDER: Final = "model-ema"
@@ -116,22 +118,25 @@ class Loop:
         """Collect, train, publish; then evaluate and checkpoint when it is time."""
         step, began = self.step + 1, time.monotonic()
         batch = await self.collect(step)
-        metrics = summarize(batch, policy_version=self.broker.version) | batch.times()
+        metrics = batch.times()
         async with self.broker.lock:  # no engine is filled while the weights change
-            with timed(metrics, m.TIME_TRAIN):
-                trained = await self.train(step, batch)
+            async with self.broker.sleepers.asleep() as times:
+                metrics |= times
+                with timed(metrics, m.TIME_TRAIN):
+                    trained, measured = await self.train(step, batch)
             with timed(metrics, m.TIME_PUBLISH):
                 update = await self.publish(trained)
+            metrics[m.TIME_PUBLISH] -= update.seconds.get(m.TIME_WAKE, 0.0)  # a part of its own
         seconds = time.monotonic() - began
         self.step = step
         self.board.at(step=step, policy_version=self.broker.version)
         # The trainer measures the batch, too, but sees only what the filter let through: ours win.
-        metrics = dict(trained.metrics) | metrics | self._counted(step, batch) | _update_metrics(update)
+        metrics = dict(trained.metrics) | measured | metrics | self._counted(step, batch) | _update_metrics(update)
         last = step == self.config.steps
         if last or step % self.config.evaluation.every_steps == 0:
             with timed(metrics, m.TIME_EVALUATE):
                 metrics |= await self.evaluate(step)
-        metrics[m.TIME_STEP] = time.monotonic() - began
+        _add_up(metrics, time.monotonic() - began)
         found, news = self.doctor.examine(
             step, metrics, skipped_reason=trained.skipped_reason, dropped=self._dropped(step)
         )
@@ -139,7 +144,7 @@ class Loop:
         if last or step % self.config.checkpoint.every_steps == 0:
             with timed(metrics, m.TIME_CHECKPOINT):
                 await self.checkpoint(step)
-            metrics[m.TIME_STEP] = time.monotonic() - began
+            _add_up(metrics, time.monotonic() - began)
             self._keep_metrics(step, metrics, found, news, seconds)
         self._show_metrics(step)
 
@@ -153,21 +158,24 @@ class Loop:
             self.ledger.put({report.FIRST_STEP: report.first_step_facts(batch.groups)})
         return batch
 
-    async def train(self, step: int, batch: Batch) -> TrainStepResponse:
-        """Train one step; after a lost answer the same step is sent again with the same bytes.
+    async def train(self, step: int, batch: Batch) -> tuple[TrainStepResponse, dict[str, float]]:
+        """Train one step; return the trainer's answer, and the batch's own metrics.
 
-        Meanwhile the batch goes to samples.jsonl.
+        After a lost answer the same step is sent again with the same bytes. The batch is measured and written to
+        samples.jsonl while the trainer works.
         """
         self.board.phase(run_pb.RUN_PHASE_TRAINING)
         self.ledger.lease(step, batch.sample_ids())
-        timeout = self.config.trainer.step_timeout_seconds
-        writing = asyncio.ensure_future(asyncio.to_thread(self.samples_file.write, step, batch.trajectories()))
+        timeout, sent = self.config.trainer.step_timeout_seconds, asyncio.Event()
+        recording = asyncio.ensure_future(self._record(step, batch, sent))
         try:
             response = await self.session.call(
-                "TrainStep", lambda r: r.trainer.train_step(step, batch.experiences(), timeout=timeout)
+                "TrainStep",
+                lambda r: r.trainer.train_step(step, _and_then(batch.experiences(), sent.set), timeout=timeout),
             )
         finally:
-            await writing  # on the disk before the ledger says TRAINED
+            sent.set()
+            measured = await recording  # on the disk before the ledger says TRAINED
         if response.step != step:
             raise Internal(f"the trainer answered step {response.step} when asked for step {step}")
         self.session.policy_version = response.policy_version
@@ -177,11 +185,18 @@ class Loop:
             skipped_reason=response.skipped_reason,
             data_position=self.collector.position,
         )
-        return response
+        return response, measured
+
+    async def _record(self, step: int, batch: Batch, sent: asyncio.Event) -> dict[str, float]:
+        """Return the batch's metrics; its trajectories are in samples.jsonl then."""
+        await sent.wait()  # a batch that is on its way to the trainer needs this process for itself
+        measured = await asyncio.to_thread(summarize, batch, policy_version=self.broker.version)
+        await asyncio.to_thread(self.samples_file.write, step, batch.trajectories())
+        return measured
 
     async def publish(self, trained: TrainStepResponse) -> Update:
-        """Bring the new weights to every engine; a skipped step made none."""
-        if trained.policy_version == self.broker.version:
+        """Bring the new weights to every engine. A skipped step made none, but whoever slept has lost the old ones."""
+        if trained.policy_version == self.broker.version and not self.config.rollout.sleep_mode:
             return Update()
         self.board.phase(run_pb.RUN_PHASE_PUBLISHING)
         return await self.broker.publish(trained.policy_version, step=trained.step)
@@ -189,9 +204,15 @@ class Loop:
     # -- evaluate, checkpoint, finish -----------------------------------------------------------------------------
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate on the held-out prompts, if there are any."""
+        """Evaluate on the held-out prompts, if there are any.
+
+        Raises:
+            TrainerRestarted: no engine that comes now would get the weights that are evaluated.
+        """
         self.board.phase(run_pb.RUN_PHASE_EVALUATING)
-        row = await self.evaluator.run(step=step, version=self.broker.version, on_progress=self.board.progress)
+        row = await self.evaluator.run(
+            step=step, version=self.broker.version, on_progress=self.board.progress, beside=self.session.watch
+        )
         if row is None:
             return {}
         self.ledger.add_eval(row)
@@ -218,6 +239,7 @@ class Loop:
     async def finish(self) -> None:
         """Export the model, and its average where there is one, and write the report."""
         self.board.phase(run_pb.RUN_PHASE_SAVING)
+        await self.memory.look()
         model = await self.export(MODEL_FOLDER)
         ema = await self.export(EMA_FOLDER, ema=True) if self.config.trainer.ema_decay else None
         self._keep_facts()
@@ -291,12 +313,24 @@ def needed_services(config: Config) -> dict[int, int]:
     return counts
 
 
+def _and_then(items: Iterator[T], done: Callable[[], None]) -> Iterator[T]:
+    """Yield the items; call `done` when all are taken."""
+    yield from items
+    done()
+
+
 @contextmanager
 def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
     """Add the seconds that the block takes to `metrics`."""
     began = time.monotonic()
     yield
     metrics[name] = time.monotonic() - began
+
+
+def _add_up(metrics: dict[str, float], seconds: float) -> None:
+    """Note how long the step takes so far, and what of that no part accounts for."""
+    metrics[m.TIME_STEP] = seconds
+    metrics[m.TIME_OTHER] = seconds - sum(metrics.get(name, 0.0) for name in m.TIMES_OF_A_STEP)
 
 
 def _update_metrics(update: Update) -> dict[str, float]:

@@ -47,6 +47,7 @@ class MemoryMeter:
         self._pss = pss or pss_bytes
         launcher = os.environ.get(PARENT_PID_VARIABLE, "")
         self._root = int(launcher) if launcher.isdecimal() else os.getpid()
+        self._turn = asyncio.Lock()
         self._pids: dict[Member, int] = {}
         """Of the members; 0: it is not on this machine, or not ours to look into."""
         self._seen: dict[str, bool] = {}  # by member_id, whether it was counted
@@ -59,9 +60,13 @@ class MemoryMeter:
     async def run(self) -> None:
         """Sample until cancelled."""
         while True:
-            members = self._members()
-            self.peak_bytes = max(self.peak_bytes, await asyncio.to_thread(self.sample, members))
+            await self.look()
             await asyncio.sleep(_PERIOD_SECONDS)
+
+    async def look(self) -> None:
+        """Sample once, besides: a run may be over before the next time."""
+        async with self._turn:
+            self.peak_bytes = max(self.peak_bytes, await asyncio.to_thread(self.sample, self._members()))
 
     def sample(self, members: Sequence[Member] = ()) -> int:
         """Return the sum now, in bytes."""

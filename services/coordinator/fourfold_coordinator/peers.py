@@ -19,6 +19,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.types.v1.experience_pb2 import Experience
 from fourfold.wire import encode
 
+from .choice import Demand, Lengths, call_tokens, prefix_keys
 from .prompts import Prompt
 from .replica import Budget, GivenUp, Replica
 from .routing import Router
@@ -58,6 +59,7 @@ class Peers:
         self._config = config
         self._router = router
         self._decoder = decoder
+        self._lengths = Lengths()
 
     def budget(self) -> Budget:
         """Return the tries that one group may lose."""
@@ -115,13 +117,17 @@ class Peers:
                 )
             return completions
 
-        completions = await self._router.call(
-            Role.ROLE_ROLLOUT, work, samples=len(sample_ids), budget=budget, version=version
-        )
+        demand = self._demand(prompt, samples=len(sample_ids), longest=params.max_tokens)
+        completions = await self._router.call(Role.ROLE_ROLLOUT, work, demand=demand, budget=budget, version=version)
+        self._lengths.saw(len(completion.token_ids) for completion in completions)
         return [
             self._trajectory(prompt, completion, sample_id=sample_id, group_id=group_id, greedy=greedy)
             for sample_id, completion in zip(sample_ids, completions, strict=True)
         ]
+
+    def _demand(self, prompt: Prompt, *, samples: int, longest: int) -> Demand:
+        tokens = call_tokens(samples=samples, prompt=len(prompt.token_ids), expected=self._lengths.expected(longest))
+        return Demand(samples=samples, tokens=tokens, prefix=prefix_keys(prompt.token_ids))
 
     def _trajectory(
         self, prompt: Prompt, completion: Completion, *, sample_id: str, group_id: str, greedy: bool
@@ -154,7 +160,7 @@ class Peers:
             scores = await replica.reward.score(items, timeout=timeout, max_sample_count=replica.max_items)
             return {score.sample_id: _outcome(score, replica.scorer) for score in scores}
 
-        return await self._router.call(Role.ROLE_REWARD, work, samples=len(trajectories), budget=budget)
+        return await self._router.call(Role.ROLE_REWARD, work, demand=Demand(samples=len(trajectories)), budget=budget)
 
     async def reference(self, trajectories: Sequence[Trajectory], budget: Budget) -> list[Trajectory]:
         """Return the trajectories with their log-probabilities under the frozen reference.
@@ -168,7 +174,7 @@ class Peers:
         rows = await self._router.call(
             Role.ROLE_REFERENCE,
             lambda replica: replica.reference.compute_logprobs(samples, timeout=timeout),
-            samples=len(samples),
+            demand=Demand(samples=len(samples)),
             budget=budget,
         )
         return [t.referenced(row) for t, row in zip(trajectories, rows, strict=True)]

@@ -1,43 +1,101 @@
-"""Whether services fit on a cluster, decided before anything waits for it."""
+"""What a cluster sets aside for the services, and whether it fits, decided before anything waits for it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from fourfold.errors import ConfigError
 
 from .fleet import Service
 
+_LABEL: Final = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """A service; or several that share GPUs, and so are on one node."""
+
+    services: tuple[Service, ...]
+
+    @property
+    def name(self) -> str:
+        """Of all services."""
+        return ", ".join(service.name for service in self.services)
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """GPUs of all of them, by their numbers in the run."""
+        return tuple(sorted({number for service in self.services for number in service.place}))
+
+    @property
+    def gpus(self) -> int:
+        """How many they are."""
+        return len(self.place)
+
+    @property
+    def cpus(self) -> int:
+        """Of all services."""
+        return sum(service.cpus for service in self.services)
+
+    @property
+    def shares(self) -> bool:
+        """Whether services share its GPUs."""
+        return len(self.services) > 1
+
+    def places_of(self, service: Service) -> tuple[int, ...]:
+        """Return which of the bundle's GPUs are the service's: indices into `place`."""
+        return tuple(self.place.index(number) for number in service.place)
+
+
+def bundles(services: Sequence[Service]) -> list[Bundle]:
+    """Return the services, together with those that they share GPUs with, in order of the first of each."""
+    found: list[list[Service]] = []
+    for service in services:
+        mine = set(service.place)
+        touched = [group for group in found if any(mine & set(other.place) for other in group)]
+        merged = [other for group in touched for other in group] + [service]
+        if touched:
+            found[found.index(touched[0])] = merged
+            found = [group for group in found if group not in touched[1:]]
+        else:
+            found.append(merged)
+    return [Bundle(services=tuple(group)) for group in found]
+
 
 def refuse_unless_fits(services: Sequence[Service], nodes: Sequence[Mapping[str, float]]) -> None:
-    """Check that each service finds a node with its CPUs and GPUs left, the largest first.
+    """Check that each bundle of services finds a node with its CPUs and GPUs left, the largest first.
 
     Args:
-        services: one bundle each.
+        services: all that will be started.
         nodes: "CPU" and "GPU" of each node.
 
     Raises:
         ConfigError: with a table of what is asked and what is there.
     """
     left = [{"CPU": node.get("CPU", 0.0), "GPU": node.get("GPU", 0.0)} for node in nodes]
-    for service in sorted(services, key=lambda s: (-s.gpus, -s.cpus)):
-        fitting = [node for node in left if node["GPU"] >= service.gpus and node["CPU"] >= service.cpus]
+    for bundle in sorted(bundles(services), key=lambda b: (-b.gpus, -b.cpus)):
+        fitting = [node for node in left if node["GPU"] >= bundle.gpus and node["CPU"] >= bundle.cpus]
         if not fitting:
-            raise ConfigError(f"{service.name} finds no place on the cluster.\n{table(services, nodes)}")
+            raise ConfigError(f"{bundle.name} finds no place on the cluster.\n{table(services, nodes)}")
         # The node that it fills best: large holes stay for large services.
-        best = min(fitting, key=lambda node: (node["GPU"] - service.gpus, node["CPU"] - service.cpus))
-        best["GPU"] -= service.gpus
-        best["CPU"] -= service.cpus
+        best = min(fitting, key=lambda node: (node["GPU"] - bundle.gpus, node["CPU"] - bundle.cpus))
+        best["GPU"] -= bundle.gpus
+        best["CPU"] -= bundle.cpus
 
 
 def table(services: Sequence[Service], nodes: Sequence[Mapping[str, float]]) -> str:
     """Return what is asked beside what the cluster has, and what to change."""
-    lines = [f"{'':24}{'CPU':>6}{'GPU':>6}"]
-    lines += [f"{'asked  ' + service.name:24}{service.cpus:6d}{service.gpus:6d}" for service in services]
-    lines.append(f"{'asked  together':24}{sum(s.cpus for s in services):6d}{sum(s.gpus for s in services):6d}")
+    asked = bundles(services)
+    width = max(_LABEL, *(len(f"asked  {bundle.name}") + 1 for bundle in asked))
+    lines = [f"{'':{width}}{'CPU':>6}{'GPU':>6}"]
+    lines += [f"{'asked  ' + bundle.name:{width}}{bundle.cpus:6d}{bundle.gpus:6d}" for bundle in asked]
+    lines.append(f"{'asked  together':{width}}{sum(b.cpus for b in asked):6d}{sum(b.gpus for b in asked):6d}")
     for index, node in enumerate(nodes):
-        lines.append(f"{f'have   node {index}':24}{node.get('CPU', 0):6.0f}{node.get('GPU', 0):6.0f}")
+        lines.append(f"{f'have   node {index}':{width}}{node.get('CPU', 0):6.0f}{node.get('GPU', 0):6.0f}")
     lines.append(
-        "Lower rollout.replicas, rollout.gpus_per_replica, trainer.ranks or critic.ranks, or add nodes to the cluster."
+        "Lower rollout.replicas, rollout.gpus_per_replica, trainer.ranks or critic.ranks, let services share GPUs "
+        "(placement.colocated), or add nodes to the cluster."
     )
     return "\n".join(lines)

@@ -1,9 +1,12 @@
 """Runs the processes of a run where Ray has room for them. The one file that imports Ray.
 
-One placement group, one bundle per service. In each bundle an actor supervises the same child
-process that the local launcher starts; the coordinator is a child of this process, beside the
-run's folder. Without a cluster a local Ray is started on loopback and ends with the run. Ray's own
-ports are protected by its token authentication, which stays on.
+One placement group, one bundle per service, or for several that share GPUs. In each bundle an actor for each service
+supervises the same child process that the local launcher starts; the coordinator is a child of this process, beside
+the run's folder. Without a cluster a local Ray is started on loopback and ends with the run. Ray's own ports are
+protected by its token authentication, which stays on.
+
+GPUs that services share belong to an actor of their own (`GpuKeeper`), which says which they are: Ray counts fractions
+of one GPU and not of several, and would not put a trainer's ranks and the engines on the same ones.
 
 The run's folder must be visible on every node under the same path (checkpoints, logs, the model).
 """
@@ -11,11 +14,12 @@ The run's folder must be visible on every node under the same path (checkpoints,
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,12 +28,13 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fourfold.channel import is_loopback
-from fourfold.errors import ConfigError
+from fourfold.errors import ConfigError, Unavailable
+from fourfold.gpus import environment, named_gpus, smallest_memory
 from fourfold.postmortem import Death
 from fourfold.process import TAGS_VARIABLE, Command, Supervisor, descendants
 
 from .fleet import COORDINATOR, Service
-from .placement import refuse_unless_fits, table
+from .placement import bundles, refuse_unless_fits, table
 
 ray: Any = untyped_ray  # half of its functions have no types
 
@@ -49,12 +54,21 @@ class Slot:
             os.environ.pop("OMP_NUM_THREADS", None)
         self._supervisor = Supervisor(Path(run_dir) / "logs")
 
-    def start(self, command: Command, everywhere: bool) -> None:
-        """Start the child, or start it again; `everywhere`: it listens on this node's address, not on loopback."""
+    def start(self, command: Command, everywhere: bool, gpus: list[str] | None, mine: tuple[int, ...]) -> None:
+        """Start the child, or start it again.
+
+        Args:
+            command: to run.
+            everywhere: it listens on this node's address, not on loopback.
+            gpus: ids of the GPUs that several services share; None: those that Ray gave to this actor.
+            mine: which of them are this service's. It sees no others: libraries would move to them.
+        """
+        given = _given_gpus() if gpus is None else gpus
+        env = {**command.env, **environment(given[index] for index in mine)}
         argv = list(command.argv)
         if everywhere:
             argv[argv.index("--listen") + 1] = f"{ray.util.get_node_ip_address()}:0"
-        self._supervisor.start(Command(name=command.name, argv=tuple(argv), env=command.env))
+        self._supervisor.start(Command(name=command.name, argv=tuple(argv), env=env))
 
     def poll(self) -> tuple[list[Death], bool]:
         """Return deaths since the last call, and whether the child is ready."""
@@ -66,11 +80,37 @@ class Slot:
         self._supervisor.stop()
 
 
+class GpuKeeper:
+    """Lives in an actor that has the GPUs of a bundle, for services that share them."""
+
+    def ids(self) -> list[str]:
+        """Return what CUDA_VISIBLE_DEVICES calls them."""
+        return _given_gpus()
+
+    def smallest_memory(self) -> int | None:
+        """Return the bytes of the smallest of them; None where nobody says."""
+        return smallest_memory(named_gpus(_given_gpus()))
+
+
+def _given_gpus() -> list[str]:
+    """Return the ids of the GPUs that Ray gave to this actor, numbers in their order. Ray's own order changes when an
+    actor is started again, and to an actor that was given none it shows all."""
+    ids = map(str, ray.get_runtime_context().get_accelerator_ids()["GPU"])
+    return sorted(ids, key=lambda name: (len(name), name))
+
+
 class RayLauncher:
     """A `Launcher` over Ray actors."""
 
     def __init__(
-        self, services: Sequence[Service], *, run_dir: Path, address: str, secured: bool, coordinator_listen: str
+        self,
+        services: Sequence[Service],
+        *,
+        run_dir: Path,
+        address: str,
+        secured: bool,
+        coordinator_listen: str,
+        check_gpu: Callable[[int], None],
     ) -> None:
         """Connect, or start a local Ray, and reserve a place for each service.
 
@@ -80,12 +120,15 @@ class RayLauncher:
             address: of a cluster; empty: a local Ray.
             secured: whether the recipe has a [security] table.
             coordinator_listen: host:port of the coordinator.
+            check_gpu: is told the memory of the smallest GPU that services share, and raises where it is too little.
 
         Raises:
             ConfigError: the cluster is too small or busy, or several nodes would talk without TLS.
+            Unavailable: an actor did not start.
         """
         self._run_dir = run_dir.resolve()
-        self._bundles = {service.name: index for index, service in enumerate(services)}
+        self._bundles = bundles(services)
+        self._keepers: dict[int, Any] = {}  # of bundles whose GPUs are shared
         self._supervisor = Supervisor(self._run_dir / "logs")
         self._actors: dict[str, Any] = {}
         self._polls: dict[Any, str] = {}  # outstanding call -> name
@@ -107,6 +150,9 @@ class RayLauncher:
             if self._everywhere:
                 _check_network(len(nodes), secured=secured, coordinator_listen=coordinator_listen)
             self._group = _reserve(services, nodes)
+            self._keepers = {i: self._keeper(i) for i, bundle in enumerate(self._bundles) if bundle.shares}
+            if (size := self._smallest_shared_memory()) is not None:
+                check_gpu(size)
         except BaseException:  # Ctrl-C, too: a Ray that is half started must not stay
             self._disconnect()
             raise
@@ -114,18 +160,38 @@ class RayLauncher:
     def start(self, service: Service, command: Command) -> None:
         """Start a process in its bundle, or start it again; a lost actor is replaced."""
         if service.name == COORDINATOR:
-            self._supervisor.start(command)
+            self._supervisor.start(dataclasses.replace(command, env={**command.env, **environment(())}))
             return
         self._ready.discard(service.name)
+        index, bundle = next((i, b) for i, b in enumerate(self._bundles) if service in b.services)
         if service.name not in self._actors:
-            strategy = PlacementGroupSchedulingStrategy(
-                placement_group=self._group, placement_group_bundle_index=self._bundles[service.name]
-            )
             actor = ray.remote(Slot).options(
-                num_cpus=service.cpus, num_gpus=service.gpus, scheduling_strategy=strategy, max_restarts=0
+                num_cpus=service.cpus,
+                num_gpus=0 if bundle.shares else service.gpus,
+                scheduling_strategy=self._strategy(index),
+                max_restarts=0,
             )
             self._actors[service.name] = actor.remote(str(self._run_dir), "OMP_NUM_THREADS" in os.environ)
-        self._polls[self._actors[service.name].start.remote(command, self._everywhere)] = service.name
+        # Ray waits for the answer, and hands it over.
+        gpus = self._keepers[index].ids.remote() if bundle.shares else None
+        mine = bundle.places_of(service)
+        starting = self._actors[service.name].start.remote(command, self._everywhere, gpus, mine)
+        self._polls[starting] = service.name
+
+    def _keeper(self, index: int) -> Any:
+        options = {"num_cpus": 0, "num_gpus": self._bundles[index].gpus, "max_restarts": -1, "max_task_retries": -1}
+        return ray.remote(GpuKeeper).options(**options, scheduling_strategy=self._strategy(index)).remote()
+
+    def _smallest_shared_memory(self) -> int | None:
+        try:
+            answers = [keeper.smallest_memory.remote() for keeper in self._keepers.values()]
+            sizes = ray.get(answers, timeout=_PLACEMENT_SECONDS)
+        except ray.exceptions.RayError as error:
+            raise Unavailable(f"the Ray actor that keeps the shared GPUs did not start: {error}") from error
+        return min((size for size in sizes if size is not None), default=None)
+
+    def _strategy(self, index: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=index)
 
     def deaths(self) -> list[Death]:
         """Return the deaths since the last call, the first one first."""
@@ -154,7 +220,7 @@ class RayLauncher:
         if not ray.is_initialized():
             return
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            for actor in self._actors.values():
+            for actor in (*self._actors.values(), *self._keepers.values()):
                 ray.kill(actor)
             if self._group is not None:
                 remove_placement_group(self._group)
@@ -176,7 +242,9 @@ class RayLauncher:
                 self._polled[name] = now
         answered, _ = ray.wait(list(self._polls), num_returns=len(self._polls), timeout=0) if self._polls else ([], [])
         for reference in answered:
-            name = self._polls.pop(reference)
+            name = self._polls.pop(reference, "")
+            if not name:  # of an actor whose loss another answer has just told
+                continue
             try:
                 answer = ray.get(reference)
             except ray.exceptions.RayError as error:
@@ -246,10 +314,10 @@ def _check_network(nodes: int, *, secured: bool, coordinator_listen: str) -> Non
 
 
 def _reserve(services: Sequence[Service], nodes: Sequence[dict[str, float]]) -> Any:
-    bundles = [{"CPU": service.cpus} | ({"GPU": service.gpus} if service.gpus else {}) for service in services]
-    if not bundles:
+    asked = [{"CPU": b.cpus} | ({"GPU": b.gpus} if b.gpus else {}) for b in bundles(services)]
+    if not asked:
         return None
-    group = placement_group(bundles, strategy="PACK")
+    group = placement_group(asked, strategy="PACK")
     try:
         ray.get(group.ready(), timeout=_PLACEMENT_SECONDS)
     except ray.exceptions.GetTimeoutError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -16,6 +17,8 @@ from fourfold.reward.client import RewardClient
 from fourfold.rollout.client import RolloutClient, RolloutControlClient
 from fourfold.trainer.client import TrainerClient, TrainerWeightClient
 
+from .choice import Demand
+from .load import Load, Ticket
 from .registry import Member
 
 T = TypeVar("T")
@@ -73,6 +76,10 @@ class Replica:
         """Why it is not used, for people; empty when it is."""
         self.outstanding = 0
         """Samples it was given and has not answered."""
+        self.outstanding_size = 0
+        """The same in the measure of `Demand.size`."""
+        self.load = Load()
+        """What an engine reports of itself."""
         self.capacity = 0
         """Most samples outstanding; 0: no limit."""
         self._congested_at = 0
@@ -97,6 +104,23 @@ class Replica:
     def key(self) -> tuple[str, str]:
         """Name and incarnation."""
         return self.member.member_id, self.member.incarnation
+
+    @property
+    def cache(self) -> tuple[str, str, int]:
+        """What its prefix cache holds is of this process and of these weights."""
+        return *self.key, self.version
+
+    def give(self, demand: Demand) -> Ticket:
+        """Count a call that goes there; `end` it with what this returns."""
+        self.outstanding += demand.samples
+        self.outstanding_size += demand.size
+        return self.load.give(demand.tokens)
+
+    def end(self, demand: Demand, ticket: Ticket) -> None:
+        """Count a call that is over."""
+        self.outstanding -= demand.samples
+        self.outstanding_size -= demand.size
+        self.load.end(ticket)
 
     def resting(self, now: float) -> bool:
         """Whether it failed a moment ago."""
@@ -138,6 +162,10 @@ class Replica:
         Raises:
             Unavailable: it ended.
         """
+        if self.gone:  # its channel may be closed, and what gRPC raises then is no error that anybody catches
+            if inspect.iscoroutine(work):
+                work.close()
+            raise self._ended()
         try:
             async with asyncio.timeout(None) as scope:
                 self._calls.add(scope)
@@ -148,7 +176,7 @@ class Replica:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise Unavailable(f"{self.member.peer}: {self.gone}", reason="LEASE_ENDED") from None
+            raise self._ended() from None
 
     def leave(self, why: str, *, cut: bool) -> None:
         """Note that it is no member any more; `cut` ends the calls in flight."""
@@ -156,3 +184,6 @@ class Replica:
         if cut:
             for scope in list(self._calls):
                 scope.reschedule(0.0)
+
+    def _ended(self) -> Unavailable:
+        return Unavailable(f"{self.member.peer}: {self.gone}", reason="LEASE_ENDED")

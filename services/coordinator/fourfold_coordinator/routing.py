@@ -1,6 +1,6 @@
 """Which replica does a piece of work, and what happens when it cannot.
 
-    work --use--> the replica with the fewest samples outstanding --answer--> done
+    work --use--> the replica that is expected to be done first --answer--> done
       ^                |                             |
       |                | none: wait, then            | full of our own work: wait for an answer from there
       |                v ServiceMissing              | dead, draining, kept busy: another one (infrastructure)
@@ -9,6 +9,7 @@
 
 Replicas come and go with their leases. A replica is used only while nothing hinders it: it was
 looked at, its weights are the wanted ones (the broker's business), and it did not just fail.
+`choice.py` says which of them gets a call, and `load.py` what they report of themselves.
 Work is served first come, first served, so that the same calls go out in the same order.
 """
 
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import Final, TypeVar
 
@@ -34,6 +35,8 @@ from fourfold.errors import (
     Unauthenticated,
 )
 
+from .choice import Candidate, Demand, Prefixes, choose
+from .load import measure, watch
 from .registry import ROLE_NAMES, Change, Member, Registry
 from .replica import NOT_LOOKED_AT, Budget, Replica, ServiceMissing
 
@@ -78,6 +81,8 @@ class Router:
         self._turns = {role: asyncio.Lock() for role in ROLE_NAMES}  # FIFO
         self._change = asyncio.Event()
         self._leaving: list[Replica] = []  # their channels are closed when their last call has ended
+        self._watches: dict[Replica, asyncio.Task[None]] = {}
+        self._prefixes = Prefixes()
         registry.listen(self._on_member)
 
     def replicas(self, role: int) -> list[Replica]:
@@ -86,7 +91,7 @@ class Router:
         return sorted(found, key=lambda r: r.member.member_id)
 
     async def run(self) -> None:
-        """Let leases expire and look at who is new, until cancelled."""
+        """Let leases expire, look at who is new and watch the engines' load, until cancelled."""
         looking: dict[tuple[str, str], asyncio.Task[None]] = {}
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -97,6 +102,10 @@ class Router:
                         due = replica.hindrance == NOT_LOOKED_AT and not replica.resting(self.clock.monotonic())
                         if due and not busy:
                             looking[replica.key] = tasks.create_task(self._look(replica))
+                        engine = replica.member.role == Role.ROLE_ROLLOUT and replica.present
+                        if engine and replica not in self._watches:
+                            reports = watch(replica.rollout, replica.load, self.clock)
+                            self._watches[replica] = tasks.create_task(reports)
                     looking = {key: task for key, task in looking.items() if not task.done()}
                     await self._close_channels()
                     await self.changed(timeout=_TICK_SECONDS)
@@ -126,7 +135,7 @@ class Router:
         role: int,
         work: Callable[[Replica], Awaitable[T]],
         *,
-        samples: int,
+        demand: Demand,
         budget: Budget,
         version: int | None = None,
     ) -> T:
@@ -135,7 +144,7 @@ class Router:
         Args:
             role: a value of `Role`.
             work: one try; makes calls with deadlines.
-            samples: what it adds to the replica's load.
+            demand: what it adds to the replica's load.
             budget: what it may lose.
             version: of the weights that a rollout service must hold, or a later one; None: any.
 
@@ -145,13 +154,13 @@ class Router:
         """
         avoid: set[tuple[str, str]] = set()
         while True:
-            async with self._use(role, samples=samples, version=version, avoid=avoid) as replica:
+            async with self._use(role, demand, version=version, avoid=avoid) as replica:
                 try:
                     result = await replica.call(work(replica))
                 except (PermissionDenied, Unauthenticated):
                     raise  # no replica will ever answer otherwise
                 except Overloaded as error:
-                    if not replica.congested(samples):  # others keep it busy
+                    if not replica.congested(demand.samples):  # others keep it busy
                         replica.failed(error, self.clock.monotonic())
                         budget.lose(error)
                 except FourfoldError as error:
@@ -203,6 +212,10 @@ class Router:
             for _, replica in sorted(self._replicas.items())
         ]
 
+    def engine_metrics(self) -> dict[str, float]:
+        """Return what the engines said of themselves since this was asked last, by the names of metrics."""
+        return measure([engine.load for engine in self.replicas(Role.ROLE_ROLLOUT)], self.clock.monotonic())
+
     def explain(self, role: int) -> str:
         """Say why the replicas of a role are not used."""
         replicas = self.replicas(role)
@@ -212,33 +225,48 @@ class Router:
 
     @asynccontextmanager
     async def _use(
-        self, role: int, *, samples: int, version: int | None, avoid: set[tuple[str, str]]
+        self, role: int, demand: Demand, *, version: int | None, avoid: set[tuple[str, str]]
     ) -> AsyncIterator[Replica]:
         async with self._turns[role]:
-            replica = await self._acquire(role, samples, version, avoid)
-            replica.outstanding += samples
+            replica = await self._acquire(role, demand, version, avoid)
+            ticket = replica.give(demand)
+            self._prefixes.give(demand.prefix, replica.cache)
         try:
             yield replica
         finally:
-            replica.outstanding -= samples
+            replica.end(demand, ticket)
             self.notify()
 
-    async def _acquire(self, role: int, samples: int, version: int | None, avoid: set[tuple[str, str]]) -> Replica:
+    async def _acquire(self, role: int, demand: Demand, version: int | None, avoid: set[tuple[str, str]]) -> Replica:
         end = self.clock.monotonic() + self.wait_seconds
         while True:
             usable = [r for r in self.replicas(role) if self._usable(r, version)]
-            free = [r for r in usable if r.has_room(samples)]
+            free = {r.member.member_id: r for r in usable if r.has_room(demand.samples)}
             if free:
                 self.on_wait("")
-                return min(free, key=lambda r: (r.key in avoid, r.outstanding, r.member.member_id))
+                return free[choose(self._candidates(free.values(), demand, avoid), demand.size).name]
             now = self.clock.monotonic()
             if any(r.outstanding for r in usable):  # they are busy; the deadlines of their calls bound that
                 end = now + self.wait_seconds
             elif now >= end:
-                raise self._missing(role, self.wait_seconds, samples=samples if usable else 0)
+                raise self._missing(role, self.wait_seconds, samples=demand.samples if usable else 0)
             else:
                 self.on_wait(f"a {ROLE_NAMES[role]} service ({self.explain(role)})")
             await self.changed(timeout=_TICK_SECONDS)
+
+    def _candidates(self, replicas: Iterable[Replica], demand: Demand, avoid: set[tuple[str, str]]) -> list[Candidate]:
+        now, held = self.clock.monotonic(), self._prefixes.held(demand.prefix)
+        return [
+            Candidate(
+                name=replica.member.member_id,
+                outstanding=replica.outstanding_size,
+                speed=replica.load.speed(now),
+                room=replica.load.room(now),
+                held=held.get(replica.cache, 0),
+                avoided=replica.key in avoid,
+            )
+            for replica in replicas
+        ]
 
     def _usable(self, replica: Replica, version: int | None) -> bool:
         if replica.hindrance or replica.resting(self.clock.monotonic()):
@@ -267,6 +295,8 @@ class Router:
             log.info("%s joined", member.member_id, extra={"target": member.target})
         else:
             replica = self._replicas.pop(member.member_id)
+            if replica in self._watches:
+                self._watches.pop(replica).cancel()
             # Who leaves of its own will finishes what it has begun; who fell silent will not answer.
             replica.leave(change.value, cut=change is not Change.LEFT)
             self._leaving.append(replica)

@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO, Final
@@ -25,12 +26,14 @@ from fourfold import models, sequence_parallel
 from fourfold.adapters import adapter_plan
 from fourfold.config import Config
 from fourfold.errors import ConfigError
+from fourfold.gpu_plan import refuse_unless_fits
+from fourfold.gpus import smallest_memory, visible_gpus
 from fourfold.security import Security
 
 from .dashboard import Dashboard
 from .fleet import Ending, Fleet, Launcher, launched, serve_arguments, started_by_hand
 from .follow import follow
-from .local_launcher import LocalLauncher, assign_gpus, shared_gpus, visible_gpus
+from .local_launcher import LocalLauncher, assign_gpus, shared_gpus
 from .summary import is_finished, report_lines
 
 _TICK_SECONDS: Final = 0.1
@@ -68,6 +71,8 @@ def main(args: argparse.Namespace) -> int:
             models.check(config.model.source)  # a missing model is found before a folder is made
             sequence_parallel.check(config)
             adapter_plan(config)  # and so is a layer that it does not have
+            if args.launcher == "local":
+                _local_gpus(config)  # and too few GPUs
             run_dir, config = make_run_dir(config, args.name or config.name)
         with _locked(run_dir):
             if args.resume is not None and is_finished(run_dir, config):
@@ -238,18 +243,32 @@ def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launch
             address=args.ray_address,
             secured=bool(config.security.directory),
             coordinator_listen=args.listen,
+            check_gpu=partial(refuse_unless_fits, config),
         )
     if args.ray_address:
         raise ConfigError("--ray-address is for --launcher ray; give both, or neither")
-    gpus: list[str] = []
-    if any(service.gpus for service in services):
-        from fourfold.doctor import find_gpus
+    assigned = _local_gpus(config)
+    advice = "" if config.placement.colocated else "; rollout.gpu_memory_utilization must leave room for all"
+    for gpu, names in shared_gpus(assigned).items():
+        print(f"GPU {gpu} is shared by {', '.join(names)}{advice}.")
+    return LocalLauncher(run_dir=run_dir, gpus=assigned)
 
-        gpus = visible_gpus(len(find_gpus()))
-    launcher = LocalLauncher(services, run_dir=run_dir, gpus=gpus)
-    for gpu, names in shared_gpus(assign_gpus(services, gpus)).items():
-        print(f"GPU {gpu} is shared by {', '.join(names)}; rollout.gpu_memory_utilization must leave room for all.")
-    return launcher
+
+def _local_gpus(config: Config) -> dict[str, tuple[str, ...]]:
+    """Return the GPUs of this machine that each service gets.
+
+    Raises:
+        ConfigError: there are too few, or they are too small.
+    """
+    services = launched(config)
+    if not any(service.gpus for service in services):
+        return {}
+    visible = visible_gpus()
+    assigned = assign_gpus(services, [gpu.id for gpu in visible], colocated=config.placement.colocated)
+    used = {gpu for ids in assigned.values() for gpu in ids}
+    if (size := smallest_memory(gpu for gpu in visible if gpu.id in used)) is not None:
+        refuse_unless_fits(config, size)
+    return assigned
 
 
 def _resumed_config(run_dir: Path, name: str) -> Config:

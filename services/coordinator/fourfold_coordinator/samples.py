@@ -109,6 +109,8 @@ class Batch:
     groups_lost: int = 0
     groups_accepted: int = 0
     """Those that the filter let through; fewer than `groups` when it let none through."""
+    engines: dict[str, float] = field(default_factory=dict)
+    """What the engines said of themselves meanwhile, by the names of metrics."""
     began: float = field(default_factory=time.monotonic)
     rolled: float = 0.0
     scored: float = 0.0

@@ -21,7 +21,7 @@ from typing import Any, Final
 from fourfold import models
 from fourfold.channel import open_channel
 from fourfold.clock import SYSTEM_CLOCK
-from fourfold.config import Config, dump
+from fourfold.config import dump
 from fourfold.coordinator.v1 import membership_service_pb2, run_service_pb2
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
@@ -90,7 +90,6 @@ class Coordinator:
             ConfigError: the recipe does not fit together, or the tokenizer is missing.
         """
         config = options.config
-        check(config)
         self._config, self._folder = config, folder
         self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
         self._host = Host(options, role=None)
@@ -187,24 +186,6 @@ class Coordinator:
         while True:
             self._board.set_members(self._router.members())
             await self._router.changed(timeout=_TICK_SECONDS)
-
-
-def check(config: Config) -> None:
-    """Refuse a recipe whose groups no rollout service would take.
-
-    Raises:
-        ConfigError: names the keys.
-    """
-    limit = config.rollout.max_concurrent_samples
-    for key, count in (
-        ("batch.group_size", config.batch.group_size),
-        ("evaluation.samples_per_prompt", config.evaluation.samples_per_prompt),
-    ):
-        if count > limit:
-            raise ConfigError(
-                f"{key} = {count}, but rollout.max_concurrent_samples = {limit}: a group travels in one call; raise "
-                f"the second or lower the first"
-            )
 
 
 def remember(prompts: Prompts, ledger: Ledger) -> None:

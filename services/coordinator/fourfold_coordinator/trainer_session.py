@@ -46,15 +46,17 @@ class TrainerSession:
         """Version of the trainer's present weights."""
 
     async def connect(self) -> pb.TrainerStatus:
-        """Talk to the trainer that is there now; waits for one.
+        """Talk to the trainer that is there now; waits for one, and for the next when it dies meanwhile.
 
         Raises:
             ServiceMissing: none came.
             WrongState: it does not fit the run.
+            FourfoldError: a failure that lasted.
         """
-        await self._router.wait_for({Role.ROLE_TRAINER: 1})
-        replica = self._router.replicas(Role.ROLE_TRAINER)[0]
-        status = await replica.call(replica.trainer.get_status(timeout=LOOK_SECONDS))
+        return await self._until_answered("GetStatus", self._present, self._begin)
+
+    async def _begin(self, replica: Replica) -> pb.TrainerStatus:
+        status = await replica.trainer.get_status(timeout=LOOK_SECONDS)
         if status.tokenizer_sha256 != self._tokenizer_sha256:
             raise WrongState(
                 f"{replica.member.peer}: its tokenizer is not the run's; start it with the run's model.source"
@@ -80,9 +82,15 @@ class TrainerSession:
             ServiceMissing: the trainer is gone and none came.
             FourfoldError: what the trainer raised, or a failure that lasted.
         """
+        return await self._until_answered(name, self._same_process, work)
+
+    async def _until_answered(
+        self, name: str, find: Callable[[], Awaitable[Replica]], work: Callable[[Replica], Awaitable[T]]
+    ) -> T:
+        """Make a call to the trainer that `find` returns; after a lost answer make it again."""
         tries, first = 0, 0.0
         while True:
-            replica = await self._replica()
+            replica = await find()
             try:
                 return await replica.call(work(replica))
             except (Unavailable, DeadlinePassed, Overloaded) as error:
@@ -126,12 +134,16 @@ class TrainerSession:
         )
         return self.policy_version
 
-    async def _replica(self) -> Replica:
+    async def _present(self) -> Replica:
+        """Return the trainer that is there; waits for one."""
         found = self._router.replicas(Role.ROLE_TRAINER)
         if not found:
             await self._router.wait_for({Role.ROLE_TRAINER: 1})
             found = self._router.replicas(Role.ROLE_TRAINER)
-        return self._same(found[0])
+        return found[0]
+
+    async def _same_process(self) -> Replica:
+        return self._same(await self._present())
 
     def _same(self, replica: Replica) -> Replica:
         """Return the replica when it is the process that the session was made with."""

@@ -25,6 +25,7 @@ from .replica import Replica
 SERVING: Final = "serving"
 UPDATING: Final = "updating"
 WAITING: Final = "waiting"
+ASLEEP: Final = "asleep"
 FENCED: Final = "fenced"
 REFUSED: Final = "refused"
 

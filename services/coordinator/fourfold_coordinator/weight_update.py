@@ -26,7 +26,7 @@ from typing import Any, Final, TypeVar
 
 from fourfold import metrics as m
 from fourfold.config import Config
-from fourfold.errors import FourfoldError, Internal, StaleEpoch, Unavailable, WrongState
+from fourfold.errors import FourfoldError, Internal, StaleEpoch, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.weight_sums import differing_tensors, naming
@@ -290,6 +290,9 @@ class WeightUpdater:
             with self._clock.part(m.COMMIT_SECONDS):
                 commit = asked.commit(epoch=epoch, policy_version=version, hold=True, timeout=_left(end))
                 self._clock.longest(m.PAUSE_SECONDS, await self._call(engine, commit, last=False))
+            if engine.about.sleeping:  # its weights have memory already; now it may sample
+                with self._clock.part(m.TIME_WAKE):
+                    await self._call(engine, asked.wake("kv_cache", timeout=_left(end)), last=False)
             with self._clock.part(m.PROBE_SECONDS):
                 logprobs = await self._call(engine, asked.probe(self._probe.token_ids, timeout=_left(end)), last=False)
             mean, largest = self._compare(engine.key, version, logprobs)
@@ -361,9 +364,6 @@ class WeightUpdater:
         Raises:
             Unavailable: it is none any more.
         """
-        if engine.replica.gone:
-            call.close()
-            raise Unavailable(f"{engine.replica.member.peer}: {engine.replica.gone}", reason="LEASE_ENDED")
         result = await engine.replica.call(call)
         if last:
             self._status.answered(engine.name)

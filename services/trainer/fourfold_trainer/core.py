@@ -204,6 +204,7 @@ class TrainerCore:
             layout=layout_of(config, engine.manifest()),
         )
         self._engine = engine
+        self._release_memory()
         self._set(checkpoint_step=self._store.newest_step, vocabulary_size=engine.vocabulary_size)
 
     def _do_train_step(self, step: int, samples: list[Sample], batch_sha256: str) -> StepAnswer:
@@ -221,6 +222,7 @@ class TrainerCore:
         steps.check(samples, config.algorithm, policy_version=state.policy_version)
         began = time.monotonic()
         result = steps.train_step(self._running, samples, config, step=step, memory=state.memory)
+        self._release_memory()
         seconds = time.monotonic() - began
         skipped = state.skipped_step_count + bool(result.skipped_reason)
         measured = report.summarise(result, config, step=step)
@@ -286,8 +288,14 @@ class TrainerCore:
         state, folder = self._checkpoints.read(step)
         self._do_discard()  # it belongs to the weights that go
         self._running.load(folder)
+        self._release_memory()
         self._set(state=state)
         return replace(self._status, phase=Phase.WAITING)
+
+    def _release_memory(self) -> None:
+        """Leave no more of the GPUs taken than what is kept until the next call, where others need it."""
+        if self._config.shares_gpus:
+            self._running.release_memory()
 
     def _do_export(self, name: str, *, ema: bool) -> Path:
         target = (self._run_dir / name).absolute()

@@ -144,6 +144,9 @@ class Engine(Protocol):
         The critic's may come from another thread. An error of either is raised when both have ended.
         """
 
+    def release_memory(self) -> None:
+        """Give GPU memory that is kept for the next pass back, on all ranks: others on these GPUs need it."""
+
     def save(self, folder: Path) -> None:
         """Write every rank's state into an existing folder, durably."""
 

@@ -138,6 +138,11 @@ class RankGroup:
         """Return the critic's values of each rank's batches."""
         return [list(answer.arrays) for answer in self._critic.deal("compute_values", _arrays(shares))]
 
+    def release_memory(self) -> None:
+        """Give GPU memory that is kept for the next pass back."""
+        for group in self._groups:
+            group.call("release_memory")
+
     def save(self, folder: Path) -> None:
         """Write every rank's state into `folder`."""
         for group in self._groups:

@@ -58,6 +58,7 @@ class RankWorker:
             "compute_logprobs": self._compute_logprobs,
             "compute_values": self._compute_values,
             "critic_size": self._critic_size,
+            "release_memory": self._release_memory,
             "save": self._save,
             "read": self._read,
             "restore": self._restore,
@@ -141,6 +142,10 @@ class RankWorker:
         with torch.no_grad():
             rows = [self._critic.values(b).cpu().numpy() for b in batching.token_batches(command.arrays)]
         return Message(name=ANSWER, arrays=rows)
+
+    def _release_memory(self, _command: Message) -> Message:
+        torch.cuda.empty_cache()  # does nothing on CPU
+        return Message(name=ANSWER)
 
     def _save(self, command: Message) -> Message:
         folder = Path(command.fields["folder"])

@@ -1,0 +1,131 @@
+"""Engines asleep while the trainer trains: on GPUs that they share, their memory makes room for its activations.
+
+What the trainer keeps between steps (weights, gradients, optimizer) stays beside them while they sample.
+
+Sleep is deep (level 2): weights are dropped and not copied to the host, because the update after the step replaces
+them. A step that made no new version has its version published again: that is rare, and one transfer; a copy to the
+host and back would cost every step two. Who wakes them is the broker, within the update.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Final
+
+from fourfold import metrics as m
+from fourfold.config import Config
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import FourfoldError, WrongState
+
+from .probe import Key
+from .replica import Replica
+from .routing import Router
+from .weight_plane import ASLEEP, FENCED, WeightPlane
+
+log = logging.getLogger("fourfold.coordinator")
+
+_LEVEL: Final = 2
+_AGAIN_SECONDS: Final = 0.25
+
+
+class NotAsleep(WrongState):
+    """An engine answers and does not give its memory up; the trainer would not find enough of it."""
+
+
+class Sleepers:
+    """Puts engines to sleep. Does nothing without `rollout.sleep_mode`."""
+
+    def __init__(self, config: Config, router: Router, plane: WeightPlane) -> None:
+        self._wanted, self._seconds = config.rollout.sleep_mode, config.weights.timeout_seconds
+        self._router, self._plane = router, plane
+
+    @asynccontextmanager
+    async def asleep(self) -> AsyncIterator[dict[str, float]]:
+        """Keep every engine asleep within the block, those that join meanwhile, too; yield the time it took.
+
+        An engine that is gone or does not answer is left to the update that follows; one that is falling asleep when
+        the block ends is waited for.
+
+        Raises:
+            NotAsleep: one refused until `weights.timeout_seconds` were over.
+        """
+        if not self._wanted:
+            yield {}
+            return
+        began = time.monotonic()
+        engines = self._engines()
+        await self._put_to_sleep(engines)
+        late = asyncio.create_task(self._keep({engine.key for engine in engines}))
+        try:
+            yield {m.TIME_SLEEP: time.monotonic() - began}
+        finally:
+            late.cancel()
+            await asyncio.gather(late, return_exceptions=True)
+
+    def _engines(self) -> list[Replica]:
+        return [r for r in self._router.replicas(Role.ROLE_ROLLOUT) if r.present and not r.gone]
+
+    async def _put_to_sleep(self, replicas: Sequence[Replica]) -> None:
+        errors = await asyncio.gather(*(self._one(replica) for replica in replicas))
+        refused = [error.message for error in errors if isinstance(error, WrongState)]
+        if refused:
+            raise NotAsleep(
+                f"{'; '.join(refused)}. After {self._seconds:g} s (weights.timeout_seconds) it still has the memory "
+                f"that the trainer needs: end what samples there, or set rollout.sleep_mode = false"
+            )
+
+    async def _one(self, replica: Replica) -> FourfoldError | None:
+        """Put one engine to sleep; return why it does not. Samples of others may be in it: they are waited for."""
+        name, end = replica.member.member_id, time.monotonic() + self._seconds
+        replica.version = -1
+        self._router.hinder(replica, "it sleeps while the trainer trains")
+        while True:
+            left = max(end - time.monotonic(), _AGAIN_SECONDS)
+            try:
+                await self._fall_asleep(replica, timeout=left)
+                self._plane.state(name, ASLEEP)
+                return None
+            except FourfoldError as error:
+                if isinstance(error, WrongState) and time.monotonic() < end:
+                    await self._rouse(replica)
+                    await self._router.clock.sleep(_AGAIN_SECONDS)
+                    continue
+                self._plane.state(name, FENCED, error.message)
+                self._router.hinder(replica, f"it does not fall asleep: {error}")
+                log.warning("%s does not fall asleep: %s", name, error)
+                return error
+
+    async def _fall_asleep(self, replica: Replica, *, timeout: float) -> None:
+        """Have an engine fall asleep; a cancellation waits for its answer.
+
+        It finishes what it has begun, and calls itself awake until then: an update meanwhile would not wake it.
+        """
+        call = asyncio.ensure_future(replica.call(replica.control.sleep(level=_LEVEL, timeout=timeout)))
+        try:
+            await asyncio.shield(call)
+        except asyncio.CancelledError:
+            await asyncio.wait([call])
+            raise
+        finally:
+            call.cancel()
+
+    async def _rouse(self, replica: Replica) -> None:
+        """Wake an engine that sleeps in part, as an update that failed leaves it; it can sleep anew then."""
+        try:
+            await replica.call(replica.control.wake(timeout=self._seconds))
+        except FourfoldError as error:
+            log.warning("%s does not wake: %s", replica.member.member_id, error)
+
+    async def _keep(self, known: set[Key]) -> None:
+        """Put engines to sleep that join while the trainer trains; none waits for another."""
+        async with asyncio.TaskGroup() as falling_asleep:
+            while True:
+                await self._router.changed(timeout=1.0)
+                for engine in self._engines():
+                    if engine.key not in known:
+                        known.add(engine.key)
+                        falling_asleep.create_task(self._one(engine))

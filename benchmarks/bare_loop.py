@@ -140,7 +140,8 @@ class BareLoop:
 def run_seconds(folder: Path) -> list[float]:
     """Return the seconds of each step of a Fourfold run, without its evaluations and checkpoints."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [row["time/generate"] + row["time/train"] + row["time/publish"] for row in rows]
+    aside = ("time/evaluate", "time/checkpoint")
+    return [row["time/step"] - sum(row.get(name) or 0.0 for name in aside) for row in rows]
 
 
 def main() -> None:

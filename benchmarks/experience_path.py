@@ -58,21 +58,20 @@ LIBRARIES: Final = ("grpcio", "protobuf", "numpy")
 
 
 class ReadyEngine:
-    """Answers at once. Its outputs are Python lists, as vLLM's are."""
+    """Answers at once."""
 
     def __init__(self, context_tokens: int) -> None:
         rng = np.random.default_rng(0)
         count = context_tokens - PROMPT_TOKENS
         self._outputs = [
             SampleOutput(
-                token_ids=rng.integers(0, VOCABULARY_SIZE, count).tolist(),
-                logprobs=(-rng.exponential(size=count)).tolist(),
+                token_ids=rng.integers(0, VOCABULARY_SIZE, count, dtype=np.int32),
+                logprobs=-rng.exponential(size=count).astype(np.float32),
                 finish=Finish.LENGTH,
             )
             for _ in range(64)
         ]
         self._given = 0
-        self.sampled_token_count = 0
         # As in the middle of a step: an idle engine would wait some milliseconds for calls to come together.
         self.running_count = 1
         self.description = EngineDescription(

@@ -37,6 +37,7 @@ LIBRARIES: Final = ("torch", "transformers", "deepspeed", "numpy")
 # Qwen2 of several sizes: layers, hidden, intermediate, heads, key and value heads, vocabulary.
 SHAPES: Final = {
     "tiny": (2, 64, 128, 2, 1, 512),
+    "0.43b": (24, 1024, 4096, 16, 8, 49_152),
     "0.5b": (24, 896, 4864, 14, 2, 151_936),
     "1.5b": (28, 1536, 8960, 12, 2, 151_936),
 }

@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 
 from fourfold.errors import ConfigError, FourfoldError
 
-_HERE: Final = {"plan": "fourfold.plan", "doctor": "fourfold.doctor", "bench": "fourfold.weights.bench.command"}
+_HERE: Final = {"plan": "fourfold.plan", "doctor": "fourfold.doctor", "bench": "fourfold.bench.command"}
 _COORDINATOR: Final = "fourfold-coordinator"
 _DISTRIBUTIONS: Final = {
     "rollout": "fourfold-rollout[cpu]  (on GPUs: fourfold-rollout[gpu])",
@@ -37,7 +37,7 @@ _HELP: Final = {
     "watch": "the live display of a run that is going on",
     "weights": "how the weights of a run get to its engines: who waits for whom, since when",
     "chat": "talk to a model folder through a rollout service",
-    "bench": "how long a weight update takes on this machine",
+    "bench": "what this machine does: weight updates, sampling, whole steps",
     "certs": "a private CA, certificates and a token for [security]",
 }
 

@@ -15,7 +15,7 @@ import torch
 
 from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, WrongState
 from tests.tiny_models import write_tiny_model
-from tests.weight_engine import Engine, running_engine
+from tests.weight_engine import SIZES, Engine, running_engine
 from tests.weight_trainer import Trainer, check_updates
 
 pytestmark = [
@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-FP8: Final[dict[str, Any]] = {"quantization": "fp8_per_tensor", "gpu_memory_utilization": 0.05}
+FP8: Final[dict[str, Any]] = {"quantization": "fp8_per_tensor", **SIZES}
 
 
 @pytest.fixture(scope="module")

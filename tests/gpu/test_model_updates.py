@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.tiny_models import write_tiny_model
-from tests.weight_engine import Engine, running_engine
+from tests.weight_engine import SIZES, Engine, running_engine
 from tests.weight_trainer import check_updates
 
 pytestmark = [
@@ -49,10 +49,10 @@ def engine() -> Iterator[Engine]:
 )
 def test_an_updated_engine_equals_a_fresh_one(family: str, engine: Engine, tmp_path: Path) -> None:
     one, two = (write_tiny_model(tmp_path / str(seed), family, seed=seed) for seed in (1, 2))
-    check_updates(engine, one, two, gpu_memory_utilization=0.05)
+    check_updates(engine, one, two, **SIZES)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
 def test_captured_graphs_compute_with_the_new_weights(family: str, engine: Engine, tmp_path: Path) -> None:
     one, two = (write_tiny_model(tmp_path / str(seed), family, seed=seed) for seed in (1, 2))
-    check_updates(engine, one, two, gpu_memory_utilization=0.05, enforce_eager=False)
+    check_updates(engine, one, two, **SIZES, enforce_eager=False)

@@ -1,0 +1,1 @@
+"""`fourfold bench step`: training steps through `fourfold run`, and where their time goes."""

@@ -1,0 +1,84 @@
+"""Where the time of a step went: phases that add up to the wall time, from metrics.jsonl and the coordinator's log."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from fourfold import metrics as m
+from fourfold.errors import Internal
+
+PHASES: Final[Mapping[str, str]] = {name.removeprefix("time/"): name for name in m.TIMES_OF_A_STEP}
+"""Phases that follow each other, by their metric; one that a step does not have takes no time."""
+OTHER: Final = "other"
+WALL: Final = "wall"
+_DONE: Final = re.compile(r"step (\d+) of \d+ is done")
+# Parts of a phase, and metrics that say more of it; seconds.
+_PARTS: Final = ("weights/", "train/seconds_")
+_SPEEDS: Final = (m.ROLLOUT_SPEED, m.TRAIN_SPEED, m.TRAIN_TFLOPS, m.MISMATCH_MEAN, m.MISMATCH_MAX)
+
+
+def read_steps(run_dir: Path, *, warm_up: int, steps: int) -> list[dict[str, float]]:
+    """Return the metrics of the measured steps, each with its wall time: from the end of the step before to its own.
+
+    Raises:
+        Internal: a step is missing, or learned nothing.
+    """
+    rows = {row["step"]: row for row in _json_lines(run_dir / "metrics.jsonl")}
+    ends = _ends(run_dir / "logs" / "coordinator-0.log")
+    measured = []
+    for step in range(warm_up + 1, warm_up + steps + 1):
+        if step not in rows or step not in ends or step - 1 not in ends:
+            raise Internal(f"step {step} is not in {run_dir / 'metrics.jsonl'} or in the coordinator's log")
+        if rows[step][m.SKIPPED_STEPS]:
+            raise Internal(f"step {step} changed nothing: {rows[step]['diagnosis']}")
+        measured.append({**rows[step], WALL: ends[step] - ends[step - 1]})
+    return measured
+
+
+def phases(row: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each phase of one step, what no phase accounts for, and the wall time."""
+    found = {name: float(row[metric]) for name, metric in PHASES.items() if row.get(metric) is not None}
+    wall = float(row[WALL])
+    return found | {OTHER: wall - sum(found.values()), WALL: wall}
+
+
+def parts(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of one step that say more of its phases."""
+    found = {
+        name: float(value) for name, value in row.items() if name.startswith(_PARTS) and isinstance(value, int | float)
+    }
+    found |= {name: float(row[name]) for name in _SPEEDS if row.get(name) is not None}
+    if row.get(m.TRAIN_SPEED) and row.get(m.TOTAL_LENGTH) and row.get(m.TRAINED_SAMPLES):
+        inside = row[m.TOTAL_LENGTH] * row[m.TRAINED_SAMPLES] / row[m.TRAIN_SPEED]
+        found |= {"train/inside_seconds": inside, "train/outside_seconds": row[m.TIME_TRAIN] - inside}
+    return found
+
+
+def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of every number that all rows have."""
+    names = [name for name in rows[0] if all(name in row for row in rows)]
+    return {name: statistics.fmean(row[name] for row in rows) for name in names}
+
+
+def _ends(log: Path) -> dict[int, float]:
+    """Return when each step was done, in seconds since the epoch."""
+    found = {}
+    for line in _json_lines(log):
+        if match := _DONE.match(str(line.get("message", ""))):
+            found[int(match[1])] = datetime.fromisoformat(line["time"]).timestamp()
+    return found
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file; other lines in a log are those of libraries."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("{"):
+            found.append(json.loads(line))
+    return found

@@ -1,0 +1,125 @@
+"""The numbers of one `fourfold bench step`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from fourfold.bench.shapes import kv_bytes_per_token
+from fourfold.errors import ConfigError
+
+LAYOUTS: Final = ("separate", "hybrid")
+_GIB: Final = 1 << 30
+_ROUND_UP: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One benchmark."""
+
+    shape: str
+    device: str
+    """"cpu" or "cuda"."""
+    layout: str
+    """separate: trainer and reference on the first GPU, the engine on the second. hybrid: on both GPUs a rank of the
+    trainer, an engine and a reference."""
+    sleep: bool
+    """Engines give their memory up while the trainer works."""
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    group_size: int
+    warm_up: int
+    steps: int
+    """That are measured."""
+    kl_coef: float
+    tokens_per_micro_batch: int
+    reference_tokens: int
+    """Of one pass of the reference."""
+    batched_tokens: int
+    """Of one engine step; 0: the default."""
+    liger: bool
+    checkpointing: bool
+    backend: str
+    """Of the weights."""
+    kv_cache_gib: int
+    """0: what all samples of an engine need."""
+    peak_tflops: float
+    """Of one GPU; what it does at most, in TFLOP/s."""
+    profiled: bool
+    """The run is profiled in one more step, which does not count."""
+    timeout: float
+    """Seconds for the whole run."""
+
+    def __post_init__(self) -> None:
+        """Check what argparse cannot.
+
+        Raises:
+            ConfigError: numbers that make no sense together.
+        """
+        for name in ("prompts", "prompt_tokens", "new_tokens", "warm_up", "steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: it must be at least 1")
+        if self.group_size < 2:
+            raise ConfigError(f"--group-size {self.group_size}: advantages compare the samples of a prompt; at least 2")
+        if self.peak_tflops <= 0:
+            raise ConfigError(f"--peak-tflops {self.peak_tflops}: it must be above 0")
+        if self.sleep and (self.layout != "hybrid" or not self.on_gpus):
+            raise ConfigError("--sleep is for engines that share GPUs with the trainer: --layout hybrid --device cuda")
+        if self.liger and not self.on_gpus:
+            raise ConfigError("--liger: these kernels run on GPUs alone; leave it out, or take --device cuda")
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether it needs GPUs."""
+        return self.device == "cuda"
+
+    @property
+    def replicas(self) -> int:
+        """Engines, and references."""
+        return 2 if self.layout == "hybrid" else 1
+
+    @property
+    def ranks(self) -> int:
+        """Of the trainer."""
+        return 2 if self.layout == "hybrid" else 1
+
+    @property
+    def gpus(self) -> int:
+        """That the whole run has."""
+        return 2 if self.on_gpus else 0
+
+    @property
+    def last_step(self) -> int:
+        """After which the benchmark ends the run."""
+        return self.warm_up + self.steps + self.profiled
+
+    @property
+    def samples(self) -> int:
+        """Of one step."""
+        return self.prompts * self.group_size
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sample, a little rounded up."""
+        return -(-(self.prompt_tokens + self.new_tokens) // _ROUND_UP) * _ROUND_UP
+
+    @property
+    def engine_samples(self) -> int:
+        """That one engine has at once."""
+        return -(-self.prompts // self.replicas) * self.group_size
+
+    @property
+    def engine_cache_gib(self) -> int:
+        """Keys and values of one engine, in GiB."""
+        needed = self.engine_samples * self.context * kv_bytes_per_token(self.shape)
+        return self.kv_cache_gib or max(1, -(-needed * 5 // 4 // _GIB))
+
+    @property
+    def dealt_gpus(self) -> list[int]:
+        """GPUs of this machine as the run numbers them: engine, trainer, reference, where they are separate."""
+        return [0, 1] if self.layout == "hybrid" else [1, 0, 0]
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)

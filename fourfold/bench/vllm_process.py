@@ -1,0 +1,52 @@
+"""What a benchmark's own vLLM needs around it: environment variables, and a place where its workers meet."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import sys
+import uuid
+from pathlib import Path
+from typing import Final
+
+_ENVIRONMENT: Final = {
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOOPBACK_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_CONFIGURE_LOGGING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+_CPU: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+
+
+def prepare(*, on_gpus: bool) -> None:
+    """Set the environment of vLLM and of the trainer's processes. Before torch and vLLM are imported."""
+    os.environ.update(_ENVIRONMENT)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # What an environment brings (ninja, for kernels) is found even when nobody activated it.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    if on_gpus and importlib.util.find_spec("flashinfer") is None:
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # vLLM 0.26 asks for it without looking
+    if not on_gpus:
+        os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+        for name, value in _CPU.items():
+            os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+    for name in ("vllm.model_executor.model_loader.reload.layerwise", "vllm.v1.worker.cpu_worker"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def meet_in(scratch: Path) -> None:
+    """Let the engine's workers meet in a file; vLLM before 0.32 has them meet at a port of all interfaces."""
+    from vllm.v1.executor import multiproc_executor, uniproc_executor
+
+    for module in (uniproc_executor, multiproc_executor):
+        by_file = hasattr(module, "get_file_store_init_method")
+        name = "get_file_store_init_method" if by_file else "get_distributed_init_method"
+        setattr(module, name, lambda *_address: f"file://{scratch}/{uuid.uuid4().hex}")

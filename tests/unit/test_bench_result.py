@@ -1,0 +1,64 @@
+"""Where a benchmark's result goes, and what it says of the code that ran."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fourfold import record
+from fourfold.bench import result
+from fourfold.bench.step import command
+from fourfold.errors import ConfigError
+
+ROOT = Path(record.__file__).resolve().parents[1]
+
+
+def _arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    result.add_arguments(parser, profiled="it")
+    return parser.parse_args(words)
+
+
+def test_the_folder_of_a_result_is_made_before_anything_is_measured(tmp_path: Path) -> None:
+    result.prepare(_arguments("--json", str(tmp_path / "a" / "b" / "result.json")), {})
+    assert (tmp_path / "a" / "b").is_dir()
+    with pytest.raises(ConfigError, match="that is a folder; give the file"):
+        result.prepare(_arguments("--json", str(tmp_path)), {})
+
+
+def test_save_is_for_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="elsewhere use --json FILE"):
+        result.prepare(_arguments("--save"), {})
+
+
+def test_the_commit_is_that_of_the_code_wherever_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if head.returncode:
+        pytest.skip("this copy has no git folder")
+    monkeypatch.delenv("FOURFOLD_COMMIT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    document = record.document("x", command="x", parameters={}, results={}, libraries=[])
+    assert document["commit"] == head.stdout.strip()
+
+
+def test_an_installation_inside_another_repository_has_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FOURFOLD_COMMIT", raising=False)
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "record.py"))
+    (tmp_path / "record.py").touch()
+    assert record.document("x", command="x", parameters={}, results={}, libraries=[])["commit"] == ""
+
+
+def test_packages_are_those_of_the_device() -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    on_cpu = command.packages(command.make_settings(parser.parse_args(["--device", "cpu"])))
+    on_gpus = command.packages(command.make_settings(parser.parse_args(["--device", "cuda", "--liger"])))
+    assert on_cpu["vllm"] == "fourfold-rollout[cpu]" and "liger_kernel" not in on_cpu
+    assert on_gpus["vllm"] == "fourfold-rollout[gpu]" and on_gpus["liger_kernel"] == "fourfold-trainer[gpu,liger]"

@@ -129,7 +129,7 @@ async def paused(engine: Any, vocabulary: int) -> list[dict[str, Any]]:
         still = taker.token_count
         await asyncio.sleep(0.1)
         assert taker.token_count == still
-        assert taker.boundaries  # the first time all samples run
+        assert taker.boundaries  # the first time all samples run: a step takes its time
         await engine.resume()
     await taker.end()
     return taker.answer()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from fourfold.weights.vllm_worker import WeightWorker
 from fourfold_rollout.vllm.worker import RolloutWorker
+from tests.slow_worker import SlowWorker
 
 
-class CountingWorker(RolloutWorker):
-    """The service's own, which counts preemptions from the first time it is asked."""
+class CountingWorker(SlowWorker):
+    """The service's own, which takes its time and counts preemptions from the first time it is asked."""
 
+    step_seconds = 0.02
     _preemptions: list[str] | None = None
 
     def runner_name(self) -> str:
@@ -32,8 +33,8 @@ class CountingWorker(RolloutWorker):
         return len(self._preemptions)
 
 
-class UnableWorker(WeightWorker):
-    """vLLM as it is."""
+class UnableWorker(RolloutWorker):
+    """vLLM's own log-probabilities."""
 
     def logprobs_open(self, path: str, slots: int, width: int) -> str:
         """Refuse."""

@@ -67,7 +67,7 @@ class Service:
         return child
 
 
-def start(model: Path, folder: Path, temporary: Path | None = None) -> Service:
+def start(model: Path, folder: Path, temporary: Path | None = None, program: str = "fourfold") -> Service:
     """Start a service and wait for its READY line; its temporary files go to `temporary`."""
     recipe, errors = folder / "tiny.toml", folder / "stderr.log"
     public = f"127.0.0.1:{_free_port()}"
@@ -78,7 +78,7 @@ def start(model: Path, folder: Path, temporary: Path | None = None) -> Service:
     env |= {"TMPDIR": str(temporary)} if temporary else {}
     with errors.open("w") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "fourfold", "serve", "rollout", str(recipe)],
+            [sys.executable, "-m", program, "serve", "rollout", str(recipe)],
             stdout=subprocess.PIPE, stderr=stderr, text=True, env=env, cwd=folder,
         )  # fmt: skip
     assert process.stdout is not None
@@ -152,7 +152,7 @@ async def sampled_count(client: RolloutClient) -> int:
 
 
 async def until_sampled(client: RolloutClient, count: int, seconds: float = 10) -> None:
-    """Wait until so many more tokens are sampled and given out by the engine, or nothing runs."""
+    """Wait until so many more tokens are sampled and given out by the engine."""
     async with asyncio.timeout(seconds), aclosing(client.watch_load(period=0.01, timeout=seconds)) as reports:
         first = await anext(reports)
         async for report in reports:

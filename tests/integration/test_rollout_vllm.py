@@ -44,7 +44,7 @@ TinyModel = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def service(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    running = start(tiny_model("qwen2"), tmp_path_factory.mktemp("rollout"))
+    running = start(tiny_model("qwen2"), tmp_path_factory.mktemp("rollout"), program="tests.slow_rollout")
     yield running
     running.close()
 

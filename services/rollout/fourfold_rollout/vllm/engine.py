@@ -87,6 +87,8 @@ class VllmEngine:
         """
         self._death = DeathWatch(self._launched, partial(self._on_death, on_death))
         await self._unless_dead(self._llm.get_supported_tasks(), _DESCRIBE_SECONDS)
+        if self._settings.gpus == 0:
+            await self._call("allow_amx", timeout=_DESCRIBE_SECONDS)
         workers = unwrap(await self._call("weights_describe", timeout=_DESCRIBE_SECONDS))
         self._logprobs = await self._open_logprobs()
         self._description = EngineDescription(

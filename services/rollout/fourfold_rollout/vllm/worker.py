@@ -23,6 +23,14 @@ _V2: Final = "vllm.v1.worker.gpu.model_runner"
 class RolloutWorker(WeightWorker):
     """The verbs that the service calls in every worker. Mixed into vLLM's worker: no state before the first call."""
 
+    def allow_amx(self) -> bool:
+        """Ask the kernel for the tile registers of AMX; return whether this CPU has them and it gave them.
+
+        vLLM's attention on CPU uses them and does not ask. A matrix product before it usually has, but those with small
+        weights ask only for more than 4 tokens: of a small model, a first step of fewer ends the process by SIGILL.
+        """
+        return bool(torch.cpu._init_amx())
+
     def logprobs_open(self, path: str, slots: int, width: int) -> str:
         """From now on, write the log-probability of every token that is sampled for a request with a slot.
 

@@ -1,0 +1,26 @@
+"""`fourfold`, but the rollout service has a slow engine: `python -m tests.slow_rollout serve rollout RECIPE`."""
+
+from __future__ import annotations
+
+import sys
+
+from fourfold_rollout.vllm import environment
+
+
+def _slow_down() -> None:
+    real = environment.prepare
+
+    def prepare(*given: object, **more: object) -> None:
+        real(*given, **more)  # type: ignore[arg-type]
+        from fourfold_rollout.vllm import launch  # vLLM reads the environment when it is imported
+
+        launch._WORKER = "tests.slow_worker.SlowWorker"  # type: ignore[misc]
+
+    environment.prepare = prepare
+
+
+if __name__ == "__main__":
+    from fourfold.cli import main
+
+    _slow_down()
+    sys.exit(main())

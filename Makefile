@@ -1,5 +1,5 @@
 # Everything a person types. `make quickstart` needs Python 3.11 or 3.12 and g++, nothing else.
-.PHONY: quickstart setup test test-slow check proto fmt constraints clean
+.PHONY: quickstart setup test test-slow test-again check proto fmt constraints clean
 bin := .venv/bin
 
 quickstart:  ## set up, then train the recipe of the README
@@ -14,6 +14,9 @@ test: setup  ## everything that is not slow; under ten minutes on two cores
 
 test-slow: setup
 	$(bin)/python -m pytest -m slow tests
+
+test-again: setup  ## only what failed in the last run of either
+	$(bin)/python -m pytest --last-failed --last-failed-no-failures none tests
 
 check: setup  ## format, lint, types, import rules, protos
 	@scripts/check

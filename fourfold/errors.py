@@ -26,6 +26,7 @@ from typing import ClassVar, Final
 
 # Reasons by which an engine says that it can never take the trainer's weights: another try changes nothing.
 ARCHITECTURE_NOT_VERIFIED: Final = "ARCHITECTURE_NOT_VERIFIED"
+CANNOT_SLEEP: Final = "CANNOT_SLEEP"
 MODEL_MISMATCH: Final = "MODEL_MISMATCH"
 NO_BACKEND: Final = "NO_BACKEND"
 WEIGHTS_REFUSED: Final = frozenset({ARCHITECTURE_NOT_VERIFIED, MODEL_MISMATCH, NO_BACKEND})

@@ -84,8 +84,8 @@ def _phases(config: Config, rows: Sequence[MemoryRow], *, kept_alone: bool = Fal
         row = by_role.get(role)
         if row is None:
             return 0
-        kept = row.weights + row.gradients + row.optimizer + row.kv_cache
-        passing = 0 if between_steps else row.activations
+        kept = row.weights - row.gathered + row.gradients + row.optimizer + row.kv_cache
+        passing = 0 if between_steps else row.activations + row.gathered
         return kept if kept_alone else kept + passing + row.programs
 
     sizes = []

@@ -50,6 +50,8 @@ def machine_gpus() -> list[Gpu]:
             )
             for number, handle in enumerate(handles)
         ]
+    except pynvml.NVMLError:  # one of them is lost, or may not be asked
+        return _listed_by_the_driver()
     finally:
         pynvml.nvmlShutdown()
 

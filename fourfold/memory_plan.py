@@ -58,6 +58,8 @@ class MemoryRow:
     """Processes or GPUs of this size."""
     on_gpu: bool
     weights: int = 0
+    gathered: int = 0
+    """Of the weights, those that are there only during a pass."""
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
@@ -125,11 +127,13 @@ def _trainer(config: Config, shape: ModelShape, trained: int | None = None) -> M
     weights = weight_bytes(config, shape)
     has_copy = config.model.dtype == "bfloat16" or config.trainer.offload != "none"
     copies = (1 if has_copy else 0) + (1 if config.trainer.ema_decay else 0)
+    gathered = _gathered_bytes(config, shape) if stage == 3 else 0
     return MemoryRow(
         role="trainer",
         count=ranks,
         on_gpu=config.trainer.device == "cuda",
-        weights=weights // ranks + _gathered_bytes(config, shape) if stage == 3 else weights,
+        weights=weights // ranks + gathered if stage == 3 else weights,
+        gathered=gathered,
         gradients=4 * count // (ranks if stage >= 2 else 1) if stage else _bytes_of(config) * count,
         optimizer=(_master_bytes(config, shape, trained) + 4 * copies * count) // (ranks if stage >= 1 else 1),
         activations=activation_bytes(config, shape) + logits_bytes(config, shape),

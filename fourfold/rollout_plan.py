@@ -1,10 +1,11 @@
 """How much an engine does at once: what a recipe does not set is derived here.
 
-With S samples of a step, E samples of an evaluation and R replicas:
+With G prompts of a step, E of an evaluation, and R replicas:
 
-    concurrent samples   ceil(max(S, E) / R), what one replica gets when all are alike; at least a whole group, and 64
-                         for agents; at most 1024 on GPUs, where more make a step longer and no faster, 256 on CPU.
-                         Where nobody knows E before the data is read, at least 256.
+    concurrent samples   of ceil(G / R) or ceil(E / R) prompts, whichever are more: what one replica gets when all are
+                         alike, in whole groups; at least one group, and 64 for agents; at most 1024 on GPUs, where
+                         more make a step longer and no faster, 256 on CPU. Where nobody knows E before the data is
+                         read, at least 256.
     batched tokens       16384 on GPUs, 8192 on CPU: prompts of that size fill the device. At least a token of each
                          concurrent sample, and one more; on CPU, where prompts are not split, at least the context.
 
@@ -37,7 +38,7 @@ class RolloutPlan:
 
 
 def rollout_plan(config: Config) -> RolloutPlan:
-    """Derive the limits of a checked recipe; numbers that it sets stay."""
+    """Derive the limits of a checked recipe; what it sets stays, but that a step has room for every sample."""
     rollout = config.rollout
     device = "gpu" if rollout.gpus_per_replica else "cpu"
     samples = rollout.max_concurrent_samples or min(_asked_of_one(config), _MOST_SAMPLES[device])
@@ -49,11 +50,12 @@ def rollout_plan(config: Config) -> RolloutPlan:
 def _asked_of_one(config: Config) -> int:
     """Return the most samples that one of the replicas is asked for at once."""
     evaluation, replicas = config.evaluation, max(config.rollout.replicas, 1)
-    total, least = config.batch.samples_per_step, max(config.batch.group_size, _LEAST_SAMPLES)
+    group = config.batch.group_size + (config.algorithm.advantage == "remax")  # whose greedy answer comes besides
+    share, least = -(-config.batch.prompts_per_step // replicas) * group, max(group, _LEAST_SAMPLES)
     if config.data.held_out:
         least = max(least, evaluation.samples_per_prompt)
         if prompts := evaluation.max_prompts or (config.data.eval.size if config.data.eval else 0):
-            total = max(total, prompts * evaluation.samples_per_prompt)
+            share = max(share, -(-prompts // replicas) * evaluation.samples_per_prompt)
         else:
             least = max(least, _EVALUATION_SAMPLES)
-    return max(-(-total // replicas), least)
+    return max(share, least)

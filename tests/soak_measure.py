@@ -59,6 +59,9 @@ def memory(service: Service) -> dict[str, int]:
     return found
 
 
+LEAST_ROUNDS: Final = 6
+
+
 def grown(rows: Sequence[Row]) -> list[str]:
     """Return, for people, what there is more of in the last third of the rounds than in the middle one.
 
@@ -66,7 +69,7 @@ def grown(rows: Sequence[Row]) -> list[str]:
     the medians, for a round's own is up or down by what was free when it was measured.
     """
     third = len(rows) // 3
-    assert third >= 2, f"{len(rows)} rounds are too few to compare"
+    assert len(rows) >= LEAST_ROUNDS, f"{len(rows)} rounds are too few to compare"
     middle, last = rows[-2 * third : -third], rows[-third:]
     found = []
     for kind in rows[-1].held:

@@ -74,7 +74,7 @@ def check_installed(packages: Mapping[str, str]) -> None:
 
 
 def check_places(args: argparse.Namespace) -> None:
-    """See that --json and --save can be written.
+    """See that --json, --save, --keep and --profile can be written.
 
     Raises:
         ConfigError: one cannot.
@@ -85,6 +85,9 @@ def check_places(args: argparse.Namespace) -> None:
         if args.json.is_dir():
             raise ConfigError(f"--json {args.json}: that is a folder; give the file that the result goes to")
         args.json.parent.mkdir(parents=True, exist_ok=True)
+    for name in ("keep", "profile"):
+        if (place := getattr(args, name, None)) is not None and place.exists() and not place.is_dir():
+            raise ConfigError(f"--{name} {place}: that is a file; give a folder")
 
 
 def folder() -> Path:

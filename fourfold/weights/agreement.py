@@ -70,7 +70,7 @@ class GroupOfWorkers:
             if (refusal := _unpack(answer)) is not None:
                 if rank == self._rank:
                     return own
-                return type(refusal)(f"worker {rank}: {refusal.message}", reason=refusal.reason)
+                return type(refusal)(f"{refusal.message} (so says worker {rank})", reason=refusal.reason)
         return None
 
 

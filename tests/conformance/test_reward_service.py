@@ -154,7 +154,7 @@ def test_deadline_is_kept_and_the_service_goes_on(channel: grpc.Channel, limit: 
         score(channel, items, timeout=1.0)
     except grpc.RpcError as error:
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5
     started = time.monotonic()
     score(channel, [item("next")])
     assert time.monotonic() - started < 10

@@ -142,7 +142,7 @@ async def test_leaving_a_stream_early_closes_the_servicer_at_once(serve: Serve) 
     async with aclosing(client.generate(rollout.GenerateRequest(request_id="a"), timeout=20)) as chunks:
         async for _ in chunks:
             break
-    await asyncio.wait_for(servicer.closed.wait(), 1)
+    await asyncio.wait_for(servicer.closed.wait(), 10)
     assert servicer.how == "CancelledError"
 
 
@@ -150,11 +150,11 @@ async def test_cancelling_complete_closes_the_servicer_and_is_not_swallowed(serv
     servicer = Rollout(generated(0, 1), hang=True)
     client = RolloutClient(await serve(servicer.servicer()), peer="r")
     task = asyncio.create_task(client.complete(rollout.GenerateRequest(request_id="a"), timeout=20))
-    await asyncio.sleep(0.1)
+    await asyncio.wait_for(servicer.entered.wait(), 10)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await asyncio.wait_for(servicer.closed.wait(), 1)
+    await asyncio.wait_for(servicer.closed.wait(), 10)
     assert servicer.how == "CancelledError"
 
 
@@ -168,16 +168,16 @@ async def test_a_servicer_that_writes_faster_than_its_client_reads_is_closed_whe
         async for _ in chunks:
             await asyncio.sleep(0.1)  # the server is now blocked in a write
             break
-    await asyncio.wait_for(servicer.closed.wait(), 1)
+    await asyncio.wait_for(servicer.closed.wait(), 10)
     assert servicer.how == "GeneratorExit"
 
 
 async def test_the_deadline_ends_a_call_on_both_sides_and_names_itself(serve: Serve) -> None:
     servicer = Rollout(hang=True)
     client = RolloutClient(await serve(servicer.servicer()), peer="rollout-0")
-    with pytest.raises(errors.DeadlinePassed, match=r"rollout-0: Generate took longer than 0\.2 s"):
-        await client.complete(rollout.GenerateRequest(), timeout=0.2)
-    await asyncio.wait_for(servicer.closed.wait(), 1)
+    with pytest.raises(errors.DeadlinePassed, match=r"rollout-0: Generate took longer than 1 s"):
+        await client.complete(rollout.GenerateRequest(), timeout=1)
+    await asyncio.wait_for(servicer.closed.wait(), 10)
 
 
 async def test_closing_the_channel_under_a_call_is_an_error_and_no_cancellation(serve: Serve) -> None:
@@ -266,7 +266,7 @@ async def test_reflection_is_on_the_internal_server_only(serve: Serve) -> None:
 async def test_more_calls_than_allowed_are_refused_at_once(serve: Serve) -> None:
     channel = await serve(Rollout(hang=True).servicer(), max_concurrent_rpcs=2)
     client = RolloutClient(channel, peer="r")
-    tasks = [asyncio.create_task(client.complete(rollout.GenerateRequest(), timeout=0.5)) for _ in range(5)]
+    tasks = [asyncio.create_task(client.complete(rollout.GenerateRequest(), timeout=2)) for _ in range(5)]
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert sorted(type(r).__name__ for r in results) == ["DeadlinePassed"] * 2 + ["Overloaded"] * 3
 

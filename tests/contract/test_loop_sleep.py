@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from fourfold import metrics as m
+from fourfold.errors import CANNOT_SLEEP, WrongState
 from fourfold.reward.v1 import reward_service_pb2 as reward
-from tests.fakes.stage import Stage, check_books, fresh_processes, until
+from tests.fakes.stage import Stage, check_books, fresh_processes, until, watch_for
 from tests.fakes.toy_rollout import FakeRollout
 
 SLEEP: dict[str, Any] = {"gpus_per_replica": 1, "sleep_mode": True}
@@ -90,13 +91,36 @@ async def test_an_engine_that_is_sampled_from_by_others_is_waited_for(make_stage
 async def test_an_engine_that_never_sleeps_ends_the_run_with_its_reason(
     make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage = make_stage(steps=2, rollout=SLEEP, weights={"timeout_seconds": 0.6})
+    stage = make_stage(steps=2, rollout=SLEEP, weights={"timeout_seconds": 2.0})
     stage.rollouts[0].busy_sleeps = 1000
     await stage.start()
     assert await stage.finish() == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert "rollout-0" in last and "1 calls have samples in the engine" in last and "weights.timeout_seconds" in last
     assert stage.trainer.batches == {}, "it would not have found memory"
+
+
+async def test_an_engine_that_cannot_sleep_ends_the_run_at_once(
+    make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = make_stage(steps=2, rollout=SLEEP)
+
+    async def cannot() -> None:
+        raise WrongState("it runs on CPU", reason=CANNOT_SLEEP)
+
+    stage.rollouts[0].on_sleep = cannot
+    await stage.start()
+    assert await asyncio.wait_for(stage.finish(), 15) == 1
+    assert "it runs on CPU. The trainer needs its memory: or set rollout.sleep_mode" in capsys.readouterr().err
+
+
+async def test_people_are_told_of_an_engine_that_does_not_fall_asleep(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=1, rollout=SLEEP)
+    stage.rollouts[0].busy_sleeps = 1000
+    await stage.start()
+    await watch_for(stage, lambda status: "rollout-0 to fall asleep (" in status.waiting_for)
+    stage.rollouts[0].busy_sleeps = 0
+    assert await stage.finish() == 0
 
 
 @pytest.mark.parametrize("call", ["SleepEngine", "WakeEngine weights", "WakeEngine kv_cache"])
@@ -113,7 +137,7 @@ async def test_an_engine_that_dies_on_its_way_is_left_behind(make_stage: Callabl
 
 @pytest.mark.parametrize("call", ["on_sleep", "on_wake"])
 async def test_an_engine_that_hangs_is_left_out(make_stage: Callable[..., Stage], call: str) -> None:
-    stage = make_stage(steps=2, rollout=SLEEP | {"replicas": 2}, weights={"timeout_seconds": 0.6})
+    stage = make_stage(steps=2, rollout=SLEEP | {"replicas": 2}, weights={"timeout_seconds": 2.0})
     stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     setattr(stage.rollouts[0], call, lambda: asyncio.sleep(30))
     await stage.start()
@@ -167,7 +191,7 @@ async def test_an_engine_that_falls_asleep_as_training_ends_gets_its_weights_at_
 
 
 async def test_an_engine_that_hangs_as_training_ends_is_left_out(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=2, rollout=SLEEP, weights={"timeout_seconds": 0.6})
+    stage = make_stage(steps=2, rollout=SLEEP, weights={"timeout_seconds": 2.0})
     late = FakeRollout("rollout-1", stage.config)
     late.on_sleep = lambda: asyncio.sleep(30)
     joins_while_training(stage, late)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -277,14 +278,15 @@ async def test_people_are_told_who_waits_for_whom(
     make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broker, "_SLOW_SECONDS", 0.05)
-    stage = make_stage(rollout={"replicas": 2}, steps=1)
+    monkeypatch.setattr(broker, "_TELL_SECONDS", 0.05)
+    stage = make_stage(rollout={"replicas": 2}, steps=1, weights={"timeout_seconds": 60.0})
     stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     go = asyncio.Event()
     stage.rollouts[1].on_begin = stage.trainer.on_send = go.wait
     await stage.start()
     await until(lambda: stage.rollouts[1].journal[-1:] == ["rollout-1 begin"])
-    status = await watch_for(stage, lambda status: "pause for 0 s (rollout-1" in status.waiting_for)
-    assert status.waiting_for == "weights of version 1: pause for 0 s (rollout-1, trainer-0)"
+    line = re.compile(r"weights of version 1: pause for \d+ s \(rollout-1, trainer-0\)")
+    await watch_for(stage, lambda status: line.fullmatch(status.waiting_for) is not None)
     plane = await RunClient(open_channel(stage.address, None), peer="coordinator").get_weight_plane(timeout=5)
     assert (plane.policy_version, plane.phase, plane.epoch) == (1, "pause", stage.trainer.epoch)
     trainer, first, second = plane.parties

@@ -207,9 +207,7 @@ async def test_info_is_answered_while_one_call_at_a_time_computes(connect: Conne
     assert await asyncio.to_thread(slow.began.wait, 10)
     calls += [asyncio.create_task(ask(client, experience(f"s{i}", [1, 2]))) for i in (1, 2)]
     await asyncio.sleep(0.2)
-    started = time.monotonic()
-    await client.get_info(timeout=2)
-    assert time.monotonic() - started < 0.5
+    await client.get_info(timeout=10)  # nothing is computed to its end before `go`
     slow.go.set()
     assert len(await asyncio.gather(*calls)) == 3
     assert (slow.rounds, slow.most_running) == ([2, 4], 1), "two came while the first was computed"
@@ -225,7 +223,7 @@ async def test_calls_that_wait_are_looked_up_together_and_each_gets_its_own(conn
     calls = [call(0)]
     assert await asyncio.to_thread(slow.began.wait, 10)
     calls += [call(i) for i in range(1, 12)]
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(1.0)
     slow.go.set()
     assert [len(rows) for rows in await asyncio.gather(*calls)] == [4] * 12
     assert slow.rounds == [8, 32, 32, 24], "at most 8 passes of 4 tokens, in whole calls"
@@ -297,12 +295,14 @@ async def test_call_whose_client_went_away_stops(connect: Connect) -> None:
     slow = Slow()
     client = await connect(model=slow)
     with pytest.raises(grpc.aio.AioRpcError) as late:
-        await ask(client, experience("a", [1, 2]), timeout=0.3)
+        await ask(client, experience("a", [1, 2]), timeout=1.5)
     assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     cancelled = asyncio.create_task(ask(client, experience("b", [1, 2])))
-    await asyncio.sleep(0.2)
+    async with asyncio.timeout(10):
+        while not (slow.stopped and slow.running):
+            await asyncio.sleep(0.01)
     cancelled.cancel()
-    slow_end = time.monotonic() + 5
+    slow_end = time.monotonic() + 15
     while slow.stopped < 2 and time.monotonic() < slow_end:
         await asyncio.sleep(0.02)
     assert slow.stopped == 2

@@ -12,6 +12,7 @@ import pytest
 from fourfold.errors import DeadlinePassed, InvalidInput, StaleEpoch, Unavailable, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold_rollout import control_servicer
 from tests.conftest import Serve
 from tests.fakes.engine import DIGEST, VOCABULARY
 from tests.fakes.rollout import OPEN, SHA256, Service, request, rollout_service
@@ -66,11 +67,14 @@ class TestControl:
         (sample,) = await answer
         assert sample.version_spans[0].policy_version == 1
 
-    async def test_deadline_exceeded_when_samples_do_not_finish_in_time(self, service: Service) -> None:
+    async def test_deadline_exceeded_when_samples_do_not_finish_in_time(
+        self, service: Service, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(control_servicer, "_MARGIN_SECONDS", 1.0)
         answer = asyncio.create_task(service.client.complete(request(), timeout=5))
         await service.running(1)
         with pytest.raises(DeadlinePassed, match="still ran"):
-            await service.pause(timeout=0.4)
+            await service.pause(timeout=1.5)
         service.engine.tick(4)
         await answer
         assert (await service.control.describe(timeout=2)).weight_state == control_pb.WEIGHT_STATE_CLEAN

@@ -96,6 +96,7 @@ class TestGenerate:
             assert chunk.finish_reason == pb.FINISH_REASON_UNSPECIFIED
 
     async def test_calls_that_arrive_together_are_one_batch_in_order_of_id(self, service: Service) -> None:
+        service.servicer._gatherer._quiet, service.servicer._gatherer._longest = 0.5, 5.0
         answers = [asyncio.create_task(collect(service, request(name, sample_count=2))) for name in ("b", "a")]
         await service.running(4)
         assert service.engine.batches == [["a-0", "a-1", "b-0", "b-1"]]
@@ -201,7 +202,17 @@ class TestErrors:
         (sample,) = await answer
         assert sample.finish_reason == pb.FINISH_REASON_ABORTED
         assert sample.token_ids.tolist() == [10, 11]
-        await asyncio.wait_for(drain, 1)
+        await asyncio.wait_for(drain, 10)
+
+    async def test_a_drain_ends_calls_that_wait_for_an_update(self, service: Service) -> None:
+        await service.pause(1)
+        waiting = asyncio.create_task(service.client.complete(request(), timeout=60))
+        while await service.servicer._admission.wait_empty(0):
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(service.servicer.drain(), 10)
+        with pytest.raises(Unavailable, match="draining") as caught:
+            await waiting
+        assert caught.value.reason == "DRAINING"
 
     async def test_deadline_is_required(self, service: Service) -> None:
         stub = RolloutServiceStub(service.channel)
@@ -286,9 +297,9 @@ class TestLoad:
             await anext(reports)
             service.engine.tick(2)
             joining = asyncio.create_task(service.control.open(epoch=1, timeout=5, **OPEN))
-            await asyncio.sleep(0.05)
-            first = await anext(reports)
-            assert first.updating_weights and first.token_rate > 0
+            while not (first := await anext(reports)).updating_weights:
+                pass
+            assert first.token_rate > 0
             for _ in range(3):
                 assert (await anext(reports)).token_rate == first.token_rate
             service.engine.open_gate.set()

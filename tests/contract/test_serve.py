@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import textwrap
@@ -86,13 +87,13 @@ async def test_a_service_is_ready_drains_on_sigterm_and_finishes_what_it_has_beg
     assert response.status == health_pb2.HealthCheckResponse.SERVING
     client = RewardClient(channel, peer="reward-0")
     running = asyncio.create_task(client.score([item("0.6")], timeout=5))
-    await asyncio.sleep(0.2)
+    await line(process, "SCORING")
     began = time.monotonic()
     process.terminate()
     (score,) = await running
     assert score.score == 1
     code, out, err = await end(process)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 8
     assert (code, out) == (0, "DRAINING\nDRAINED\n")
     assert "Traceback" not in err
     await channel.close()
@@ -107,18 +108,25 @@ async def test_ctrl_c_while_it_starts_ends_it(start: Start) -> None:
     assert "Traceback" not in err
 
 
+def signals_wait(pid: int) -> bool:
+    return not re.search(r"^ShdPnd:\s*0+$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+
+
 async def test_a_second_signal_ends_it_at_once_even_when_the_loop_is_stuck(start: Start) -> None:
     process = await start()
     channel = open_channel(await line(process, "READY "), None)
     blocked = asyncio.create_task(RewardClient(channel, peer="r").score([item("block")], timeout=10))
-    await asyncio.sleep(0.3)
+    await line(process, "BLOCKED")
     process.terminate()
+    async with asyncio.timeout(20):  # two signals that wait are one
+        while signals_wait(process.pid):
+            await asyncio.sleep(0.02)
     await asyncio.sleep(0.3)
     assert process.returncode is None
     began = time.monotonic()
     process.terminate()
     code, _, _ = await end(process)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 8
     assert code == 128 + signal.SIGTERM
     with pytest.raises(errors.Unavailable):
         await blocked
@@ -131,7 +139,7 @@ async def test_a_slow_drain_and_a_stuck_thread_hold_it_only_so_long(start: Start
     began = time.monotonic()
     process.terminate()
     code, out, err = await end(process)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 8
     assert out == "DRAINING\n"
     assert "drain failed while draining" in err
     assert "still here 1.0 s after the drain began" in err.splitlines()[-1]
@@ -219,8 +227,9 @@ async def test_a_service_dies_with_its_launcher() -> None:
 class Coordinator(pb_grpc.MembershipServiceServicer):
     """Remembers who called; forgets leases when told."""
 
-    def __init__(self, ttl: float = 0.6) -> None:
-        self.ttl = Duration(nanos=int(ttl * 1e9))
+    def __init__(self, ttl: float = 2.0) -> None:
+        self.ttl = Duration()
+        self.ttl.FromNanoseconds(int(ttl * 1e9))
         self.registered: list[pb.RegisterRequest] = []
         self.leases: set[bytes] = set()
         self.kept_alive = self.deregistered = 0

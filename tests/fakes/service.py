@@ -39,8 +39,10 @@ class Sleeper(pb_grpc.RewardServiceServicer):
         if text == "fatal":
             threading.Thread(target=self._host.fatal, args=("the engine died (signal 9)",)).start()
         elif text == "block":
+            say("BLOCKED")
             time.sleep(60)  # noqa: ASYNC251 - a loop that is stuck is what the test is about
         else:
+            say("SCORING")
             await asyncio.sleep(float(text))
         return pb.ScoreResponse(scores=[pb.SampleScore(sample_id=request.items[0].experience.sample_id, score=1)])
 

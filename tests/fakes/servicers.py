@@ -62,7 +62,7 @@ class Rollout(rollout_grpc.RolloutServiceServicer):
 
     def __init__(self, *chunks: rollout.SampleChunk | Exception, hang: bool = False) -> None:
         self.chunks, self.hang = chunks, hang
-        self.closed = asyncio.Event()
+        self.entered, self.closed = asyncio.Event(), asyncio.Event()
         self.how = ""
 
     async def GetInfo(self, request: rollout.GetInfoRequest, context: Context) -> rollout.GetInfoResponse:
@@ -71,6 +71,7 @@ class Rollout(rollout_grpc.RolloutServiceServicer):
     async def Generate(
         self, request: rollout.GenerateRequest, context: Context
     ) -> AsyncIterator[rollout.GenerateResponse]:
+        self.entered.set()
         try:
             for chunk in self.chunks:
                 if isinstance(chunk, Exception):

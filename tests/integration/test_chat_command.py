@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.command_line import Stage, staged, until
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(200)]
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from fourfold.rollout.client import Completion, RolloutClient, RolloutControlCli
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from tests.rollout_process import SAMPLES, Publisher, Service, plain, request, running_count, start, until_running
-from tests.soak_measure import Row, grown, held, memory, write
+from tests.soak_measure import LEAST_ROUNDS, Row, grown, held, memory, write
 from tests.tiny_models import VOCABULARY_SIZE
 
 MINUTES: Final = float(os.environ.get("FOURFOLD_SOAK_MINUTES", "2"))
@@ -232,7 +232,7 @@ async def test_nothing_is_lost_left_or_grows(
         await soak.warm_up()
         rows: list[Row] = []
         begun = time.monotonic()
-        while time.monotonic() < begun + 60 * MINUTES:
+        while time.monotonic() < begun + 60 * MINUTES or len(rows) < LEAST_ROUNDS:
             await soak.round(ROUND_SECONDS)
             await soak.publish(folders[1])
             await until_running(client, False, seconds=5)

@@ -232,7 +232,7 @@ class TestInFlight:
         old = publisher.version
         await publisher.open(tiny_model("qwen2", seed=2 + streaming))
         running = asyncio.create_task(client.complete(message(), timeout=60))
-        await until_sampled(client, 500 if streaming else 1)  # packed tokens count when their sample has ended
+        await until_sampled(client, 500)
         await publisher.begin()
         await publisher.send()
         before = await sampled_count(client)
@@ -387,7 +387,7 @@ async def test_a_fresh_engine_repeats_the_samples_and_dies_with_its_service(
     results = []
     for ending in (signal.SIGKILL, signal.SIGTERM):
         folder = tmp_path_factory.mktemp(ending.name)
-        service = start(tiny_model("qwen2"), folder, temporary)
+        service = start(tiny_model("qwen2"), folder, temporary, program="tests.slow_rollout")
         engine = service.engine
         (place,) = temporary.glob("fourfold-engine-*")  # what the killed one left is gone
         os.utime(place, (0, 0))  # a minute later

@@ -18,7 +18,7 @@ import pytest
 from fourfold import config as configuration
 from tests.fakes.command_line import Stage, listening, staged, until
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(200)]
 
 
 @pytest.fixture

@@ -192,7 +192,7 @@ def test_interrupt_while_the_engines_load_leaves_nothing(folder: Folder) -> None
     _, errors = process.communicate(timeout=20)
     assert time.monotonic() - began < 5
     assert process.returncode == 130 and "Stopped by SIGINT" in errors
-    until(lambda: not alive(everything), 1)
+    until(lambda: not alive(everything), 10)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,12 @@ step_timeout_seconds = {timeout}
     def ranks(self) -> list[psutil.Process]:
         """Return the processes of ranks above 0."""
         children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if "fourfold_trainer.rank" in child.cmdline()]
+        ranks = []
+        for child in children:
+            with suppress(psutil.NoSuchProcess):  # a helper of the start that has just ended
+                if "fourfold_trainer.rank" in child.cmdline():
+                    ranks.append(child)
+        return ranks
 
     def end(self) -> None:
         if self.process.poll() is None:

@@ -66,7 +66,7 @@ def test_the_variable_is_read_as_cuda_does(
 def test_a_machine_without_gpus_shows_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpus, "_PROC", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-1,MIG-2")
-    for told in ("no driver", ""):
+    for told in ("no driver", "H200 141, lost 141", ""):
         monkeypatch.setenv("FAKE_GPUS", told)
         assert visible_gpus() == []
 

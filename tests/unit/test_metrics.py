@@ -78,13 +78,13 @@ def test_a_disk_that_stands_still_costs_records_and_no_time(tmp_path: Path) -> N
     began = time.monotonic()
     for step in range(3000):
         writer.write({"step": step})
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
     assert 3000 - 1024 - 2 <= writer.dropped_count <= 3000 - 1024
     read: list[str] = []
     reader = threading.Thread(target=lambda: read.extend(path.read_text().splitlines()))
     reader.start()
-    writer.close(timeout=0.5)
-    reader.join(5)
+    writer.close(timeout=5)
+    reader.join(20)
     assert json.loads(read[0]) == {"step": 0}
 
 

@@ -51,10 +51,12 @@ def test_ready_line_gives_the_target_and_output_goes_to_the_log(supervisor: Supe
     assert child.log.name == "rollout-0.log"
 
 
-def test_first_death_is_explained_with_exit_code_and_last_lines(supervisor: Supervisor) -> None:
+def test_first_death_is_explained_with_exit_code_and_last_lines(supervisor: Supervisor, tmp_path: Path) -> None:
     supervisor.start(shell("trainer-0", "echo READY a:1; while [ ! -e $0.go ]; do sleep 0.01; done; exit 1"))
+    supervisor.start(shell("rollout-0", f"while [ ! -e {tmp_path}/go ]; do sleep 0.01; done; exit 9"))
     supervisor.start(shell("reward-0", "seq 1 40; echo the reason; exit 3"))
-    supervisor.start(shell("rollout-0", "sleep 0.4; exit 9"))
+    wait_for(lambda: not supervisor.children["reward-0"].alive)
+    (tmp_path / "go").touch()
     wait_for(lambda: not supervisor.children["rollout-0"].alive)
     first, second = supervisor.deaths()
     assert (first.name, first.exit_code, first.signal) == ("reward-0", 3, 0)
@@ -152,13 +154,13 @@ def test_stop_ends_all_at_once_and_kills_what_ignores_it(supervisor: Supervisor,
     assert is_running(detached)
 
     began = time.monotonic()
-    supervisor.stop(grace_seconds=0.5)
-    assert 0.5 <= time.monotonic() - began < 3
+    supervisor.stop(grace_seconds=1.5)
+    assert 1.5 <= time.monotonic() - began < 10
     assert "bye" in supervisor.children["polite"].log.read_text()
     deaths = {death.name: death for death in supervisor.deaths()}
     assert deaths["polite"].exit_code == 0 and not deaths["polite"].signal
     assert deaths["deaf"].signal == signal.SIGKILL
-    wait_for(lambda: not is_running(detached), 2)  # another session: found by the tag
+    wait_for(lambda: not is_running(detached))  # another session: found by the tag
     assert running_in_group(supervisor.children["deaf"].pid) == []
     with pytest.raises(Unavailable, match="being stopped"):
         supervisor.start(shell("late", "true"))
@@ -169,8 +171,8 @@ def test_kill_does_not_wait(supervisor: Supervisor) -> None:
     supervisor.wait_ready(["deaf"], timeout_seconds=10)
     began = time.monotonic()
     supervisor.kill()
-    supervisor.stop()
-    assert time.monotonic() - began < 1
+    supervisor.stop(grace_seconds=30)
+    assert time.monotonic() - began < 15
     assert not is_running(child.pid)
 
 
@@ -203,7 +205,7 @@ def test_descendants_die_with_a_parent_that_was_killed(tmp_path: Path, child: tu
     finally:
         parent.kill()
         parent.wait(10)
-    wait_for(lambda: not is_running(pid), 2)
+    wait_for(lambda: not is_running(pid))
 
 
 def test_child_whose_parent_is_gone_already_ends_itself() -> None:

@@ -85,7 +85,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_pool(name: str, *, processes: int = 1, timeout: float = 0.6, waiting: int = 1000) -> WorkerPool:
+def make_pool(name: str, *, processes: int = 1, timeout: float = 1.2, waiting: int = 1000) -> WorkerPool:
     return WorkerPool(
         verifier=loader.find(name, directory=Path.cwd()),
         options={},
@@ -148,11 +148,11 @@ async def test_function_that_hangs_is_killed_and_loses_only_its_sample(pool: Wor
     before = set(pool.worker_pids())
     started = time.monotonic()
     outcomes = await score(pool, "1", "hang", "hang in c", "2", "3")
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 15
     assert [o.score for o in outcomes] == [1.0, None, None, 2.0, 3.0]
     for outcome in outcomes[1:3]:
         assert (outcome.error_reason, outcome.error_code) == ("TIMEOUT", "DEADLINE_EXCEEDED")
-        assert "0.6 s" in outcome.message
+        assert "1.2 s" in outcome.message
     assert not before & set(pool.worker_pids())
     assert not any(psutil.pid_exists(pid) for pid in before)
     assert len(await score(pool, "4")) == 1
@@ -170,7 +170,7 @@ async def test_worker_that_dies_is_an_error_and_is_replaced(pool: WorkerPool) ->
 async def test_what_a_function_started_dies_with_its_worker(pool: WorkerPool) -> None:
     mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
     task = asyncio.create_task(score(pool, "child", metadata=f'{{"mark": "{mark}"}}'))
-    end = time.monotonic() + 5
+    end = time.monotonic() + 20
     while not alive(mark) and time.monotonic() < end:
         await asyncio.sleep(0.02)
     assert alive(mark)
@@ -252,7 +252,7 @@ async def test_verifier_that_a_worker_cannot_load_is_an_error_of_its_sample(pool
 
 
 async def test_deadline_keeps_the_scores_that_are_there(pool: WorkerPool) -> None:
-    outcomes = await score(pool, "1", "2", "hang", "hang", "3", "4", timeout=0.3)
+    outcomes = await score(pool, "1", "2", "hang", "hang", "3", "4", timeout=0.8)
     assert [o.score for o in outcomes] == [1.0, 2.0, None, None, None, None]
     assert {(o.error_reason, o.error_code) for o in outcomes[2:]} == {("TIMEOUT", "UNAVAILABLE")}
     assert await score(pool, "5") == [Outcome(score=5.0)]  # what was withdrawn is not scored first
@@ -262,7 +262,7 @@ async def test_cancelled_call_leaves_the_queue(pool: WorkerPool) -> None:
     task = asyncio.create_task(score(pool, "hang", "hang", *["hang"] * 50))
     await asyncio.sleep(0.1)
     task.cancel()
-    assert await asyncio.wait_for(score(pool, "5"), 5) == [Outcome(score=5.0)]
+    assert await asyncio.wait_for(score(pool, "5"), 20) == [Outcome(score=5.0)]
 
 
 async def test_full_queue_refuses_with_a_delay(file: Path) -> None:
@@ -374,7 +374,7 @@ asyncio.run(main())
         assert len(pids) == 2
         assert all(psutil.pid_exists(pid) for pid in pids)
         process.send_signal(signal.SIGKILL)
-    end = time.monotonic() + 5
+    end = time.monotonic() + 20
     while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < end:
         time.sleep(0.02)
     assert not any(psutil.pid_exists(pid) for pid in pids)

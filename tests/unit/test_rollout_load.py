@@ -49,6 +49,15 @@ async def test_rate_is_an_average_of_the_last_ten_seconds() -> None:
     assert await watched.seconds(20, tokens=50) == pytest.approx(50, rel=0.05)
 
 
+async def test_time_in_which_nobody_asked_and_little_ran_does_not_slow_it_down() -> None:
+    watched = Watched()
+    assert await watched.seconds(5, tokens=200, running=0) == pytest.approx(200)
+    await watched.clock.advance(300.0)
+    watched.engine.sampled += 1000
+    assert watched.meter.read(updating=False).token_rate == pytest.approx(200)
+    assert await watched.seconds(10, tokens=500) == pytest.approx(500)
+
+
 async def test_seconds_without_samples_say_nothing_and_those_of_a_stuck_engine_do() -> None:
     watched = Watched()
     assert await watched.seconds(5, tokens=200) == pytest.approx(200)

@@ -32,7 +32,8 @@ def samples(**tables: Any) -> int:
 def test_a_replica_takes_its_share_of_a_step_rounded_up() -> None:
     gpus = {"gpus_per_replica": 2}
     assert samples(rollout=gpus) == 400
-    assert samples(rollout={**gpus, "replicas": 3}) == 134
+    assert samples(rollout={**gpus, "replicas": 3}) == 136, "whole groups"
+    assert samples(rollout=gpus, algorithm={"advantage": "remax"}) == 450, "a greedy answer to each prompt"
     assert samples(rollout={**gpus, "replicas": 0}) == 400, "those started by hand are not counted"
 
 
@@ -58,6 +59,12 @@ def test_an_evaluation_counts_as_far_as_the_recipe_says_how_large_it_is() -> Non
     few = {"samples_per_prompt": 200, "max_prompts": 3}
     assert samples(rollout={**gpus, "replicas": 8}, batch=small, data=sized, evaluation=few) == 200, "a whole prompt's"
     assert samples(rollout=gpus, batch=small, evaluation=asked) == 64, "there is no held-out data"
+
+
+@pytest.mark.parametrize("name", ["max_num_scheduled_tokens", "kv_sharing_fast_prefill"])
+def test_an_option_that_would_stop_the_engine_is_refused(name: str) -> None:
+    with pytest.raises(pydantic.ValidationError, match=name):
+        recipe(rollout={"vllm": {name: 64}})
 
 
 def test_numbers_of_the_recipe_stay_and_a_step_has_room_for_every_sample() -> None:

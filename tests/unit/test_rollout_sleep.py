@@ -51,6 +51,17 @@ async def test_new_samples_wait_for_the_wake() -> None:
     assert engine.log == ["sleep 1", "wake weights", "wake kv_cache"]
 
 
+async def test_who_waits_for_the_wake_is_sent_away_when_nobody_is_served_any_more() -> None:
+    _, weights = make()
+    await weights.sleep(1, timeout=1)
+    waiting = asyncio.create_task(served(weights, 30))
+    await asyncio.sleep(0.01)
+    weights.refuse(Unavailable("draining", reason="DRAINING"))
+    for call in (waiting, served(weights)):
+        with pytest.raises(Unavailable, match="draining"):
+            await asyncio.wait_for(call, 10)
+
+
 async def test_it_sleeps_neither_with_samples_nor_in_an_update() -> None:
     engine, weights = make()
     async with weights.serving(1):

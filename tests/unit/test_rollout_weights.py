@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -43,6 +44,12 @@ async def update(weights: EngineWeights, version: int, epoch: int = 1) -> None:
 async def served(weights: EngineWeights, timeout: float = 0.05) -> int:
     async with weights.serving(timeout) as lease:
         return lease.version
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 class TestUpdate:
@@ -235,8 +242,7 @@ class TestFailure:
         engine, weights = make(update_timeout=0.05)
         await open_epoch(weights)
         await begin(weights)
-        await asyncio.sleep(0.15)
-        assert "abort 1" in engine.log
+        await until(lambda: "abort 1" in engine.log)
         assert await served(weights) == 0
         with pytest.raises(StaleEpoch):
             await weights.receive(epoch=1, policy_version=1, timeout=1)
@@ -293,13 +299,11 @@ class TestFailure:
         engine, weights = make(update_timeout=0.05)
         monkeypatch.setattr(engine, "stop_transfers", lambda *, epoch: None)  # a worker that hangs
         receive = await self._receiving(engine, weights)
-        await asyncio.sleep(0.2)
+        await until(lambda: "another weight call was not done" in caplog.text)
         assert weights.updating
-        assert "another weight call was not done" in caplog.text
         engine.receive_gate.set()
         await receive
-        await asyncio.sleep(0.2)
-        assert not weights.updating
+        await until(lambda: not weights.updating)
         with pytest.raises(Unavailable, match="serves nothing"):
             await served(weights)
 

@@ -172,7 +172,7 @@ async def test_an_overloaded_replica_rests_as_long_as_it_asks(bench: Bench) -> N
         return "done"
 
     assert await bench.call(work) == "done"
-    assert 0.15 <= times[1] - times[0] < 1
+    assert 0.15 <= times[1] - times[0] < 5
 
 
 async def test_a_replica_that_is_full_of_our_own_work_costs_no_try(bench: Bench) -> None:

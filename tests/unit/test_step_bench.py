@@ -77,6 +77,20 @@ def test_a_step_that_is_missing_or_learned_nothing_is_an_error(tmp_path: Path) -
         phases.read_steps(run, warm_up=1, steps=1)
     with pytest.raises(Internal, match="step 3 is not in"):
         phases.read_steps(run, warm_up=2, steps=1)
+    rows = [_row(step) | {m.SKIPPED_STEPS: 1.0} for step in (1, 2)]  # since the start of the run
+    assert len(phases.read_steps(_write_run(tmp_path / "warm", rows, [1.0, 2.0]), warm_up=1, steps=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [({"kl_coef": -1.0}, "greater than or equal to 0"), ({"backend": "nccl", "layout": "hybrid"}, "nccl")],
+)
+def test_what_no_recipe_may_say_is_one_clear_error_before_anything_is_written(
+    tmp_path: Path, given: dict[str, Any], rule: str
+) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        recipe.write(replace(GPU, **given), tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_flop_are_those_of_the_papers() -> None:

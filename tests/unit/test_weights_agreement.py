@@ -68,7 +68,7 @@ def test_all_hear_of_the_first_refusal(workers: Workers, refusing: tuple[int, ..
     own, other = (found := workers.each(ask))[first], found[1 - first]
     assert own is errors[first]
     assert isinstance(other, WrongState) and other.reason == "MODEL_MISMATCH"
-    assert other.message.startswith(f"worker {first}: no place for")
+    assert other.message.startswith("no place for") and other.message.endswith(f"(so says worker {first})")
     assert workers.each(lambda rank: workers.groups[rank].first_refusal(None, Deadline(10))) == [None, None]
 
 

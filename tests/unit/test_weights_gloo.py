@@ -91,7 +91,7 @@ def test_a_receiver_that_does_not_come_ends_open_at_its_deadline() -> None:
     start = time.monotonic()
     with pytest.raises(DeadlinePassed, match="meeting of all 2 members"):
         weights.open(1, timeout=0.3)
-    assert 0.25 < time.monotonic() - start < 2
+    assert 0.25 < time.monotonic() - start < 5
     with pytest.raises(StaleEpoch, match="closed"):
         weights.open(1, timeout=1)
 

@@ -16,7 +16,7 @@ from fourfold.weights.manifest import Manifest
 from tests.weight_peers import Peer, make_model, receiver, sender
 
 _TIMEOUT = 10.0
-_DEADLINE = 0.7
+_DEADLINE = 1.5
 
 
 def _join(epoch: int, backend: str, senders: Sequence[Peer], peer: Peer) -> None:
@@ -43,7 +43,7 @@ def test_a_rank_that_wakes_up_after_the_deadline_does_no_harm(backend: str) -> N
             one.start("send", 1, 1, _TIMEOUT)
         with pytest.raises(DeadlinePassed, match="rank 1"):
             peer.result()
-        assert time.monotonic() - began < _DEADLINE + 1.0
+        assert time.monotonic() - began < _DEADLINE + 5.0
         peer.call("close")
         senders[0].result()  # its half went out
         for one in senders:

@@ -153,7 +153,7 @@ def recipe(settings: Settings, model: Path) -> Config:
         "gpus_per_replica": int(settings.on_gpu),
         "gpu_memory_utilization": settings.engine_memory,
         "kv_cache_gib": None if settings.on_gpu else settings.kv_cache_gib,
-        "max_concurrent_samples": settings.samples + settings.streams,
+        "max_concurrent_samples": max(2, settings.samples + settings.streams),  # a recipe has groups of two at least
         "enforce_eager": settings.eager,
     }
     if settings.batched_tokens:

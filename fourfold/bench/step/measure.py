@@ -34,16 +34,17 @@ def run(settings: Settings, folder: Path, profile: Profile | None = None) -> dic
         profile: of every process, in the step that the settings have for it.
 
     Raises:
+        ConfigError: no recipe may say what the settings ask for.
         Unavailable: the run failed; with the end of what it said.
         Internal: its metrics are not those of the steps that were asked for.
     """
     children = Children(folder)
     memory = GpuMemory([f"cuda:{index}" for index in range(settings.gpus)], every=_MEMORY_SECONDS)
     try:
-        words = ("-m", "fourfold.bench.model", str(folder / "model"), settings.shape, str(settings.context))
-        children.run("model", *words, timeout=_MODEL_SECONDS)
         path = folder / "recipe.toml"
         path.write_text(configuration.dump(recipe.write(settings, folder)), encoding="utf-8")
+        words = ("-m", "fourfold.bench.model", str(folder / "model"), settings.shape, str(settings.context))
+        children.run("model", *words, timeout=_MODEL_SECONDS)
         env = environment(settings) | (profile.environment() if profile else {})
         children.start("run", "-m", "fourfold.bench.step.launch", str(folder), str(path), env=env)
         watch = Watch(settings, folder / "runs" / "bench-step", memory)

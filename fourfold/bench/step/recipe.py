@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import pydantic
 
 from fourfold.bench.model import text
 from fourfold.bench.shapes import SHAPES
 from fourfold.bench.step.settings import Settings
 from fourfold.config import Config
+from fourfold.errors import ConfigError
 
 _NEVER: Final = 1_000_000
 _SEED: Final = 17
@@ -27,18 +29,25 @@ def score(sample):
 
 
 def write(settings: Settings, folder: Path) -> Config:
-    """Write prompts and reward function into `folder`, which has the model; return the recipe.
+    """Write prompts and reward function into `folder`, which will have the model; return the recipe.
 
     The recipe has one step more than are of use: the last one of a run writes the checkpoint and the export.
+
+    Raises:
+        ConfigError: no recipe may say what the settings ask for.
     """
-    random = np.random.default_rng(_SEED)
     total = settings.last_step + 1
+    try:
+        config = Config.model_validate(_tables(settings, folder, total))
+    except pydantic.ValidationError as error:
+        raise ConfigError("; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())) from None
+    random = np.random.default_rng(_SEED)
     words = SHAPES[settings.shape]["vocab_size"]
     rows = random.integers(0, words, (settings.prompts * total, settings.prompt_tokens)).tolist()
     lines = (json.dumps({"question": text(row), "answer": ""}) + "\n" for row in rows)
     (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
     (folder / "reward.py").write_text(_REWARD, encoding="utf-8")
-    return Config.model_validate(_tables(settings, folder, total))
+    return config
 
 
 def _tables(settings: Settings, folder: Path, total: int) -> dict[str, Any]:

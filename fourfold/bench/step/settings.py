@@ -8,7 +8,6 @@ from typing import Any, Final
 from fourfold.bench.shapes import kv_bytes_per_token
 from fourfold.errors import ConfigError
 
-LAYOUTS: Final = ("separate", "hybrid")
 _GIB: Final = 1 << 30
 _ROUND_UP: Final = 16
 

@@ -67,8 +67,13 @@ class Load:
         return self._speed if self._speed > 0 and self._fresh(now) else None
 
     def room(self, now: float) -> int | None:
-        """Tokens that its KV cache takes besides what it was given since the report; None: not known."""
-        return self._free - self._given if self._cache and self._fresh(now) else None
+        """Tokens that its KV cache takes besides what it was given since the report; None: it has never told.
+
+        An engine that tells no more may stand still: it has room again when it says so.
+        """
+        if not self._cache:
+            return None
+        return self._free - self._given if self._fresh(now) else 0
 
     def cache_use(self, now: float) -> float | None:
         """Share of its KV cache that samples took at the report, in [0, 1]; None: not known."""

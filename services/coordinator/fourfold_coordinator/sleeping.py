@@ -19,7 +19,7 @@ from typing import Final
 from fourfold import metrics as m
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import FourfoldError, WrongState
+from fourfold.errors import CANNOT_SLEEP, FourfoldError, WrongState
 
 from .probe import Key
 from .replica import Replica
@@ -51,7 +51,7 @@ class Sleepers:
         the block ends is waited for.
 
         Raises:
-            NotAsleep: one refused until `weights.timeout_seconds` were over.
+            NotAsleep: one cannot sleep, or refused until `weights.timeout_seconds` were over.
         """
         if not self._wanted:
             yield {}
@@ -70,13 +70,20 @@ class Sleepers:
         return [r for r in self._router.replicas(Role.ROLE_ROLLOUT) if r.present and not r.gone]
 
     async def _put_to_sleep(self, replicas: Sequence[Replica]) -> None:
-        errors = await asyncio.gather(*(self._one(replica) for replica in replicas))
-        refused = [error.message for error in errors if isinstance(error, WrongState)]
-        if refused:
-            raise NotAsleep(
-                f"{'; '.join(refused)}. After {self._seconds:g} s (weights.timeout_seconds) it still has the memory "
-                f"that the trainer needs: end what samples there, or set rollout.sleep_mode = false"
-            )
+        try:
+            errors = await asyncio.gather(*(self._one(replica) for replica in replicas))
+        finally:
+            self._router.on_wait("")
+        refused = [error for error in errors if isinstance(error, WrongState)]
+        if not refused:
+            return
+        why = "; ".join(error.message for error in refused)
+        if any(error.reason == CANNOT_SLEEP for error in refused):
+            raise NotAsleep(f"{why}. The trainer needs its memory: or set rollout.sleep_mode = false for the run")
+        raise NotAsleep(
+            f"{why}. After {self._seconds:g} s (weights.timeout_seconds) it still has the memory that the trainer "
+            f"needs: end what samples there, or set rollout.sleep_mode = false"
+        )
 
     async def _one(self, replica: Replica) -> FourfoldError | None:
         """Put one engine to sleep; return why it does not. Samples of others may be in it: they are waited for."""
@@ -90,7 +97,9 @@ class Sleepers:
                 self._plane.state(name, ASLEEP)
                 return None
             except FourfoldError as error:
-                if isinstance(error, WrongState) and time.monotonic() < end:
+                may_sleep_later = isinstance(error, WrongState) and error.reason != CANNOT_SLEEP
+                if may_sleep_later and time.monotonic() < end:
+                    self._router.on_wait(f"{name} to fall asleep ({error.message})")
                     await self._rouse(replica)
                     await self._router.clock.sleep(_AGAIN_SECONDS)
                     continue

@@ -35,6 +35,7 @@ class Door:
     def __init__(self) -> None:
         self._open = asyncio.Event()
         self._open.set()
+        self._closes = True
         self._leases, self._entering = 0, 0
         self._nobody = asyncio.Event()
         self._nobody.set()
@@ -52,7 +53,13 @@ class Door:
 
     def close(self) -> None:
         """Let nobody in."""
-        self._open.clear()
+        if self._closes:
+            self._open.clear()
+
+    def open_for_good(self) -> None:
+        """Let nobody wait here any more."""
+        self._closes = False
+        self._open.set()
 
     async def wait_open(self, timeout: float) -> bool:
         """Wait until it is open; False: it was not in `timeout` seconds."""

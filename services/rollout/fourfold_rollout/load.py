@@ -53,7 +53,9 @@ class LoadMeter:
         now = self._clock.monotonic()
         if now - self._since >= _INTERVAL_SECONDS:
             tokens = self._sampled - self._counted
-            if tokens or (self._busy and not updating):
+            # Nobody asked for long: most of that time nothing may have run.
+            unwatched = not self._busy and now - self._since > _WINDOW_SECONDS
+            if not unwatched and (tokens or (self._busy and not updating)):
                 self._add(now - self._since, tokens)
             self._since, self._counted = now, self._sampled
             self._busy = load.running_samples > 0 and not updating

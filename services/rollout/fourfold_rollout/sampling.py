@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
-from fourfold.errors import DeadlinePassed, Unavailable, WrongState
+from fourfold.errors import DeadlinePassed, FourfoldError, Unavailable, WrongState
 from fourfold_rollout.door import Door, Lease
 from fourfold_rollout.engine import Engine
 from fourfold_rollout.gate import Gate
@@ -33,6 +33,7 @@ class Sampling:
         """Whether the weights may be mixed or are lost."""
         self._commits = 0
         self._closed_for = ""
+        self._refusal: FourfoldError | None = None
         self._engine = engine
         self._door = Door()
 
@@ -42,8 +43,12 @@ class Sampling:
 
         Raises:
             Unavailable: the weights are dirty, or the door stayed closed.
+            FourfoldError: what `refuse` was given.
         """
-        if not await self._door.wait_open(timeout):
+        is_open = await self._door.wait_open(timeout)
+        if self._refusal is not None:
+            raise self._refusal
+        if not is_open:
             asleep = not self._closed_for
             what = "the engine sleeps" if asleep else self._closed_for
             raise Unavailable(
@@ -56,6 +61,11 @@ class Sampling:
         version = self.gate.version
         with self._door.lease(version, f"v{version}.{self._commits}") as lease:
             yield lease
+
+    def refuse(self, error: FourfoldError) -> None:
+        """Let nobody come any more, those who wait at the door neither; for good."""
+        self._refusal = error
+        self._door.open_for_good()
 
     def commit(self, version: int) -> None:
         """Take what is loaded for whole weights of `version`.
@@ -166,7 +176,9 @@ class Sampling:
         if self.sleep_state.lost_weights:
             what = "the engine's sleep dropped its weights; it serves nothing until an update succeeds"
         else:
-            what = "the engine holds weights of an update that failed and serves nothing until one succeeds"
+            what = (
+                "an update or a sleep failed and the weights may be mixed; it serves nothing until an update succeeds"
+            )
         return Unavailable(
             f"{what}; use another replica, or publish the weights again",
             reason="WEIGHTS_DIRTY",

@@ -62,7 +62,7 @@ def main(options: ServeOptions) -> int:
     # half a second, so it shall not look at them again.
     gc.collect()
     gc.freeze()
-    code = asyncio.run(_serve(host, engine, folder))
+    code = asyncio.run(_serve(host, engine, settings))
     # Not through the interpreter's end: taking apart all that vLLM imported takes seconds.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -119,8 +119,8 @@ def model_sha256(folder: Path) -> bytes:
     return hashlib.sha256(canonical.encode()).digest()
 
 
-async def _serve(host: Host, engine: VllmEngine, folder: Path) -> int:
-    config = host.options.config
+async def _serve(host: Host, engine: VllmEngine, settings: EngineSettings) -> int:
+    config, folder = host.options.config, settings.folder
     update_timeout = config.weights.timeout_seconds
     await engine.attach(host.fatal)
     await warm_up(engine)
@@ -128,7 +128,7 @@ async def _serve(host: Host, engine: VllmEngine, folder: Path) -> int:
     limits = Limits(
         max_context_tokens=description.max_context_tokens,
         vocabulary_size=description.vocabulary_size,
-        max_concurrent_samples=rollout_plan(config).concurrent_samples,
+        max_concurrent_samples=settings.max_concurrent_samples,
         kv_cache_tokens=description.kv_cache_tokens,
         stop_token_ids=tuple(i for i in model_stop_token_ids(folder) if i < description.vocabulary_size),
     )

@@ -79,7 +79,7 @@ class RolloutServicer(RolloutServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Sample completions; leaving early aborts the engine's requests."""
         if self._draining:
-            raise Unavailable("this replica is draining; use another one", reason="DRAINING")
+            raise _draining()
         call = parse(request, self._model.limits)
         is_retry = any(key == _RETRY_METADATA for key, _ in context.invocation_metadata() or ())
         async with self._admission.enter(call, is_retry=is_retry):
@@ -120,6 +120,7 @@ class RolloutServicer(RolloutServiceServicer):
     async def drain(self) -> None:
         """Refuse new calls; let running samples finish for a second, then end them with the tokens they have."""
         self._draining = True
+        self._weights.refuse(_draining())  # who waits for the end of an update or a sleep has no samples to end
         empty = await self._admission.wait_empty(_DRAIN_SECONDS)
         self._weights.gate.drop()  # what is held now, nobody releases in time
         while not empty:
@@ -164,6 +165,10 @@ async def _take_ready(chunks: asyncio.Queue[pb.SampleChunk | None]) -> list[pb.S
         chunk = chunks.get_nowait()
     chunks.put_nowait(None)
     return ready
+
+
+def _draining() -> Unavailable:
+    return Unavailable("this replica is draining; use another one", reason="DRAINING")
 
 
 def _time_left(context: Context) -> float:

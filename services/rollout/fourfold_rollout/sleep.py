@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from fourfold.errors import InvalidInput, WrongState
+from fourfold.errors import CANNOT_SLEEP, InvalidInput, WrongState
 from fourfold_rollout.engine import EngineDescription
 
 WEIGHTS: Final = "weights"
@@ -44,9 +44,12 @@ class Sleep:
         if level not in _LEVELS:
             raise InvalidInput(f"level is {level}; it must be 1 (weights wait in the host's memory) or 2 (dropped)")
         if description.device_type == "cpu":
-            raise WrongState("this engine runs on CPU and has no GPU memory to give up; sleep is for engines on GPUs")
+            raise WrongState(
+                "this engine runs on CPU and has no GPU memory to give up; sleep is for engines on GPUs",
+                reason=CANNOT_SLEEP,
+            )
         if not description.sleep_mode:
-            raise WrongState("this engine cannot sleep; start it with rollout.sleep_mode = true")
+            raise WrongState("this engine cannot sleep; start it with rollout.sleep_mode = true", reason=CANNOT_SLEEP)
         if self._asleep == _TAGS and self._level == level:
             return not self._confirmed
         if self._asleep:

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Final
 
-from fourfold.errors import DeadlinePassed, StaleEpoch, WrongState
+from fourfold.errors import DeadlinePassed, FourfoldError, StaleEpoch, WrongState
 from fourfold_rollout.door import Lease
 from fourfold_rollout.engine import Engine, EpochTerms, OpenReport
 from fourfold_rollout.epochs import Epochs
@@ -111,6 +111,10 @@ class EngineWeights:
             Unavailable: the weights are dirty, or the update or the sleep did not end in time.
         """
         return self._sampling.serving(min(timeout, self._update_timeout))
+
+    def refuse(self, error: FourfoldError) -> None:
+        """Raise an error for all who wait for a lease, and for all who come; for good."""
+        self._sampling.refuse(error)
 
     async def open(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
         """Join an epoch, replacing the open one and giving up its update.

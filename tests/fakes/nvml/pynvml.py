@@ -35,6 +35,8 @@ def nvmlDeviceGetHandleByIndex(index: int) -> int:
 
 
 def nvmlDeviceGetName(handle: int) -> str:
+    if _gpus()[handle][0] == "lost":
+        raise NVMLError("GPU is lost")
     return _gpus()[handle][0]
 
 

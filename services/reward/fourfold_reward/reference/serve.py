@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Final
 
 from fourfold import models
 from fourfold.coordinator.v1.membership_service_pb2 import Role
@@ -11,7 +12,10 @@ from fourfold.reference.v1.reference_service_pb2_grpc import add_ReferenceServic
 from fourfold.serve import Host, ServeOptions
 from fourfold.tokenizer import tokenizer_sha256
 from fourfold_reward.reference.model import ReferenceModel
-from fourfold_reward.reference.servicer import Loaded, ReferenceServicer
+from fourfold_reward.reference.servicer import MAX_CALLS, Loaded, ReferenceServicer
+
+# Health and GetInfo, beside as many Score calls as the servicer takes.
+_OTHER_CALLS: Final = 64
 
 
 def main(options: ServeOptions) -> int:
@@ -22,7 +26,7 @@ def main(options: ServeOptions) -> int:
 async def serve(options: ServeOptions) -> int:
     """Load the model in a thread while health is answered, then serve it."""
     config = options.config
-    host = Host(options, role=Role.ROLE_REFERENCE)
+    host = Host(options, role=Role.ROLE_REFERENCE, max_concurrent_rpcs=MAX_CALLS + _OTHER_CALLS)
     servicer = ReferenceServicer(name=config.model.source, max_context_tokens=config.model.max_context_tokens)
     service = pb.DESCRIPTOR.services_by_name["ReferenceService"]
     host.server.add(service, add_ReferenceServiceServicer_to_server, servicer)

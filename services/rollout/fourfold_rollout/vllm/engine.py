@@ -332,8 +332,13 @@ class VllmEngine:
         """Send a message to the core process without waiting for its answer. Messages arrive in order."""
         task = asyncio.get_running_loop().create_task(message)
         self._posted.add(task)
-        task.add_done_callback(self._posted.discard)
+        task.add_done_callback(self._forget_posted)
         await asyncio.sleep(0)  # it runs up to its wait for the answer: it is sent
+
+    def _forget_posted(self, task: asyncio.Task[Any]) -> None:
+        self._posted.discard(task)
+        if not task.cancelled():
+            task.exception()  # of a dead engine: whoever waits for it is told why it died
 
     async def _call(self, method: str, *args: Any, timeout: float) -> list[Any]:
         """Call a verb in every worker; each has its own deadline, `timeout` from now."""

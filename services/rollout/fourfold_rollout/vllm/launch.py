@@ -41,6 +41,8 @@ _log = logging.getLogger(__name__)
 
 _WORKER: Final = "fourfold_rollout.vllm.worker.RolloutWorker"
 _CORE_LOGGER: Final = "vllm.v1.engine.core"
+# Its errors of one call or request, after which it goes on.
+_SURVIVED: Final = ("Invocation of ", "Unexpected error pre-processing ")
 _NOTE_BYTES: Final = 2000
 # Samples of one prompt share its whole blocks: with vLLM's 128 they share nothing of a short prompt, and with the
 # least that its CPU kernels take the 96 samples of a quickstart step cost half.
@@ -203,7 +205,7 @@ class CrashNote:
 
 
 class _NoteHandler(logging.Handler):
-    """Writes down the first exception; those after it are its consequences."""
+    """Writes down the first exception that ends the process; those after it are its consequences."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(logging.ERROR)
@@ -212,7 +214,7 @@ class _NoteHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write the note, once."""
         error = record.exc_info[1] if record.exc_info else None
-        if error is None or os.fstat(self._descriptor).st_size:
+        if error is None or str(record.msg).startswith(_SURVIVED) or os.fstat(self._descriptor).st_size:
             return
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

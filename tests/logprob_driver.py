@@ -121,6 +121,7 @@ async def drawn(engine: Any, count: int, **fields: Any) -> list[dict[str, Any]]:
 
 async def paused(engine: Any, vocabulary: int) -> list[dict[str, Any]]:
     """Draw samples that stand still three times."""
+    await engine._call("slow_down", 0.03, timeout=10)
     taker = Taker(SAMPLES // 2)
     await engine.submit(requests(taker, seed=100, max_tokens=40, vocabulary=vocabulary))
     for step in range(3):
@@ -131,6 +132,7 @@ async def paused(engine: Any, vocabulary: int) -> list[dict[str, Any]]:
         assert taker.token_count == still
         assert taker.boundaries  # the first time all samples run: a step takes its time
         await engine.resume()
+    await engine._call("slow_down", 0.005, timeout=10)
     await taker.end()
     return taker.answer()
 

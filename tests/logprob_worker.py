@@ -11,7 +11,6 @@ from tests.slow_worker import SlowWorker
 class CountingWorker(SlowWorker):
     """The service's own, which takes its time and counts preemptions from the first time it is asked."""
 
-    step_seconds = 0.02
     _preemptions: list[str] | None = None
 
     def runner_name(self) -> str:

@@ -6,7 +6,7 @@ A tiny model samples 500 tokens in a second; on a busy machine a test may not ge
 from __future__ import annotations
 
 import time
-from typing import Any, ClassVar
+from typing import Any
 
 from fourfold_rollout.vllm.worker import RolloutWorker
 
@@ -14,7 +14,11 @@ from fourfold_rollout.vllm.worker import RolloutWorker
 class SlowWorker(RolloutWorker):
     """The service's own; a step takes so much longer from the time it is described, which is before the first."""
 
-    step_seconds: ClassVar = 0.005
+    step_seconds = 0.005
+
+    def slow_down(self, seconds: float) -> None:
+        """Take longer from now on, or less long."""
+        self.step_seconds = seconds
 
     def weights_describe(self) -> Any:
         """Describe it, and slow it down."""

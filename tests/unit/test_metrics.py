@@ -83,7 +83,7 @@ def test_a_disk_that_stands_still_costs_records_and_no_time(tmp_path: Path) -> N
     read: list[str] = []
     reader = threading.Thread(target=lambda: read.extend(path.read_text().splitlines()))
     reader.start()
-    writer.close(timeout=5)
+    writer.close(timeout=2)
     reader.join(20)
     assert json.loads(read[0]) == {"step": 0}
 

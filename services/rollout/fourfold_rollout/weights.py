@@ -248,9 +248,7 @@ class EngineWeights:
         await self._turns.run(step, timeout)
 
     async def abort(self, *, epoch: int, timeout: float) -> bool:
-        """Give up the epoch and its update; return whether the engine is clean. Idempotent.
-
-        A transfer that is under way ends at once.
+        """Give up the epoch and its update, a transfer at once; return whether the engine is clean. Idempotent.
 
         Raises:
             StaleEpoch: another epoch is open.
@@ -311,11 +309,7 @@ class EngineWeights:
         await self._turns.run(step, timeout)
 
     async def wake(self, tags: Sequence[str], *, timeout: float) -> None:
-        """Take memory again, all or what the tags name; new samples come in when all is there.
-
-        Raises:
-            InvalidInput: no such tag.
-        """
+        """Take memory, all or what is named, and let samples in when all is there; raises InvalidInput: no such tag."""
 
         async def step(left: float) -> None:
             await self._sampling.wake(tags, left)

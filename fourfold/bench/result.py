@@ -39,11 +39,14 @@ def prepare(args: argparse.Namespace, packages: Mapping[str, str]) -> Profile | 
         packages: what to install, by module that is needed.
 
     Raises:
-        ConfigError: a module or the folder of --save is missing, --json is a folder, or kernels are wanted without a
-            profile.
+        ConfigError: a module or the folder of --save is missing, --json is a folder, --keep or --profile a file, or
+            kernels are wanted without a profile.
     """
     check_installed(packages)
     check_places(args)
+    for name, place in (("keep", args.keep), ("profile", args.profile)):
+        if place is not None and place.exists() and not place.is_dir():
+            raise ConfigError(f"--{name} {place}: that is a file; give a folder")
     if args.profile is None:
         if args.profile_kernels:
             raise ConfigError("--profile-kernels says what goes into a profile; add --profile FOLDER")
@@ -74,7 +77,7 @@ def check_installed(packages: Mapping[str, str]) -> None:
 
 
 def check_places(args: argparse.Namespace) -> None:
-    """See that --json, --save, --keep and --profile can be written.
+    """See that --json and --save can be written.
 
     Raises:
         ConfigError: one cannot.
@@ -85,9 +88,6 @@ def check_places(args: argparse.Namespace) -> None:
         if args.json.is_dir():
             raise ConfigError(f"--json {args.json}: that is a folder; give the file that the result goes to")
         args.json.parent.mkdir(parents=True, exist_ok=True)
-    for name in ("keep", "profile"):
-        if (place := getattr(args, name, None)) is not None and place.exists() and not place.is_dir():
-            raise ConfigError(f"--{name} {place}: that is a file; give a folder")
 
 
 def folder() -> Path:

@@ -29,6 +29,13 @@ def test_the_folder_of_a_result_is_made_before_anything_is_measured(tmp_path: Pa
         result.prepare(_arguments("--json", str(tmp_path)), {})
 
 
+@pytest.mark.parametrize("name", ["--keep", "--profile"])
+def test_a_file_is_no_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"{name} .*: that is a file; give a folder"):
+        result.prepare(_arguments(name, str(tmp_path / "file")), {})
+
+
 def test_save_is_for_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="elsewhere use --json FILE"):

@@ -2,8 +2,8 @@
 
     WatchLoad --report every second--> Load <--given, ended-- router
 
-Reports help to choose and decide nothing: a service that sends none, or whose stream breaks, is
-used like one of which nothing is known, and is asked again.
+Reports help to choose and decide nothing. A service that never sends one is used like any other; one whose reports have
+stopped may stand still, and comes after those that say that they have room. Both are asked again.
 """
 
 from __future__ import annotations

@@ -42,6 +42,8 @@ class Sleepers:
     def __init__(self, config: Config, router: Router, plane: WeightPlane) -> None:
         self._wanted, self._seconds = config.rollout.sleep_mode, config.weights.timeout_seconds
         self._router, self._plane = router, plane
+        self._awake: dict[str, str] = {}
+        """What people are told of engines that do not fall asleep, by member id."""
 
     @asynccontextmanager
     async def asleep(self) -> AsyncIterator[dict[str, float]]:
@@ -70,10 +72,7 @@ class Sleepers:
         return [r for r in self._router.replicas(Role.ROLE_ROLLOUT) if r.present and not r.gone]
 
     async def _put_to_sleep(self, replicas: Sequence[Replica]) -> None:
-        try:
-            errors = await asyncio.gather(*(self._one(replica) for replica in replicas))
-        finally:
-            self._router.on_wait("")
+        errors = await asyncio.gather(*(self._one(replica) for replica in replicas))
         refused = [error for error in errors if isinstance(error, WrongState)]
         if not refused:
             return
@@ -86,7 +85,14 @@ class Sleepers:
         )
 
     async def _one(self, replica: Replica) -> FourfoldError | None:
-        """Put one engine to sleep; return why it does not. Samples of others may be in it: they are waited for."""
+        """Put one engine to sleep, and tell people when that takes long; return why it does not fall asleep."""
+        try:
+            return await self._until_asleep(replica)
+        finally:
+            self._tell(replica.member.member_id, "")
+
+    async def _until_asleep(self, replica: Replica) -> FourfoldError | None:
+        """Ask again while samples of others are in the engine."""
         name, end = replica.member.member_id, time.monotonic() + self._seconds
         replica.version = -1
         self._router.hinder(replica, "it sleeps while the trainer trains")
@@ -99,7 +105,7 @@ class Sleepers:
             except FourfoldError as error:
                 may_sleep_later = isinstance(error, WrongState) and error.reason != CANNOT_SLEEP
                 if may_sleep_later and time.monotonic() < end:
-                    self._router.on_wait(f"{name} to fall asleep ({error.message})")
+                    self._tell(name, error.message)
                     await self._rouse(replica)
                     await self._router.clock.sleep(_AGAIN_SECONDS)
                     continue
@@ -107,6 +113,15 @@ class Sleepers:
                 self._router.hinder(replica, f"it does not fall asleep: {error}")
                 log.warning("%s does not fall asleep: %s", name, error)
                 return error
+
+    def _tell(self, name: str, why: str) -> None:
+        """Say why an engine is still awake; empty: nobody waits for it any more."""
+        before = dict(self._awake)
+        self._awake.pop(name, "")
+        if why:
+            self._awake[name] = f"{name} to fall asleep ({why})"
+        if self._awake != before:
+            self._router.on_wait("; ".join(self._awake.values()))
 
     async def _fall_asleep(self, replica: Replica, *, timeout: float) -> None:
         """Have an engine fall asleep; a cancellation waits for its answer.

@@ -24,6 +24,7 @@ import torch
 
 from fourfold import metrics as m
 from tests.tiny_models import write_tiny_model
+from tests.tiny_run import logs_of, write_run
 
 _GPUS = torch.cuda.device_count()
 pytestmark = [
@@ -36,30 +37,7 @@ GIB = 1 << 30
 # Large enough to be seen among what the programs themselves take.
 _KV_CACHE_GIB = 8
 
-RECIPE = """
-name = "tiny"
-seed = 5
-steps = 3
-
-[model]
-source = "{model}"
-max_context_tokens = 64
-
-[data]
-train = {{ path = "data.jsonl" }}
-holdout = {{ field = "expression", unordered_numbers = true, groups = 2 }}
-
-[sampling]
-max_new_tokens = 8
-
-[reward]
-verifier = "scorer.py:score"
-
-[batch]
-prompts_per_step = 4
-group_size = 4
-tokens_per_micro_batch = 128
-
+TABLES = """
 [algorithm]
 kl = {{ coef = {kl} }}
 
@@ -92,31 +70,20 @@ every_steps = 2
 [checkpoint]
 every_steps = 2
 """
-SCORER = """
-from fourfold_reward import ScoreInput
-
-
-def score(sample: ScoreInput) -> float:
-    return len(sample.completion) % 5 / 4
-"""
 
 
 def run(root: Path, **values: Any) -> Path:
     """Run a recipe to its end; return the run's folder."""
     model = write_tiny_model(root / "model", "llama", seed=1)
     defaults = {"kl": 0.01, "colocated": "true", "replicas": 1, "ranks": 1, "sleep": "true", "kv_cache": _KV_CACHE_GIB}
-    (root / "recipe.toml").write_text(RECIPE.format(model=model, **defaults | values))
-    (root / "scorer.py").write_text(SCORER)
-    rows = [{"question": f"What is {a} * {b}?", "expression": f"{a} * {b}"} for a in range(5) for b in range(5)]
-    (root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_run(root, model, prompts_per_step=4, tables=TABLES, **defaults | values)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     done = subprocess.run(
         [sys.executable, "-m", "fourfold", "run", "recipe.toml"], cwd=root, env=env, text=True, timeout=800,
         stdin=subprocess.DEVNULL, capture_output=True, check=False,
     )  # fmt: skip
     folder = root / "runs" / "tiny"
-    logs = "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in folder.glob("logs/*.log"))
-    assert done.returncode == 0, done.stdout + done.stderr + logs
+    assert done.returncode == 0, done.stdout + done.stderr + logs_of(folder)
     return folder
 
 

@@ -23,33 +23,11 @@ from fourfold import models
 from fourfold.process import descendants
 from fourfold.tokenizer import tokenizer_sha256
 from tests.fakes.command_line import listening, until
+from tests.tiny_run import logs_of, write_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
-RECIPE = """
-name = "tiny"
-seed = 5
-steps = 3
-
-[model]
-source = "{model}"
-max_context_tokens = 64
-
-[data]
-train = {{ path = "data.jsonl" }}
-holdout = {{ field = "expression", unordered_numbers = true, groups = 2 }}
-
-[sampling]
-max_new_tokens = 8
-
-[reward]
-verifier = "scorer.py:score"
-
-[batch]
-prompts_per_step = 2
-group_size = 4
-tokens_per_micro_batch = 128
-
+TABLES = """
 [trainer]
 learning_rate = 1e-3
 
@@ -59,14 +37,6 @@ every_steps = 2
 [checkpoint]
 every_steps = 1
 """
-# A model of random weights answers nothing; it does write texts of different lengths.
-SCORER = """
-from fourfold_reward import ScoreInput
-
-
-def score(sample: ScoreInput) -> float:
-    return len(sample.completion) % 5 / 4
-"""
 
 
 class Folder:
@@ -75,10 +45,7 @@ class Folder:
     def __init__(self, root: Path, model: Path) -> None:
         self.root = root
         self.run_dir = root / "runs" / "tiny"
-        (root / "recipe.toml").write_text(RECIPE.format(model=model))
-        (root / "scorer.py").write_text(SCORER)
-        rows = [{"question": f"What is {a} * {b}?", "expression": f"{a} * {b}"} for a in range(5) for b in range(5)]
-        (root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_run(root, model, prompts_per_step=2, tables=TABLES)
         self.processes: list[subprocess.Popen[str]] = []
 
     def start(self, *words: str) -> subprocess.Popen[str]:
@@ -94,7 +61,7 @@ class Folder:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def logs(self) -> str:
-        return "\n".join(f"== {path.name}\n{path.read_text()[-3000:]}" for path in self.run_dir.glob("logs/*.log"))
+        return logs_of(self.run_dir)
 
 
 @pytest.fixture

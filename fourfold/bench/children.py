@@ -105,7 +105,7 @@ def workplace(purpose: str, *, keep: Path | None = None) -> Iterator[Path]:
         yield scratch.path
         done = True
     finally:
-        if done or isinstance(sys.exception(), KeyboardInterrupt):
+        if done or isinstance(sys.exception(), KeyboardInterrupt | ConfigError):  # a ConfigError: nothing was measured
             scratch.remove()
         else:
             # Under another name: the next benchmark removes scratch folders that nobody holds.

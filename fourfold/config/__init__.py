@@ -8,7 +8,7 @@ from fourfold.config.algorithm import (
     ShapingConfig,
 )
 from fourfold.config.dump import dump
-from fourfold.config.load import load
+from fourfold.config.load import from_tables, load
 from fourfold.config.lora import LoraConfig
 from fourfold.config.placement import PlacementConfig, gpu_count, gpu_places
 from fourfold.config.presets import PRESETS
@@ -58,6 +58,7 @@ __all__ = [
     "TrainerConfig",
     "WeightsConfig",
     "dump",
+    "from_tables",
     "gpu_count",
     "gpu_places",
     "load",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,38 @@ def load(path: str | Path) -> Config:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    lines = _line_numbers(text)
+
+    def where(loc: tuple[str, ...]) -> str:
+        return f"{path}:{next((lines[loc[:i]] for i in range(len(loc), 0, -1) if loc[:i] in lines), 1)}"
+
+    return _checked(data, where)
+
+
+def from_tables(tables: Mapping[str, Any], *, source: str) -> Config:
+    """Check a recipe that a program has made.
+
+    Args:
+        tables: of the recipe.
+        source: who made it, for people.
+
+    Raises:
+        ConfigError: as `load`, with `source` in the place of file and line.
+    """
+    return _checked(tables, lambda _loc: source)
+
+
+def _checked(tables: Mapping[str, Any], where: Callable[[tuple[str, ...]], str]) -> Config:
     try:
-        return Config.model_validate(data)
+        return Config.model_validate(tables)
     except pydantic.ValidationError as error:
-        lines = _line_numbers(text)
-        raise ConfigError("\n".join(_explain(e, path, lines) for e in error.errors())) from None
+        raise ConfigError("\n".join(_explain(e, where) for e in error.errors())) from None
 
 
-def _explain(error: Any, path: Path, lines: dict[tuple[str, ...], int]) -> str:
+def _explain(error: Any, where_of: Callable[[tuple[str, ...]], str]) -> str:
     """Return one line of the form `file:line  key = value`, then the rule and the fix."""
     loc = tuple(str(part) for part in error["loc"])
-    line = next((lines[loc[:i]] for i in range(len(loc), 0, -1) if loc[:i] in lines), 1)
-    where, key = f"{path}:{line}", ".".join(loc) or "the recipe"
+    where, key = where_of(loc), ".".join(loc) or "the recipe"
     if error["type"] == "extra_forbidden":
         return f"{where}  {key}: no such key.{_suggest(loc)}"
     if error["type"] == "missing":

@@ -83,7 +83,10 @@ def test_a_step_that_is_missing_or_learned_nothing_is_an_error(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("given", "rule"),
-    [({"kl_coef": -1.0}, "greater than or equal to 0"), ({"backend": "nccl", "layout": "hybrid"}, "nccl")],
+    [
+        ({"kl_coef": -1.0}, r"recipe  algorithm.kl.coef = -1.0: input should be greater than or equal to 0"),
+        ({"backend": "nccl", "layout": "hybrid"}, "nccl"),
+    ],
 )
 def test_what_no_recipe_may_say_is_one_clear_error_before_anything_is_written(
     tmp_path: Path, given: dict[str, Any], rule: str

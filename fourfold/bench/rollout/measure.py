@@ -148,7 +148,11 @@ def _alone(settings: Settings, children: Children, given: Path, model: Path) -> 
 
 
 def recipe(settings: Settings, model: Path) -> Config:
-    """Return the recipe that the service is started with."""
+    """Return the recipe that the service is started with.
+
+    Raises:
+        ConfigError: no recipe may say what the settings ask for.
+    """
     rollout = {
         "gpus_per_replica": int(settings.on_gpu),
         "gpu_memory_utilization": settings.engine_memory,
@@ -158,7 +162,7 @@ def recipe(settings: Settings, model: Path) -> Config:
     }
     if settings.batched_tokens:
         rollout["max_batched_tokens"] = settings.batched_tokens
-    return Config.model_validate(
+    return configuration.from_tables(
         {
             "name": "bench-rollout",
             "steps": 1,
@@ -171,7 +175,8 @@ def recipe(settings: Settings, model: Path) -> Config:
                 "tokens_per_micro_batch": max(4096, settings.context),
             },
             "rollout": rollout,
-        }
+        },
+        source="the benchmark's recipe",
     )
 
 

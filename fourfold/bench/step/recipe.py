@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import pydantic
 
 from fourfold.bench.model import text
 from fourfold.bench.shapes import SHAPES
 from fourfold.bench.step.settings import Settings
-from fourfold.config import Config
-from fourfold.errors import ConfigError
+from fourfold.config import Config, from_tables
 
 _NEVER: Final = 1_000_000
 _SEED: Final = 17
@@ -37,10 +35,7 @@ def write(settings: Settings, folder: Path) -> Config:
         ConfigError: no recipe may say what the settings ask for.
     """
     total = settings.last_step + 1
-    try:
-        config = Config.model_validate(_tables(settings, folder, total))
-    except pydantic.ValidationError as error:
-        raise ConfigError("; ".join(one["msg"].removeprefix("Value error, ") for one in error.errors())) from None
+    config = from_tables(_tables(settings, folder, total), source="the benchmark's recipe")
     random = np.random.default_rng(_SEED)
     words = SHAPES[settings.shape]["vocab_size"]
     rows = random.integers(0, words, (settings.prompts * total, settings.prompt_tokens)).tolist()

@@ -78,7 +78,7 @@ class Sleepers:
             return
         why = "; ".join(error.message for error in refused)
         if any(error.reason == CANNOT_SLEEP for error in refused):
-            raise NotAsleep(f"{why}. The trainer needs its memory: or set rollout.sleep_mode = false for the run")
+            raise NotAsleep(f"{why}. The trainer needs its memory; or set rollout.sleep_mode = false for the run")
         raise NotAsleep(
             f"{why}. After {self._seconds:g} s (weights.timeout_seconds) it still has the memory that the trainer "
             f"needs: end what samples there, or set rollout.sleep_mode = false"

@@ -1,8 +1,8 @@
 """What scheduling costs vLLM's core process, without a model: vLLM's own scheduler against Fourfold's.
 
 The core process has one thread for all samples of an engine. In every step it says what the GPU computes next
-(`schedule`) and takes what the GPU sampled (`update_from_output`); this drives both, with the same token for everybody,
-and counts the thread's processor time.
+(`schedule`) and takes what the GPU sampled (`update_from_output`); this drives both and counts the
+thread's processor time.
 
     python -m benchmarks.scheduler --samples 512 --steps 400 --save
 """
@@ -35,6 +35,8 @@ from fourfold.bench.shapes import write_config
 from fourfold_rollout.vllm.scheduler import AsyncRolloutScheduler
 
 BLOCK_TOKENS: Final = 16
+TOKENS: Final = 50
+"""Of the vocabulary: a sample is given one after the other."""
 _CONTEXT: Final = 1024
 _PROMPT_TOKENS: Final = 64
 _GROUP: Final = 8
@@ -43,20 +45,30 @@ _GROUP: Final = 8
 class BareScheduler:
     """A scheduler and its block manager, for a model that is not there."""
 
-    def __init__(self, kind: type[Scheduler], *, samples: int, blocks: int) -> None:
+    def __init__(
+        self, kind: type[Scheduler], *, samples: int, blocks: int, step_tokens: int = 0, context: int = _CONTEXT
+    ) -> None:
         """Make it.
 
         Args:
             kind: the class.
             samples: that run at once.
             blocks: of the KV cache, of BLOCK_TOKENS tokens.
+            step_tokens: most that a step computes; 0: the prompts of all samples.
+            context: tokens of the longest sample.
         """
-        config = _config(asynchronous=issubclass(kind, AsyncScheduler), samples=samples, blocks=blocks)
+        config = _config(
+            asynchronous=issubclass(kind, AsyncScheduler),
+            samples=samples,
+            blocks=blocks,
+            step_tokens=step_tokens or samples * _PROMPT_TOKENS,
+            context=context,
+        )
         attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
         hash_function = get_hash_fn_by_name("sha256")
         init_none_hash(hash_function)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, hash_function)
-        self._awaited: list[SchedulerOutput] = []
+        self._awaited: list[tuple[SchedulerOutput, set[str]]] = []
         self._ahead = 1 if issubclass(kind, AsyncScheduler) else 0
         self.seconds = 0.0
         """Processor time of this thread in the scheduler so far."""
@@ -69,9 +81,9 @@ class BareScheduler:
             block_size=BLOCK_TOKENS,
         )
 
-    def add(self, name: str, prompt: Sequence[int], *, tokens: int, salt: str = "") -> None:
-        """Ask for `tokens` tokens after `prompt`."""
-        parameters = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True)
+    def add(self, name: str, prompt: Sequence[int], *, tokens: int, salt: str = "", **wanted: Any) -> None:
+        """Ask for `tokens` tokens after `prompt`; `wanted` are vLLM's sampling parameters."""
+        parameters = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, **wanted)
         self.scheduler.add_request(
             Request(
                 request_id=name,
@@ -90,45 +102,44 @@ class BareScheduler:
     def step(self) -> tuple[SchedulerOutput, Any]:
         """Schedule one step; return it, and what came out of the step that ended: vLLM's outputs by client."""
         began = time.thread_time()
-        self._awaited.append(self.scheduler.schedule())
+        asked = self.scheduler.schedule()
         self.seconds += time.thread_time() - began
+        requests = self.scheduler.requests
+        within_prompt = {name for name in asked.num_scheduled_tokens if requests[name].is_prefill_chunk}
+        self._awaited.append((asked, within_prompt))
         if len(self._awaited) <= self._ahead:
-            return self._awaited[-1], {}
-        ended = self._awaited.pop(0)
+            return asked, {}
+        ended, within_prompt = self._awaited.pop(0)
         names = list(ended.num_scheduled_tokens)
         sampled = ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: row for row, name in enumerate(names)},
-            sampled_token_ids=[self._sampled(name, ended) for name in names],
+            sampled_token_ids=[[] if name in within_prompt else [self._sampled(name)] for name in names],
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],
         )
-        last = self._awaited[-1] if self._awaited else ended
         began = time.thread_time()
         outputs = self.scheduler.update_from_output(ended, sampled)
         self.seconds += time.thread_time() - began
-        return last, outputs
+        return asked, outputs
 
-    def _sampled(self, name: str, step: SchedulerOutput) -> list[int]:
-        """A step that ends within a prompt samples nothing."""
-        computed = next((new.num_computed_tokens for new in step.scheduled_new_reqs if new.req_id == name), None)
+    def _sampled(self, name: str) -> int:
+        """Return the token that the length of a sample tells."""
         request = self.scheduler.requests.get(name)
-        if computed is None or request is None:
-            return [5]
-        return [5] if computed + step.num_scheduled_tokens[name] >= request.num_prompt_tokens else []
+        return request.num_output_tokens % TOKENS if request is not None else 0
 
 
-def _config(*, asynchronous: bool, samples: int, blocks: int) -> VllmConfig:
+def _config(*, asynchronous: bool, samples: int, blocks: int, step_tokens: int, context: int) -> VllmConfig:
     with tempfile.TemporaryDirectory() as folder:
-        write_config(Path(folder), "0.43b", context=_CONTEXT)
+        write_config(Path(folder), "0.43b", context=context)
         config = VllmConfig(
-            model_config=ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=_CONTEXT),
+            model_config=ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=context),
             cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=samples,
-                max_num_batched_tokens=samples * _PROMPT_TOKENS,
-                max_model_len=_CONTEXT,
+                max_num_batched_tokens=step_tokens,
+                max_model_len=context,
                 is_encoder_decoder=False,
                 async_scheduling=asynchronous,
             ),

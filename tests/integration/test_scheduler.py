@@ -7,36 +7,84 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from benchmarks.scheduler import BLOCK_TOKENS, BareScheduler
+from benchmarks.scheduler import BLOCK_TOKENS, TOKENS, BareScheduler
+from fourfold_rollout.vllm.decoding import obstacle
 from fourfold_rollout.vllm.scheduler import AsyncRolloutScheduler, RolloutScheduler, shorten
 
 pytestmark = pytest.mark.integration
 
 SAMPLES = 24
 STEPS = 600
+STEP_TOKENS = 60  # so that prompts come in pieces
+CONTEXT = 128
+WANTED: list[dict[str, Any]] = [
+    {},
+    {},
+    {"stop_token_ids": [7, 30]},
+    {"stop_token_ids": [7, 30], "min_tokens": 20},
+    {"logprobs": 0},
+]
+CACHED = ["req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens", "all_token_ids"]
+STEP = [
+    "num_scheduled_tokens",
+    "total_num_scheduled_tokens",
+    "num_common_prefix_blocks",
+    "preempted_req_ids",
+    "finished_req_ids",
+    "has_structured_output_requests",
+    "pending_structured_output_tokens",
+]
+REQUEST = [
+    "status",
+    "output_token_ids",
+    "all_token_ids",
+    "num_computed_tokens",
+    "num_in_flight_tokens",
+    "num_output_placeholders",
+    "num_stale_output_tokens",
+    "async_tokens_to_discard",
+    "is_prefill_chunk",
+    "spec_token_ids",
+    "block_hashes",
+    "num_preemptions",
+    "stop_reason",
+]
 PAIRS = [(Scheduler, RolloutScheduler), (AsyncScheduler, AsyncRolloutScheduler)]
 
 
 def step(bare: BareScheduler) -> dict[str, Any]:
     """What one step asks of the GPU, what the step that ended gave, and what is left."""
     asked, outputs = bare.step()
-    cached = asked.scheduled_cached_reqs
+    cached, pool = asked.scheduled_cached_reqs, bare.scheduler.kv_cache_manager.block_pool
+    given = [output for client in outputs.values() for output in client.outputs]
+    stats = [client.scheduler_stats for client in outputs.values() if client.scheduler_stats is not None]
     return {
         "new": [(new.req_id, new.block_ids, new.num_computed_tokens) for new in asked.scheduled_new_reqs],
-        "running": (cached.req_ids, cached.new_block_ids, cached.num_computed_tokens),
-        "resumed": cached.resumed_req_ids,
-        "tokens": asked.num_scheduled_tokens,
-        "preempted": asked.preempted_req_ids,
-        "finished": asked.finished_req_ids,
-        "given": [
-            (given.request_id, given.new_token_ids, given.finish_reason)
-            for client in outputs.values()
-            for given in client.outputs
-        ],
-        "free blocks": bare.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        "running": {name: getattr(cached, name) for name in CACHED},
+        "step": {name: getattr(asked, name) for name in STEP if hasattr(asked, name)},
+        "order": list(asked.num_scheduled_tokens),
+        "given": sorted(
+            (output.request_id, output.new_token_ids, output.finish_reason, output.prefill_stats is None)
+            for output in given
+        ),
+        "counts": [(one.num_running_reqs, one.num_waiting_reqs, one.kv_cache_usage) for one in stats],
+        "requests": {name: state(request) for name, request in bare.scheduler.requests.items()},
+        "left": [request.request_id for request in bare.scheduler.running],
+        "free blocks": pool.get_num_free_blocks(),
+        "cached blocks": len(pool.cached_block_hash_to_block),
     }
+
+
+def state(request: Any) -> dict[str, Any]:
+    """What vLLM keeps of a sample."""
+    return {name: list(value) if name.endswith("token_ids") else value for name, value in known(request)}
+
+
+def known(request: Any) -> list[tuple[str, Any]]:
+    return [(name, getattr(request, name)) for name in REQUEST if hasattr(request, name)]
 
 
 @pytest.mark.parametrize(("theirs", "ours"), PAIRS, ids=["synchronous", "asynchronous"])
@@ -45,7 +93,10 @@ def step(bare: BareScheduler) -> dict[str, Any]:
 def test_every_step_is_vllms(theirs: type[Scheduler], ours: type[Scheduler], blocks: int, second_runner: bool) -> None:
     """Groups that share prompts, of all lengths, with aborts, salts, and, where the cache is small, preemption."""
     work = random.Random(blocks)
-    vllm, fourfold = (BareScheduler(kind, samples=SAMPLES, blocks=blocks) for kind in (theirs, ours))
+    vllm, fourfold = (
+        BareScheduler(kind, samples=SAMPLES, blocks=blocks, step_tokens=STEP_TOKENS, context=CONTEXT)
+        for kind in (theirs, ours)
+    )
     for bare in (vllm, fourfold):
         bare.scheduler.use_v2_model_runner = second_runner
     counts = {"hits": 0, "preempted": 0, "finished": 0}
@@ -53,21 +104,30 @@ def test_every_step_is_vllms(theirs: type[Scheduler], ours: type[Scheduler], blo
     for number in range(STEPS):
         if work.random() < 0.1:
             prompt = [work.randrange(50)] * work.randrange(1, 70)
-            salt, tokens = work.choice(["", "a", "b"]), work.randrange(1, 120)
+            salt, tokens, wanted = work.choice(["", "a", "b"]), work.randrange(1, 120), work.choice(WANTED)
+            tokens = max(tokens, wanted.get("min_tokens", 0))
             for member in range(work.randrange(1, 5)):
                 names.append(f"{number}-{member}")
                 for bare in (vllm, fourfold):
-                    bare.add(names[-1], prompt, tokens=tokens + member, salt=salt)
+                    bare.add(names[-1], prompt, tokens=tokens + member, salt=salt, **wanted)
         if names and work.random() < 0.03:
             name = work.choice(names)
             for bare in (vllm, fourfold):
                 bare.abort(name)
+        if number % 50 in (40, 44):
+            for bare in (vllm, fourfold):
+                bare.scheduler.set_pause_state(PauseState.PAUSED_ALL if number % 50 == 40 else PauseState.UNPAUSED)
+        if number % 100 == 70:
+            for bare in (vllm, fourfold):
+                bare.scheduler.reset_prefix_cache(reset_running_requests=True)
         expected = step(vllm)
         assert step(fourfold) == expected, f"step {number}"
         counts["hits"] += sum(computed > 0 for _, _, computed in expected["new"])
         # Either runner is told of preemption in a way of its own.
-        counts["preempted"] += len(expected["preempted"] or ()) + len(expected["resumed"])
-        counts["finished"] += sum(reason is not None for _, _, reason in expected["given"])
+        counts["preempted"] += len(expected["step"]["preempted_req_ids"] or ()) + len(
+            expected["running"]["resumed_req_ids"]
+        )
+        counts["finished"] += sum(reason is not None for _, _, reason, _ in expected["given"])
     assert counts["finished"] > 50, counts
     assert counts["hits"] > 10, counts
     if blocks < 100:
@@ -94,6 +154,38 @@ def test_the_block_manager_is_asked_at_the_ends_of_blocks_alone(
         bare.step()
     assert not bare.scheduler.running
     assert len(asked) < 20 * 4
+
+
+def test_what_a_sample_does_not_end_with_is_not_looked_at_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loops are used: the comparison would pass without them, too."""
+    planned: list[int] = []
+    taken: list[list[int]] = []
+    plan, take = Scheduler._update_after_schedule, AsyncScheduler._update_request_with_output
+
+    def planning(self: Any, step: Any) -> None:
+        planned.extend(step.num_scheduled_tokens.values())
+        plan(self, step)
+
+    def taking(self: Any, request: Any, tokens: list[int], *options: Any, **more: Any) -> Any:
+        taken.append(tokens)
+        return take(self, request, tokens, *options, **more)
+
+    monkeypatch.setattr(Scheduler, "_update_after_schedule", planning)
+    monkeypatch.setattr(AsyncScheduler, "_update_request_with_output", taking)
+    bare = BareScheduler(AsyncRolloutScheduler, samples=1, blocks=100)
+    bare.add("one", [1] * 40, tokens=100)
+    for _ in range(102):
+        bare.step()
+    assert not bare.scheduler.running
+    assert planned == [40]
+    assert taken == [[0], [99 % TOKENS]]
+
+
+def test_what_every_step_must_know_of_is_left_to_vllm() -> None:
+    scheduler: Any = BareScheduler(AsyncRolloutScheduler, samples=1, blocks=10).scheduler
+    assert obstacle(scheduler) == ""
+    scheduler.num_spec_tokens = 2
+    assert obstacle(scheduler) == "vLLM's num_spec_tokens is in use"
 
 
 def test_what_it_does_not_know_stays_vllms() -> None:

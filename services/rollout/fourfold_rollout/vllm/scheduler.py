@@ -14,10 +14,11 @@ from typing import Any, Final
 
 from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
+
+from fourfold_rollout.vllm.decoding import DecodingScheduler, obstacle
 
 _log = logging.getLogger(__name__)
 
@@ -33,12 +34,12 @@ class RolloutScheduler(Scheduler):
         _shorten_or_say_why(self.kv_cache_manager)
 
 
-class AsyncRolloutScheduler(AsyncScheduler):
-    """vLLM's asynchronous scheduler with the short way."""
+class AsyncRolloutScheduler(DecodingScheduler):
+    """vLLM's asynchronous scheduler with the short way, and short loops for steps that decode."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        _shorten_or_say_why(self.kv_cache_manager)
+        self.decodes = _shorten_or_say_why(self.kv_cache_manager) and _decodes_or_say_why(self)
 
 
 def scheduler_for(config: Any) -> type[Scheduler]:
@@ -81,13 +82,24 @@ def shorten(manager: KVCacheManager) -> str:
     return ""
 
 
-def _shorten_or_say_why(manager: KVCacheManager) -> None:
+def _shorten_or_say_why(manager: KVCacheManager) -> bool:
     try:
         reason = shorten(manager)
     except AttributeError as error:  # another vLLM than those that this was written for
         reason = str(error)
     if reason:
         _log.info("the scheduler asks the block manager for every token: %s", reason)
+    return not reason
+
+
+def _decodes_or_say_why(scheduler: DecodingScheduler) -> bool:
+    try:
+        reason = obstacle(scheduler)
+    except AttributeError as error:  # likewise
+        reason = str(error)
+    if reason:
+        _log.info("vLLM plans the steps in which samples decode, too: %s", reason)
+    return not reason
 
 
 def _obstacle(manager: KVCacheManager) -> str:

@@ -19,7 +19,7 @@ from tests.fakes.rollout import Service, request, rollout_service
 
 STREAMS = 256
 TOKENS = 24
-FLUSHES = (0.0, 0.001, 5.0, None)
+FLUSHES = (0.0, 0.01, 5.0, None)
 
 Calls = dict[str, asyncio.Task[Completion]]
 

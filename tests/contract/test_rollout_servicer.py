@@ -95,6 +95,28 @@ class TestGenerate:
             assert len(chunk.token_ids) == 4
             assert chunk.finish_reason == pb.FINISH_REASON_UNSPECIFIED
 
+    async def test_what_was_sampled_in_an_interval_is_one_message(self, service: Service) -> None:
+        """However many tokens and samples: each costs the service's one thread as much as a message."""
+        call = RolloutServiceStub(service.channel).Generate(request(sample_count=4, flush_seconds=0.05), timeout=5)
+        await service.running(4)
+        for _ in range(3):
+            service.engine.tick()
+        messages = []
+        async for message in call:
+            messages.append([len(chunk.token_ids) // 4 for chunk in message.chunks])
+            service.engine.tick()
+        assert messages == [[3] * 4, [1] * 4]
+
+    @pytest.mark.parametrize(("seconds", "streaming"), [(None, False), (0, True), (0.005, True), (0.01, False)])
+    async def test_only_who_wants_tokens_at_once_gets_each_as_it_comes(
+        self, service: Service, seconds: float | None, streaming: bool
+    ) -> None:
+        answer = asyncio.create_task(collect(service, request(flush_seconds=seconds)))
+        await service.running(1)
+        assert service.engine.samples[0].request.streaming is streaming
+        service.engine.tick(4)
+        await answer
+
     async def test_calls_that_arrive_together_are_one_batch_in_order_of_id(self, service: Service) -> None:
         service.servicer._gatherer._quiet, service.servicer._gatherer._longest = 0.5, 5.0
         answers = [asyncio.create_task(collect(service, request(name, sample_count=2))) for name in ("b", "a")]

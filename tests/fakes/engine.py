@@ -57,9 +57,12 @@ class FakeSample:
         return len(self.versions)
 
     def give(self) -> None:
-        """Hand over the new tokens, or all of them at the end when the sample does not stream."""
-        if self.finish is None and not (self.request.streaming and self.tokens > self.given):
-            return
+        """Hand over the new tokens."""
+        if self.finish is None and self.tokens > self.given:
+            self.put()
+
+    def put(self) -> None:
+        """Hand over what there is, and the end if it is there."""
         first, self.given = self.given, self.tokens
         output = SampleOutput(
             token_ids=np.arange(10 + first, 10 + self.tokens, dtype=np.int32),
@@ -243,7 +246,8 @@ class FakeEngine:
                 sample.versions.append(self.loaded)
                 if sample.tokens >= sample.request.max_tokens:
                     sample.finish = Finish.LENGTH
-                sample.give()
+                if sample.request.streaming or sample.finish is not None:
+                    sample.put()
 
     def stop(self, sample: FakeSample) -> None:
         """End one sample as if it had drawn a stop token."""
@@ -257,4 +261,4 @@ class FakeEngine:
 
     def _end(self, sample: FakeSample, finish: Finish) -> None:
         sample.finish = finish
-        sample.give()
+        sample.put()

@@ -38,7 +38,7 @@ class Call:
     async def _run(self) -> None:
         with suppress(Unavailable):
             async with self.weights.serving(60) as lease:
-                outputs = Outputs(1, self.weights.gate, self.chunks.append, flush_seconds=0 if self.streaming else None)
+                outputs = Outputs(1, self.weights.gate, self.chunks.append)
                 message = SampleRequest(
                     key="k", prompt_token_ids=[1], temperature=1, top_p=1, top_k=0, max_tokens=self.length,
                     stop_token_ids=(), seed=0, cache_salt="", streaming=self.streaming, sink=outputs,
@@ -185,6 +185,17 @@ class Machine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3))
     def do_sample(self, count: int) -> None:
         self.sample(count)
+
+    @rule()
+    def pull(self) -> None:
+        """As `Outputs.pull` does for callers with a flush interval."""
+
+        async def run() -> None:
+            for call in self.calls:
+                if call.sample is not None:
+                    call.sample.give()
+
+        self.call(run())
 
     def sample(self, count: int) -> None:
         async def run() -> None:

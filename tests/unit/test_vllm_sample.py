@@ -45,6 +45,11 @@ class Owner:
 
     def __init__(self) -> None:
         self.live: set[int] = set()
+        self.done: tuple[list[int], Any] = ([], None)
+        """Tokens that vLLM has handed out, and their log-probabilities."""
+
+    def processed(self, sample: VllmSample) -> tuple[Sequence[int], Any]:
+        return self.done
 
     def is_running(self, sample: VllmSample) -> bool:
         return id(sample) in self.live
@@ -68,11 +73,11 @@ class Stage:
         self.owner = Owner()
         self.sink = Takes()
 
-    def sample(self, *, values: Sequence[float] | None, sink: Sink | None = None) -> VllmSample:
+    def sample(self, *, values: Sequence[float] | None, sink: Sink | None = None, streaming: bool = True) -> VllmSample:
         """Start one; `values` is what the worker writes, None: vLLM gives the log-probabilities itself."""
         request = SampleRequest(
             key="k", prompt_token_ids=[1], temperature=1.0, top_p=1.0, top_k=0, max_tokens=WIDTH, stop_token_ids=(),
-            seed=0, cache_salt="", streaming=True, sink=sink or self.sink,
+            seed=0, cache_salt="", streaming=streaming, sink=sink or self.sink,
         )  # fmt: skip
         row = None if values is None else self.table.acquire(WIDTH)
         sample = VllmSample(self.owner, request, row)
@@ -109,6 +114,33 @@ def test_tokens_come_with_their_cells_and_the_end_gives_the_row_back(stage: Stag
     assert [o.finish for o in stage.sink.outputs] == [None, Finish.STOP]
     assert stage.holds == (0, 0)
     assert stage.sink.errors == []
+
+
+@pytest.mark.parametrize("row", [True, False], ids=["row", "vllm"])
+def test_one_that_does_not_stream_gives_what_is_there_when_asked_and_the_rest_at_its_end(
+    stage: Stage, row: bool
+) -> None:
+    sample = stage.sample(values=[-1, -2, -3, -4] if row else None, streaming=False)
+    sample.give()
+    assert stage.sink.outputs == []
+    for count in (2, 2, 3):
+        stage.owner.done = [5, 6, 7][:count], SimpleNamespace(logprobs=[-1.0, -2.0, -3.0][:count])
+        sample.give()
+    sample.put(result([5, 6, 7, 8], "stop", logprobs=SimpleNamespace(logprobs=[-1.0, -2.0, -3.0, -4.0])))
+    sample.give()
+    assert [o.token_ids.tolist() for o in stage.sink.outputs] == [[5, 6], [7], [8]]
+    assert [o.logprobs.tolist() for o in stage.sink.outputs] == [[-1, -2], [-3], [-4]]
+    assert [o.finish for o in stage.sink.outputs] == [None, None, Finish.STOP]
+    assert stage.holds == (0, 0)
+
+
+def test_what_cannot_be_given_is_told_to_the_sink(stage: Stage) -> None:
+    sample = stage.sample(values=[-1], streaming=False)
+    stage.owner.done = [5, 6], None
+    sample.give()
+    (error,) = stage.sink.errors
+    assert "tokens 0 to 1 of a sample without the log-probability" in error.message
+    assert stage.holds == (1, 1)
 
 
 def test_a_sample_that_ends_without_a_log_probability_ends_with_an_error_and_is_forgotten(stage: Stage) -> None:
@@ -180,8 +212,8 @@ def test_the_death_of_the_engine_ends_a_sample_once(stage: Stage) -> None:
 async def test_a_sample_that_gives_all_at_its_end_is_cut_where_the_weights_changed(stage: Stage) -> None:
     chunks: list[pb.SampleChunk] = []
     gate = Gate()
-    sink = Outputs(1, gate, chunks.append, flush_seconds=None)
-    sample = stage.sample(values=[-1, -2, -3], sink=sink)
+    sink = Outputs(1, gate, chunks.append)
+    sample = stage.sample(values=[-1, -2, -3], sink=sink, streaming=False)
     sink.boundary(0, 2)
     gate.version = 1
     sample.put(result([5, 6, 7], "stop"))

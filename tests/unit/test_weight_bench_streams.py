@@ -14,7 +14,7 @@ from fourfold.weights.bench.streams import Streams
 
 
 class Settings:
-    shape, context, streams = "tiny", 24, 2
+    shape, context, streams, flush_seconds = "tiny", 24, 2, 0.001
 
 
 class Client:

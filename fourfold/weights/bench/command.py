@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--streams", type=int, help="that decode all the time; default 64, on CPU 4; 0: the engine is idle"
     )
+    parser.add_argument("--flush", type=float, default=0.001, help="seconds between messages to a stream")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a stream before it starts anew")
     parser.add_argument("--engine-memory", type=float, default=0.4, help="part of a GPU that vLLM may take")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: the engine starts sooner")
@@ -109,6 +110,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         warm_up=args.warm_up,
         verified_rounds=args.verified_rounds,
         streams=(4 if on_cpu else 64) if args.streams is None else args.streams,
+        flush_seconds=args.flush,
         context=args.context,
         engine_memory=args.engine_memory,
         eager=args.eager or on_cpu,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from fourfold.bench.shapes import SHAPES
 from fourfold.errors import ConfigError
+
+_MAX_FLUSH_SECONDS: Final = 10.0  # the service takes no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,8 @@ class Settings:
     """Rounds with sums, after those without."""
     streams: int
     """Requests that decode all the time; 0: the engine is idle."""
+    flush_seconds: float
+    """How often a stream wants its tokens; "services" alone."""
     context: int
     """Tokens of a request."""
     engine_memory: float
@@ -60,6 +64,8 @@ class Settings:
             )
         if min(self.rounds, self.warm_up, self.verified_rounds, self.streams + 1) < 1:
             raise ConfigError("--rounds, --warm-up and --verified-rounds must be at least 1, and --streams at least 0")
+        if not 0 <= self.flush_seconds <= _MAX_FLUSH_SECONDS:
+            raise ConfigError(f"--flush {self.flush_seconds}: it must be at least 0 and at most {_MAX_FLUSH_SECONDS:g}")
 
     @property
     def on_gpus(self) -> bool:

@@ -22,8 +22,6 @@ _PROMPT_TOKENS: Final = 16
 _STREAM_SECONDS: Final = 3600.0
 _RECENT_GAPS: Final = 500
 _ASK_SECONDS: Final = 10.0
-# So that clients see tokens as they come.
-_FLUSH_NANOSECONDS: Final = 1_000_000
 
 
 class Streams:
@@ -114,7 +112,8 @@ class Streams:
             count += 1
 
     def _request(self, index: int, count: int) -> rollout.GenerateRequest:
-        settings, flush = self._settings, Duration(nanos=_FLUSH_NANOSECONDS)
+        settings, flush = self._settings, Duration()
+        flush.FromNanoseconds(int(settings.flush_seconds * 1e9))
         vocabulary: Any = SHAPES[settings.shape]["vocab_size"]
         # Streams begin at different places, so that they do not all end, and start anew, in one step.
         less = settings.context // 2 * index // settings.streams if not count else 0

@@ -101,6 +101,10 @@ class Sample(Protocol):
         """What was asked for."""
         ...
 
+    def give(self) -> None:
+        """`put` what is sampled and not put yet, if anything. Raises nothing; does nothing after the end."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
@@ -120,7 +124,7 @@ class SampleRequest:
     cache_salt: str
     """Prompts share cached prefixes only under one salt: that of the weights (`Lease.cache_salt`)."""
     streaming: bool
-    """Give tokens as they come; otherwise all of them at the end."""
+    """Give tokens as they come; otherwise at the end, but for those that `Sample.give` asks for."""
     sink: Sink = field(repr=False, compare=False)
     """Takes the outputs."""
     index: int = 0

@@ -1,12 +1,16 @@
 """From the engine's outputs of one call to chunks for its client.
 
-put -> cut where the weights changed -> wait for the flush -> gate (gate.py) -> deliver: a chunk
+put -> cut where the weights changed -> gate (gate.py) -> deliver: a chunk
+
+Who wants tokens as they come gets each that the engine puts. For a caller with a flush interval they are asked for when
+it is over: hundreds of samples have a token each at a time, and the service has one thread for all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -14,7 +18,7 @@ import numpy as np
 from fourfold.errors import FourfoldError, Unavailable
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.wire import EMPTY_FLOATS, Float32Array
-from fourfold_rollout.engine import EMPTY_IDS, Finish, SampleOutput
+from fourfold_rollout.engine import EMPTY_IDS, Finish, Sample, SampleOutput
 from fourfold_rollout.gate import Gate
 from fourfold_rollout.versions import SampleVersions
 
@@ -28,34 +32,22 @@ _FINISH_REASONS: Final = {
 
 
 class Outputs:
-    """The `Sink` of one call: a sample's outputs of a flush interval become one chunk; its last goes out at once.
+    """The `Sink` of one call: each output of a sample becomes a chunk. No chunk has tokens of two versions."""
 
-    No chunk has tokens of two versions.
-    """
-
-    def __init__(
-        self,
-        sample_count: int,
-        gate: Gate,
-        emit: Callable[[pb.SampleChunk], None],
-        *,
-        flush_seconds: float | None,
-    ) -> None:
+    def __init__(self, sample_count: int, gate: Gate, emit: Callable[[pb.SampleChunk], None]) -> None:
         """Belong to the running event loop.
 
         Args:
             sample_count: samples that must finish.
             gate: of the engine; the call begins with its present version.
             emit: takes each chunk.
-            flush_seconds: from a sample's first output to the chunk with it and those that came meanwhile; None or 0:
-                each output is a chunk.
         """
         self._loop = asyncio.get_running_loop()
         self._left = sample_count
-        self._gate, self._emit, self._flush_seconds = gate, emit, flush_seconds
+        self._gate, self._emit = gate, emit
         self._first_version = gate.version
         self._versions = [SampleVersions() for _ in range(sample_count)]
-        self._waiting: dict[int, tuple[int, SampleOutput, asyncio.TimerHandle]] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self._end: asyncio.Future[None] = self._loop.create_future()
 
     @property
@@ -70,7 +62,14 @@ class Outputs:
     def put(self, index: int, output: SampleOutput) -> None:
         """Take a sample's next output."""
         for version, piece in self._versions[index].cut(output, self._gate.version):
-            self._collect(index, version, piece)
+            self._gate.pass_on(self, index, version, piece)
+
+    def pull(self, samples: Sequence[Sample], *, every: float) -> None:
+        """Have samples give what they have, now and `every` so many seconds, until the call ends."""
+        for sample in samples:
+            sample.give()
+        if not self._end.done():
+            self._timer = self._loop.call_later(every, partial(self.pull, samples, every=every))
 
     def boundary(self, index: int, token_count: int) -> None:
         """Know that the weights may change after a sample's first `token_count` tokens."""
@@ -84,9 +83,8 @@ class Outputs:
     def close(self) -> None:
         """Send nothing any more; nobody waits for the end."""
         self._end.cancel()
-        for _, _, timer in self._waiting.values():
-            timer.cancel()
-        self._waiting.clear()
+        if self._timer is not None:
+            self._timer.cancel()
         self._gate.forget(self)
 
     def deliver(self, index: int, version: int, output: SampleOutput) -> None:
@@ -118,29 +116,6 @@ class Outputs:
                 retry_after=_RETRY_SECONDS,
             )
         )
-
-    def _collect(self, index: int, version: int, output: SampleOutput) -> None:
-        if index in self._waiting:
-            waiting_version, before, timer = self._waiting[index]
-            if version != waiting_version:
-                timer.cancel()
-                self._flush(index)
-            else:
-                output = before + output
-                if output.finish is None:
-                    self._waiting[index] = version, output, timer
-                    return
-                timer.cancel()
-                del self._waiting[index]
-        if self._flush_seconds and output.finish is None:
-            timer = self._loop.call_later(self._flush_seconds, self._flush, index)
-            self._waiting[index] = version, output, timer
-            return
-        self._gate.pass_on(self, index, version, output)
-
-    def _flush(self, index: int) -> None:
-        version, output, _ = self._waiting.pop(index)
-        self._gate.pass_on(self, index, version, output)
 
 
 def _pack_logprobs(values: Float32Array) -> bytes:

@@ -137,14 +137,14 @@ class RolloutServicer(RolloutServiceServicer):
                     f"{call.min_policy_version}; wait until it is published here, or use another replica",
                     reason="POLICY_TOO_OLD",
                 )
-            streaming = call.flush_seconds is not None
-            outputs = Outputs(
-                call.sample_count, self._weights.gate, chunks.put_nowait, flush_seconds=call.flush_seconds
-            )
+            outputs = Outputs(call.sample_count, self._weights.gate, chunks.put_nowait)
             samples: Sequence[Sample] = ()
             try:
-                samples = await self._gatherer.submit(call.samples(lease.cache_salt, outputs), at_once=streaming)
+                at_once = call.flush_seconds is not None
+                samples = await self._gatherer.submit(call.samples(lease.cache_salt, outputs), at_once=at_once)
                 lease.entered()
+                if call.flush_seconds:
+                    outputs.pull(samples, every=call.flush_seconds)
                 await outputs.complete()
             finally:
                 if not outputs.done:

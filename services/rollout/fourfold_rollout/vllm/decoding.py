@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -64,7 +64,7 @@ class Limits(NamedTuple):
     """Tokens at which it ends: `total`, or the model's context where that is shorter."""
 
 
-def obstacle(scheduler: AsyncScheduler) -> str:
+def obstacle(scheduler: Scheduler) -> str:
     """Return what is configured that every step has to know of, for people; empty: nothing.
 
     Raises:
@@ -79,11 +79,13 @@ def obstacle(scheduler: AsyncScheduler) -> str:
     return ""
 
 
-class DecodingScheduler(AsyncScheduler):
-    """vLLM's asynchronous scheduler with two loops for samples that decode."""
+class DecodingScheduler(Scheduler):
+    """Two loops for samples that decode; stands before one of vLLM's schedulers among the bases of a class."""
 
     decodes = False
     """Whether the loops are used: whoever makes it has looked at `obstacle`."""
+    ahead = 0
+    """1: asynchronous, a step is scheduled before the tokens of the one before have come."""
 
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
         """Say what the GPU computes next."""
@@ -144,18 +146,23 @@ class DecodingScheduler(AsyncScheduler):
     def _advance(self, decoding: list[Request]) -> _Rows:
         """Give each its slot, and count its token as computed."""
         rows = _Rows([], [], [], [])
-        allocate, nothing = self.kv_cache_manager.allocate_slots, self.kv_cache_manager.empty_kv_cache_blocks
+        ahead = self.ahead
+        allocate, size = self.kv_cache_manager.allocate_slots, self.kv_cache_manager.block_pool.hash_block_size
         for request in decoding:
-            new = allocate(request, 1, num_lookahead_tokens=0)
-            if new is None:
-                continue  # there were enough blocks for all; should vLLM keep some back, the sample misses a step
+            computed, blocks = request.num_computed_tokens, None
+            # Only where a block is full, or the tokens of one are known, has the block manager anything to do.
+            if computed % size == 0 or len(request._all_token_ids) % size == 0:
+                new = allocate(request, 1, num_lookahead_tokens=0)
+                if new is None:
+                    continue  # there were enough blocks for all; should vLLM keep some back, the sample misses a step
+                blocks = new.get_block_ids(allow_none=True)
             rows.requests.append(request)
-            rows.blocks.append(None if new is nothing else new.get_block_ids(allow_none=True))
-            rows.computed.append(request.num_computed_tokens)
+            rows.blocks.append(blocks)
+            rows.computed.append(computed)
             rows.sampled.append(len(request._output_token_ids) + request.num_output_placeholders)
             request.num_computed_tokens += 1
             request.num_in_flight_tokens += 1
-            request.num_output_placeholders += 1
+            request.num_output_placeholders += ahead
         return rows
 
     def _fill(self, step: SchedulerOutput, rows: _Rows, before: set[str]) -> None:
@@ -182,24 +189,26 @@ class DecodingScheduler(AsyncScheduler):
         """Take the tokens that cannot be a sample's last; return their outputs, and what is left of `scheduled`."""
         taken, left = [], {}
         tokens_of, row_of, requests = sampled.sampled_token_ids, sampled.req_id_to_index, self.requests
-        block, longest = self.kv_cache_manager.block_pool.hash_block_size, self.max_model_len
-        cache, running = self.kv_cache_manager.cache_blocks, RequestStatus.RUNNING
+        size, longest = self.kv_cache_manager.block_pool.hash_block_size, self.max_model_len
+        cache, running, ahead = self.kv_cache_manager.cache_blocks, RequestStatus.RUNNING, self.ahead
         for name, count in scheduled.items():
             request = requests.get(name)
             if request is None or count != 1 or request.status is not running or not _is_plain(request):
                 left[name] = count
                 continue
-            tokens, limits, length = tokens_of[row_of[name]], _limits(request, longest), len(request._all_token_ids) + 1
+            tokens, length = tokens_of[row_of[name]], len(request._all_token_ids) + 1
+            limits = _limits(request, longest)
             if limits is None or len(tokens) != 1 or length >= limits.length or tokens[0] in limits.stops:
                 left[name] = count
                 continue
             request._output_token_ids.append(tokens[0])
             request._all_token_ids.append(tokens[0])
-            if length % block == 0:
-                request.update_block_hashes()
             request.num_in_flight_tokens -= 1
-            request.num_output_placeholders -= 1
-            cache(request, request.num_computed_tokens - request.num_output_placeholders)
+            request.num_output_placeholders -= ahead
+            if length % size == 0:
+                request.update_block_hashes()
+            if ahead and (length - 1) % size == 0:  # all but the last one are computed
+                cache(request, request.num_computed_tokens - request.num_output_placeholders)
             taken.append(EngineCoreOutput(name, tokens))
         return taken, left
 

@@ -116,10 +116,10 @@ class VllmEngine:
         return len(self._live)
 
     def load(self) -> EngineLoad:
-        """Return what it holds now; what is processed of a sample that streams is handed over, too."""
+        """Return what it holds now."""
         samples = tuple(self._live.values())
         counts = [self._fence.token_count(sample.id) for sample in samples]
-        pending = sum(n for sample, n in zip(samples, counts, strict=True) if not sample.request.streaming)
+        pending = sum(n - sample.given for sample, n in zip(samples, counts, strict=True))
         return EngineLoad(
             running_samples=len(samples),
             sampled_tokens=self._sampled + pending,
@@ -274,6 +274,10 @@ class VllmEngine:
     def is_running(self, sample: VllmSample) -> bool:
         """Return whether anybody wants what a sample gives."""
         return id(sample) in self._live
+
+    def processed(self, sample: VllmSample) -> tuple[Sequence[int], Any]:
+        """Return all tokens that vLLM has handed out of a running sample, and its log-probabilities if it has any."""
+        return self._fence.processed(sample.id)
 
     def note_output(self, sample: VllmSample, output: SampleOutput) -> None:
         """Count what a running sample has given."""

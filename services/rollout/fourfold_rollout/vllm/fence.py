@@ -44,6 +44,11 @@ class OutputFence:
         """Return how many tokens of a running request are processed; `request_id` is vLLM's own."""
         return int(self._processor.request_states[request_id].detokenizer.num_output_tokens())
 
+    def processed(self, request_id: str) -> tuple[list[int], Any]:
+        """Return the tokens of a running request that are processed, and what vLLM has of their log-probabilities."""
+        state = self._processor.request_states[request_id]
+        return state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
+
     def _update_scheduler_stats(self, stats: Any) -> None:
         if not isinstance(stats, _Mark):
             self._pass_on(stats)

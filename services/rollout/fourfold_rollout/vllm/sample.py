@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -25,6 +25,10 @@ class Owner(Protocol):
         """Return whether anybody wants what a sample gives."""
         ...
 
+    def processed(self, sample: VllmSample) -> tuple[Sequence[int], Any]:
+        """Return all tokens that vLLM has handed out of a running sample, and its log-probabilities if it has any."""
+        ...
+
     def note_output(self, sample: VllmSample, output: SampleOutput) -> None:
         """Count what a running sample has given."""
         ...
@@ -44,6 +48,8 @@ class VllmSample:
         self.row = row
         self.id = ""
         """vLLM's own."""
+        self.given = 0
+        """Tokens that the sink has got."""
 
     def attach(self, collector: Any) -> None:
         """Take the collector's place; what it has got already comes now."""
@@ -54,20 +60,15 @@ class VllmSample:
 
     def put(self, result: Any) -> None:
         """Take an output of vLLM. Raises nothing."""
-        if not self._owner.is_running(self):
-            return
-        try:
-            output = self._output(result.outputs[0])
-            self._owner.note_output(self, output)
-            if output.finish is not None:
-                self.release()
-            self.request.sink.put(self.request.index, output)
-        except Exception as error:  # whatever it is: it is vLLM's task for the outputs of all samples that would die
-            named = error if isinstance(error, FourfoldError) else _unusable(error)
-            if result.finished:  # vLLM knows it no more
-                self.fail(named)
-            else:
-                self.request.sink.fail(named)
+        if self._owner.is_running(self):
+            self._hand_over(lambda: self._output(result.outputs[0]), ended=result.finished)
+
+    def give(self) -> None:
+        """Put what vLLM has handed out and the sink has not got. Raises nothing."""
+        if self._owner.is_running(self):
+            ids, logprobs = self._owner.processed(self)
+            if len(ids) > self.given:
+                self._hand_over(lambda: self._rest(ids, logprobs, None), ended=False)
 
     def fail(self, error: FourfoldError) -> None:
         """End without what is missing: the engine gives nothing more."""
@@ -80,15 +81,40 @@ class VllmSample:
         if self.row is not None:
             self.row.release()
 
+    def _hand_over(self, make: Callable[[], SampleOutput], *, ended: bool) -> None:
+        try:
+            output = make()
+            self.given += len(output.token_ids)
+            self._owner.note_output(self, output)
+            if output.finish is not None:
+                self.release()
+            self.request.sink.put(self.request.index, output)
+        except Exception as error:  # whatever it is: it is vLLM's task for the outputs of all samples that would die
+            named = error if isinstance(error, FourfoldError) else _unusable(error)
+            if ended:  # vLLM knows it no more
+                self.fail(named)
+            else:
+                self.request.sink.fail(named)
+
     def _output(self, completion: Any) -> SampleOutput:
-        ids = completion.token_ids
+        finish = _finish(completion.finish_reason)
+        if self.request.streaming:  # vLLM tells the new tokens alone
+            return self._make(completion.token_ids, completion.logprobs, finish)
+        return self._rest(completion.token_ids, completion.logprobs, finish)
+
+    def _rest(self, ids: Sequence[int], logprobs: Any, finish: Finish | None) -> SampleOutput:
+        """Return what the sink has not got of all the sample's tokens."""
         if self.row is None:
-            logprobs = np.asarray(logprob_values(completion.logprobs, ids), np.float32)
+            values = np.asarray(logprob_values(logprobs, ids), np.float32)[self.given :]
+            return SampleOutput(token_ids=np.asarray(ids[self.given :], np.int32), logprobs=values, finish=finish)
+        return self._make(ids[self.given :], None, finish)
+
+    def _make(self, ids: Sequence[int], logprobs: Any, finish: Finish | None) -> SampleOutput:
+        if self.row is None:
+            values = np.asarray(logprob_values(logprobs, ids), np.float32)
         else:
-            logprobs = self.row.take(len(ids)) if ids else EMPTY_FLOATS
-        return SampleOutput(
-            token_ids=np.asarray(ids, np.int32), logprobs=logprobs, finish=_finish(completion.finish_reason)
-        )
+            values = self.row.take(len(ids)) if ids else EMPTY_FLOATS
+        return SampleOutput(token_ids=np.asarray(ids, np.int32), logprobs=values, finish=finish)
 
 
 def logprob_values(logprobs: Any, ids: Sequence[int]) -> list[float]:

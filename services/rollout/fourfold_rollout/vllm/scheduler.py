@@ -1,8 +1,9 @@
-"""vLLM's scheduler, with a short way for the commonest case: a sample that decodes, and whose last block has room.
+"""The schedulers that vLLM gets: vLLM's own, with less to do for samples that decode.
 
-For every sample of every step vLLM asks its block manager for slots, and tells it later how far the sample's blocks may
-be cached. Both walk through four layers, and with blocks of 16 tokens both change nothing in 13 of 16 steps. The core
-process has one thread for all samples, so that is time in which the GPU waits: benchmarks/scheduler.py measures it.
+The core process has one thread for all samples, and what it takes to schedule them is time in which the GPU waits;
+benchmarks/scheduler.py measures it. Steps in which all samples decode go through decoding.py. In the others, with
+prompts among them, the block manager has a short way for those that decode: vLLM asks it for slots, and tells it later
+how far blocks may be cached; with blocks of 16 tokens both walk through four layers for nothing in 13 of 16 steps.
 
 What is scheduled stays the same, block by block; tests/integration/test_scheduler.py compares them.
 """
@@ -14,6 +15,7 @@ from typing import Any, Final
 
 from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import Request
@@ -26,20 +28,18 @@ _log = logging.getLogger(__name__)
 _OF_RUNNING: Final = {"num_lookahead_tokens": 0}
 
 
-class RolloutScheduler(Scheduler):
-    """vLLM's synchronous scheduler with the short way."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        _shorten_or_say_why(self.kv_cache_manager)
-
-
-class AsyncRolloutScheduler(DecodingScheduler):
-    """vLLM's asynchronous scheduler with the short way, and short loops for steps that decode."""
+class RolloutScheduler(DecodingScheduler):
+    """vLLM's synchronous scheduler with the short way, and with short loops for steps in which samples decode."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.decodes = _shorten_or_say_why(self.kv_cache_manager) and _decodes_or_say_why(self)
+
+
+class AsyncRolloutScheduler(RolloutScheduler, AsyncScheduler):
+    """vLLM's asynchronous scheduler with both."""
+
+    ahead = 1
 
 
 def scheduler_for(config: Any) -> type[Scheduler]:

@@ -115,12 +115,9 @@ class TestSampling:
         assert {len(s.token_ids) for s in samples if s.finish_reason == pb.FINISH_REASON_LENGTH} == {3}
 
     @pytest.mark.parametrize("milliseconds", [0, 10], ids=["at once", "flushed"])
-    async def test_flushed_tokens_are_those_of_the_packed_samples(
-        self, client: RolloutClient, milliseconds: int
-    ) -> None:
+    async def test_flushed_tokens_are_the_packed_ones(self, client: RolloutClient, milliseconds: int) -> None:
         packed = await client.complete(request(samples=4, max_tokens=40, seed=5), timeout=60)
-        message = request(samples=4, max_tokens=40, seed=5)
-        message.flush_interval.FromMilliseconds(milliseconds)
+        message = request(samples=4, max_tokens=40, seed=5, flush=milliseconds * 1_000_000)
         async with aclosing(client.generate(message, timeout=60)) as chunks:
             parts = [c async for c in chunks]
         assert len(parts) > 8 - milliseconds // 2  # more than one of each

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
@@ -26,7 +27,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -46,7 +47,14 @@ class BareScheduler:
     """A scheduler and its block manager, for a model that is not there."""
 
     def __init__(
-        self, kind: type[Scheduler], *, samples: int, blocks: int, step_tokens: int = 0, context: int = _CONTEXT
+        self,
+        kind: type[Scheduler],
+        *,
+        samples: int,
+        blocks: int,
+        step_tokens: int = 0,
+        context: int = _CONTEXT,
+        log_stats: bool = False,
     ) -> None:
         """Make it.
 
@@ -56,6 +64,7 @@ class BareScheduler:
             blocks: of the KV cache, of BLOCK_TOKENS tokens.
             step_tokens: most that a step computes; 0: the prompts of all samples.
             context: tokens of the longest sample.
+            log_stats: it counts, as vLLM does for its own logs.
         """
         config = _config(
             asynchronous=issubclass(kind, AsyncScheduler),
@@ -79,6 +88,8 @@ class BareScheduler:
             ),
             structured_output_manager=StructuredOutputManager(config),
             block_size=BLOCK_TOKENS,
+            log_stats=log_stats,
+            include_finished_set=log_stats,
         )
 
     def add(self, name: str, prompt: Sequence[int], *, tokens: int, salt: str = "", **wanted: Any) -> None:
@@ -115,7 +126,7 @@ class BareScheduler:
             req_ids=names,
             req_id_to_index={name: row for row, name in enumerate(names)},
             sampled_token_ids=[[] if name in within_prompt else [self._sampled(name)] for name in names],
-            logprobs=None,
+            logprobs=self._logprobs(names),
             prompt_logprobs_dict={},
             pooler_output=[],
         )
@@ -123,6 +134,15 @@ class BareScheduler:
         outputs = self.scheduler.update_from_output(ended, sampled)
         self.seconds += time.thread_time() - began
         return asked, outputs
+
+    def _logprobs(self, names: Sequence[str]) -> LogprobsLists | None:
+        """Return zeros when one of the samples wants them."""
+        requests = [self.scheduler.requests[name] for name in names if name in self.scheduler.requests]
+        wanted: list[Any] = [request.sampling_params for request in requests]
+        if all(one.num_logprobs is None for one in wanted):
+            return None
+        column = np.zeros((len(names), 1), np.int32)
+        return LogprobsLists(column, column.astype(np.float32), column[:, 0])
 
     def _sampled(self, name: str) -> int:
         """Return the token that the length of a sample tells."""

@@ -27,6 +27,7 @@ _SET_BY: Final = {
     "data_parallel_size": "rollout.replicas",
 }
 _FIXED: Final = {
+    "callers choose when they get tokens": ("stream_interval",),
     "tokens go in and out, no texts": ("tokenizer", "skip_tokenizer_init"),
     "requests carry every parameter": ("generation_config", "override_generation_config", "logits_processors"),
     "log-probabilities are those of the distribution that was sampled from": ("logprobs_mode", "max_logprobs"),

@@ -18,7 +18,7 @@ from fourfold_rollout import servicer as servicer_module
 from fourfold_rollout.engine import SampleOutput
 from fourfold_rollout.outputs import Outputs
 from tests.conftest import Serve
-from tests.fakes.engine import CONTEXT, VOCABULARY
+from tests.fakes.engine import CONTEXT, VOCABULARY, FakeSample
 from tests.fakes.rollout import OPEN, SHA256, Service, request, rollout_service
 
 
@@ -107,15 +107,24 @@ class TestGenerate:
             service.engine.tick()
         assert messages == [[3] * 4, [1] * 4]
 
-    @pytest.mark.parametrize(("seconds", "streaming"), [(None, False), (0, True), (0.005, True), (0.01, False)])
-    async def test_only_who_wants_tokens_at_once_gets_each_as_it_comes(
-        self, service: Service, seconds: float | None, streaming: bool
+    @pytest.mark.parametrize(
+        ("seconds", "streaming", "asked"), [(None, False, 0), (0, True, 0), (1e-9, True, 0), (0.01, False, 1)]
+    )
+    async def test_only_who_can_wait_a_little_is_asked_for(
+        self, service: Service, seconds: float | None, streaming: bool, asked: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        gives: list[FakeSample] = []
+        monkeypatch.setattr(FakeSample, "give", lambda sample: gives.append(sample))
         answer = asyncio.create_task(collect(service, request(flush_seconds=seconds)))
         await service.running(1)
+        await asyncio.sleep(0.05)
         assert service.engine.samples[0].request.streaming is streaming
+        assert min(len(gives), 1) == asked
         service.engine.tick(4)
         await answer
+        given = len(gives)
+        await asyncio.sleep(0.03)
+        assert len(gives) == given, "its timer lives on"
 
     async def test_calls_that_arrive_together_are_one_batch_in_order_of_id(self, service: Service) -> None:
         service.servicer._gatherer._quiet, service.servicer._gatherer._longest = 0.5, 5.0

@@ -67,10 +67,18 @@ def step(bare: BareScheduler) -> dict[str, Any]:
         "step": {name: getattr(asked, name) for name in STEP if hasattr(asked, name)},
         "order": list(asked.num_scheduled_tokens),
         "given": sorted(
-            (output.request_id, output.new_token_ids, output.finish_reason, output.prefill_stats is None)
+            (
+                output.request_id,
+                output.new_token_ids,
+                output.finish_reason,
+                output.prefill_stats is None,
+                output.new_logprobs is None,
+                [event.type for event in output.events or ()],
+            )
             for output in given
         ),
         "counts": [(one.num_running_reqs, one.num_waiting_reqs, one.kv_cache_usage) for one in stats],
+        "gone": [client.finished_requests for client in outputs.values()],
         "requests": {name: state(request) for name, request in bare.scheduler.requests.items()},
         "left": [request.request_id for request in bare.scheduler.running],
         "free blocks": pool.get_num_free_blocks(),
@@ -94,7 +102,7 @@ def test_every_step_is_vllms(theirs: type[Scheduler], ours: type[Scheduler], blo
     """Groups that share prompts, of all lengths, with aborts, salts, and, where the cache is small, preemption."""
     work = random.Random(blocks)
     vllm, fourfold = (
-        BareScheduler(kind, samples=SAMPLES, blocks=blocks, step_tokens=STEP_TOKENS, context=CONTEXT)
+        BareScheduler(kind, samples=SAMPLES, blocks=blocks, step_tokens=STEP_TOKENS, context=CONTEXT, log_stats=True)
         for kind in (theirs, ours)
     )
     for bare in (vllm, fourfold):
@@ -127,7 +135,7 @@ def test_every_step_is_vllms(theirs: type[Scheduler], ours: type[Scheduler], blo
         counts["preempted"] += len(expected["step"]["preempted_req_ids"] or ()) + len(
             expected["running"]["resumed_req_ids"]
         )
-        counts["finished"] += sum(reason is not None for _, _, reason, _ in expected["given"])
+        counts["finished"] += sum(reason is not None for _, _, reason, *_ in expected["given"])
     assert counts["finished"] > 50, counts
     assert counts["hits"] > 10, counts
     if blocks < 100:

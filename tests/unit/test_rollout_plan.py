@@ -61,7 +61,7 @@ def test_an_evaluation_counts_as_far_as_the_recipe_says_how_large_it_is() -> Non
     assert samples(rollout=gpus, batch=small, evaluation=asked) == 64, "there is no held-out data"
 
 
-@pytest.mark.parametrize("name", ["max_num_scheduled_tokens", "kv_sharing_fast_prefill"])
+@pytest.mark.parametrize("name", ["max_num_scheduled_tokens", "kv_sharing_fast_prefill", "stream_interval"])
 def test_an_option_that_would_stop_the_engine_is_refused(name: str) -> None:
     with pytest.raises(pydantic.ValidationError, match=name):
         recipe(rollout={"vllm": {name: 64}})

@@ -121,12 +121,13 @@ def test_one_that_does_not_stream_gives_what_is_there_when_asked_and_the_rest_at
     stage: Stage, row: bool
 ) -> None:
     sample = stage.sample(values=[-1, -2, -3, -4] if row else None, streaming=False)
+    ids, logprobs = [5, 6, 7, 8], [{5 + i: SimpleNamespace(logprob=-1.0 - i)} for i in range(4)]
     sample.give()
     assert stage.sink.outputs == []
     for count in (2, 2, 3):
-        stage.owner.done = [5, 6, 7][:count], SimpleNamespace(logprobs=[-1.0, -2.0, -3.0][:count])
+        stage.owner.done = ids[:count], logprobs[:count]
         sample.give()
-    sample.put(result([5, 6, 7, 8], "stop", logprobs=SimpleNamespace(logprobs=[-1.0, -2.0, -3.0, -4.0])))
+    sample.put(result(ids, "stop", logprobs=logprobs))
     sample.give()
     assert [o.token_ids.tolist() for o in stage.sink.outputs] == [[5, 6], [7], [8]]
     assert [o.logprobs.tolist() for o in stage.sink.outputs] == [[-1, -2], [-3], [-4]]
@@ -220,3 +221,16 @@ async def test_a_sample_that_gives_all_at_its_end_is_cut_where_the_weights_chang
     assert [(c.policy_version, len(c.token_ids) // 4) for c in chunks] == [(0, 2), (1, 1)]
     assert np.frombuffer(chunks[1].logprobs, "<f4").tolist() == [-3]
     await sink.complete()
+
+
+async def test_nobody_is_asked_after_the_end_of_a_call(stage: Stage) -> None:
+    """Its timer would keep the call's samples and prompt; one that nobody stops would ask for ever."""
+    sink = Outputs(1, Gate(), lambda _: None)
+    sample = stage.sample(values=[-1], sink=sink, streaming=False)
+    sink.pull([sample], every=60)
+    timer = sink._timer
+    assert timer is not None
+    sample.put(result([5], "stop"))
+    assert timer.cancelled()
+    sink.pull([sample], every=60)
+    assert sink._timer is timer

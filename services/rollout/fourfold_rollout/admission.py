@@ -28,8 +28,8 @@ MAX_SAMPLES_PER_CALL: Final = 256
 _MAX_STOP_TOKENS: Final = 64
 _MAX_SEED: Final = 2**53
 _MAX_FLUSH_SECONDS: Final = 10.0
-PULL_SECONDS: Final = 0.01
-"""Who wants tokens sooner gets each as it comes: to ask for them so often would cost more."""
+# Who wants tokens sooner gets each as it comes: to ask for them so often would cost more.
+_PULL_SECONDS: Final = 0.01
 _TOKENS_PROMISED_PER_CACHED: Final = 2
 _RETRY_SECONDS: Final = 0.5
 _SUPERSEDE_SECONDS: Final = 2.0
@@ -63,7 +63,17 @@ class GenerateCall:
     seed: int
     min_policy_version: int
     flush_seconds: float | None
-    """None: a sample is sent once, when it is finished. Shorter than PULL_SECONDS: tokens are sent as they come."""
+    """None: a sample is sent once, when it is finished."""
+
+    @property
+    def at_once(self) -> bool:
+        """Whether tokens are sent as they come."""
+        return self.flush_seconds is not None and self.flush_seconds < _PULL_SECONDS
+
+    @property
+    def pull_seconds(self) -> float | None:
+        """How often its samples are asked for what they have; None: never."""
+        return None if self.at_once else self.flush_seconds
 
     @property
     def token_count(self) -> int:
@@ -83,7 +93,7 @@ class GenerateCall:
                 stop_token_ids=self.stop_token_ids,
                 seed=self.seed + index,
                 cache_salt=cache_salt,
-                streaming=self.flush_seconds is not None and self.flush_seconds < PULL_SECONDS,
+                streaming=self.at_once,
                 sink=sink,
                 index=index,
             )

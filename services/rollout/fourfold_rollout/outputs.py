@@ -66,10 +66,11 @@ class Outputs:
 
     def pull(self, samples: Sequence[Sample], *, every: float) -> None:
         """Have samples give what they have, now and `every` so many seconds, until the call ends."""
+        if self._end.done():
+            return  # its samples may have ended before all of them were submitted
+        self._timer = self._loop.call_later(every, partial(self.pull, samples, every=every))
         for sample in samples:
             sample.give()
-        if not self._end.done():
-            self._timer = self._loop.call_later(every, partial(self.pull, samples, every=every))
 
     def boundary(self, index: int, token_count: int) -> None:
         """Know that the weights may change after a sample's first `token_count` tokens."""
@@ -83,8 +84,7 @@ class Outputs:
     def close(self) -> None:
         """Send nothing any more; nobody waits for the end."""
         self._end.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._stop_pulling()
         self._gate.forget(self)
 
     def deliver(self, index: int, version: int, output: SampleOutput) -> None:
@@ -100,8 +100,10 @@ class Outputs:
         )
         if output.finish is not None:
             self._left -= 1
-            if not self._left and not self._end.done():
-                self._end.set_result(None)
+            if not self._left:
+                self._stop_pulling()
+                if not self._end.done():
+                    self._end.set_result(None)
 
     def drop(self, index: int, version: int) -> None:
         """End a sample whose tokens of `version` are dropped; when the whole call is of it, there is no answer."""
@@ -116,6 +118,10 @@ class Outputs:
                 retry_after=_RETRY_SECONDS,
             )
         )
+
+    def _stop_pulling(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 def _pack_logprobs(values: Float32Array) -> bytes:

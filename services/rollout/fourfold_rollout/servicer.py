@@ -140,11 +140,11 @@ class RolloutServicer(RolloutServiceServicer):
             outputs = Outputs(call.sample_count, self._weights.gate, chunks.put_nowait)
             samples: Sequence[Sample] = ()
             try:
-                at_once = call.flush_seconds is not None
-                samples = await self._gatherer.submit(call.samples(lease.cache_salt, outputs), at_once=at_once)
+                interactive = call.flush_seconds is not None
+                samples = await self._gatherer.submit(call.samples(lease.cache_salt, outputs), at_once=interactive)
                 lease.entered()
-                if call.flush_seconds:
-                    outputs.pull(samples, every=call.flush_seconds)
+                if call.pull_seconds is not None:
+                    outputs.pull(samples, every=call.pull_seconds)
                 await outputs.complete()
             finally:
                 if not outputs.done:

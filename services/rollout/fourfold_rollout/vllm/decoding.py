@@ -8,7 +8,8 @@ every sample that is not as simple (a first or a last token, a preemption, a gra
     schedule            all running samples decode, none waits    vLLM schedules nothing, our loop fills the step
     update_from_output  a sample's token cannot be its last       our loop takes it, vLLM takes the others
 
-What is scheduled and given out stays the same; tests/integration/test_scheduler.py compares every step.
+What is scheduled and given out stays the same, but for the order of a step's outputs;
+tests/integration/test_scheduler.py compares every step.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def obstacle(scheduler: Scheduler) -> str:
     """Return what is configured that every step has to know of, for people; empty: nothing.
 
     Raises:
-        AttributeError: another vLLM than those that this was written for.
+        AttributeError: another scheduler than those that this was written for.
     """
     for name in _LOOKERS_ON:
         if getattr(scheduler, name, None):
@@ -93,6 +94,7 @@ class DecodingScheduler(Scheduler):
         if decoding is None:
             return super().schedule(*arguments, **options)
         rows = self._advance(decoding)
+        # Nothing waits: what vLLM would admit now, it would put into a list that nobody keeps.
         running, self.running = self.running, []
         before, self.prev_step_scheduled_req_ids = self.prev_step_scheduled_req_ids, set()
         try:
@@ -107,7 +109,7 @@ class DecodingScheduler(Scheduler):
     ) -> dict[int, EngineCoreOutputs]:
         """Take what the GPU sampled; return outputs by client."""
         step, sampled = scheduler_output, model_runner_output
-        if not self.decodes or any(getattr(sampled, name, None) for name in _EXTRAS):
+        if not self.decodes or not sampled.sampled_token_ids or any(getattr(sampled, name, None) for name in _EXTRAS):
             return super().update_from_output(step, sampled)
         whole = step.num_scheduled_tokens
         taken, step.num_scheduled_tokens = self._take(whole, sampled)
@@ -116,8 +118,9 @@ class DecodingScheduler(Scheduler):
         finally:
             step.num_scheduled_tokens = whole
         if taken:
-            given = outputs.setdefault(_CLIENT, EngineCoreOutputs())
-            given.outputs = taken + given.outputs
+            if _CLIENT not in outputs:
+                outputs[_CLIENT] = EngineCoreOutputs()
+            outputs[_CLIENT].outputs = taken + outputs[_CLIENT].outputs
         return outputs
 
     def _decoding(self) -> list[Request] | None:
@@ -154,7 +157,9 @@ class DecodingScheduler(Scheduler):
             if computed % size == 0 or len(request._all_token_ids) % size == 0:
                 new = allocate(request, 1, num_lookahead_tokens=0)
                 if new is None:
-                    continue  # there were enough blocks for all; should vLLM keep some back, the sample misses a step
+                    # There were enough blocks for all. Should vLLM keep some back, it decides from now on who yields.
+                    self.decodes = False
+                    continue
                 blocks = new.get_block_ids(allow_none=True)
             rows.requests.append(request)
             rows.blocks.append(blocks)
@@ -226,8 +231,8 @@ class _Rows(NamedTuple):
 
 
 def _is_plain(request: Request) -> bool:
-    """Whether vLLM would add nothing to the token that it gives out."""
-    return request.prefill_stats is None and request.num_preemptions == 0 and not request.events
+    """Whether vLLM would add nothing to its token, and none is on the way from before a preemption."""
+    return request.prefill_stats is None and request.num_preemptions == 0
 
 
 def _limits(request: Request, longest: int) -> Limits | None:

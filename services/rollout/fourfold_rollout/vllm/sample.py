@@ -66,9 +66,7 @@ class VllmSample:
     def give(self) -> None:
         """Put what vLLM has handed out and the sink has not got. Raises nothing."""
         if self._owner.is_running(self):
-            ids, logprobs = self._owner.processed(self)
-            if len(ids) > self.given:
-                self._hand_over(lambda: self._rest(ids, logprobs, None), ended=False)
+            self._hand_over(lambda: self._rest(*self._owner.processed(self), None), ended=False)
 
     def fail(self, error: FourfoldError) -> None:
         """End without what is missing: the engine gives nothing more."""
@@ -84,6 +82,8 @@ class VllmSample:
     def _hand_over(self, make: Callable[[], SampleOutput], *, ended: bool) -> None:
         try:
             output = make()
+            if output.finish is None and not len(output.token_ids):
+                return
             self.given += len(output.token_ids)
             self._owner.note_output(self, output)
             if output.finish is not None:
@@ -104,10 +104,9 @@ class VllmSample:
 
     def _rest(self, ids: Sequence[int], logprobs: Any, finish: Finish | None) -> SampleOutput:
         """Return what the sink has not got of all the sample's tokens."""
-        if self.row is None:
-            values = np.asarray(logprob_values(logprobs, ids), np.float32)[self.given :]
-            return SampleOutput(token_ids=np.asarray(ids[self.given :], np.int32), logprobs=values, finish=finish)
-        return self._make(ids[self.given :], None, finish)
+        new = ids[self.given :]
+        # Of vLLM's, the new ones alone are read: a long sample is asked many times. vLLM 0.26 cannot slice to nothing.
+        return self._make(new, logprobs[self.given :] if new and self.row is None else None, finish)
 
     def _make(self, ids: Sequence[int], logprobs: Any, finish: Finish | None) -> SampleOutput:
         if self.row is None:

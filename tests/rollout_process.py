@@ -124,7 +124,7 @@ def request(
     """Return a request with prompt number `prompt`; `flush` is in nanoseconds."""
     params = {"max_tokens": max_tokens, "seed": seed, **fields.pop("params", {})}
     if flush is not None:
-        fields["flush_interval"] = Duration(nanos=flush)
+        fields["flush_interval"] = Duration(seconds=flush // 10**9, nanos=flush % 10**9)
     return pb.GenerateRequest(
         request_id=name or f"call-{next(_names)}",
         prompt_token_ids=np.random.default_rng(prompt).integers(3, VOCABULARY_SIZE, 12).tolist(),

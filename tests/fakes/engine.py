@@ -49,6 +49,8 @@ class FakeSample:
     versions: list[int] = field(default_factory=list)
     """Of the weights that sampled each token, in truth."""
     given: int = 0
+    asked: bool = False
+    """Whether the next tokens are handed over as they come."""
     finish: Finish | None = None
 
     @property
@@ -57,8 +59,9 @@ class FakeSample:
         return len(self.versions)
 
     def give(self) -> None:
-        """Hand over the new tokens."""
-        if self.finish is None and self.tokens > self.given:
+        """Hand over the new tokens, or the next."""
+        self.asked = self.tokens == self.given
+        if self.finish is None and not self.asked:
             self.put()
 
     def put(self) -> None:
@@ -246,7 +249,8 @@ class FakeEngine:
                 sample.versions.append(self.loaded)
                 if sample.tokens >= sample.request.max_tokens:
                     sample.finish = Finish.LENGTH
-                if sample.request.streaming or sample.finish is not None:
+                if sample.request.streaming or sample.asked or sample.finish is not None:
+                    sample.asked = False
                     sample.put()
 
     def stop(self, sample: FakeSample) -> None:

@@ -106,7 +106,7 @@ class Soak:
             samples=choice.choice((1, 1, 2, 4, 8)),
             max_tokens=choice.choice((1, 3, 20, 60, 100)),
             seed=choice.randrange(1 << 40),
-            flush=choice.choice((None, None, 0, 5_000_000)),
+            flush=choice.choice((None, None, 0, 15_000_000)),
             params={"temperature": choice.choice((0.0, 0.7, 1.0)), "top_p": choice.choice((0.9, 1.0))},
         )
 

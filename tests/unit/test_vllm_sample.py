@@ -47,6 +47,11 @@ class Owner:
         self.live: set[int] = set()
         self.done: tuple[list[int], Any] = ([], None)
         """Tokens that vLLM has handed out, and their log-probabilities."""
+        self.asked: list[VllmSample] = []
+        """Samples that are to give again."""
+
+    def ask_again(self, sample: VllmSample) -> None:
+        self.asked.append(sample)
 
     def processed(self, sample: VllmSample) -> tuple[Sequence[int], Any]:
         return self.done
@@ -124,7 +129,9 @@ def test_one_that_does_not_stream_gives_what_is_there_when_asked_and_the_rest_at
     ids, logprobs = [5, 6, 7, 8], [{5 + i: SimpleNamespace(logprob=-1.0 - i)} for i in range(4)]
     sample.give()
     assert stage.sink.outputs == []
-    for count in (2, 2, 3):
+    for count, had_nothing in ((2, True), (2, False), (3, True)):
+        assert stage.owner.asked == [sample] * had_nothing
+        stage.owner.asked.clear()
         stage.owner.done = ids[:count], logprobs[:count]
         sample.give()
     sample.put(result(ids, "stop", logprobs=logprobs))

@@ -215,7 +215,8 @@ class GenerateRequest(_message.Message):
     @_builtins.property
     def flush_interval(self) -> _duration_pb2.Duration:
         """Longest time tokens may wait in the server before they are sent, 0 to 10 s; 0 sends
-        each as it comes. Unset: a sample is sent once, when it is finished.
+        each as it comes, and the first one never waits. Unset: a sample is sent once, when
+        it is finished.
         """
 
     def __init__(

@@ -102,7 +102,10 @@ class Sample(Protocol):
         ...
 
     def give(self) -> None:
-        """`put` what is sampled and not put yet, if anything. Raises nothing; does nothing after the end."""
+        """`put` what is sampled and not put yet; if nothing is, the next tokens as they come, once.
+
+        Raises nothing; does nothing after the end.
+        """
         ...
 
 

@@ -3,7 +3,8 @@
 put -> cut where the weights changed -> gate (gate.py) -> deliver: a chunk
 
 Who wants tokens as they come gets each that the engine puts. For a caller with a flush interval they are asked for when
-it is over: hundreds of samples have a token each at a time, and the service has one thread for all of them.
+it is over: hundreds of samples have a token each at a time, and the service has one thread for all of them. Nobody
+waits out another interval because one had nothing: the first token, and those after an update, go as they come.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Outputs:
             self._gate.pass_on(self, index, version, piece)
 
     def pull(self, samples: Sequence[Sample], *, every: float) -> None:
-        """Have samples give what they have, now and `every` so many seconds, until the call ends."""
+        """Have samples give what they have or get next, now and `every` so many seconds, until the call ends."""
         if self._end.done():
             return  # its samples may have ended before all of them were submitted
         self._timer = self._loop.call_later(every, partial(self.pull, samples, every=every))

@@ -279,6 +279,10 @@ class VllmEngine:
         """Return all tokens that vLLM has handed out of a running sample, and its log-probabilities if it has any."""
         return self._fence.processed(sample.id)
 
+    def ask_again(self, sample: VllmSample) -> None:
+        """Have a sample `give` after vLLM's next outputs."""
+        self._fence.after_next(sample.give)
+
     def note_output(self, sample: VllmSample, output: SampleOutput) -> None:
         """Count what a running sample has given."""
         self._sampled += len(output.token_ids)

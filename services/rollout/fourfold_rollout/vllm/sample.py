@@ -33,6 +33,10 @@ class Owner(Protocol):
         """Count what a running sample has given."""
         ...
 
+    def ask_again(self, sample: VllmSample) -> None:
+        """Have a sample `give` after vLLM's next outputs: it had nothing."""
+        ...
+
     def forget(self, sample: VllmSample) -> bool:
         """Know that a sample has ended; return whether it was running."""
         ...
@@ -64,9 +68,11 @@ class VllmSample:
             self._hand_over(lambda: self._output(result.outputs[0]), ended=result.finished)
 
     def give(self) -> None:
-        """Put what vLLM has handed out and the sink has not got. Raises nothing."""
-        if self._owner.is_running(self):
-            self._hand_over(lambda: self._rest(*self._owner.processed(self), None), ended=False)
+        """Put what vLLM has handed out and the sink has not got; if nothing, after its next outputs. Raises nothing."""
+        if not self._owner.is_running(self):
+            return
+        if not self._hand_over(lambda: self._rest(*self._owner.processed(self), None), ended=False):
+            self._owner.ask_again(self)
 
     def fail(self, error: FourfoldError) -> None:
         """End without what is missing: the engine gives nothing more."""
@@ -79,11 +85,12 @@ class VllmSample:
         if self.row is not None:
             self.row.release()
 
-    def _hand_over(self, make: Callable[[], SampleOutput], *, ended: bool) -> None:
+    def _hand_over(self, make: Callable[[], SampleOutput], *, ended: bool) -> bool:
+        """Return whether there was anything for the sink: tokens, the end, or an error."""
         try:
             output = make()
             if output.finish is None and not len(output.token_ids):
-                return
+                return False
             self.given += len(output.token_ids)
             self._owner.note_output(self, output)
             if output.finish is not None:
@@ -95,6 +102,7 @@ class VllmSample:
                 self.fail(named)
             else:
                 self.request.sink.fail(named)
+        return True
 
     def _output(self, completion: Any) -> SampleOutput:
         finish = _finish(completion.finish_reason)

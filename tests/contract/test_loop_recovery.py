@@ -69,7 +69,7 @@ async def test_a_new_coordinator_takes_over_services_that_live(make_stage: Calla
     assert await stage.finish() == 0
     check_books(stage)
     assert stage.trainer.loaded == [2]
-    assert served not in stage.rollouts[0].commits[stage.rollouts[0].commits.index(served) + 1 :]
+    assert stage.rollouts[0].commits.count(served) <= 1  # none: it was held still
 
 
 async def test_a_coordinator_after_kill_9_goes_on(make_stage: Callable[..., Stage]) -> None:

@@ -114,12 +114,10 @@ class TestSampling:
         samples = await client.complete(message, timeout=60)
         assert {len(s.token_ids) for s in samples if s.finish_reason == pb.FINISH_REASON_LENGTH} == {3}
 
-    @pytest.mark.parametrize(("milliseconds", "least"), [(0, 9), (10, 8), (9000, 8)], ids=["at once", "soon", "late"])
-    async def test_flushed_tokens_are_the_packed_ones(
-        self, client: RolloutClient, milliseconds: int, least: int
-    ) -> None:
+    @pytest.mark.parametrize(("every", "least"), [(0, 9), (10, 8), (9000, 8)], ids=["at once", "soon", "late"])
+    async def test_flushed_tokens_are_the_packed_ones(self, client: RolloutClient, every: int, least: int) -> None:
         packed = await client.complete(request(samples=4, max_tokens=40, seed=5), timeout=60)
-        message = request(samples=4, max_tokens=40, seed=5, flush=milliseconds * 1_000_000)
+        message = request(samples=4, max_tokens=40, seed=5, flush=every * 1_000_000)
         async with aclosing(client.generate(message, timeout=60)) as chunks:
             parts = [c async for c in chunks]
         assert len(parts) >= least  # of each its first tokens at once, and the rest

@@ -69,6 +69,11 @@ class Engine:
         """Wait for the verb begun last."""
         return unwrap(self._answer())[0]
 
+    def packs_heads(self) -> bool:
+        """Whether vLLM computes logits from a packed copy of the weight; not on processors with AVX2 alone."""
+        packs: bool = self._call("packs_heads")
+        return packs
+
     def sabotage(self, what: str, on: bool) -> None:
         """Break a part of the worker on purpose: "repack", "experts" or "load"."""
         self._call("sabotage", what, on)
@@ -184,6 +189,10 @@ class _Serving:
 
         _patch(vllm._custom_ops, "scaled_fp8_quant", _scaled_fp8_quant, True)
 
+    def packs_heads(self) -> bool:
+        packs: list[bool] = self._llm.apply_model(_packs_heads)
+        return any(packs)
+
     def sabotage(self, what: str, on: bool) -> None:
         from fourfold.weights import vllm_worker
 
@@ -193,6 +202,20 @@ class _Serving:
             _patch(vllm_worker, "_without_kernels", lambda model: [], on)
         else:
             _patch(vllm_worker.VllmModel, "load", _failing_load, on)
+
+
+def _packs_heads(model: Any) -> bool:
+    """Give the output head weights of zero: who computes from a copy does not look at them."""
+    import torch
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    heads: list[Any] = [
+        m for m in model.modules() if isinstance(m, VocabParallelEmbedding) and hasattr(m, "cpu_linear")
+    ]
+    return any(
+        bool(head.cpu_linear(torch.ones_like(head.weight[:1]), torch.zeros_like(head.weight), None).any())
+        for head in heads
+    )
 
 
 def _register_classes() -> None:

@@ -92,7 +92,8 @@ def test_an_updated_engine_equals_a_fresh_one(
         if family in families:
             engine.sabotage(part, True)
             trainer.update(engine)
-            assert engine.generate() != fresh_two
+            if part != "repack" or engine.packs_heads():
+                assert engine.generate() != fresh_two
             engine.sabotage(part, False)
     trainer.update(engine)
     assert engine.generate() == fresh_two

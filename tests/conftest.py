@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -18,6 +19,9 @@ from tests.fakes.clock import FakeClock
 # Two shared cores: a slow example is no failure. The same examples every time, so that red is red again.
 settings.register_profile("fourfold", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("fourfold")
+
+# A shell has what it starts in the background ignore Ctrl-C, and all that the tests start would ignore it, too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 Servicer = tuple[ServiceDescriptor, Callable[[Any, grpc.aio.Server], None], object]
 Serve = Callable[..., Awaitable[grpc.aio.Channel]]

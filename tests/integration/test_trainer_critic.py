@@ -78,8 +78,8 @@ def test_a_critic_apart_learns_what_it_learns_in_the_ranks_of_the_policy(
     found = run([apart, shared], tmp_path)
     mine, theirs = found[apart.name], found[shared.name]
     same: Any = np.testing.assert_array_equal
-    if ranks + critic_ranks > 2:  # sums in another order
-        same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)  # noqa: E731
+    if ranks + critic_ranks > 2:  # sums in another order, through an optimiser
+        same = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # noqa: E731
     for name in SEEN:
         same(mine[name], theirs[name])
     np.testing.assert_array_equal(mine["back"], mine["straight"])

@@ -195,6 +195,7 @@ async def test_an_engine_that_falls_asleep_as_training_ends_gets_its_weights_at_
     assert late.sleeps == [2, 2] and not late.asleep
 
 
+@pytest.mark.slow
 async def test_an_engine_that_hangs_as_training_ends_is_left_out(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=2, rollout=SLEEP, weights={"timeout_seconds": 2.0})
     late = FakeRollout("rollout-1", stage.config)

@@ -214,6 +214,7 @@ def test_a_service_with_certificates_of_another_ca_does_not_join(by_hand: ByHand
     assert "reward-1" not in by_hand.output("coordinator")
 
 
+@pytest.mark.slow
 def test_an_agent_needs_the_token_and_gets_its_answer(by_hand: ByHand) -> None:
     by_hand.target("rollout")
     (line,) = [line for line in readme_commands() if "examples/agent.py" in line]

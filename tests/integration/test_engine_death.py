@@ -25,6 +25,7 @@ TURNS: Final = 25
 """It looks 50 times for an exit code; standing still for one, the event loop comes round twice for each sample."""
 
 
+@pytest.mark.slow
 def test_an_error_ends_its_sample_or_the_engine_and_never_the_event_loop(tiny_model: Callable[..., Path]) -> None:
     seen = answer_of(_engine, tiny_model("qwen2"))
     assert seen["of a sample"] == ["Internal: an output of the engine cannot be used: ValueError: not mine"]

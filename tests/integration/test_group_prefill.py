@@ -14,7 +14,7 @@ import pytest
 from fourfold_rollout.engine import EngineLoad, EngineSettings, SampleOutput, SampleRequest
 from tests.answer import answer_of
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 
 BLOCK: Final = 32
 PROMPT: Final = 3 * BLOCK + 5

@@ -221,7 +221,7 @@ class TestWeights:
 class TestInFlight:
     """Updates that do not wait for running samples (PAUSE_MODE_KEEP), with and without a hold."""
 
-    @pytest.mark.parametrize("streaming", [False, True])
+    @pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True])
     async def test_samples_go_on_and_every_token_has_the_version_that_sampled_it(
         self, client: RolloutClient, publisher: Publisher, tiny_model: TinyModel, streaming: bool
     ) -> None:

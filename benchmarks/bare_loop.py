@@ -1,8 +1,8 @@
 """The quickstart's work in one process of plain PyTorch and transformers: the floor that services are held against.
 
 No vLLM, no DeepSpeed, no gRPC, no weight transfer: `generate`, score, advantages, one AdamW
-step with float32 masters on the samples with an advantage, without any pass for old or
-reference log-probabilities. Prompts, batch sizes and learning rate come from the recipe.
+step, with float32 masters of bfloat16 weights, on the samples with an advantage, without any pass for old or
+reference log-probabilities. Prompts, batch sizes, dtype and learning rate come from the recipe.
 
     python -m benchmarks.bare_loop --steps 6
     python -m benchmarks.bare_loop --steps 6 --against runs/quickstart
@@ -34,15 +34,15 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class BareLoop:
-    """A model, its float32 masters and an optimizer."""
+    """A model, its weights in float32 and an optimizer."""
 
     def __init__(self, config: recipes.Config) -> None:
         folder = models.resolve(config.model.source)
         self.config = config
         self.tokenizer = Tokenizer.load(folder)
         self.prompts = load_prompts(config, self.tokenizer)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        self.masters = [p.detach().float().clone() for p in self.model.parameters()]
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.model.dtype))
+        self.masters = [p.detach().float() for p in self.model.parameters()]  # in float32, the weights themselves
         self.optimizer = torch.optim.AdamW(self.masters, lr=config.trainer.learning_rate, weight_decay=0.0)
 
     def step(self, number: int) -> dict[str, float]:
@@ -125,7 +125,7 @@ class BareLoop:
         return len(rows)
 
     def update(self) -> None:
-        """AdamW on the float32 masters, clipped to norm 1, copied back to bf16."""
+        """AdamW on the float32 masters, clipped, copied back where the model has another dtype."""
         parameters = list(self.model.parameters())
         for master, parameter in zip(self.masters, parameters, strict=True):
             master.grad = parameter.grad.float() if parameter.grad is not None else None

@@ -23,6 +23,7 @@ NAMES = ["layers.0.attn.q_proj", "layers.0.attn.v_proj", "layers.0.mlp.up_proj",
 
 def recipe(**lora: Any) -> Config:
     data = configuration.load(QUICKSTART).model_dump()
+    data["model"]["dtype"] = "bfloat16"  # the base model's; adapters have float32 masters beside it
     data["trainer"]["lora"] = lora
     return Config.model_validate(data)
 

@@ -164,7 +164,7 @@ def test_weights_on_their_way_are_counted_once_and_by_gloo_in_every_engine_worke
 def test_the_plan_of_the_quickstart_is_near_what_was_measured() -> None:
     config = load(Path(__file__).parents[2] / "recipes" / "quickstart.toml")
     planned = sum(row.total * row.count for row in memory_plan(config, shape(config.model.source)))
-    assert planned == pytest.approx(9.8e9, rel=0.08), "the peak that the README shows, on two cores"
+    assert planned == pytest.approx(12.0e9, rel=0.08), "the peak that the README shows, on two cores"
 
 
 def test_reference_is_counted_only_when_it_is_needed() -> None:

@@ -18,15 +18,15 @@ QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 
 # Word for word what the command prints: the README quotes it.
 QUICKSTART_PLAN = """\
-quickstart: 24 steps of grpo on builtin:smollm2-135m-instruct
+quickstart: 9 steps of grpo on builtin:smollm2-135m-instruct
 
 model       134.5M parameters: 30 layers of 576, 9 heads (3 for keys and values), vocabulary 49,152, tied
-            embeddings. Trained in bfloat16 with float32 masters.
+            embeddings. Trained in float32.
 data        4,096 rows made by reasoning-gym `products` (min_terms 2, max_terms 2, min_digits 1, max_digits 1,
             seed 0), as chat; system prompt "Reply with only the final answer."
 held out    11 groups of rows, drawn with seed 17 and never trained on; rows with the same numbers in
             `expression`, in any order, are one group. 8 sampled answers to each of their distinct prompts
-            before step 1 and after steps 8, 16, 24.
+            before step 1 and after steps 3, 6, 9.
 one step    12 prompts x 8 samples = 96 trajectories of at most 128 tokens, 16 of them sampled: at most 12,288
             tokens, 1,536 to train on, in one optimizer step.
 algorithm   p is the log-probability of a sampled token now, o before the step; ratio = exp(p - o).
@@ -36,34 +36,41 @@ algorithm   p is the log-probability of a sampled token now, o before the step; 
             loss of a token: l = -min(ratio A, clip(ratio, 0.8, 1.2) A).
             loss: l summed over all sampled tokens / their number: every token weighs the same (token-mean).
             updates: 1 a step, in which p = o, so that no clip binds.
-the run     24 steps = 2,304 trajectories. 2 checkpoints of about 1.5 GiB; the newest 2 stay in
+the run     9 steps = 864 trajectories. 3 checkpoints of about 1.5 GiB; the newest 2 stay in
             runs/quickstart/checkpoints.
 trainer     1 rank on CPU, ZeRO stage 3. The 96 trajectories go, in micro-batches of at most 2,048 tokens: 16
             of full length, so 6 passes at most. How they are split changes nothing in the result.
 optimizer   AdamW with betas 0.9 and 0.999; learning rate 1e-05, constant; gradients clipped to a norm of 1.
-rollout     1 service on CPU: 1 GiB of KV cache = 46,603 tokens = 364 samples of full length. At most 256
+rollout     1 service on CPU: 1 GiB of KV cache = 23,301 tokens = 182 samples of full length. At most 256
             samples run at once in each, and 8,192 tokens in a step of the engine.
 reward      1 service, 1 worker process: `last_number`, at most 10 s for a sample.
 reference   none, because algorithm.kl.coef is 0.
-weights     0.25 GiB reach the engine after every step, through shared memory, or by gloo between containers
+weights     0.50 GiB reach the engine after every step, through shared memory, or by gloo between containers
             of one machine.
             Samples that run finish first. Sums of all tensors are compared with the trainer's in the first 3
             updates and every 10 versions, the log-probabilities of a probe prompt every time.
 policy lag  0: each step is sampled by the weights that the step before it made.
 
 GiB each     number  weights  gradients  optimizer  activations  kv cache  programs  total
-trainer           1     0.50       0.50       2.00         1.70         -      0.68   5.39
-rollout           1     0.25          -          -         0.21      1.00      1.27   2.73
-transfer          1     0.25          -          -            -         -         -   0.25
+trainer           1     1.00       0.50       1.50         3.00         -      0.68   6.69
+rollout           1     0.50          -          -         0.38      1.00      1.27   3.15
+transfer          1     0.50          -          -            -         -         -   0.50
 reward            2        -          -          -            -         -      0.06   0.06
 coordinator       1        -          -          -            -         -      0.23   0.23
-Main memory, all of them together: about 8.7 GiB.
+Main memory, all of them together: about 10.7 GiB.
 """
 
 
-def changed(**tables: dict[str, Any]) -> str:
-    """The quickstart's plan with some keys changed, on one line per sentence."""
+def in_bfloat16() -> dict[str, Any]:
+    """The quickstart's tables in bfloat16, which has masters to count."""
     data = configuration.load(QUICKSTART).model_dump()
+    data["model"]["dtype"] = "bfloat16"
+    return data
+
+
+def changed(**tables: dict[str, Any]) -> str:
+    """Their plan with some keys changed, on one line per sentence."""
+    data = in_bfloat16()
     for name, table in tables.items():
         keep = {} if "preset" in table else data[name]  # every key is written out, and would win over the preset's
         data[name] = {**keep, **table}
@@ -98,6 +105,7 @@ def test_resolved_recipe_reads_back_to_the_same(tmp_path: Path, capsys: pytest.C
 def test_plan_of_gpus_and_ranks() -> None:
     text = changed(trainer={"ranks": 8, "device": "cuda"}, rollout={"replicas": 2, "gpus_per_replica": 1})
     assert "8 ranks on GPU, ZeRO stage 3. The 96 trajectories go, 12 of them on each rank, in micro-batches" in text
+    assert "Trained in bfloat16 with float32 masters." in text
     assert "2 services on 1 GPU each: 85% of each GPU's memory" in text
     assert "0.25 GiB reach each of 2 engines after every step" in text
     assert "trainer, per GPU 8" in text and "rollout, per GPU 2" in text and "85% of GPU" in text
@@ -123,7 +131,7 @@ def test_plan_says_who_is_on_which_gpu() -> None:
 
 
 def test_what_shares_a_gpu_must_fit_on_it_in_each_phase() -> None:
-    data = configuration.load(QUICKSTART).model_dump() | {"placement": {"colocated": True}}
+    data = in_bfloat16() | {"placement": {"colocated": True}}
     for name, table in _SHARED.items():
         data[name] = table if name == "algorithm" else {**data[name], **table}
     asleep = Config.model_validate(data)
@@ -181,7 +189,7 @@ def test_plan_tells_what_is_kept() -> None:
         "A moving average of the weights, decay 0.992 with each optimizer step, is exported, too, as "
         "runs/quickstart/model-ema." in average
     )
-    assert "2 checkpoints of about 2.0 GiB" in average and "trainer 1 0.50 0.50 2.51" in average
+    assert "3 checkpoints of about 2.0 GiB" in average and "trainer 1 0.50 0.50 2.51" in average
 
 
 def test_plan_tells_the_optimizers_and_their_learning_rates() -> None:
@@ -189,7 +197,7 @@ def test_plan_tells_the_optimizers_and_their_learning_rates() -> None:
     text = changed(trainer={**table, "weight_decay": 0.1}, algorithm={"preset": "ppo"}, critic={"warmup_steps": 1})
     assert (
         "optimizer Muon with momentum 0.95 for the layers' matrices, AdamW with betas 0.9 and 0.999 for the rest; "
-        "learning rate 1e-05, reached after 3 steps, falling as a cosine to 0.1 of it after step 24; weight decay "
+        "learning rate 1e-05, reached after 3 steps, falling as a cosine to 0.1 of it after step 9; weight decay "
         "0.1, gradients clipped to a norm of 1. critic: the same; learning rate 9e-06, reached after 1 step, constant "
         "from then on; gradients clipped to a norm of 1." in text
     )
@@ -208,7 +216,7 @@ def test_plan_tells_what_is_offloaded() -> None:
 
 def test_plan_counts_the_critic() -> None:
     plain, text = changed(), changed(algorithm={"preset": "ppo"})
-    assert "quickstart: 24 steps of ppo on" in text
+    assert "quickstart: 9 steps of ppo on" in text
     assert "1 rank on CPU for policy and critic, ZeRO stage 3." in text
     assert "checkpoints of about 1.5 GiB" in plain and "checkpoints of about 3.0 GiB" in text
     assert "critic 1 0.50 0.50 2.00 - - - 3.01 rollout" in text and "critic" not in plain

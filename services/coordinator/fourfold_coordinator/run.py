@@ -25,6 +25,7 @@ from fourfold import config as configuration
 from fourfold import models, sequence_parallel
 from fourfold.adapters import adapter_plan
 from fourfold.config import Config
+from fourfold.cpu import multiplies_bfloat16
 from fourfold.errors import ConfigError
 from fourfold.gpu_plan import refuse_unless_fits
 from fourfold.gpus import smallest_memory, visible_gpus
@@ -251,6 +252,13 @@ def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launch
     advice = "" if config.placement.colocated else "; rollout.gpu_memory_utilization must leave room for all"
     for gpu, names in shared_gpus(assigned).items():
         print(f"GPU {gpu} is shared by {', '.join(names)}{advice}.")
+    computing = [s for s in services if s.role != "reward" and not s.gpus]
+    if config.model.dtype == "bfloat16" and computing and not multiplies_bfloat16():
+        print(
+            f'model.dtype = "bfloat16": {", ".join(s.name for s in computing)} will take 4 to 8 times as long as in '
+            f'float32, because this processor has no AVX-512; set model.dtype = "float32"',
+            file=sys.stderr,
+        )
     return LocalLauncher(run_dir=run_dir, gpus=assigned)
 
 

@@ -39,14 +39,16 @@ def prepare(args: argparse.Namespace, packages: Mapping[str, str]) -> Profile | 
         packages: what to install, by module that is needed.
 
     Raises:
-        ConfigError: a module or the folder of --save is missing, --json is a folder, --keep or --profile a file, or
-            kernels are wanted without a profile.
+        ConfigError: a module or the folder of --save is missing, --json is a folder, --keep or --profile a file, a
+            folder cannot be made, or kernels are wanted without a profile.
     """
     check_installed(packages)
     check_places(args)
     for name, place in (("keep", args.keep), ("profile", args.profile)):
         if place is not None and place.exists() and not place.is_dir():
             raise ConfigError(f"--{name} {place}: that is a file; give a folder")
+        if place is not None:
+            _make(place, f"--{name} {place}")
     if args.profile is None:
         if args.profile_kernels:
             raise ConfigError("--profile-kernels says what goes into a profile; add --profile FOLDER")
@@ -87,7 +89,14 @@ def check_places(args: argparse.Namespace) -> None:
     if args.json is not None:
         if args.json.is_dir():
             raise ConfigError(f"--json {args.json}: that is a folder; give the file that the result goes to")
-        args.json.parent.mkdir(parents=True, exist_ok=True)
+        _make(args.json.parent, f"--json {args.json}")
+
+
+def _make(place: Path, option: str) -> None:
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option}: the folder cannot be made ({error.strerror}); give another place") from None
 
 
 def folder() -> Path:

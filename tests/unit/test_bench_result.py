@@ -36,6 +36,13 @@ def test_a_file_is_no_folder(tmp_path: Path, name: str) -> None:
         result.prepare(_arguments(name, str(tmp_path / "file")), {})
 
 
+@pytest.mark.parametrize("words", [("--keep", "x/y"), ("--profile", "x/y"), ("--json", "x/y/z.json")])
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, words: tuple[str, str]) -> None:
+    (tmp_path / "x").touch()
+    with pytest.raises(ConfigError, match=rf"{words[0]} .*: the folder cannot be made \(.*\); give another place"):
+        result.prepare(_arguments(words[0], str(tmp_path / words[1])), {})
+
+
 def test_save_is_for_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="elsewhere use --json FILE"):

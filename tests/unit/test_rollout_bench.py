@@ -73,6 +73,8 @@ def test_both_sides_derive_the_same_work(tmp_path: Path) -> None:
         ({"clients": 9, "prompts": 8}, "--clients 9 cannot share 8 prompts"),
         ({"temperature": 0.0}, "--temperature 0.0"),
         ({"engine_memory": 1.0}, "--engine-memory 1.0"),
+        ({"flush_seconds": -1.0}, "--flush -1.0: it must be at least 0 and at most 10"),
+        ({"timeout": 0.0}, "--timeout 0.0: it must be above 0 seconds"),
         ({"alone": ("plain", "fast")}, "--alone fast; known are plain, logprobs, seeds"),
     ],
 )

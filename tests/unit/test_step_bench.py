@@ -166,6 +166,9 @@ def test_each_engine_has_room_for_its_share() -> None:
         (["--sleep"], "--sleep is for engines that share GPUs"),
         (["--liger"], "--liger: these kernels run on GPUs alone"),
         (["--peak-tflops", "0"], "--peak-tflops 0.0"),
+        (["--tokens-per-micro-batch", "-5"], "--tokens-per-micro-batch -5: it must be at least"),
+        (["--reference-tokens", "8"], "--reference-tokens 8: it must be at least"),
+        (["--timeout", "0"], "--timeout 0.0: it must be above 0 seconds"),
     ],
 )
 def test_bad_arguments_get_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,13 @@ def test_a_suite_without_such_a_name_is_refused(tmp_path: Path) -> None:
     [
         (["--trainer-device", "cuda:0", "--engine-device", "cpu"], "both be on CPU or both on GPUs"),
         (["--trainer-device", "cpu,cpu"], "several trainer devices need --zero3"),
-        (["--rounds", "0"], "must be at least 1"),
+        (["--rounds", "0"], "--rounds 0: it must be at least 1"),
+        (["--ranks", "0"], "--ranks 0: it must be at least 1"),
+        (["--context", "-1"], "--context -1: it must be at least 64"),
+        (["--timeout", "-1"], "--timeout -1.0: it must be above 0 seconds"),
+        (["--engine-memory", "-1"], "--engine-memory -1.0: it is a share of the GPU"),
+        (["--flush", "11"], "--flush 11.0: it must be at least 0 and at most 10"),
+        (["--profile", "x", "--path", "services"], "--profile x: the services have no worker"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(words: list[str], message: str) -> None:

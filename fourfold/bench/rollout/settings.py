@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from fourfold.bench import checks
 from fourfold.bench.shapes import SHAPES, kv_bytes_per_token
 from fourfold.config.table import MIN_TEMPERATURE
 from fourfold.errors import ConfigError
@@ -60,18 +61,15 @@ class Settings:
         Raises:
             ConfigError: numbers that make no sense together.
         """
-        for name in ("prompts", "prompt_tokens", "new_tokens", "group_size", "rounds", "clients"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: it must be at least 1")
-        for name in ("warm_up", "streams"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: it must be at least 0")
+        checks.at_least(1, self, "prompts", "prompt_tokens", "new_tokens", "group_size", "rounds", "clients")
+        checks.at_least(0, self, "warm_up", "streams", "batched_tokens")
+        checks.flush(self.flush_seconds)
+        checks.engine_memory(self.engine_memory)
+        checks.timeout(self.timeout)
         if self.clients > self.prompts:
             raise ConfigError(f"--clients {self.clients} cannot share {self.prompts} prompts; each takes at least one")
         if not MIN_TEMPERATURE <= self.temperature <= 2:
             raise ConfigError(f"--temperature {self.temperature}: it must be at least {MIN_TEMPERATURE} and at most 2")
-        if not 0 < self.engine_memory < 1:
-            raise ConfigError(f"--engine-memory {self.engine_memory}: it is a share of the GPU, between 0 and 1")
         if unknown := set(self.alone) - set(ALONE):
             raise ConfigError(f"--alone {','.join(sorted(unknown))}; known are {', '.join(ALONE)}")
 

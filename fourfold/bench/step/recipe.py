@@ -56,7 +56,7 @@ def _tables(settings: Settings, folder: Path, total: int) -> dict[str, Any]:
         "batch": {
             "prompts_per_step": settings.prompts,
             "group_size": settings.group_size,
-            "tokens_per_micro_batch": max(settings.tokens_per_micro_batch, settings.context),
+            "tokens_per_micro_batch": settings.tokens_per_micro_batch,
         },
         "sampling": {"max_new_tokens": settings.new_tokens, "temperature": 1.0},
         "algorithm": {"kl": {"coef": settings.kl_coef, "placement": "loss", "estimator": "k3"}},
@@ -80,7 +80,7 @@ def _tables(settings: Settings, folder: Path, total: int) -> dict[str, Any]:
         "reference": {
             "replicas": settings.replicas if settings.kl_coef else 1,
             "device": device,
-            "tokens_per_batch": max(settings.reference_tokens, settings.context),
+            "tokens_per_batch": settings.reference_tokens,
         },
         # Sums of both sides are compared in the warm-up, and later as seldom as a run does.
         "weights": {"backend": settings.backend, "verify_first": settings.warm_up},

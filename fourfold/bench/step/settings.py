@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from fourfold.bench import checks
 from fourfold.bench.shapes import kv_bytes_per_token
 from fourfold.errors import ConfigError
 
@@ -56,9 +57,10 @@ class Settings:
         Raises:
             ConfigError: numbers that make no sense together.
         """
-        for name in ("prompts", "prompt_tokens", "new_tokens", "warm_up", "steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: it must be at least 1")
+        checks.at_least(1, self, "prompts", "prompt_tokens", "new_tokens", "warm_up", "steps")
+        checks.at_least(0, self, "batched_tokens", "kv_cache_gib")
+        checks.at_least(self.context, self, "tokens_per_micro_batch", "reference_tokens")
+        checks.timeout(self.timeout)
         if self.group_size < 2:
             raise ConfigError(f"--group-size {self.group_size}: advantages compare the samples of a prompt; at least 2")
         if self.peak_tflops <= 0:

@@ -7,7 +7,7 @@ import asyncio
 from pathlib import Path
 from typing import Final
 
-from fourfold.bench import result
+from fourfold.bench import checks, result
 from fourfold.bench.devices import check_present, usable
 from fourfold.bench.shapes import SHAPES
 from fourfold.weights.bench.settings import Settings
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--path", choices=["direct", "services"], default="direct", help="the library alone, or with its gRPC services"
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.135b")
-    parser.add_argument("--backend", default="auto", help="auto, cuda_ipc, nccl, shm or gloo")
+    parser.add_argument("--backend", choices=["auto", "cuda_ipc", "nccl", "shm", "gloo"], default="auto")
     parser.add_argument(
         "--trainer-device", default="", metavar="DEVICE,...", help="one for each rank; default cuda:0, or cpu"
     )
@@ -94,6 +94,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     trainer = tuple(args.trainer_device.split(",")) if args.trainer_device else ()
     engine = args.engine_device
     if not trainer:
+        checks.at_least(1, args, "ranks")
         on_gpus = gpus and engine != "cpu"
         trainer = tuple(f"cuda:{rank}" if on_gpus else "cpu" for rank in range(args.ranks))
     if not engine:

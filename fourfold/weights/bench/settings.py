@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from fourfold.bench import checks
 from fourfold.bench.shapes import SHAPES
 from fourfold.errors import ConfigError
 
-_MAX_FLUSH_SECONDS: Final = 10.0  # the service takes no more
+MIN_CONTEXT: Final = 64
+"""Tokens that a stream has at least, before it starts anew."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +64,14 @@ class Settings:
             raise ConfigError(
                 f"--backend {self.backend} moves weights between GPUs, and these are on CPU; take shm or gloo"
             )
-        if min(self.rounds, self.warm_up, self.verified_rounds, self.streams + 1) < 1:
-            raise ConfigError("--rounds, --warm-up and --verified-rounds must be at least 1, and --streams at least 0")
-        if not 0 <= self.flush_seconds <= _MAX_FLUSH_SECONDS:
-            raise ConfigError(f"--flush {self.flush_seconds}: it must be at least 0 and at most {_MAX_FLUSH_SECONDS:g}")
+        if self.profile and self.path == "services":
+            raise ConfigError(f"--profile {self.profile}: the services have no worker to look into; take --path direct")
+        checks.at_least(1, self, "rounds", "warm_up", "verified_rounds")
+        checks.at_least(0, self, "streams")
+        checks.at_least(MIN_CONTEXT, self, "context")
+        checks.flush(self.flush_seconds)
+        checks.engine_memory(self.engine_memory)
+        checks.timeout(self.timeout)
 
     @property
     def on_gpus(self) -> bool:

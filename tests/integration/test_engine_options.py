@@ -69,6 +69,19 @@ def test_a_mistake_is_named_with_its_rule(name: str, value: Any, message: str) -
     assert message in str(caught.value)
 
 
+def test_a_value_that_vllm_refuses_is_named_before_anything_starts(tiny_model: Callable[..., Path]) -> None:
+    from fourfold_rollout.vllm.launch import launch
+
+    settings = EngineSettings(
+        folder=tiny_model("qwen2"), dtype="bfloat16", max_context_tokens=512, max_concurrent_samples=100,
+        max_batched_tokens=512, enforce_eager=True, kv_cache_gib=1, gpus=0, gpu_memory_utilization=0.5, seed=0,
+        options={"block_size": -5},
+    )  # fmt: skip
+    rule = r"^rollout.vllm.block_size = -5: Input should be greater than 0, says vLLM; change or remove it$"
+    with pytest.raises(ConfigError, match=rule):
+        launch(settings, fork=False)
+
+
 def test_the_lowest_temperature_is_the_lowest_that_vllm_takes_as_it_is() -> None:
     from vllm import SamplingParams
 

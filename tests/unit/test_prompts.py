@@ -152,6 +152,22 @@ def test_a_folder_of_several_splits_is_refused_with_their_names(tmp_path: Path, 
         load(tmp_path / "d")
 
 
+@pytest.mark.parametrize(
+    ("task", "options", "words"),
+    [
+        ("product", {}, "reasoning_gym = 'product': there is no such task; did you mean 'products'?"),
+        ("qqq", {}, r"there is no such task; known are .*products"),
+        ("products", {"min_term": 2}, "options of reasoning_gym 'products': it has no 'min_term'; did you mean 'min_"),
+        ("products", {"min_terms": 3, "max_terms": 2}, r"'max_terms': 2\}: max_terms must be >= min_terms"),
+    ],
+)
+def test_a_task_that_cannot_be_made_is_named(
+    load: Callable[..., Prompts], task: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load("", train={"reasoning_gym": task, "options": options, "size": 3})
+
+
 def test_prompts_that_are_too_long_are_dropped_and_counted(
     tmp_path: Path, load: Callable[..., Prompts], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -225,7 +225,8 @@ class Run:
         if next((self._run_dir / "checkpoints").glob("step-*"), None) is not None:
             return f"To go on from the last checkpoint: fourfold run --resume {self._run_dir}{launcher}{address}"
         return (
-            f"No checkpoint was written yet. To begin again: fourfold run --resume {self._run_dir}{launcher}{address}"
+            f"No checkpoint was written yet. To begin again: fourfold run --resume {self._run_dir}{launcher}{address}; "
+            f"when the recipe was changed: fourfold run RECIPE{launcher}{address}"
         )
 
 

@@ -5,10 +5,12 @@ A row is a plain dictionary. What its columns mean is the business of `prompts.p
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import itertools
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +121,26 @@ def _reasoning_gym(source: DataSourceConfig) -> Iterator[Row]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # one of its dependencies has syntax that Python warns of
             import reasoning_gym
+            from reasoning_gym.factory import DATASETS
     except ImportError:
         raise ConfigError(
             "data.train.reasoning_gym needs a package: pip install 'fourfold-coordinator[reasoning-gym]'"
         ) from None
+    task = source.reasoning_gym
+    if task not in DATASETS:
+        raise ConfigError(f"reasoning_gym = {task!r}: there is no such task; {_nearest(task, DATASETS)}")
+    known = [field.name for field in dataclasses.fields(DATASETS[task][1])]
+    for name in source.options:
+        if name not in known:
+            raise ConfigError(f"options of reasoning_gym {task!r}: it has no {name!r}; {_nearest(name, known)}")
     try:
         yield from reasoning_gym.create_dataset(
             source.reasoning_gym, size=source.size, seed=source.seed, **source.options
         )
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"reasoning_gym {source.reasoning_gym!r} with options {source.options}: {error}") from None
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"

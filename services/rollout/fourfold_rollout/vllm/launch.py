@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import vllm
+from pydantic import ValidationError
 from vllm import envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -34,7 +35,7 @@ from fourfold.weights.host import die_with_parent
 from fourfold_rollout.engine import EngineSettings
 from fourfold_rollout.vllm.compile_cache import compiled_once
 from fourfold_rollout.vllm.graphs import graph_limits
-from fourfold_rollout.vllm.options import check_whole_prompts, checked
+from fourfold_rollout.vllm.options import check_whole_prompts, checked, refuse_values
 from fourfold_rollout.vllm.scheduler import scheduler_for
 
 _log = logging.getLogger(__name__)
@@ -85,6 +86,9 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
     arguments = engine_args(settings)
     try:
         config = arguments.create_engine_config()
+    except ValidationError as error:
+        refuse_values(error, settings.options)
+        raise ConfigError(f"model {settings.folder}: vLLM cannot serve it: {_one_line(error)}") from error
     except (ValueError, OSError, NotImplementedError) as error:
         raise ConfigError(f"model {settings.folder}: vLLM cannot serve it: {_one_line(error)}") from error
     if config.scheduler_config.scheduler_cls is None:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, Final, Literal, Union, get_args, get_origin
 
+from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from fourfold.errors import ConfigError
@@ -54,6 +55,16 @@ def check_whole_prompts(options: Mapping[str, Any]) -> None:
                 f"rollout.vllm.{name} = {options[name]!r}: on CPU prompts are computed whole, as vLLM cannot sample "
                 "with a seed after a part of one; remove it"
             )
+
+
+def refuse_values(error: ValidationError, options: Mapping[str, Any]) -> None:
+    """Say which option of the recipe has a value that vLLM refused; raises ConfigError when one has."""
+    for refused in error.errors(include_url=False):
+        name = str(refused["loc"][-1]) if refused["loc"] else ""
+        if name in options:
+            raise ConfigError(
+                f"rollout.vllm.{name} = {options[name]!r}: {refused['msg']}, says vLLM; change or remove it"
+            ) from None
 
 
 def _alternatives(hint: Any) -> list[Any]:

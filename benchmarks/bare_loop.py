@@ -1,13 +1,14 @@
 """The quickstart's work in one process of plain PyTorch and transformers: the floor that services are held against.
 
 No vLLM, no DeepSpeed, no gRPC, no weight transfer: `generate`, score, advantages, one AdamW
-step, with float32 masters of bfloat16 weights, on the samples with an advantage, without any pass for old or
-reference log-probabilities. Prompts, batch sizes, dtype and learning rate come from the recipe.
+step on the samples with an advantage, without any pass for old or reference log-probabilities.
+Prompts, batch sizes, dtype and learning rate come from the recipe; masters are float32.
 
     python -m benchmarks.bare_loop --steps 6
     python -m benchmarks.bare_loop --steps 6 --against runs/quickstart
 
-With `--against`, the median step of that run (without evaluation and checkpoints) is compared.
+With `--against`, medians of the same steps of that run are compared: all but the first, without
+evaluation and checkpoints.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def main() -> None:
     medians = {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0]}
     results: dict[str, object] = {"median": medians, "steps": rows}
     if arguments.against:
-        seconds = run_seconds(arguments.against)
+        seconds = run_seconds(arguments.against)[1 : arguments.steps]
         ratio = statistics.median(seconds) / medians["seconds"]
         results |= {"run_median_seconds": statistics.median(seconds), "run_seconds": seconds, "ratio": ratio}
         print(f"bare {medians['seconds']:.2f} s a step, the run {statistics.median(seconds):.2f} s: {ratio:.2f} times")

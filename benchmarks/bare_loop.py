@@ -5,7 +5,7 @@ step on the samples with an advantage, without any pass for old or reference log
 Prompts, batch sizes, dtype and learning rate come from the recipe; masters are float32.
 
     python -m benchmarks.bare_loop --steps 6
-    python -m benchmarks.bare_loop --steps 6 --against runs/quickstart
+    python -m benchmarks.bare_loop --steps 9 --against runs/quickstart
 
 With `--against`, medians of the same steps of that run are compared: all but the first, without
 evaluation and checkpoints.

@@ -13,6 +13,8 @@ import argparse
 import difflib
 import importlib
 import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +31,7 @@ _DISTRIBUTIONS: Final = {
     "reference": "fourfold-reward[reference]",
     "coordinator": _COORDINATOR,
 }
+_STDOUT: Final = 1
 _HELP: Final = {
     "run": "train: start every service of a recipe and watch it learn",
     "plan": "what a recipe means: batches and memory, as sentences and a table",
@@ -56,13 +59,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; `argv` is what follows the program's name."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
     except FourfoldError as error:
         print(f"fourfold: {error.message}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("fourfold: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        return 128 + signal.SIGPIPE
+
+
+def _reader_is_gone() -> bool:
+    """Return whether nobody reads our output any more, as after `| head`; if so, let the rest of it go nowhere."""
+    output = select.poll()
+    output.register(_STDOUT, 0)
+    if not any(events & select.POLLERR for _, events in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+    return True
 
 
 def _dispatch(words: list[str]) -> int:

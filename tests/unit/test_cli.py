@@ -133,3 +133,13 @@ def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(cli, "_dispatch", interrupted)
     assert cli.main(["plan"]) == 130
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_reader_who_has_read_enough_is_no_error() -> None:
+    """As with `fourfold plan RECIPE | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "fourfold", "plan", str(QUICKSTART)]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=50, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

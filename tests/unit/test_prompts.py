@@ -158,6 +158,8 @@ def test_a_folder_of_several_splits_is_refused_with_their_names(tmp_path: Path, 
         ("product", {}, "reasoning_gym = 'product': there is no such task; did you mean 'products'?"),
         ("qqq", {}, r"there is no such task; known are .*products"),
         ("products", {"min_term": 2}, "options of reasoning_gym 'products': it has no 'min_term'; did you mean 'min_"),
+        ("products", {"size": 3}, "'size' stands beside reasoning_gym; move it there"),
+        ("composite", {"datasets": [{"name": "chain_sum", "weight": 1}]}, "reasoning_gym 'composite' with options"),
         ("products", {"min_terms": 3, "max_terms": 2}, r"'max_terms': 2\}: max_terms must be >= min_terms"),
     ],
 )

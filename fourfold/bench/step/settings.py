@@ -59,7 +59,7 @@ class Settings:
         """
         checks.at_least(1, self, "prompts", "prompt_tokens", "new_tokens", "warm_up", "steps")
         checks.at_least(0, self, "batched_tokens", "kv_cache_gib")
-        checks.at_least(self.context, self, "tokens_per_micro_batch", "reference_tokens")
+        checks.at_least(self.context, self, "tokens_per_micro_batch", *(["reference_tokens"] if self.kl_coef else []))
         checks.timeout(self.timeout)
         if self.group_size < 2:
             raise ConfigError(f"--group-size {self.group_size}: advantages compare the samples of a prompt; at least 2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,8 +46,6 @@ def prepare(args: argparse.Namespace, packages: Mapping[str, str]) -> Profile | 
     check_installed(packages)
     check_places(args)
     for name, place in (("keep", args.keep), ("profile", args.profile)):
-        if place is not None and place.exists() and not place.is_dir():
-            raise ConfigError(f"--{name} {place}: that is a file; give a folder")
         if place is not None:
             _make(place, f"--{name} {place}")
     if args.profile is None:
@@ -87,16 +86,20 @@ def check_places(args: argparse.Namespace) -> None:
     if args.save:
         folder()
     if args.json is not None:
+        _make(args.json.parent, f"--json {args.json}")
         if args.json.is_dir():
             raise ConfigError(f"--json {args.json}: that is a folder; give the file that the result goes to")
-        _make(args.json.parent, f"--json {args.json}")
 
 
 def _make(place: Path, option: str) -> None:
     try:
         place.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ConfigError(f"{option}: that is a file; give a folder") from None
     except OSError as error:
         raise ConfigError(f"{option}: the folder cannot be made ({error.strerror}); give another place") from None
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option}: this user may not write there; give another place")
 
 
 def folder() -> Path:

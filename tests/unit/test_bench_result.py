@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 from pathlib import Path
 
@@ -41,6 +42,12 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, words: tuple[s
     (tmp_path / "x").touch()
     with pytest.raises(ConfigError, match=rf"{words[0]} .*: the folder cannot be made \(.*\); give another place"):
         result.prepare(_arguments(words[0], str(tmp_path / words[1])), {})
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    with pytest.raises(ConfigError, match=r"--json .*: this user may not write there; give another place"):
+        result.prepare(_arguments("--json", str(tmp_path / "x.json")), {})
 
 
 def test_save_is_for_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ from fourfold.bench import checks
 from fourfold.bench.shapes import SHAPES
 from fourfold.errors import ConfigError
 
-MIN_CONTEXT: Final = 64
-"""Tokens that a stream has at least, before it starts anew."""
+_MIN_CONTEXT: Final = 64  # a stream has its prompt and half of the rest, at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +67,7 @@ class Settings:
             raise ConfigError(f"--profile {self.profile}: the services have no worker to look into; take --path direct")
         checks.at_least(1, self, "rounds", "warm_up", "verified_rounds")
         checks.at_least(0, self, "streams")
-        checks.at_least(MIN_CONTEXT, self, "context")
+        checks.at_least(_MIN_CONTEXT, self, "context")
         checks.flush(self.flush_seconds)
         checks.engine_memory(self.engine_memory)
         checks.timeout(self.timeout)

@@ -86,10 +86,9 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
     arguments = engine_args(settings)
     try:
         config = arguments.create_engine_config()
-    except ValidationError as error:
-        refuse_values(error, settings.options)
-        raise ConfigError(f"model {settings.folder}: vLLM cannot serve it: {_one_line(error)}") from error
     except (ValueError, OSError, NotImplementedError) as error:
+        if isinstance(error, ValidationError):
+            refuse_values(error, settings.options)
         raise ConfigError(f"model {settings.folder}: vLLM cannot serve it: {_one_line(error)}") from error
     if config.scheduler_config.scheduler_cls is None:
         config.scheduler_config.scheduler_cls = scheduler_for(config)

@@ -60,8 +60,8 @@ def check_whole_prompts(options: Mapping[str, Any]) -> None:
 def refuse_values(error: ValidationError, options: Mapping[str, Any]) -> None:
     """Say which option of the recipe has a value that vLLM refused; raises ConfigError when one has."""
     for refused in error.errors(include_url=False):
-        name = str(refused["loc"][-1]) if refused["loc"] else ""
-        if name in options:
+        # The place of a list's item, or of one type of several, has more parts than the option's name.
+        if name := next((str(part) for part in refused["loc"] if part in options), ""):
             raise ConfigError(
                 f"rollout.vllm.{name} = {options[name]!r}: {refused['msg']}, says vLLM; change or remove it"
             ) from None

@@ -29,7 +29,7 @@ from fourfold.gpus import machine_gpus, visible_gpus
 
 _GIB: Final = 1 << 30
 _MEMORY_GIB: Final = 12  # what recipes/quickstart.toml takes at most, and some room
-_DISK_GIB: Final = 5  # its checkpoints, and the converted model
+_DISK_GIB: Final = 6  # three checkpoints while the oldest goes, the export, and the converted model
 _PYTHONS: Final = ((3, 11), (3, 12))
 _VLLM: Final = ((0, 26), (0, 32))
 _IMPORT_TIMEOUT_SECONDS: Final = 180.0

@@ -19,6 +19,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from fourfold.errors import FourfoldError, Internal, InvalidInput, PermissionDenied, Unauthenticated
+from fourfold.principal import LOCAL_AGENT, Principal, set_current
 from fourfold.security import check_identity, check_token
 from fourfold.status import to_status
 
@@ -30,14 +31,14 @@ _DRAIN_SECONDS: Final = 10.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Authorize = Callable[[str, Context], None]
-"""Takes the full name of a service and a call's context; raises FourfoldError to refuse."""
+Authorize = Callable[[str, Context], Principal]
+"""Takes the full name of a service and a call's context; returns the caller, or raises FourfoldError to refuse."""
 
 
 class Guard(grpc.aio.ServerInterceptor):
     """Authorises, requires a deadline, and maps errors, for all four kinds of calls."""
 
-    def __init__(self, authorize: Authorize | None) -> None:
+    def __init__(self, authorize: Authorize) -> None:
         self._authorize = authorize
         self._wrapped: dict[str, Handler] = {}
 
@@ -62,8 +63,7 @@ class Guard(grpc.aio.ServerInterceptor):
         needs_deadline = not (name.startswith("Watch") or service in (_HEALTH, _REFLECTION))
 
         def check(context: Context) -> None:
-            if authorize is not None:
-                authorize(service, context)
+            set_current(authorize(service, context))
             if needs_deadline and context.time_remaining() is None:
                 raise InvalidInput(
                     f"{name} was called without a deadline; pass a timeout with the call", reason="NO_DEADLINE"
@@ -72,22 +72,27 @@ class Guard(grpc.aio.ServerInterceptor):
         return check
 
 
-def authorize_certificate(service: str, context: Context) -> None:
+def authorize_certificate(service: str, context: Context) -> Principal:
     """Policy of the internal port: the identity in the caller's certificate decides."""
     identities = context.auth_context().get("peer_spiffe_id", ())
-    check_identity(service, [uri.decode(errors="replace") for uri in identities])
+    return check_identity(service, [uri.decode(errors="replace") for uri in identities])
+
+
+def authorize_loopback(principal: Principal) -> Authorize:
+    """Policy of a port without TLS, which listens on loopback only: every caller is `principal`."""
+    return lambda _service, _context: principal
 
 
 def authorize_token(tokens: Any) -> Authorize:
     """Policy of the public port: a bearer token for everything but health."""
 
-    def authorize(service: str, context: Context) -> None:
+    def authorize(service: str, context: Context) -> Principal:
         if service == _HEALTH:
-            return
+            return LOCAL_AGENT
         values = [v for k, v in context.invocation_metadata() or () if k == "authorization"]
         if len(values) != 1 or not isinstance(values[0], str):
             raise Unauthenticated("no bearer token; send the metadata `authorization: Bearer TOKEN`")
-        check_token(values[0], tokens)
+        return Principal("agent", check_token(values[0], tokens))
 
     return authorize
 

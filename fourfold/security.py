@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final
 import grpc
 
 from fourfold.errors import ConfigError, PermissionDenied, Unauthenticated
+from fourfold.principal import Principal
 
 if TYPE_CHECKING:  # an agent that only calls needs no schema
     from fourfold.config import SecurityConfig
@@ -150,12 +151,15 @@ def check_token(authorization: str, tokens: Mapping[str, bytes]) -> str:
     return names[0]
 
 
-def check_identity(service: str, identities: list[str]) -> None:
+def check_identity(service: str, identities: list[str]) -> Principal:
     """Check a caller's certificate against the policy table.
 
     Args:
         service: full name of the called service.
         identities: URIs of the certificate.
+
+    Returns:
+        The caller.
 
     Raises:
         Unauthenticated: the certificate carries no identity of ours.
@@ -168,6 +172,7 @@ def check_identity(service: str, identities: list[str]) -> None:
     if not names & allowed:
         who = ", ".join(sorted(allowed)) or "nobody"
         raise PermissionDenied(f"{', '.join(sorted(names))} may not call {service}; allowed: {who}")
+    return Principal(min(names & allowed))
 
 
 def _read(path: Path) -> bytes:

@@ -21,7 +21,8 @@ from grpc_reflection.v1alpha import reflection
 
 from fourfold.channel import SERVER_OPTIONS, is_loopback, join_target, split_target
 from fourfold.errors import ConfigError
-from fourfold.interceptors import Authorize, Guard, authorize_certificate, authorize_token
+from fourfold.interceptors import Authorize, Guard, authorize_certificate, authorize_loopback, authorize_token
+from fourfold.principal import LOCAL, LOCAL_AGENT
 from fourfold.security import PUBLIC_SERVICES, Security
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -123,9 +124,9 @@ class Server:
         for service, _, _ in self._servicers:
             await self._health.set(service.full_name, _SERVING if ready else _NOT_SERVING)
 
-    def _authorize(self) -> Authorize | None:
+    def _authorize(self) -> Authorize:
         if self._security is None:
-            return None
+            return authorize_loopback(LOCAL_AGENT if self._public else LOCAL)
         return authorize_token(self._security.tokens) if self._public else authorize_certificate
 
     def _bind(self, server: grpc.aio.Server) -> int:

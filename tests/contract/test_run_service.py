@@ -50,6 +50,27 @@ async def test_a_run_is_reported_as_it_is(client: RunClient, board: RunBoard) ->
     assert [m.member_id for m in status.members] == ["rollout-0"]
 
 
+async def test_waits_and_conditions_tell_since_when(client: RunClient, board: RunBoard, clock: FakeClock) -> None:
+    board.wait_for("a reward service")
+    board.report("reward-0", "HANG: no answer in 10 s")
+    await clock.advance(5)
+    board.wait_for("a reward service")
+    board.report("reward-0", "HANG: no answer in 20 s")
+    board.report("disk", "full")
+    status = await client.get_run(timeout=5)
+    assert status.waiting_since.seconds == 1000
+    assert [(c.subject, c.text, c.since.seconds) for c in status.conditions] == [
+        ("reward-0", "HANG: no answer in 20 s", 1000),
+        ("disk", "full", 1005),
+    ]
+    board.wait_for("")
+    board.resolve("reward-0")
+    board.resolve("nothing was wrong with it")
+    status = await client.get_run(timeout=5)
+    assert not status.HasField("waiting_since")
+    assert [c.subject for c in status.conditions] == ["disk"]
+
+
 async def test_the_weight_plane_is_reported_as_it_is(serve: Serve, board: RunBoard, client: RunClient) -> None:
     assert await client.get_weight_plane(timeout=5) == pb.GetWeightPlaneResponse(), "nobody tells: nothing is known"
     service = pb.DESCRIPTOR.services_by_name["RunService"]

@@ -21,10 +21,12 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import fourfold
-from fourfold import certs, errors
+from fourfold import certs, errors, principal
 from fourfold.channel import open_channel
 from fourfold.config import SecurityConfig
 from fourfold.reward.client import RewardClient
+from fourfold.reward.v1 import reward_service_pb2 as reward
+from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.security import IDENTITIES, POLICY, PUBLIC_SERVICES, Security, check_token, read_tokens
@@ -77,6 +79,25 @@ async def test_the_coordinator_may_and_others_may_not(folder: tuple[Path, str], 
         check = health_pb2.HealthCheckRequest()
         await health_pb2_grpc.HealthStub(channel).Check(check, timeout=10)  # everybody of ours may
         await channel.close()
+
+
+class _Asks(Reward):
+    """Answers with the name of its caller."""
+
+    async def GetInfo(self, request: reward.GetInfoRequest, context: object) -> reward.GetInfoResponse:
+        return reward.GetInfoResponse(name=str(principal.current()))
+
+
+async def test_a_servicer_is_told_who_calls(folder: tuple[Path, str]) -> None:
+    service = reward.DESCRIPTOR.services_by_name["RewardService"]
+    for security, expected in ((None, "local"), (load(folder, "reward"), "coordinator")):
+        server = Server(listen="127.0.0.1:0", security=security)
+        server.add(service, add_RewardServiceServicer_to_server, _Asks())
+        channel = open_channel(await server.start(), security and load(folder, "coordinator"))
+        assert (await RewardClient(channel, peer="reward-0").get_info(timeout=10)).name == expected
+        await channel.close()
+        await server.stop(0)
+    assert principal.current() == principal.LOCAL
 
 
 async def test_who_has_no_certificate_of_ours_does_not_get_in(

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)fourfold/coordinator/v1/run_service.proto\x12\x17\x66ourfold.coordinator.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x8d\x03\n\tRunStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x05phase\x18\x02 \x01(\x0e\x32!.fourfold.coordinator.v1.RunPhase\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x12\n\nstep_count\x18\x04 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0ephase_progress\x18\x07 \x01(\x01\x12\x32\n\x05steps\x18\x08 \x03(\x0b\x32#.fourfold.coordinator.v1.StepRecord\x12\x32\n\x05\x65vals\x18\t \x03(\x0b\x32#.fourfold.coordinator.v1.EvalRecord\x12\x30\n\x07members\x18\n \x03(\x0b\x32\x1f.fourfold.coordinator.v1.Member\x12\x0f\n\x07\x66\x61ilure\x18\x0b \x01(\t\x12\x13\n\x0bwaiting_for\x18\x0c \x01(\t\"\x9d\x01\n\nStepRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x41\n\x07metrics\x18\x02 \x03(\x0b\x32\x30.fourfold.coordinator.v1.StepRecord.MetricsEntry\x12\x0e\n\x06\x61larms\x18\x03 \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"X\n\nEvalRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x12\n\nmean_score\x18\x02 \x01(\x01\x12\x12\n\nhalf_width\x18\x03 \x01(\x01\x12\x14\n\x0c\x61nswer_count\x18\x04 \x01(\x05\"Q\n\x06Member\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\"\x0f\n\rGetRunRequest\"D\n\x0eGetRunResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.coordinator.v1.RunStatus\"\x11\n\x0fWatchRunRequest\"F\n\x10WatchRunResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.coordinator.v1.RunStatus\"\x17\n\x15GetWeightPlaneRequest\"\xd5\x01\n\x16GetWeightPlaneResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x15\n\rphase_seconds\x18\x04 \x01(\x01\x12\x35\n\x07parties\x18\x05 \x03(\x0b\x32$.fourfold.coordinator.v1.WeightParty\x12\x1b\n\x13last_update_seconds\x18\x06 \x01(\x01\x12\x1a\n\x12last_pause_seconds\x18\x07 \x01(\x01\"\x96\x01\n\x0bWeightParty\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\r\n\x05state\x18\x04 \x01(\t\x12\x15\n\rstate_seconds\x18\x05 \x01(\x01\x12\x11\n\twaits_for\x18\x06 \x03(\t\x12\x12\n\nlast_error\x18\x07 \x01(\t*\x89\x02\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\"\n\x1eRUN_PHASE_WAITING_FOR_SERVICES\x10\x01\x12\x18\n\x14RUN_PHASE_RECOVERING\x10\x02\x12\x18\n\x14RUN_PHASE_GENERATING\x10\x03\x12\x16\n\x12RUN_PHASE_TRAINING\x10\x04\x12\x18\n\x14RUN_PHASE_PUBLISHING\x10\x05\x12\x18\n\x14RUN_PHASE_EVALUATING\x10\x06\x12\x14\n\x10RUN_PHASE_SAVING\x10\x07\x12\x12\n\x0eRUN_PHASE_DONE\x10\x08\x12\x14\n\x10RUN_PHASE_FAILED\x10\t2\xbd\x02\n\nRunService\x12Y\n\x06GetRun\x12&.fourfold.coordinator.v1.GetRunRequest\x1a\'.fourfold.coordinator.v1.GetRunResponse\x12\x61\n\x08WatchRun\x12(.fourfold.coordinator.v1.WatchRunRequest\x1a).fourfold.coordinator.v1.WatchRunResponse0\x01\x12q\n\x0eGetWeightPlane\x12..fourfold.coordinator.v1.GetWeightPlaneRequest\x1a/.fourfold.coordinator.v1.GetWeightPlaneResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n)fourfold/coordinator/v1/run_service.proto\x12\x17\x66ourfold.coordinator.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xf8\x03\n\tRunStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x30\n\x05phase\x18\x02 \x01(\x0e\x32!.fourfold.coordinator.v1.RunPhase\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x12\n\nstep_count\x18\x04 \x01(\x03\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\x12.\n\nstart_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0ephase_progress\x18\x07 \x01(\x01\x12\x32\n\x05steps\x18\x08 \x03(\x0b\x32#.fourfold.coordinator.v1.StepRecord\x12\x32\n\x05\x65vals\x18\t \x03(\x0b\x32#.fourfold.coordinator.v1.EvalRecord\x12\x30\n\x07members\x18\n \x03(\x0b\x32\x1f.fourfold.coordinator.v1.Member\x12\x0f\n\x07\x66\x61ilure\x18\x0b \x01(\t\x12\x13\n\x0bwaiting_for\x18\x0c \x01(\t\x12\x31\n\rwaiting_since\x18\r \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x36\n\nconditions\x18\x0e \x03(\x0b\x32\".fourfold.coordinator.v1.Condition\"U\n\tCondition\x12\x0f\n\x07subject\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12)\n\x05since\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x9d\x01\n\nStepRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x41\n\x07metrics\x18\x02 \x03(\x0b\x32\x30.fourfold.coordinator.v1.StepRecord.MetricsEntry\x12\x0e\n\x06\x61larms\x18\x03 \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"X\n\nEvalRecord\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x12\n\nmean_score\x18\x02 \x01(\x01\x12\x12\n\nhalf_width\x18\x03 \x01(\x01\x12\x14\n\x0c\x61nswer_count\x18\x04 \x01(\x05\"\xb7\x01\n\x06Member\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0e\n\x06target\x18\x03 \x01(\t\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\x12\x33\n\x05state\x18\x05 \x01(\x0e\x32$.fourfold.coordinator.v1.MemberState\x12/\n\x0bstate_since\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x0f\n\rGetRunRequest\"D\n\x0eGetRunResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.coordinator.v1.RunStatus\"\x11\n\x0fWatchRunRequest\"F\n\x10WatchRunResponse\x12\x32\n\x06status\x18\x01 \x01(\x0b\x32\".fourfold.coordinator.v1.RunStatus\"\x17\n\x15GetWeightPlaneRequest\"\xd5\x01\n\x16GetWeightPlaneResponse\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\r\n\x05\x65poch\x18\x02 \x01(\x03\x12\r\n\x05phase\x18\x03 \x01(\t\x12\x15\n\rphase_seconds\x18\x04 \x01(\x01\x12\x35\n\x07parties\x18\x05 \x03(\x0b\x32$.fourfold.coordinator.v1.WeightParty\x12\x1b\n\x13last_update_seconds\x18\x06 \x01(\x01\x12\x1a\n\x12last_pause_seconds\x18\x07 \x01(\x01\"\x96\x01\n\x0bWeightParty\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\r\n\x05state\x18\x04 \x01(\t\x12\x15\n\rstate_seconds\x18\x05 \x01(\x01\x12\x11\n\twaits_for\x18\x06 \x03(\t\x12\x12\n\nlast_error\x18\x07 \x01(\t*\x89\x02\n\x08RunPhase\x12\x19\n\x15RUN_PHASE_UNSPECIFIED\x10\x00\x12\"\n\x1eRUN_PHASE_WAITING_FOR_SERVICES\x10\x01\x12\x18\n\x14RUN_PHASE_RECOVERING\x10\x02\x12\x18\n\x14RUN_PHASE_GENERATING\x10\x03\x12\x16\n\x12RUN_PHASE_TRAINING\x10\x04\x12\x18\n\x14RUN_PHASE_PUBLISHING\x10\x05\x12\x18\n\x14RUN_PHASE_EVALUATING\x10\x06\x12\x14\n\x10RUN_PHASE_SAVING\x10\x07\x12\x12\n\x0eRUN_PHASE_DONE\x10\x08\x12\x14\n\x10RUN_PHASE_FAILED\x10\t*[\n\x0bMemberState\x12\x1c\n\x18MEMBER_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11MEMBER_STATE_LIVE\x10\x01\x12\x17\n\x13MEMBER_STATE_SILENT\x10\x02\x32\xbd\x02\n\nRunService\x12Y\n\x06GetRun\x12&.fourfold.coordinator.v1.GetRunRequest\x1a\'.fourfold.coordinator.v1.GetRunResponse\x12\x61\n\x08WatchRun\x12(.fourfold.coordinator.v1.WatchRunRequest\x1a).fourfold.coordinator.v1.WatchRunResponse0\x01\x12q\n\x0eGetWeightPlane\x12..fourfold.coordinator.v1.GetWeightPlaneRequest\x1a/.fourfold.coordinator.v1.GetWeightPlaneResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,32 +34,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_STEPRECORD_METRICSENTRY']._loaded_options = None
   _globals['_STEPRECORD_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_RUNPHASE']._serialized_start=1409
-  _globals['_RUNPHASE']._serialized_end=1674
+  _globals['_RUNPHASE']._serialized_start=1706
+  _globals['_RUNPHASE']._serialized_end=1971
+  _globals['_MEMBERSTATE']._serialized_start=1973
+  _globals['_MEMBERSTATE']._serialized_end=2064
   _globals['_RUNSTATUS']._serialized_start=104
-  _globals['_RUNSTATUS']._serialized_end=501
-  _globals['_STEPRECORD']._serialized_start=504
-  _globals['_STEPRECORD']._serialized_end=661
-  _globals['_STEPRECORD_METRICSENTRY']._serialized_start=615
-  _globals['_STEPRECORD_METRICSENTRY']._serialized_end=661
-  _globals['_EVALRECORD']._serialized_start=663
-  _globals['_EVALRECORD']._serialized_end=751
-  _globals['_MEMBER']._serialized_start=753
-  _globals['_MEMBER']._serialized_end=834
-  _globals['_GETRUNREQUEST']._serialized_start=836
-  _globals['_GETRUNREQUEST']._serialized_end=851
-  _globals['_GETRUNRESPONSE']._serialized_start=853
-  _globals['_GETRUNRESPONSE']._serialized_end=921
-  _globals['_WATCHRUNREQUEST']._serialized_start=923
-  _globals['_WATCHRUNREQUEST']._serialized_end=940
-  _globals['_WATCHRUNRESPONSE']._serialized_start=942
-  _globals['_WATCHRUNRESPONSE']._serialized_end=1012
-  _globals['_GETWEIGHTPLANEREQUEST']._serialized_start=1014
-  _globals['_GETWEIGHTPLANEREQUEST']._serialized_end=1037
-  _globals['_GETWEIGHTPLANERESPONSE']._serialized_start=1040
-  _globals['_GETWEIGHTPLANERESPONSE']._serialized_end=1253
-  _globals['_WEIGHTPARTY']._serialized_start=1256
-  _globals['_WEIGHTPARTY']._serialized_end=1406
-  _globals['_RUNSERVICE']._serialized_start=1677
-  _globals['_RUNSERVICE']._serialized_end=1994
+  _globals['_RUNSTATUS']._serialized_end=608
+  _globals['_CONDITION']._serialized_start=610
+  _globals['_CONDITION']._serialized_end=695
+  _globals['_STEPRECORD']._serialized_start=698
+  _globals['_STEPRECORD']._serialized_end=855
+  _globals['_STEPRECORD_METRICSENTRY']._serialized_start=809
+  _globals['_STEPRECORD_METRICSENTRY']._serialized_end=855
+  _globals['_EVALRECORD']._serialized_start=857
+  _globals['_EVALRECORD']._serialized_end=945
+  _globals['_MEMBER']._serialized_start=948
+  _globals['_MEMBER']._serialized_end=1131
+  _globals['_GETRUNREQUEST']._serialized_start=1133
+  _globals['_GETRUNREQUEST']._serialized_end=1148
+  _globals['_GETRUNRESPONSE']._serialized_start=1150
+  _globals['_GETRUNRESPONSE']._serialized_end=1218
+  _globals['_WATCHRUNREQUEST']._serialized_start=1220
+  _globals['_WATCHRUNREQUEST']._serialized_end=1237
+  _globals['_WATCHRUNRESPONSE']._serialized_start=1239
+  _globals['_WATCHRUNRESPONSE']._serialized_end=1309
+  _globals['_GETWEIGHTPLANEREQUEST']._serialized_start=1311
+  _globals['_GETWEIGHTPLANEREQUEST']._serialized_end=1334
+  _globals['_GETWEIGHTPLANERESPONSE']._serialized_start=1337
+  _globals['_GETWEIGHTPLANERESPONSE']._serialized_end=1550
+  _globals['_WEIGHTPARTY']._serialized_start=1553
+  _globals['_WEIGHTPARTY']._serialized_end=1703
+  _globals['_RUNSERVICE']._serialized_start=2067
+  _globals['_RUNSERVICE']._serialized_end=2384
 # @@protoc_insertion_point(module_scope)

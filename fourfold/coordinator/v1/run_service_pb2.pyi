@@ -72,6 +72,30 @@ RUN_PHASE_FAILED: RunPhase.ValueType  # 9
 """Ended by an error; see failure."""
 Global___RunPhase: _TypeAlias = RunPhase  # noqa: Y015
 
+class _MemberState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MemberStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MemberState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MEMBER_STATE_UNSPECIFIED: _MemberState.ValueType  # 0
+    """Not told, by a coordinator of an earlier version."""
+    MEMBER_STATE_LIVE: _MemberState.ValueType  # 1
+    """It renews its lease in time."""
+    MEMBER_STATE_SILENT: _MemberState.ValueType  # 2
+    """Its last renewal is overdue; its lease expires soon."""
+
+class MemberState(_MemberState, metaclass=_MemberStateEnumTypeWrapper):
+    """Whether a member is heard of. May gain values."""
+
+MEMBER_STATE_UNSPECIFIED: MemberState.ValueType  # 0
+"""Not told, by a coordinator of an earlier version."""
+MEMBER_STATE_LIVE: MemberState.ValueType  # 1
+"""It renews its lease in time."""
+MEMBER_STATE_SILENT: MemberState.ValueType  # 2
+"""Its last renewal is overdue; its lease expires soon."""
+Global___MemberState: _TypeAlias = MemberState  # noqa: Y015
+
 @_typing.final
 class RunStatus(_message.Message):
     """A snapshot of the run."""
@@ -90,6 +114,8 @@ class RunStatus(_message.Message):
     MEMBERS_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
+    WAITING_SINCE_FIELD_NUMBER: _builtins.int
+    CONDITIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the run."""
     phase: Global___RunPhase.ValueType
@@ -122,6 +148,14 @@ class RunStatus(_message.Message):
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
         """Live members."""
 
+    @_builtins.property
+    def waiting_since(self) -> _timestamp_pb2.Timestamp:
+        """Since when it waits for that; unset while it waits for nothing."""
+
+    @_builtins.property
+    def conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Condition]:
+        """What is wrong now although the run goes on, the oldest first."""
+
     def __init__(
         self,
         *,
@@ -137,14 +171,48 @@ class RunStatus(_message.Message):
         members: _abc.Iterable[Global___Member] | None = ...,
         failure: _builtins.str = ...,
         waiting_for: _builtins.str = ...,
+        waiting_since: _timestamp_pb2.Timestamp | None = ...,
+        conditions: _abc.Iterable[Global___Condition] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time", "waiting_since", b"waiting_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evals", b"evals", "failure", b"failure", "members", b"members", "name", b"name", "phase", b"phase", "phase_progress", b"phase_progress", "policy_version", b"policy_version", "start_time", b"start_time", "step", b"step", "step_count", b"step_count", "steps", b"steps", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conditions", b"conditions", "evals", b"evals", "failure", b"failure", "members", b"members", "name", b"name", "phase", b"phase", "phase_progress", b"phase_progress", "policy_version", b"policy_version", "start_time", b"start_time", "step", b"step", "step_count", b"step_count", "steps", b"steps", "waiting_for", b"waiting_for", "waiting_since", b"waiting_since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunStatus: _TypeAlias = RunStatus  # noqa: Y015
+
+@_typing.final
+class Condition(_message.Message):
+    """Something that is wrong now. It goes away when it is right again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    SINCE_FIELD_NUMBER: _builtins.int
+    subject: _builtins.str
+    """What it is about: a member id, or a part of the run such as "disk"."""
+    text: _builtins.str
+    """What is wrong and what helps, for people."""
+    @_builtins.property
+    def since(self) -> _timestamp_pb2.Timestamp:
+        """Since when."""
+
+    def __init__(
+        self,
+        *,
+        subject: _builtins.str = ...,
+        text: _builtins.str = ...,
+        since: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["since", b"since"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["since", b"since", "subject", b"subject", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Condition: _TypeAlias = Condition  # noqa: Y015
 
 @_typing.final
 class StepRecord(_message.Message):
@@ -244,6 +312,8 @@ class Member(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    STATE_SINCE_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     """From RegisterRequest."""
     role: _builtins.str
@@ -252,6 +322,12 @@ class Member(_message.Message):
     """Where it serves."""
     policy_version: _builtins.int
     """Version it serves, for rollout services; -1 otherwise."""
+    state: Global___MemberState.ValueType
+    """Whether its lease is renewed in time."""
+    @_builtins.property
+    def state_since(self) -> _timestamp_pb2.Timestamp:
+        """Since when it is in this state."""
+
     def __init__(
         self,
         *,
@@ -259,10 +335,12 @@ class Member(_message.Message):
         role: _builtins.str = ...,
         target: _builtins.str = ...,
         policy_version: _builtins.int = ...,
+        state: Global___MemberState.ValueType = ...,
+        state_since: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state_since", b"state_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["member_id", b"member_id", "policy_version", b"policy_version", "role", b"role", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member_id", b"member_id", "policy_version", b"policy_version", "role", b"role", "state", b"state", "state_since", b"state_since", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 import grpc
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from fourfold.clock import SYSTEM_CLOCK, Clock
 from fourfold.coordinator.v1 import run_service_pb2 as pb
@@ -54,12 +55,39 @@ class RunBoard:
         """Say what the run waits for; empty: for nothing."""
         if self.status.waiting_for != what:
             self.status.waiting_for = what
+            if what:
+                self._stamp(self.status.waiting_since)
+            else:
+                self.status.ClearField("waiting_since")
             self._changed()
+
+    def report(self, subject: str, text: str) -> None:
+        """Say that something is wrong now with `subject`; another text for the same subject keeps the first time.
+
+        Args:
+            subject: a member id, or a part of the run such as "disk".
+            text: what is wrong and what helps, for people.
+        """
+        condition = next((c for c in self.status.conditions if c.subject == subject), None)
+        if condition is None:
+            condition = self.status.conditions.add(subject=subject)
+            self._stamp(condition.since)
+        if condition.text != text:
+            condition.text = text
+            self._changed()
+
+    def resolve(self, subject: str) -> None:
+        """Say that `subject` is right again; nothing happens when nothing was wrong with it."""
+        for index, condition in enumerate(self.status.conditions):
+            if condition.subject == subject:
+                del self.status.conditions[index]
+                self._changed()
+                return
 
     def begin(self) -> None:
         """Say that the first step begins."""
         if not self.status.HasField("start_time"):
-            self.status.start_time.FromNanoseconds(int(self._clock.now() * 1e9))
+            self._stamp(self.status.start_time)
             self._changed()
 
     def at(self, *, step: int, policy_version: int) -> None:
@@ -99,6 +127,7 @@ class RunBoard:
         self.status.failure = failure
         self.status.phase = pb.RUN_PHASE_FAILED if failure else pb.RUN_PHASE_DONE
         self.status.waiting_for = ""
+        self.status.ClearField("waiting_since")
         self.status.phase_progress = 1.0
         self.closed = True
         self._changed()
@@ -116,6 +145,9 @@ class RunBoard:
                 async with asyncio.timeout(_PERIOD_SECONDS):
                     while not self.closed:
                         await self._change.wait()
+
+    def _stamp(self, timestamp: Timestamp) -> None:
+        timestamp.FromNanoseconds(int(self._clock.now() * 1e9))
 
     def _changed(self) -> None:
         change, self._change = self._change, asyncio.Event()

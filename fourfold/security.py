@@ -8,8 +8,10 @@ with a bearer token to a port that carries nothing but `RolloutService` and heal
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import hmac
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,7 +47,32 @@ POLICY: Final[Mapping[str, frozenset[str]]] = {
 }
 PUBLIC_SERVICES: Final = frozenset({"fourfold.rollout.v1.RolloutService"})
 
-_TOKEN_LINE: Final = re.compile(r"([A-Za-z0-9_-]{1,64})\s+([0-9a-f]{64})")
+SCOPES: Final[Mapping[str, frozenset[str]]] = {
+    "generate": frozenset({"Generate"}),
+    "info": frozenset({"GetInfo", "WatchLoad"}),
+}
+"""Methods of the public services that a scope allows."""
+LIMITS: Final = ("concurrent_calls", "tokens_in_flight", "calls_per_second")
+"""Limits that a token may carry."""
+
+_TOKEN_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenGrant:
+    """What the holder of one bearer token may do."""
+
+    name: str
+    """Names the holder in logs and quotas; unique in the file."""
+    digest: bytes = field(repr=False)
+    """SHA-256 of the token."""
+    scopes: frozenset[str] = frozenset(SCOPES)
+    """Keys of `SCOPES`."""
+    expires: datetime.datetime | None = None
+    """With time zone; None: never."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """By the names of `LIMITS`; a limit that is absent is the port's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,19 +20,22 @@ from google.protobuf.message import DecodeError
 
 from fourfold.errors import FourfoldError, Internal, InvalidInput, PermissionDenied, Unauthenticated
 from fourfold.principal import LOCAL_AGENT, Principal, set_current
-from fourfold.security import check_identity, check_token
+from fourfold.security import Security, check_identity
 from fourfold.status import to_status
+from fourfold.tokens import check_token
 
 log = logging.getLogger("fourfold.server")
 
 _HEALTH: Final = "grpc.health.v1.Health"
 _REFLECTION: Final = "grpc.reflection.v1alpha.ServerReflection"
 _DRAIN_SECONDS: Final = 10.0
+_MAX_LOGGED_CHARACTERS: Final = 500
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Authorize = Callable[[str, Context], Principal]
-"""Takes the full name of a service and a call's context; returns the caller, or raises FourfoldError to refuse."""
+Authorize = Callable[[str, str, Context], Principal]
+"""Takes the full name of a service, a method and a call's context; returns the caller, or raises FourfoldError to
+refuse."""
 
 
 class Guard(grpc.aio.ServerInterceptor):
@@ -63,7 +66,7 @@ class Guard(grpc.aio.ServerInterceptor):
         needs_deadline = not (name.startswith("Watch") or service in (_HEALTH, _REFLECTION))
 
         def check(context: Context) -> None:
-            set_current(authorize(service, context))
+            set_current(authorize(service, name, context))
             if needs_deadline and context.time_remaining() is None:
                 raise InvalidInput(
                     f"{name} was called without a deadline; pass a timeout with the call", reason="NO_DEADLINE"
@@ -72,27 +75,34 @@ class Guard(grpc.aio.ServerInterceptor):
         return check
 
 
-def authorize_certificate(service: str, context: Context) -> Principal:
-    """Policy of the internal port: the identity in the caller's certificate decides."""
-    identities = context.auth_context().get("peer_spiffe_id", ())
-    return check_identity(service, [uri.decode(errors="replace") for uri in identities])
+def authorize_certificate(security: Security) -> Authorize:
+    """Policy of the internal port: the principal in the caller's certificate decides."""
+
+    def authorize(service: str, _method: str, context: Context) -> Principal:
+        peer = context.auth_context()
+        identities = peer.get("peer_spiffe_id", ())
+        caller = check_identity(service, [uri.decode(errors="replace") for uri in identities])
+        security.check_not_revoked(caller, list(peer.get("x509_pem_cert", ())))
+        return caller
+
+    return authorize
 
 
 def authorize_loopback(principal: Principal) -> Authorize:
     """Policy of a port without TLS, which listens on loopback only: every caller is `principal`."""
-    return lambda _service, _context: principal
+    return lambda _service, _method, _context: principal
 
 
-def authorize_token(tokens: Any) -> Authorize:
+def authorize_token(security: Security) -> Authorize:
     """Policy of the public port: a bearer token for everything but health."""
 
-    def authorize(service: str, context: Context) -> Principal:
+    def authorize(service: str, method: str, context: Context) -> Principal:
         if service == _HEALTH:
             return LOCAL_AGENT
         values = [v for k, v in context.invocation_metadata() or () if k == "authorization"]
         if len(values) != 1 or not isinstance(values[0], str):
             raise Unauthenticated("no bearer token; send the metadata `authorization: Bearer TOKEN`")
-        return Principal("agent", check_token(values[0], tokens))
+        return Principal("agent", check_token(values[0], method, security.tokens).name)
 
     return authorize
 
@@ -189,13 +199,18 @@ async def _abort(method: str, context: Context, error: Exception) -> None:
         log.error("%s failed", method, exc_info=error)
         known = Internal("internal error")
     elif isinstance(known, Unauthenticated | PermissionDenied):
-        log.warning("%s refused to %s: %s", method, context.peer(), known)
+        log.warning("%s refused to %s: %s", method, context.peer(), _for_the_log(known.message))
     status = to_status(known)
     await context.abort(
         grpc.StatusCode[known.code],
         status.message,
         (("grpc-status-details-bin", status.SerializeToString()),),
     )
+
+
+def _for_the_log(text: str) -> str:
+    """Return a text that may quote a caller: bounded, and in one line."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:_MAX_LOGGED_CHARACTERS])
 
 
 def _known(error: BaseException) -> FourfoldError | None:

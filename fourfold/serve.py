@@ -32,8 +32,9 @@ from fourfold.coordinator.client import MembershipClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.membership import Membership
+from fourfold.principal import Principal
 from fourfold.process import PARENT_PID_VARIABLE, die_with_parent
-from fourfold.security import Security
+from fourfold.security import COORDINATOR, Security
 from fourfold.server import Server
 
 _log = logging.getLogger("fourfold.serve")
@@ -91,7 +92,7 @@ class Host:
         self.options = options
         self.role = role
         self.tokenizer_sha256 = tokenizer_sha256
-        self.security = Security.load(options.config.security, options.role)
+        self.security = Security.load(options.config.security, Principal(options.role, options.member_id))
         self.server = Server(listen=options.listen, security=self.security, max_concurrent_rpcs=max_concurrent_rpcs)
         self.on_drain: list[Callable[[], Awaitable[None]]] = []
         self.target = ""
@@ -101,8 +102,9 @@ class Host:
         self._stop = asyncio.Event()
         self._signal: int | None = None
         self._fatal = ""
-        self._advertised(0)
-        if options.coordinator:  # before a model is loaded
+        # Before a model is loaded: the coordinator refuses a target that it may not dial.
+        self._check_advertised()
+        if options.coordinator:
             check_target(options.coordinator, self.security)
 
     def public_server(self, listen: str, *, max_concurrent_rpcs: int = 1024) -> Server:
@@ -227,7 +229,7 @@ class Host:
     def _membership(self) -> Membership | None:
         if self.role is None or not self.options.coordinator:
             return None
-        channel = open_channel(self.options.coordinator, self.security)
+        channel = open_channel(self.options.coordinator, self.security, server=COORDINATOR)
         self.on_drain.append(channel.close)
         return Membership(
             MembershipClient(channel, peer=f"coordinator at {self.options.coordinator}"),
@@ -247,6 +249,15 @@ class Host:
                 f"with --advertise HOST"
             )
         return join_target(host, port)
+
+    def _check_advertised(self) -> None:
+        """Refuse a host that nobody may dial."""
+        try:
+            check_target(self._advertised(1), self.security)
+        except ConfigError as error:
+            if not self.options.advertise:
+                raise
+            raise ConfigError(f"--advertise {self.options.advertise!r:.80}: {error}") from None
 
     def _exit_code(self, work: asyncio.Future[int] | None) -> int:
         if self._fatal:

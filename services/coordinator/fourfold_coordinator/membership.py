@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
+from fourfold import principal
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as pb_grpc
 
@@ -30,18 +31,19 @@ class MembershipServicer(pb_grpc.MembershipServiceServicer):
                 role=request.role,
                 target=request.target,
                 tokenizer_sha256=request.tokenizer_sha256,
-            )
+            ),
+            principal.current(),
         )
         return pb.RegisterResponse(lease_token=token, ttl=self._ttl())
 
     async def KeepAlive(self, request: pb.KeepAliveRequest, context: Context) -> pb.KeepAliveResponse:
         """Extend a lease."""
-        drain = self._registry.keep_alive(request.lease_token)
+        drain = self._registry.keep_alive(request.lease_token, principal.current())
         return pb.KeepAliveResponse(ttl=self._ttl(), drain_requested=drain)
 
     async def Deregister(self, request: pb.DeregisterRequest, context: Context) -> pb.DeregisterResponse:
         """End a lease."""
-        self._registry.deregister(request.lease_token)
+        self._registry.deregister(request.lease_token, principal.current())
         return pb.DeregisterResponse()
 
     def _ttl(self) -> Duration:

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import grpc
+
 from fourfold import models
 from fourfold.channel import open_channel
 from fourfold.clock import SYSTEM_CLOCK
@@ -27,6 +29,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
 from fourfold.errors import ConfigError, FourfoldError, Internal
+from fourfold.principal import Principal
 from fourfold.serve import Host, ServeOptions
 from fourfold.tokenizer import Tokenizer
 
@@ -39,7 +42,7 @@ from .memory import MemoryMeter
 from .parts import Parts
 from .peers import Peers
 from .prompts import Prompts, load_prompts
-from .registry import Registry
+from .registry import Member, Registry
 from .replica import Replica
 from .routing import Router
 from .run_service import RunBoard, RunServicer
@@ -96,10 +99,12 @@ class Coordinator:
         self._tokenizer = Tokenizer.load(models.resolve(config.model.source))
         self._board = RunBoard(name=config.name, step_count=config.steps)
         self._plane = WeightPlane()
-        self._registry = Registry(clock=SYSTEM_CLOCK, tokenizer_sha256=self._tokenizer.sha256)
+        self._registry = Registry(
+            clock=SYSTEM_CLOCK, tokenizer_sha256=self._tokenizer.sha256, security=self._host.security
+        )
         self._router = Router(
             self._registry,
-            open_channel=lambda target: open_channel(target, self._host.security),
+            open_channel=self._open_channel,
             tokenizer_sha256=self._tokenizer.sha256,
             clock=SYSTEM_CLOCK,
             wait_seconds=config.retry.service_wait_seconds,
@@ -115,6 +120,10 @@ class Coordinator:
             add_RunServiceServicer_to_server,
             RunServicer(self._board, lambda: self._plane.report(self._replicas())),
         )
+
+    def _open_channel(self, member: Member) -> grpc.aio.Channel:
+        """Open a channel to a member; with certificates, nobody else can answer."""
+        return open_channel(member.target, self._host.security, server=Principal(member.role_name, member.member_id))
 
     async def run(self) -> int:
         """Serve until the run is over; return the exit code."""

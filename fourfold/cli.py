@@ -105,11 +105,17 @@ def _dispatch(words: list[str]) -> int:
         hint = f"did you mean `{close[0]}`?" if close else f"commands: {', '.join(_HELP)}"
         print(f"fourfold: no command {name!r}; {hint}", file=sys.stderr)
         return 2
-    command = _command(name)
-    parser = argparse.ArgumentParser(prog=f"fourfold {name}", description=f"{_HELP[name][0].upper()}{_HELP[name][1:]}.")
+    command, arguments = parse(name, rest)
+    return command.main(arguments)
+
+
+def parse(name: str, words: list[str]) -> tuple[Command, argparse.Namespace]:
+    """Return a command, and what the words after its name mean to it."""
+    command, text = _command(name), _HELP.get(name, "")
+    parser = argparse.ArgumentParser(prog=f"fourfold {name}", description=f"{text[:1].upper()}{text[1:]}.")
     command.add_arguments(parser)
     complete: Callable[[list[str]], list[str]] = getattr(command, "complete", list)
-    return command.main(parser.parse_args(complete(rest)))
+    return command, parser.parse_args(complete(words))
 
 
 def _overview() -> str:

@@ -177,6 +177,17 @@ class Security:
             )
 
 
+def expiry_warning(name: str, days_left: float) -> str:
+    """Return what to do about a certificate that expires soon; empty when it does not."""
+    if days_left >= WARN_DAYS:
+        return ""
+    when = "has expired" if days_left <= 0 else f"expires in {days_left:.1f} days"
+    return (
+        f"the certificate of {name} {when}; run `fourfold certs renew DIR {name}` where ca-key.pem is, and copy "
+        f"{name}.pem to its machine; no restart is needed"
+    )
+
+
 def fingerprint(pem: str) -> str:
     """Return the SHA-256 of a certificate, as 64 hexadecimal digits."""
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem.strip())).hexdigest()

@@ -34,11 +34,12 @@ from fourfold.errors import ConfigError, FourfoldError
 from fourfold.membership import Membership
 from fourfold.principal import Principal
 from fourfold.process import PARENT_PID_VARIABLE, die_with_parent
-from fourfold.security import COORDINATOR, Security
+from fourfold.security import COORDINATOR, Security, expiry_warning
 from fourfold.server import Server
 
 _log = logging.getLogger("fourfold.serve")
 
+_WARN_SECONDS: Final = 6 * 3600.0
 _DEREGISTER_SECONDS: Final = 0.5
 _ON_DRAIN_SECONDS: Final = 2.0
 _GRACE_SECONDS: Final = 1.0
@@ -180,7 +181,8 @@ class Host:
         """Wait for the end, whatever brings it. Errors of the members' task and of `until` are raised."""
         stop = asyncio.ensure_future(self._stop.wait())
         keep_alive = asyncio.ensure_future(member.run()) if member else None
-        tasks: set[asyncio.Future[Any]] = {t for t in (stop, keep_alive, work) if t is not None}
+        warning = asyncio.ensure_future(self._warn_of_expiry()) if self.security else None
+        tasks: set[asyncio.Future[Any]] = {t for t in (stop, keep_alive, warning, work) if t is not None}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks - {stop}:
@@ -190,6 +192,13 @@ class Host:
             for task in tasks - {work}:
                 task.cancel()
             await asyncio.wait(tasks - {work})
+
+    async def _warn_of_expiry(self) -> None:
+        """Log a few times a day that our certificate expires soon."""
+        while self.security is not None:
+            if text := expiry_warning(self.options.member_id, self.security.days_left):
+                _log.warning("%s", text)
+            await asyncio.sleep(_WARN_SECONDS)
 
     async def _drain(self, member: Membership | None, work: asyncio.Future[int] | None) -> None:
         self.server.set_ready(False)

@@ -34,6 +34,7 @@ from fourfold.serve import Host, ServeOptions
 from fourfold.tokenizer import Tokenizer
 
 from .broker import Broker
+from .certificates import Certificates
 from .evaluate import Evaluator
 from .ledger import Ledger
 from .loop import PEAK_MEMORY, Loop
@@ -110,10 +111,11 @@ class Coordinator:
             wait_seconds=config.retry.service_wait_seconds,
             on_wait=self._board.wait_for,
         )
+        self._certificates = Certificates(self._host.security, self._registry, self._board, own=options.member_id)
         self._host.server.add(
             membership_service_pb2.DESCRIPTOR.services_by_name["MembershipService"],
             add_MembershipServiceServicer_to_server,
-            MembershipServicer(self._registry),
+            MembershipServicer(self._registry, self._certificates),
         )
         self._host.server.add(
             run_service_pb2.DESCRIPTOR.services_by_name["RunService"],
@@ -155,6 +157,7 @@ class Coordinator:
             asyncio.create_task(self._router.run()),
             asyncio.create_task(self._show_members()),
             asyncio.create_task(memory.run()),
+            asyncio.create_task(self._certificates.run()),
         ]
         try:
             parts = await self._parts(ledger, memory)
@@ -185,6 +188,7 @@ class Coordinator:
             peers=peers,
             evaluator=Evaluator(config, peers, prompts.held_out),
             memory=memory,
+            certificates=self._certificates,
             start_seconds=self._start_seconds,
         )
 

@@ -29,7 +29,7 @@ from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.security import POLICY, PUBLIC_SERVICES, ROLES, ROLLOUT, Security
+from fourfold.security import POLICY, PUBLIC_SERVICES, ROLES, ROLLOUT, VIEWER, Security
 from fourfold.server import Server
 from tests.fakes.servicers import Reward, Rollout
 
@@ -199,11 +199,34 @@ def test_every_service_of_the_contract_has_a_row_in_the_policy() -> None:
     assert descriptor_pool.Default().FindServiceByName("fourfold.trainer.v1.TrainerService")
 
 
+def test_a_recipe_without_tls_has_no_tokens(folder: tuple[Path, str]) -> None:
+    assert Security.load(SecurityConfig(), VIEWER) is None
+    with pytest.raises(errors.ConfigError, match=r"tokens never travel without TLS"):
+        Security.load(SecurityConfig(tokens_file="x"), Principal("rollout", "rollout-0"))
+
+
+def test_a_machine_without_a_port_for_agents_needs_no_file_of_tokens(folder: tuple[Path, str], tmp_path: Path) -> None:
+    config = SecurityConfig(directory=str(folder[0]), tokens_file=str(tmp_path / "absent"))
+    for role in ROLES:
+        who = Principal(role, f"{role}-0")
+        if role == "rollout":
+            with pytest.raises(errors.ConfigError, match="absent: cannot read it"):
+                Security.load(config, who)
+            (tmp_path / "absent").write_text("# nobody\n")
+            with pytest.raises(errors.ConfigError, match="absent: holds no token digest; make one with `fourfold cer"):
+                Security.load(config, who)
+        else:
+            assert Security.load(config, who)
+    with pytest.raises(errors.ConfigError, match=r"ca\.pem: cannot read it .*`fourfold certs DIR` makes"):
+        Security.load(SecurityConfig(directory=str(tmp_path)), VIEWER)
+
+
 def test_nothing_of_it_shows_in_a_repr(folder: tuple[Path, str]) -> None:
-    text = repr(load(folder, "rollout", tokens=True))
+    security = load(folder, "rollout", tokens=True)
+    text = f"{security!r} {security.material!r} {security.tokens['agent']!r}"
     assert "PRIVATE" not in text
     assert "CERTIFICATE" not in text
-    assert "agent" not in text
+    assert repr(security.tokens["agent"].digest) not in text
 
 
 async def test_a_service_with_certificates_registers_over_tls(folder: tuple[Path, str]) -> None:

@@ -26,8 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "`fourfold certs DIR` is short for `fourfold certs make DIR`."
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     make = _action(actions, "make", "make an authority, a certificate for each member, and a token for agents")
-    _members(make, "--recipe", type=Path, metavar="RECIPE", help="one certificate for each replica of this recipe")
-    make.add_argument("--member", action="append", default=[], metavar="MEMBER", help="as of `add`; repeat it")
+    text = "one certificate for each replica of this recipe; default: one of each role"
+    _members(make, "--recipe", type=Path, metavar="RECIPE", help=text)
+    make.add_argument(
+        "--member", action="append", default=[], metavar="MEMBER", help="one more, as of `add`; repeat it"
+    )
     add = _action(actions, "add", "make certificates for more members")
     _members(add, "member", nargs="+", metavar="MEMBER", help="for example rollout-1, or reward/math: ROLE/NAME")
     renew = _action(actions, "renew", "make new certificates; running services use them without a restart")
@@ -69,10 +72,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _make(args: argparse.Namespace) -> str:
     certs, directory = _certs(), args.directory
-    members = [certs.parse_member(text) for text in args.member]
-    if args.recipe:
-        members = list(dict.fromkeys([*_of_recipe(args.recipe), *members]))
-    token = certs.make(directory, args.host, members or certs.FIRST_OF_EACH, days=args.days)
+    members = _of_recipe(args.recipe) if args.recipe else certs.FIRST_OF_EACH
+    members = [*members, *(certs.parse_member(text) for text in args.member)]
+    token = certs.make(directory, args.host, list(dict.fromkeys(members)), days=args.days)
     names = [issued.who.name for issued in certs.current(directory)]
     return f"""Certificates for {", ".join(names)}: {directory}, valid for {args.days:g} days. In the recipe:
 

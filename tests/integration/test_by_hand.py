@@ -181,7 +181,7 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., 
 
 async def test_who_has_no_certificate_of_this_ca_is_refused_and_both_sides_say_so(by_hand: ByHand) -> None:
     certs, other = by_hand.root / "certs", by_hand.root / "other"
-    assert by_hand.run(f"fourfold certs {other}").returncode == 0
+    assert by_hand.run(f"fourfold certs {other} --member reward-1").returncode == 0
     coordinator, reward = Principal("coordinator", "coordinator-0"), Principal("reward", "reward-0")
     ours = Security.load(SecurityConfig(directory=str(certs)), coordinator)
     theirs = Security.load(SecurityConfig(directory=str(other)), coordinator)

@@ -29,7 +29,7 @@ from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.security import POLICY, PUBLIC_SERVICES, ROLES, ROLLOUT, VIEWER, Security
+from fourfold.security import POLICY, PUBLIC_SERVICES, ROLES, ROLLOUT, VIEWER, Security, check_identity
 from fourfold.server import Server
 from tests.fakes.servicers import Reward, Rollout
 
@@ -180,6 +180,30 @@ async def test_a_public_port_on_loopback_without_tls_is_plain_and_elsewhere_refu
         Server(listen="0.0.0.0:0", security=None, public=True)
     with pytest.raises(errors.ConfigError, match="a public port needs bearer tokens"):
         Server(listen="127.0.0.1:0", security=load(folder, "rollout"), public=True)
+
+
+@pytest.mark.parametrize(
+    "uris",
+    [
+        [],
+        ["https://fourfold/svc/reward/reward-0"],
+        ["spiffe://elsewhere/svc/coordinator/coordinator-0"],
+        ["spiffe://fourfold/svc/coordinator"],  # of a version that had one certificate per role
+        ["spiffe://fourfold/svc/coordinator/"],
+        ["spiffe://fourfold/svc/coordinator/a/b"],
+        ["spiffe://fourfold/svc/coordinator/A"],
+        ["spiffe://fourfold/svc/agent/coordinator-0"],
+        ["spiffe://fourfold/svc/coordinator/a", "spiffe://fourfold/svc/trainer/a"],
+    ],
+)
+def test_a_certificate_that_names_no_member_or_two_is_nobody_s(uris: list[str]) -> None:
+    with pytest.raises(errors.Unauthenticated, match="has no URI spiffe://fourfold/svc/ROLE/MEMBER; use one made by"):
+        check_identity("fourfold.reward.v1.RewardService", uris)
+
+
+def test_a_service_without_a_row_is_refused_to_everybody() -> None:
+    with pytest.raises(errors.PermissionDenied, match="may not call x.y.Z; allowed: nobody"):
+        check_identity("x.y.Z", ["spiffe://fourfold/svc/coordinator/coordinator-0"])
 
 
 def modules() -> list[Any]:

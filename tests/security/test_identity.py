@@ -183,7 +183,9 @@ def test_a_follower_that_fails_stops_neither_the_registry_nor_the_other_follower
     assert seen == [Change.JOINED, Change.LEFT]
 
 
-async def test_a_member_to_which_no_channel_opens_leaves_without_a_trace(clock: FakeClock) -> None:
+async def test_a_member_to_which_no_channel_opens_is_logged_once_and_leaves_without_a_trace(
+    clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
     registry = Registry(clock=clock, tokenizer_sha256=TOKENIZER)
 
     def refuse(member: Member) -> Any:
@@ -194,6 +196,7 @@ async def test_a_member_to_which_no_channel_opens_leaves_without_a_trace(clock: 
     await clock.advance(TTL_SECONDS)
     assert [m.member_id for m in registry.expire()] == ["reward-0"]
     assert router.members() == []
+    assert [r.getMessage() for r in caplog.records] == ["a follower of the registry failed: reward-0, joined"]
 
 
 def _reward(name: str, incarnation: str = "a" * 32) -> Member:

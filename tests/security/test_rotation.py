@@ -246,6 +246,13 @@ def test_files_of_another_member_or_authority_are_refused_before_anything_listen
         Security.load(SecurityConfig(directory=str(folder)), Principal("trainer", "reward-0"))
 
 
+def test_a_certificate_whose_principal_is_another_one_is_refused(pki: Pki, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certs, "uri", lambda who: f"spiffe://fourfold/svc/trainer/{who.name}")
+    certs.renew(pki.folder, ["reward-0"])
+    with pytest.raises(errors.ConfigError, match="has no URI spiffe://fourfold/svc/reward/reward-0"):
+        pki.load("reward-0")
+
+
 def test_the_run_tells_which_certificate_expires_soon(pki: Pki, clock: FakeClock) -> None:
     clock._time = certs.current(pki.folder)[0].expires.timestamp() - 300 * 86_400
     registry = Registry(clock=clock, tokenizer_sha256=b"t" * 32)

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any, Final
 
 from fourfold import log
-from fourfold.channel import check_target, join_target, open_channel, split_target
+from fourfold.channel import check_target, is_loopback, join_target, open_channel, split_target
 from fourfold.config import Config
 from fourfold.coordinator.client import MembershipClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
@@ -103,7 +103,6 @@ class Host:
         self._stop = asyncio.Event()
         self._signal: int | None = None
         self._fatal = ""
-        # Before a model is loaded: the coordinator refuses a target that it may not dial.
         self._check_advertised()
         if options.coordinator:
             check_target(options.coordinator, self.security)
@@ -260,13 +259,14 @@ class Host:
         return join_target(host, port)
 
     def _check_advertised(self) -> None:
-        """Refuse a host that nobody may dial."""
-        try:
-            check_target(self._advertised(1), self.security)
-        except ConfigError as error:
-            if not self.options.advertise:
-                raise
-            raise ConfigError(f"--advertise {self.options.advertise!r:.80}: {error}") from None
+        """Refuse a host that nobody may dial: the coordinator would refuse it, after a model was loaded."""
+        host = self.options.advertise
+        if host and self.security is None and not is_loopback(host):
+            raise ConfigError(
+                f"--advertise {host!r:.80}: without TLS a service is only called on this machine; leave --advertise "
+                f"out, or make certificates with `fourfold certs DIR` and set security.directory"
+            )
+        check_target(self._advertised(1), self.security)
 
     def _exit_code(self, work: asyncio.Future[int] | None) -> int:
         if self._fatal:

@@ -46,7 +46,7 @@ class Watched(Generic[T]):
                 if stamp != self._stamp:
                     try:
                         self._value = self._read()
-                    except ConfigError as error:
+                    except (ConfigError, OSError) as error:
                         log.error("a changed file is not used, what was read before it stays in force: %s", error)
                     self._stamp = stamp
         return self._value

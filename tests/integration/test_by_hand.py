@@ -248,6 +248,7 @@ def test_the_run_is_watched_and_finished(by_hand: ByHand) -> None:
     rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["mismatch/logprob_diff_mean"] < 0.05 for row in rows)
+    assert all(364 < row["security/certificate_seconds"] / 86_400 < 365 for row in rows)
     assert (run / "model" / "model.safetensors").exists() and (run / "checkpoints" / "step-000002").exists()
     assert "runs/by-hand/report.json" in by_hand.output("coordinator")
     assert by_hand.processes["watch"].wait(20) == 0, by_hand.output("watch")

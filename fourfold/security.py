@@ -151,13 +151,17 @@ class Security:
         """
 
         def configuration() -> grpc.ServerCertificateConfiguration:
-            material = self.material
-            pair = (material.key, material.certificate)
-            return grpc.ssl_server_certificate_configuration([pair], None if public else material.authority)
+            pair = (used.key, used.certificate)
+            return grpc.ssl_server_certificate_configuration([pair], None if public else used.authority)
 
-        return grpc.dynamic_ssl_server_credentials(
-            configuration(), configuration, require_client_authentication=not public
-        )
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal used
+            material, before = self.material, used
+            used = material
+            return None if material is before else configuration()  # None keeps what the server has: it is cheap
+
+        used = self.material
+        return grpc.dynamic_ssl_server_credentials(configuration(), changed, require_client_authentication=not public)
 
     def check_not_revoked(self, caller: Principal, certificates: Sequence[bytes]) -> None:
         """Refuse a caller whose certificate is in the list of revoked ones.

@@ -149,6 +149,7 @@ class Security:
 
         Each handshake uses the files as they are then.
         """
+        used = self.material
 
         def configuration() -> grpc.ServerCertificateConfiguration:
             pair = (used.key, used.certificate)
@@ -160,8 +161,11 @@ class Security:
             used = material
             return None if material is before else configuration()  # None keeps what the server has: it is cheap
 
-        used = self.material
-        return grpc.dynamic_ssl_server_credentials(configuration(), changed, require_client_authentication=not public)
+        return grpc.dynamic_ssl_server_credentials(
+            configuration(),
+            changed,  # type: ignore[arg-type]  # grpc documents None, the stubs do not
+            require_client_authentication=not public,
+        )
 
     def check_not_revoked(self, caller: Principal, certificates: Sequence[bytes]) -> None:
         """Refuse a caller whose certificate is in the list of revoked ones.

@@ -12,8 +12,9 @@ from typing import Any
 import grpc
 import pytest
 
-from fourfold import config, errors
+from fourfold import certs, config, errors
 from fourfold.channel import open_channel
+from fourfold.config import SecurityConfig
 from fourfold.coordinator.client import Lease, MembershipClient, RunClient
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
@@ -206,6 +207,13 @@ def _reward(name: str, incarnation: str = "a" * 32) -> Member:
     )
 
 
+@pytest.fixture
+def harmless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that leaves this process's logging alone."""
+    monkeypatch.setattr("fourfold.serve.log.setup", lambda *_args, **_options: None)
+
+
+@pytest.mark.usefixtures("harmless")
 @pytest.mark.parametrize("advertise", ["mymachine", "10.0.0.7"])
 def test_a_service_that_nobody_may_dial_does_not_start(advertise: str) -> None:
     recipe = config.load(QUICKSTART)
@@ -243,6 +251,43 @@ async def test_a_lease_is_of_use_only_to_whom_it_was_granted(secured: Desk, pki:
     assert await owner.keep_alive(lease.token, timeout=10) == (TTL_SECONDS, False)
     await owner.deregister(lease.token, timeout=10)
     assert secured.live() == []
+
+
+async def test_a_revoked_member_loses_its_lease(clock: FakeClock, tmp_path: Path) -> None:
+    pki = Pki(tmp_path / "certs")
+    async for desk in _serve(Desk(clock, pki.load("coordinator-0"))):
+        client = desk.client(pki.load("reward-0"))
+        lease = await desk.register(client, "reward-0")
+        certs.revoke(pki.folder, ["reward-0"])
+        for call in (client.keep_alive(lease.token, timeout=10), desk.register(client, "reward-0")):
+            with pytest.raises(errors.PermissionDenied, match="certificate of reward/reward-0 is revoked"):
+                await call
+        await clock.advance(TTL_SECONDS)
+        assert [m.member_id for m in desk.registry.expire()] == ["reward-0"]
+
+
+@pytest.mark.usefixtures("harmless")
+@pytest.mark.parametrize(("days", "warned"), [(13.5, True), (15.0, False)])
+async def test_a_service_logs_that_its_certificate_expires_soon(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, days: float, warned: bool
+) -> None:
+    pki = Pki(tmp_path / "certs")
+    certs.renew(pki.folder, ["reward-0"], days=days)
+    recipe = config.load(QUICKSTART).model_copy(update={"security": SecurityConfig(directory=str(pki.folder))})
+    options = ServeOptions(role="reward", recipe=QUICKSTART, config=recipe, member_id="reward-0")
+
+    async def until() -> int:
+        await asyncio.sleep(0)
+        return 0
+
+    assert await Host(options, role=pb.ROLE_REWARD).run(until=until()) == 0
+    said = [r.getMessage() for r in caplog.records if "expires in" in r.getMessage()]
+    assert bool(said) is warned
+    if warned:
+        assert said == [
+            "the certificate of reward-0 expires in 13.5 days; run `fourfold certs renew DIR reward-0` where "
+            "ca-key.pem is, and copy reward-0.pem to its machine; no restart is needed"
+        ]
 
 
 async def test_who_may_not_be_a_member_may_not_ask(secured: Desk, pki: Pki) -> None:

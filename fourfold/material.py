@@ -62,7 +62,9 @@ def read_material(folder: Path, who: Principal) -> Material:
     """
     path = folder / f"{who.name}.pem"
     authority = read_file(folder / "ca.pem")
-    text = read_file(path, hint=f"`fourfold certs add {folder} {who}` makes it, where ca-key.pem is")
+    text = read_file(
+        path, hint=f"copy it from the folder with ca-key.pem; there, `fourfold certs add DIR {who}` makes it"
+    )
     check_private(path)
     blocks = [(match[1], match[0]) for match in _BLOCK.finditer(text)]
     return Material(
@@ -137,5 +139,5 @@ def _meaning(error: ssl.SSLCertVerificationError, path: Path, who: Principal) ->
     if "expired" in error.verify_message:
         return f"the certificate has expired; `fourfold certs renew {path.parent} {who.name}` makes a new one"
     if "ostname" in error.verify_message:
-        return f"this is not the certificate of {who}; look at `fourfold certs status {path.parent}`"
+        return f"this is not the certificate of {who}; copy {path.name} from the folder that `fourfold certs` made"
     return f"not a certificate of the CA in ca.pem ({error.verify_message}); both must come from one `fourfold certs`"

@@ -41,8 +41,8 @@ _MEANINGS: Final = (
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is not of our CA; both need files of one `fourfold certs DIR`"),
     (
         "Hostname Verification",
-        "another member answers there than the one that is called, by its certificate; check address and --member-id, "
-        "and what `fourfold certs status DIR` says of its file",
+        "another member answers there than the one that is called, by its certificate; check its address, its "
+        "--member-id, and that its file is the one that `fourfold certs` made for it",
     ),
     (
         "Socket closed",

@@ -237,7 +237,7 @@ def test_files_of_another_member_or_authority_are_refused_before_anything_listen
         ("trainer-0", folder, "not a certificate of the CA in ca.pem"),
         ("reward-2", folder, "this is not the certificate of reward/reward-2"),
         ("rollout-0", pki.folder, "has expired; `fourfold certs renew"),
-        ("rollout-7", pki.folder, "cannot read it .* `fourfold certs add .* rollout/rollout-7` makes it"),
+        ("rollout-7", pki.folder, "cannot read it .* `fourfold certs add DIR rollout/rollout-7` makes it"),
         ("Rollout_7", pki.folder, "--member-id 'Rollout_7': with certificates a member id has 1 to 63 lower-case"),
     ):
         with pytest.raises(errors.ConfigError, match=said):

@@ -2,6 +2,8 @@
 
     service --stdin: {"load": verifier} or {"score": sample}--> worker --stdout: one reply each--> service
 
+Before it loads anything, it enters the sandbox that its second argument describes.
+
 It knows no gRPC and no time limit: the service kills it when a function does not return, and
 the kernel kills it when the service dies. Functions run in the main thread, where signals and
 asyncio work as in a script. What they print goes to stderr.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import inspect
 import json
 import os
@@ -22,14 +25,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final
 
+from fourfold import sandbox
 from fourfold_reward import frames, loader
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.outcome import Outcome, from_result
 from fourfold_reward.sample import RewardFunction, ScoreInput
-from fourfold_reward.verifiers import BadMetadata
+from fourfold_reward.verifiers import BadMetadata, NotOffered
 
 _PR_SET_PDEATHSIG: Final = 1
 _HERE: Final = str(Path(__file__).parent)
+# CPU time for importing a verifier's libraries.
+_LOAD_CPU_SECONDS: Final = 120
 
 
 def main(arguments: list[str]) -> int:
@@ -37,7 +43,10 @@ def main(arguments: list[str]) -> int:
     _die_with(parent=int(arguments[0]))
     requests, replies = _take_pipes()
     sys.path.append(str(Path.cwd()))  # last, so that nothing there hides an installed package
-    worker = Worker()
+    policy = sandbox.Policy.from_json(arguments[1]) if arguments[1] else None
+    if policy is not None:
+        sandbox.enter(policy)
+    worker = Worker(policy)
     own = os.getpid()
     while (request := frames.read(requests)) is not None:
         reply = worker.answer(request)
@@ -51,8 +60,9 @@ def main(arguments: list[str]) -> int:
 class Worker:
     """Answers one request after another."""
 
-    def __init__(self) -> None:
-        """Start without any function."""
+    def __init__(self, policy: sandbox.Policy | None = None) -> None:
+        """Start without any function, in a process that has entered the sandbox of this policy."""
+        self._policy = policy
         self._functions: dict[str, RewardFunction] = {}
         self._runner = asyncio.Runner()  # one loop for the worker's life: clients of async functions stay connected
         self._reported: set[str] = set()
@@ -61,9 +71,13 @@ class Worker:
         """Return the reply to a request. The one place where anything that user code raises is caught."""
         loading = "load" in request
         try:
+            if self._policy is not None:
+                sandbox.allow_cpu(_LOAD_CPU_SECONDS if loading else self._policy.cpu_seconds)
             return self._load(request) if loading else self._score(request).to_json()
         except BadMetadata as error:
             return Outcome.error("BAD_METADATA", str(error)).to_json()
+        except NotOffered as error:
+            return Outcome.error("NOT_FOUND", str(error)).to_json()
         except VerifierError as error:
             return {"error": str(error)}
         except BaseException as error:  # user code may raise SystemExit or KeyboardInterrupt, too
@@ -86,6 +100,8 @@ class Worker:
         """Return type, text and place of an error; print its traceback when it is a new one."""
         place = _place(error.__traceback__)
         text = f"{type(error).__name__}: {error}".rstrip(": ") + (f" ({place})" if place else "")
+        if self._policy is not None and _was_refused(error):
+            text += "; the sandbox may have refused this: see reward.network and reward.sandbox"
         kind = f"{type(error).__name__} at {place}"
         if kind not in self._reported:
             self._reported.add(kind)
@@ -106,6 +122,10 @@ def _metadata(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadMetadata(f"metadata_json holds a {type(value).__name__}; it must hold an object")
     return value
+
+
+def _was_refused(error: BaseException) -> bool:
+    return isinstance(error, PermissionError) or os.strerror(errno.EPERM) in str(error)
 
 
 def _place(trace: TracebackType | None) -> str:

@@ -1,0 +1,99 @@
+"""Which files a process may open, by Landlock. Landlock knows no exceptions, so that hidden paths are left out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+import py_landlock as landlock
+from py_landlock.abi import get_supported_fs, get_supported_net, get_supported_scope
+from py_landlock.prctl import set_no_new_privs
+
+from fourfold.sandbox.policy import Policy
+
+_READ: Final = landlock.AccessFs.READ_FILE | landlock.AccessFs.READ_DIR | landlock.AccessFs.EXECUTE
+_LIST: Final = landlock.AccessFs.READ_DIR
+# The kernel refuses rights of folders in the rule of a file.
+_OF_FILES: Final = (
+    landlock.AccessFs.READ_FILE
+    | landlock.AccessFs.WRITE_FILE
+    | landlock.AccessFs.EXECUTE
+    | landlock.AccessFs.TRUNCATE
+    | landlock.AccessFs.IOCTL_DEV
+)
+
+
+def abi() -> int:
+    """Return the kernel's Landlock version; 0 when it has none."""
+    try:
+        return landlock.get_abi_version()
+    except landlock.LandlockError:
+        return 0
+
+
+def restrict(policy: Policy) -> bool:
+    """Give this thread, and what it starts, the policy's paths and no others; return whether the kernel does that."""
+    version = landlock.ABIVersion(abi())
+    if version < 1:
+        return False
+    handled = get_supported_fs(version)
+    attributes = landlock.RulesetAttr()
+    attributes.handled_access_fs = handled
+    attributes.handled_access_net = 0 if policy.network else get_supported_net(version)
+    attributes.scoped = get_supported_scope(version)  # no signals to, and no abstract sockets of, processes outside
+    rules = landlock.create_ruleset(attributes)
+    try:
+        for path, access in _rules(policy):
+            _allow(rules, path, access & handled)
+        set_no_new_privs()
+        landlock.restrict_self(rules, None)
+    finally:
+        os.close(rules)
+    return True
+
+
+def _rules(policy: Policy) -> Iterator[tuple[Path, landlock.AccessFs]]:
+    hidden = frozenset(Path(path).resolve() for path in policy.hidden)
+    everything = get_supported_fs(landlock.ABIVersion(abi()))
+    for paths, access in ((policy.read, _READ), (policy.write, everything)):
+        for path, whole in visible((Path(path).resolve() for path in paths), hidden):
+            yield path, access if whole else _LIST
+
+
+def visible(paths: Iterable[Path], hidden: Collection[Path]) -> Iterator[tuple[Path, bool]]:
+    """Yield paths that together hold everything in `paths` but `hidden`.
+
+    Args:
+        paths: resolved.
+        hidden: resolved.
+
+    Yields:
+        (path, True), and (path, False) for a folder that holds a hidden path: its other entries follow.
+    """
+    for path in paths:
+        if any(path.is_relative_to(secret) for secret in hidden):
+            continue
+        inside = [secret for secret in hidden if secret.is_relative_to(path)]
+        yield path, not inside
+        if inside:
+            with contextlib.suppress(OSError):
+                # A link's target is visible if it is in one of the other entries; it may be, or hold, what is hidden.
+                yield from visible((entry for entry in path.iterdir() if not entry.is_symlink()), inside)
+
+
+def _allow(rules: landlock.RulesetFd, path: Path, access: landlock.AccessFs) -> None:
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return  # absent, or gone meanwhile
+    try:
+        rule = landlock.PathBeneathAttr()
+        rule.parent_fd = descriptor
+        rule.allowed_access = access if path.is_dir() else access & _OF_FILES
+        if rule.allowed_access:
+            landlock.add_rule(rules, rule)
+    finally:
+        os.close(descriptor)

@@ -56,11 +56,18 @@ def restrict(policy: Policy) -> bool:
 
 
 def _rules(policy: Policy) -> Iterator[tuple[Path, landlock.AccessFs]]:
-    hidden = frozenset(Path(path).resolve() for path in policy.hidden)
+    hidden = frozenset(Path(path).resolve() for path in (*policy.hidden, *_other_processes()))
     everything = get_supported_fs(landlock.ABIVersion(abi()))
     for paths, access in ((policy.read, _READ), (policy.write, everything)):
         for path, whole in visible((Path(path).resolve() for path in paths), hidden):
             yield path, access if whole else _LIST
+
+
+def _other_processes() -> Iterator[Path]:
+    """Yield the folders of other processes: since Linux 6.15 root reads their environment whatever Landlock says."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            yield entry
 
 
 def visible(paths: Iterable[Path], hidden: Collection[Path]) -> Iterator[tuple[Path, bool]]:

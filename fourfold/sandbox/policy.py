@@ -39,7 +39,8 @@ class Policy:
     """Paths that may be read, executed, written and removed."""
     hidden: tuple[str, ...] = ()
     """Paths whose files may not be opened although they are inside `read` or `write`. Names of files stay visible. In a
-    folder that holds a hidden path, files that are made later cannot be opened either."""
+    folder that holds a hidden path, files that are made later cannot be opened either. Other processes in /proc are
+    always hidden."""
     network: bool = False
     """Whether sockets may be made."""
     processes: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from functools import cache
 from types import ModuleType
 from typing import Any, Final
@@ -65,6 +66,7 @@ def restrict(policy: Policy) -> bool:
         rules.set_attr(library.Attr.CTL_TSYNC, 1)  # threads that libraries have started already, too
         for name in _refused(policy):
             _refuse(library, rules, name)
+        _refuse(library, rules, "prlimit64", library.Arg(0, library.NE, 0))  # limits of another process
         if not policy.processes:
             _refuse_others(library, rules)
         rules.load()
@@ -85,14 +87,17 @@ def _refused(policy: Policy) -> tuple[str, ...]:
 
 
 def _refuse_others(library: ModuleType, rules: Any) -> None:
-    """Refuse new processes, and signals and limits for others than this one."""
+    """Refuse new processes, signals to others than this one, and higher limits."""
     new_process = library.Arg(0, library.MASKED_EQ, _CLONE_THREAD, 0)
     _refuse(library, rules, "clone", new_process)
     # Its flags are in memory, out of a filter's sight. glibc falls back to `clone` when it does not exist.
     _refuse(library, rules, "clone3", code=errno.ENOSYS)
     for name in ("kill", "tgkill"):
         _refuse(library, rules, name, library.Arg(0, library.NE, os.getpid()))
-    _refuse(library, rules, "prlimit64", library.Arg(0, library.NE, 0))
+    # Root could raise its limits again. `allow_cpu` sets the one on CPU time for each request.
+    other_kind = library.Arg(1, library.NE, resource.RLIMIT_CPU)
+    _refuse(library, rules, "prlimit64", other_kind, library.Arg(2, library.NE, 0))
+    _refuse(library, rules, "setrlimit", library.Arg(0, library.NE, resource.RLIMIT_CPU))
 
 
 def _refuse(library: ModuleType, rules: Any, name: str, *arguments: Any, code: int = errno.EPERM) -> None:

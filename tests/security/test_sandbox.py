@@ -1,0 +1,383 @@
+"""Attacks from inside of the processes that score: keys, run folders, network, other processes, memory and time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold import sandbox
+from fourfold.config import Config, from_tables
+from fourfold.errors import ConfigError
+from fourfold.sandbox import Offer, Policy
+from fourfold_reward import confinement, loader
+from fourfold_reward.confinement import Confinement
+from fourfold_reward.outcome import Outcome
+from fourfold_reward.pool import Job, WorkerPool
+from fourfold_reward.serve import find_offer
+from fourfold_reward.verifiers import GYM_PREFIX, TEXT_TASKS
+
+pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::ResourceWarning")
+
+# Each attack that does not raise has succeeded. The results travel as the text of an exception.
+ATTACKS = """
+import ctypes, json, mmap, os, resource, signal, socket, subprocess
+from pathlib import Path
+results = {}
+for name, attack in {
+    "key": lambda: Path(KEY).read_bytes(),
+    "key through a link": lambda: Path(LINK).read_bytes(),
+    "run folder": lambda: Path(RUN, "report.json").read_bytes(),
+    "write into run folder": lambda: Path(RUN, "new").write_text("x"),
+    "key's mode": lambda: os.chmod(KEY, 0o777),
+    "file beside": lambda: Path(BESIDE).read_bytes(),
+    "new file beside": lambda: Path(BESIDE + ".new").write_text("x"),
+    "environment of the service": lambda: Path(f"/proc/{os.getppid()}/environ").read_bytes(),
+    "memory of the service": lambda: open(f"/proc/{os.getppid()}/mem", "rb+"),
+    "connect": lambda: socket.create_connection(("127.0.0.1", PORT), timeout=5).close(),
+    "unix socket": lambda: socket.socket(socket.AF_UNIX).close(),
+    "fork": lambda: os.fork() or os._exit(0),
+    "program": lambda: subprocess.run(["/bin/true"], check=True),
+    "kill the service": lambda: os.kill(os.getppid(), signal.SIGCONT),
+    "kill everything": lambda: os.kill(-1, signal.SIGCONT),
+    "higher limits": lambda: resource.setrlimit(resource.RLIMIT_CORE, (resource.RLIM_INFINITY,) * 2),
+    "limits of the service": lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CPU),
+    "4 GiB": lambda: bytearray(4 << 30),
+    "4 GiB shared": lambda: mmap.mmap(-1, 4 << 30),
+    "mount": lambda: ctypes.CDLL(None, use_errno=True).mount(b"x", b"/mnt", b"tmpfs", 0, None)
+    and (_ for _ in ()).throw(OSError(ctypes.get_errno(), "")),
+}.items():
+    try:
+        attack()
+        results[name] = "done"
+    except MemoryError:
+        results[name] = "no memory"
+    except ValueError:  # Python's form of EPERM where a limit is raised
+        results[name] = "EPERM"
+    except OSError as error:
+        results[name] = {1: "EPERM", 11: "EAGAIN", 12: "no memory", 13: "EACCES"}.get(error.errno, str(error))
+results["secret"] = os.environ.get("FOURFOLD_TEST_SECRET", "absent")
+results["core"] = resource.getrlimit(resource.RLIMIT_CORE)[0]
+"""
+
+
+needs_kernel = pytest.mark.skipif(not sandbox.probe().complete, reason="this machine has no Landlock or no seccomp")
+
+
+@pytest.fixture
+def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A key, a run folder and a secret variable; what the attacks call them."""
+    (tmp_path / "certs").mkdir()
+    (tmp_path / "certs" / "reward-key.pem").write_text("key")
+    (tmp_path / "link").symlink_to(tmp_path / "certs" / "reward-key.pem")
+    (tmp_path / "runs" / "toy").mkdir(parents=True)
+    (tmp_path / "runs" / "toy" / "report.json").write_text("{}")
+    (tmp_path / "beside.txt").write_text("data")
+    monkeypatch.setenv("FOURFOLD_TEST_SECRET", "hunter2")
+    return {
+        "KEY": str(tmp_path / "certs" / "reward-key.pem"),
+        "LINK": str(tmp_path / "link"),
+        "RUN": str(tmp_path / "runs" / "toy"),
+        "BESIDE": str(tmp_path / "beside.txt"),
+    }
+
+
+@pytest.fixture
+def attacks(secrets: dict[str, str]) -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        names = "".join(f"{name} = {value!r}\n" for name, value in secrets.items())
+        yield f"PORT = {server.getsockname()[1]}\n{names}{ATTACKS}"
+
+
+def hide(tmp_path: Path, **options: Any) -> Confinement:
+    return Confinement(hidden=(str(tmp_path / "certs"), str(tmp_path / "runs")), **options)
+
+
+@contextlib.asynccontextmanager
+async def pool_of(
+    name: str, confined: Confinement, *, tasks: dict[str, Any] | None = None, timeout: float = 20
+) -> AsyncIterator[WorkerPool]:
+    pool = WorkerPool(
+        verifier=loader.find(name, directory=Path.cwd()),
+        options=tasks or {},
+        processes=1,
+        timeout_seconds=timeout,
+        on_failure=lambda message: pytest.fail(message),
+        confinement=confined,
+    )
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def score(pool: WorkerPool, completion: str, *, answer: str = "", metadata: str = "") -> Outcome:
+    job = Job(
+        sample_id="s",
+        prompt="",
+        completion=completion,
+        answer=answer,
+        metadata_json=metadata,
+        verifier=pool.verifier,
+        size_bytes=10,
+    )
+    return (await pool.score([job], timeout=50))[0]
+
+
+def evaluated(code: str) -> str:
+    """Return an answer that runs `code` where it is given to eval."""
+    return f"[exec({code!r}, {{}})]"
+
+
+def report_of(outcome: Outcome) -> dict[str, Any]:
+    found = re.search(r"\{.*\}", outcome.message)
+    assert found, outcome
+    result: dict[str, Any] = json.loads(found[0])
+    return result
+
+
+N_QUEENS = json.dumps({"valid_answers": ["x"], "solutions": [[[1]]], "num_removed": 1, "puzzle": [[0]]})
+BUILTIN_EXPECTED = {
+    **dict.fromkeys(("key", "key through a link", "run folder", "write into run folder"), "EACCES"),
+    **dict.fromkeys(("file beside", "new file beside"), "EACCES"),
+    **dict.fromkeys(("environment of the service", "memory of the service"), "EACCES"),
+    **dict.fromkeys(("key's mode", "connect", "unix socket", "fork", "program", "mount"), "EPERM"),
+    **dict.fromkeys(("kill the service", "kill everything", "higher limits", "limits of the service"), "EPERM"),
+    **dict.fromkeys(("4 GiB", "4 GiB shared"), "no memory"),
+    "secret": "absent",
+    "core": 0,
+}
+
+
+@needs_kernel
+async def test_answer_that_is_evaluated_can_touch_nothing(tmp_path: Path, attacks: str) -> None:
+    code = attacks + "raise SystemExit(json.dumps(results))"
+    async with pool_of(f"{GYM_PREFIX}n_queens", hide(tmp_path, required=True)) as pool:
+        outcome = await score(pool, evaluated(code), answer="x", metadata=N_QUEENS)
+        assert report_of(outcome) == BUILTIN_EXPECTED
+        assert await score(pool, "x", answer="x", metadata=N_QUEENS) == Outcome(score=1.0)
+
+
+@needs_kernel
+async def test_reward_function_reads_data_but_neither_keys_nor_runs(tmp_path: Path, attacks: str) -> None:
+    (tmp_path / "mine.py").write_text(
+        f"def reward(sample):\n exec({attacks!r}, names := {{}})\n raise ValueError"
+        "(names['json'].dumps(names['results']))"
+    )
+    async with pool_of(f"{tmp_path}/mine.py:reward", hide(tmp_path, memory_gib=1)) as pool:
+        results = report_of(await score(pool, ""))
+    results.pop("kill everything")  # means its own children here
+    done = {name for name, result in results.items() if result == "done"}
+    # It is code of the operator; root may raise limits.
+    assert done - {"higher limits"} == {"file beside", "fork", "program", "key's mode", "4 GiB shared"}
+    for name in ("key", "key through a link", "run folder", "write into run folder", "environment of the service"):
+        assert results[name] == "EACCES", name
+    assert (results["connect"], results["kill the service"], results["4 GiB"]) == ("EPERM", "EPERM", "no memory")
+    assert (results["secret"], results["core"]) == ("absent", 0)
+
+
+async def test_recipe_gives_a_reward_function_network_and_variables(tmp_path: Path, attacks: str) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os, socket, tempfile\n"
+        "def reward(sample):\n"
+        "    socket.create_connection(('127.0.0.1', int(sample.completion)), timeout=5).close()\n"
+        "    assert os.environ['FOURFOLD_TEST_SECRET'] == 'hunter2'\n"
+        "    with tempfile.NamedTemporaryFile() as file:\n"
+        "        file.write(b'x')\n"
+        "    return 1.0\n"
+    )
+    port = re.search(r"PORT = (\d+)", attacks)
+    confined = hide(tmp_path, network=True, environment=("FOURFOLD_TEST_SECRET",))
+    async with pool_of(f"{tmp_path}/mine.py:reward", confined) as pool:
+        assert port is not None
+        assert await score(pool, port[1]) == Outcome(score=1.0)
+
+
+async def test_refusal_of_the_sandbox_is_explained(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def reward(sample):\n    raise PermissionError(1, 'Operation not permitted')\n")
+    async with pool_of(f"{tmp_path}/mine.py:reward", hide(tmp_path)) as pool:
+        outcome = await score(pool, "")
+    assert outcome.error_reason == "RAISED"
+    assert outcome.message.endswith("the sandbox may have refused this: see reward.network and reward.sandbox")
+
+
+async def test_evaluated_answer_that_loops_or_ends_its_process_harms_no_other_sample(tmp_path: Path) -> None:
+    async with pool_of(f"{GYM_PREFIX}n_queens", hide(tmp_path), timeout=1) as pool:
+        for code, reason in (("while True: pass", "TIMEOUT"), ("import os; os._exit(3)", "WORKER_DIED")):
+            outcome = await score(pool, evaluated(code), answer="x", metadata=N_QUEENS)
+            assert outcome.error_reason == reason
+            assert await score(pool, "x", answer="x", metadata=N_QUEENS) == Outcome(score=1.0)
+
+
+@pytest.mark.parametrize("code", ["open(PATH, 'w')", "__import__('os').system('touch ' + PATH)"])
+async def test_no_task_lets_an_answer_write(tmp_path: Path, code: str) -> None:
+    from reasoning_gym.factory import create_dataset
+
+    path = tmp_path / "written"
+    attack = code.replace("PATH", repr(str(path)))
+    async with pool_of("reasoning_gym", hide(tmp_path), tasks={task: {} for task in TEXT_TASKS}) as pool:
+        for task in sorted(TEXT_TASKS):
+            entry = create_dataset(task, size=1, seed=5)[0]
+            metadata = {**entry["metadata"], "source_dataset": task}
+            if task == "bitwise_arithmetic":
+                metadata["problem"] = attack
+            answer = attack if task == "number_sorting" else entry["answer"] or ""
+            completion = "[1]" if task == "number_sorting" else attack
+            outcome = await score(pool, completion, answer=answer, metadata=json.dumps(metadata))
+            assert outcome.error_reason or (outcome.score or 0) < 1, task
+            assert not path.exists(), task
+
+
+@needs_kernel
+async def test_workers_of_both_kinds_live_side_by_side(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import os\ndef reward(sample):\n    return float(os.getpid())\n")
+    async with pool_of(f"{tmp_path}/mine.py:reward", hide(tmp_path)) as pool:
+        own = await score(pool, "")
+        other = Job(
+            sample_id="s",
+            prompt="",
+            completion="7",
+            answer="7",
+            metadata_json="",
+            verifier=loader.find("last_number", directory=tmp_path),
+            size_bytes=1,
+        )
+        assert await pool.score([other], timeout=20) == [Outcome(score=1.0)]
+        assert await score(pool, "") == own
+        assert len(pool.worker_pids()) == 2
+
+
+def enter_and_run(policy: Policy, code: str, *, before: str = "") -> str:
+    program = (
+        f"import sys\nfrom fourfold import sandbox\n{before}\nsandbox.enter(sandbox.Policy.from_json(sys.argv[1]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program + code, policy.to_json()],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return f"{done.returncode} {done.stdout}{done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ''}"
+
+
+def narrow(**options: Any) -> Policy:
+    return Policy(read=sandbox.python_paths(), **{"memory_bytes": 1 << 30, "cpu_seconds": 20, **options})
+
+
+@needs_kernel
+def test_program_writes_to_its_own_folder_and_nowhere_else(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    policy = narrow(write=(str(tmp_path / "own"),), file_bytes=1000)
+    template = "from pathlib import Path\nPath({!r}).write_text('x' * {})\nprint(Path({!r}).stat().st_size)"
+    inside, outside = str(tmp_path / "own" / "a"), str(tmp_path / "a")
+    assert enter_and_run(policy, template.format(inside, 10, inside)) == "0 10\n"
+    assert "File too large" in enter_and_run(policy, template.format(inside, 2000, inside))
+    assert "Permission denied" in enter_and_run(policy, template.format(outside, 10, outside))
+    assert "Permission denied" in enter_and_run(policy, f"import os; os.rename('{inside}', '{outside}')")
+
+
+def test_cpu_time_is_bounded() -> None:
+    assert enter_and_run(narrow(cpu_seconds=1), "while True: pass").startswith("-24 ")  # SIGXCPU
+
+
+def test_open_files_are_bounded() -> None:
+    text = enter_and_run(narrow(open_files=20), "files = [open('/dev/null') for _ in range(30)]")
+    assert "Too many open files" in text
+
+
+@needs_kernel
+def test_threads_are_still_there_without_processes() -> None:
+    code = "import threading\nthread = threading.Thread(target=print, args=('here',))\nthread.start(); thread.join()"
+    assert enter_and_run(narrow(), code) == "0 here\n"
+
+
+@pytest.mark.parametrize("part", ["files.abi = lambda: 0", "system_calls._library = lambda: None"])
+def test_required_policy_is_refused_where_the_kernel_lacks_a_part(part: str) -> None:
+    before = f"from fourfold.sandbox import files, system_calls\n{part}"
+    assert "SandboxUnavailable: no " in enter_and_run(narrow(required=True), "print('ran')", before=before)
+    assert enter_and_run(narrow(), "print('ran')", before=before) == "0 ran\n"
+
+
+def test_limits_hold_where_the_kernel_has_neither() -> None:
+    before = (
+        "from fourfold.sandbox import files, system_calls\nfiles.abi = lambda: 0\nsystem_calls._library = lambda: None"
+    )
+    assert "MemoryError" in enter_and_run(narrow(), "bytearray(4 << 30)", before=before)
+
+
+def recipe(tmp_path: Path, *, data: str = "products", **reward: Any) -> Config:
+    keys = "".join(f"{key} = {json.dumps(value)}\n" for key, value in reward.items() if key != "tls")
+    tls = f'[security]\ndirectory = "{tmp_path}"\n' if reward.get("tls") else ""
+    text = (
+        f'name = "toy"\nsteps = 1\n[model]\nsource = "x"\n[data.train]\nreasoning_gym = "{data}"\nsize = 1\n[batch]\n'
+        f"prompts_per_step = 1\ngroup_size = 2\n[sampling]\nmax_new_tokens = 4\n[reward]\n{keys}{tls}"
+    )
+    return from_tables(tomllib.loads(text), source="recipe.toml")
+
+
+@pytest.mark.parametrize(
+    ("data", "reward", "name"),
+    [
+        ("products", {"verifier": "reasoning_gym:countdown"}, "countdown"),
+        ("products", {"allowed_verifiers": ["reasoning_gym:n_queens"]}, "n_queens"),
+        ("puzzle24", {"verifier": "reasoning_gym"}, "puzzle24"),
+    ],
+)
+def test_verifier_that_evaluates_text_needs_a_key(tmp_path: Path, data: str, reward: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'reasoning_gym:{name}' runs text .* reward.evaluate_text = false; set"):
+        find_offer(recipe(tmp_path, data=data, **reward))
+    assert find_offer(recipe(tmp_path, data=data, evaluate_text=True, **reward)).evaluating.endswith(name)
+
+
+def test_recipe_that_scores_by_another_verifier_needs_no_key(tmp_path: Path) -> None:
+    offered = find_offer(recipe(tmp_path, data="puzzle24", verifier="last_number"))
+    assert (offered.evaluating, dict(offered.others)) == ("", {})
+
+
+def test_service_with_tls_refuses_evaluation_where_nothing_confines_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(confinement, "probe", lambda: Offer(network=True, processes=True))
+    with pytest.raises(ConfigError, match=r"'countdown' .* cannot confine it: no Landlock .*; .*|With \[security\]"):
+        confinement.from_config(recipe(tmp_path, tls=True), None, evaluating="countdown")
+    assert not caplog.records
+    for tls, evaluating in ((False, "countdown"), (True, "")):
+        caplog.clear()
+        assert not confinement.from_config(recipe(tmp_path, tls=tls), None, evaluating=evaluating).required
+        assert "scorers are confined in part: " in caplog.text
+    caplog.clear()
+    off = confinement.from_config(recipe(tmp_path, tls=True, sandbox="off"), None, evaluating="countdown")
+    assert not off.enabled
+    assert 'reward.sandbox = "off"' in caplog.text
+
+
+def test_keys_and_runs_of_the_recipe_are_hidden(tmp_path: Path) -> None:
+    confined = confinement.from_config(recipe(tmp_path, tls=True), tmp_path / "run", evaluating="")
+    assert {str(tmp_path), str(tmp_path / "run"), str(Path.cwd() / "runs")} <= set(confined.hidden)
+
+
+def exists(path: str) -> bool:
+    return Path(path).exists()
+
+
+async def test_scratch_folder_is_gone_with_its_worker(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import tempfile\ndef reward(sample):\n    raise ValueError('in ' + tempfile.mkdtemp())\n"
+    )
+    async with pool_of(f"{tmp_path}/mine.py:reward", hide(tmp_path)) as pool:
+        found = re.search(r"in (\S+)", (await score(pool, "")).message)
+        assert found and exists(found[1])
+    assert not exists(found[1])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import py_landlock as landlock
@@ -55,43 +55,46 @@ def restrict(policy: Policy) -> bool:
     return True
 
 
-def _rules(policy: Policy) -> Iterator[tuple[Path, landlock.AccessFs]]:
-    hidden = frozenset(Path(path).resolve() for path in (*policy.hidden, *_other_processes()))
+def _rules(policy: Policy) -> Iterator[tuple[str, landlock.AccessFs]]:
+    hidden = [*map(os.path.realpath, policy.hidden), *_other_processes()]
     everything = get_supported_fs(landlock.ABIVersion(abi()))
     for paths, access in ((policy.read, _READ), (policy.write, everything)):
-        for path, whole in visible((Path(path).resolve() for path in paths), hidden):
+        for path, whole in visible(map(os.path.realpath, paths), hidden):
             yield path, access if whole else _LIST
 
 
-def _other_processes() -> Iterator[Path]:
+def _other_processes() -> Iterator[str]:
     """Yield the folders of other processes: since Linux 6.15 root reads their environment whatever Landlock says."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            yield entry
+    with contextlib.suppress(OSError):  # a sandbox around this one has hidden them
+        for entry in os.scandir("/proc"):
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                yield entry.path
 
 
-def visible(paths: Iterable[Path], hidden: Collection[Path]) -> Iterator[tuple[Path, bool]]:
+def visible(paths: Iterable[str], hidden: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """Yield paths that together hold everything in `paths` but `hidden`.
 
     Args:
-        paths: resolved.
-        hidden: resolved.
+        paths: absolute, without links.
+        hidden: likewise.
 
     Yields:
         (path, True), and (path, False) for a folder that holds a hidden path: its other entries follow.
     """
     for path in paths:
-        if any(path.is_relative_to(secret) for secret in hidden):
+        folder = path.rstrip("/") + "/"
+        if any(folder.startswith(secret.rstrip("/") + "/") for secret in hidden):
             continue
-        inside = [secret for secret in hidden if secret.is_relative_to(path)]
+        inside = [secret for secret in hidden if secret.startswith(folder)]
         yield path, not inside
         if inside:
             with contextlib.suppress(OSError):
                 # A link's target is visible if it is in one of the other entries; it may be, or hold, what is hidden.
-                yield from visible((entry for entry in path.iterdir() if not entry.is_symlink()), inside)
+                entries = [entry.path for entry in os.scandir(path) if not entry.is_symlink()]
+                yield from visible(entries, inside)
 
 
-def _allow(rules: landlock.RulesetFd, path: Path, access: landlock.AccessFs) -> None:
+def _allow(rules: landlock.RulesetFd, path: str, access: landlock.AccessFs) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
@@ -99,7 +102,7 @@ def _allow(rules: landlock.RulesetFd, path: Path, access: landlock.AccessFs) -> 
     try:
         rule = landlock.PathBeneathAttr()
         rule.parent_fd = descriptor
-        rule.allowed_access = access if path.is_dir() else access & _OF_FILES
+        rule.allowed_access = access if stat.S_ISDIR(os.fstat(descriptor).st_mode) else access & _OF_FILES
         if rule.allowed_access:
             landlock.add_rule(rules, rule)
     finally:

@@ -163,7 +163,7 @@ BUILTIN_EXPECTED = {
 @needs_kernel
 async def test_answer_that_is_evaluated_can_touch_nothing(tmp_path: Path, attacks: str) -> None:
     code = attacks + "raise SystemExit(json.dumps(results))"
-    async with pool_of(f"{GYM_PREFIX}n_queens", hide(tmp_path, required=True)) as pool:
+    async with pool_of(f"{GYM_PREFIX}n_queens", hide(tmp_path, required=True, evaluate=True)) as pool:
         outcome = await score(pool, evaluated(code), answer="x", metadata=N_QUEENS)
         assert report_of(outcome) == BUILTIN_EXPECTED
         assert await score(pool, "x", answer="x", metadata=N_QUEENS) == Outcome(score=1.0)
@@ -213,11 +213,38 @@ async def test_refusal_of_the_sandbox_is_explained(tmp_path: Path) -> None:
 
 
 async def test_evaluated_answer_that_loops_or_ends_its_process_harms_no_other_sample(tmp_path: Path) -> None:
-    async with pool_of(f"{GYM_PREFIX}n_queens", hide(tmp_path), timeout=1) as pool:
+    async with pool_of(f"{GYM_PREFIX}n_queens", hide(tmp_path, evaluate=True), timeout=1) as pool:
         for code, reason in (("while True: pass", "TIMEOUT"), ("import os; os._exit(3)", "WORKER_DIED")):
             outcome = await score(pool, evaluated(code), answer="x", metadata=N_QUEENS)
             assert outcome.error_reason == reason
             assert await score(pool, "x", answer="x", metadata=N_QUEENS) == Outcome(score=1.0)
+
+
+POISON = """
+import gc, json, os, struct
+import reasoning_gym.games.n_queens as module
+module.NQueensDataset.score_answer = lambda *arguments: 1.0
+forged = json.dumps({"score": 1.0, "abstain_reason": "", "error_reason": "", "error_code": "", "message": "",
+                     "components": {}}).encode()
+for descriptor in range(64):
+    try:
+        os.write(descriptor, (struct.pack("<I", len(forged)) + forged) * 5)
+    except OSError:
+        pass
+"""
+GARBAGE = (
+    "import os\nfor d in range(3, 64):\n try: os.write(d, b'\\xff\\xff\\xff\\xff' + b'{}' * 100)\n except OSError: pass"
+)
+
+
+async def test_evaluated_answer_changes_the_score_of_no_other_sample(tmp_path: Path) -> None:
+    async with pool_of(f"{GYM_PREFIX}n_queens", hide(tmp_path, evaluate=True)) as pool:
+        workers = pool.worker_pids()
+        for code in (POISON, GARBAGE):
+            await score(pool, evaluated(code), answer="x", metadata=N_QUEENS)  # its own score it may choose
+            for completion, right in (("y", 0.0), ("x", 1.0), ("y", 0.0)):
+                assert await score(pool, completion, answer="x", metadata=N_QUEENS) == Outcome(score=right)
+        assert pool.worker_pids() == workers
 
 
 @pytest.mark.parametrize("code", ["open(PATH, 'w')", "__import__('os').system('touch ' + PATH)"])
@@ -226,7 +253,7 @@ async def test_no_task_lets_an_answer_write(tmp_path: Path, code: str) -> None:
 
     path = tmp_path / "written"
     attack = code.replace("PATH", repr(str(path)))
-    async with pool_of("reasoning_gym", hide(tmp_path), tasks={task: {} for task in TEXT_TASKS}) as pool:
+    async with pool_of("reasoning_gym", hide(tmp_path, evaluate=True), tasks={task: {} for task in TEXT_TASKS}) as pool:
         for task in sorted(TEXT_TASKS):
             entry = create_dataset(task, size=1, seed=5)[0]
             metadata = {**entry["metadata"], "source_dataset": task}

@@ -1,9 +1,9 @@
 """Which rights a worker process has: the policy of its sandbox, by the kind of verifier that it runs.
 
-Built-in verifiers read texts of the policy, and some evaluate them as code: their workers read Python's own files,
-write nothing, and have neither a network nor further processes. A reward function of the operator is trusted with the
-machine's files and may start processes. It reads neither keys nor run folders, gets a clean environment, and has a
-network only by `reward.network`.
+Built-in verifiers read texts of the policy: their workers read Python's own files, write nothing, and have neither a
+network nor further processes. A verifier that evaluates texts as code does so in a process for each sample. A reward
+function of the operator is trusted with the machine's files and may start processes. It reads neither keys nor run
+folders, gets a clean environment, and has a network only by `reward.network`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ _GIB: Final = 1 << 30
 _BUILTIN_GIB: Final = 2
 # Threads of numerical libraries reserve memory on machines with many cores, and a scorer needs one.
 _BUILTIN_VARIABLES: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-_CPU_MARGIN_SECONDS: Final = 5
-_FUNCTION_PROCESSES: Final = 4096
+# reasoning-gym imports matplotlib, which looks for all fonts of the machine when it cannot read its cache.
+_FONTS: Final = ("/etc/fonts", str(Path.home() / ".cache/matplotlib"), str(Path.home() / ".config/matplotlib"))
+_CPU_MARGIN_SECONDS: Final = 5  # above the wall-clock limit, which says more
+# More than those that the user has: services beside us may start threads at any time.
+_PROCESSES: Final = 4096
 _FUNCTION_OPEN_FILES: Final = 4096
 # Besides what the recipe names: where programs of a user keep their secrets.
 _SECRETS_AT_HOME: Final = (
@@ -40,6 +43,9 @@ class Confinement:
 
     enabled: bool = True
     """False: a worker has every right, and every environment variable, of the service."""
+    evaluate: bool = False
+    """Whether built-in verifiers that run text as code are offered: a worker then starts a process for such a sample,
+    which has no right to start another one."""
     required: bool = False
     """Whether built-in verifiers run only where all of their policy is enforced."""
     hidden: tuple[str, ...] = ()
@@ -63,9 +69,10 @@ class Confinement:
         cpu_seconds = int(timeout_seconds) + _CPU_MARGIN_SECONDS
         if builtin:
             return Policy(
-                read=(*python_paths(), str(Path(__file__).parent)),
+                read=(*python_paths(), str(Path(__file__).parent), *_FONTS),
                 write=("/dev/null",),
                 hidden=self.hidden,
+                processes=_PROCESSES if self.evaluate else 0,
                 memory_bytes=_BUILTIN_GIB * _GIB,
                 address_bytes=2 * _BUILTIN_GIB * _GIB,
                 cpu_seconds=cpu_seconds,
@@ -77,7 +84,7 @@ class Confinement:
             write=("/", str(scratch)),
             hidden=(*self.hidden, *(str(Path.home() / name) for name in _SECRETS_AT_HOME)),
             network=self.network,
-            processes=_FUNCTION_PROCESSES,
+            processes=_PROCESSES,
             memory_bytes=self.memory_gib * _GIB,
             cpu_seconds=cpu_seconds * len(os.sched_getaffinity(0)),
             open_files=_FUNCTION_OPEN_FILES,
@@ -113,6 +120,7 @@ def from_config(config: Config, run_dir: Path | None, *, evaluating: str) -> Con
         _check(offer, evaluating, required=required)
     hidden = [security.directory, security.tokens_file, str(run_dir or ""), "runs"]
     return Confinement(
+        evaluate=bool(evaluating),
         required=required,
         hidden=tuple(str(Path(path).resolve()) for path in hidden if path),
         network=reward.network,

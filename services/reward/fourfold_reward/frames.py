@@ -30,12 +30,22 @@ def unpack(body: bytes) -> dict[str, Any]:
     return message
 
 
-def read(stream: BinaryIO) -> dict[str, Any] | None:
-    """Block for the next message; None when the other side is gone."""
+def read(stream: BinaryIO, *, most: int | None = None) -> dict[str, Any] | None:
+    """Block for the next message; None when the other side is gone.
+
+    Args:
+        stream: what the other side writes to.
+        most: largest size that is read; None when the other side is trusted.
+
+    Raises:
+        ValueError: it is larger, or no JSON object.
+    """
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
     (size,) = HEADER.unpack(header)
+    if most is not None and size > most:
+        raise ValueError(f"a frame of {size} bytes; at most {most} fit")
     body = stream.read(size)
     return unpack(body) if len(body) == size else None
 

@@ -203,7 +203,10 @@ class WorkerPool:
         try:
             await self._load(child, job.verifier)
             reply = await child.ask(job.request(), timeout=self._timeout)
-            return Outcome.from_json(reply), child
+            try:
+                return Outcome.from_json(reply), child
+            except ValueError as error:
+                raise WorkerDied(f"the worker sent {error}") from None
         except LoadFailed as error:
             return Outcome.error("NOT_FOUND", str(error)), child
         except TimeoutError:

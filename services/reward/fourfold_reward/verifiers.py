@@ -87,6 +87,11 @@ def evaluates_text(name: str) -> bool:
     return name.startswith(GYM_PREFIX) and name.removeprefix(GYM_PREFIX) in TEXT_TASKS
 
 
+def may_evaluate_text(name: str, options: GymOptions) -> bool:
+    """Whether a verifier runs text of some sample as code: of any sample, or of those that name such a task."""
+    return evaluates_text(name) or (name == GYM and not TEXT_TASKS.isdisjoint(options))
+
+
 def load(name: str, options: GymOptions) -> RewardFunction:
     """Return the built-in verifier `name`, importing what it needs.
 
@@ -169,8 +174,8 @@ def _load_gym(task: str, options: GymOptions) -> RewardFunction:
             scorers[name] = create_dataset(name, **options.get(name, {})).score_answer
         return scorers[name]
 
-    if task:
-        scorer(task)
+    for name in [task] if task else TEXT_TASKS.intersection(options):
+        scorer(name)  # these are scored in processes that end after one sample
 
     def reasoning_gym(sample: ScoreInput) -> Score:
         name = task or sample.metadata.get("source_dataset")

@@ -2,7 +2,8 @@
 
     service --stdin: {"load": verifier} or {"score": sample}--> worker --stdout: one reply each--> service
 
-Before it loads anything, it enters the sandbox that its second argument describes.
+Before it loads anything, it enters the sandbox that its second argument describes. A verifier that runs text of a
+sample as code does so in a fork, which ends with the sample: the text can change neither the verifier nor the pipes.
 
 It knows no gRPC and no time limit: the service kills it when a function does not return, and
 the kernel kills it when the service dies. Functions run in the main thread, where signals and
@@ -12,6 +13,7 @@ asyncio work as in a script. What they print goes to stderr.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import errno
 import inspect
@@ -21,12 +23,13 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NoReturn
 
 from fourfold import sandbox
-from fourfold_reward import frames, loader
+from fourfold_reward import frames, loader, verifiers
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.outcome import Outcome, from_result
 from fourfold_reward.sample import RewardFunction, ScoreInput
@@ -46,7 +49,7 @@ def main(arguments: list[str]) -> int:
     policy = sandbox.Policy.from_json(arguments[1]) if arguments[1] else None
     if policy is not None:
         sandbox.enter(policy)
-    worker = Worker(policy)
+    worker = Worker(policy, pipes=(requests.fileno(), replies.fileno()))
     own = os.getpid()
     while (request := frames.read(requests)) is not None:
         reply = worker.answer(request)
@@ -60,9 +63,16 @@ def main(arguments: list[str]) -> int:
 class Worker:
     """Answers one request after another."""
 
-    def __init__(self, policy: sandbox.Policy | None = None) -> None:
-        """Start without any function, in a process that has entered the sandbox of this policy."""
+    def __init__(self, policy: sandbox.Policy | None = None, pipes: tuple[int, ...] = ()) -> None:
+        """Start without any function.
+
+        Args:
+            policy: of the sandbox that this process has entered; None when it is in none.
+            pipes: descriptors that no text of a sample may reach.
+        """
         self._policy = policy
+        self._pipes = pipes
+        self._evaluating: set[str] = set()
         self._functions: dict[str, RewardFunction] = {}
         self._runner = asyncio.Runner()  # one loop for the worker's life: clients of async functions stay connected
         self._reported: set[str] = set()
@@ -73,7 +83,10 @@ class Worker:
         try:
             if self._policy is not None:
                 sandbox.allow_cpu(_LOAD_CPU_SECONDS if loading else self._policy.cpu_seconds)
-            return self._load(request) if loading else self._score(request).to_json()
+            if loading:
+                return self._load(request)
+            apart = request["verifier"] in self._evaluating
+            return (self._score_apart(request) if apart else self._score(request)).to_json()
         except BadMetadata as error:
             return Outcome.error("BAD_METADATA", str(error)).to_json()
         except NotOffered as error:
@@ -87,6 +100,8 @@ class Worker:
     def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
         function, verifier = loader.load(Verifier.from_json(request["load"]), request["options"])
         self._functions[verifier.name] = function
+        if verifiers.may_evaluate_text(verifier.name, request["options"]):
+            self._evaluating.add(verifier.name)
         return {"version": verifier.version}
 
     def _score(self, request: Mapping[str, Any]) -> Outcome:
@@ -95,6 +110,38 @@ class Worker:
         if inspect.isawaitable(result):
             result = self._runner.run(_await(result))
         return from_result(result)
+
+    def _score_apart(self, request: Mapping[str, Any]) -> Outcome:
+        """Score a sample in a process of its own."""
+        reader, writer = os.pipe()
+        own = os.getpid()
+        if (child := os.fork()) == 0:
+            self._end_with_outcome(request, writer, parent=own)
+        os.close(writer)
+        outcome = None
+        with os.fdopen(reader, "rb") as replies, contextlib.suppress(ValueError):
+            reply = frames.read(replies, most=frames.MAX_REPLY_BYTES)
+            outcome = Outcome.from_json(reply) if reply is not None else None
+        os.kill(child, signal.SIGKILL)  # it has said what counts
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        return outcome or Outcome.error("WORKER_DIED", f"the process that evaluated this sample ended ({code})")
+
+    def _end_with_outcome(self, request: Mapping[str, Any], writer: int, *, parent: int) -> NoReturn:
+        """Write the outcome of a sample as the last act of this process."""
+        try:
+            _die_with(parent)
+            for pipe in self._pipes:
+                os.close(pipe)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the text could fill the disk with the service's log
+            os.dup2(2, 1)
+            if self._policy is not None:
+                sandbox.enter(replace(self._policy, processes=0))
+            self._evaluating.clear()
+            with os.fdopen(writer, "wb") as replies:
+                frames.write(replies, self.answer(request))
+        finally:
+            os._exit(1)
 
     def _explain(self, error: BaseException) -> str:
         """Return type, text and place of an error; print its traceback when it is a new one."""

@@ -79,4 +79,5 @@ def _set(kind: int, soft: int, hard: int) -> None:
     if most != resource.RLIM_INFINITY:
         soft = min(soft, most)
         hard = most if hard == resource.RLIM_INFINITY else min(hard, most)
-    resource.setrlimit(kind, (soft, hard))
+    if resource.getrlimit(kind) != (soft, hard):  # in a sandbox in a sandbox the call may be refused
+        resource.setrlimit(kind, (soft, hard))

@@ -9,7 +9,6 @@ import re
 import socket
 import subprocess
 import sys
-import tomllib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,11 @@ from typing import Any
 import pytest
 
 from fourfold import sandbox
-from fourfold.config import Config, from_tables
-from fourfold.errors import ConfigError
-from fourfold.sandbox import Offer, Policy
-from fourfold_reward import confinement, loader
+from fourfold.sandbox import Policy
+from fourfold_reward import loader
 from fourfold_reward.confinement import Confinement
 from fourfold_reward.outcome import Outcome
 from fourfold_reward.pool import Job, WorkerPool
-from fourfold_reward.serve import find_offer
 from fourfold_reward.verifiers import GYM_PREFIX, TEXT_TASKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::ResourceWarning")
@@ -343,57 +339,6 @@ def test_limits_hold_where_the_kernel_has_neither() -> None:
         "from fourfold.sandbox import files, system_calls\nfiles.abi = lambda: 0\nsystem_calls._library = lambda: None"
     )
     assert "MemoryError" in enter_and_run(narrow(), "bytearray(4 << 30)", before=before)
-
-
-def recipe(tmp_path: Path, *, data: str = "products", **reward: Any) -> Config:
-    keys = "".join(f"{key} = {json.dumps(value)}\n" for key, value in reward.items() if key != "tls")
-    tls = f'[security]\ndirectory = "{tmp_path}"\n' if reward.get("tls") else ""
-    text = (
-        f'name = "toy"\nsteps = 1\n[model]\nsource = "x"\n[data.train]\nreasoning_gym = "{data}"\nsize = 1\n[batch]\n'
-        f"prompts_per_step = 1\ngroup_size = 2\n[sampling]\nmax_new_tokens = 4\n[reward]\n{keys}{tls}"
-    )
-    return from_tables(tomllib.loads(text), source="recipe.toml")
-
-
-@pytest.mark.parametrize(
-    ("data", "reward", "name"),
-    [
-        ("products", {"verifier": "reasoning_gym:countdown"}, "countdown"),
-        ("products", {"allowed_verifiers": ["reasoning_gym:n_queens"]}, "n_queens"),
-        ("puzzle24", {"verifier": "reasoning_gym"}, "puzzle24"),
-    ],
-)
-def test_verifier_that_evaluates_text_needs_a_key(tmp_path: Path, data: str, reward: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError, match=f"'reasoning_gym:{name}' runs text .* reward.evaluate_text = false; set"):
-        find_offer(recipe(tmp_path, data=data, **reward))
-    assert find_offer(recipe(tmp_path, data=data, evaluate_text=True, **reward)).evaluating.endswith(name)
-
-
-def test_recipe_that_scores_by_another_verifier_needs_no_key(tmp_path: Path) -> None:
-    offered = find_offer(recipe(tmp_path, data="puzzle24", verifier="last_number"))
-    assert (offered.evaluating, dict(offered.others)) == ("", {})
-
-
-def test_service_with_tls_refuses_evaluation_where_nothing_confines_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(confinement, "probe", lambda: Offer(network=True, processes=True))
-    with pytest.raises(ConfigError, match=r"'countdown' .* cannot confine it: no Landlock .*; .*|With \[security\]"):
-        confinement.from_config(recipe(tmp_path, tls=True), None, evaluating="countdown")
-    assert not caplog.records
-    for tls, evaluating in ((False, "countdown"), (True, "")):
-        caplog.clear()
-        assert not confinement.from_config(recipe(tmp_path, tls=tls), None, evaluating=evaluating).required
-        assert "scorers are confined in part: " in caplog.text
-    caplog.clear()
-    off = confinement.from_config(recipe(tmp_path, tls=True, sandbox="off"), None, evaluating="countdown")
-    assert not off.enabled
-    assert 'reward.sandbox = "off"' in caplog.text
-
-
-def test_keys_and_runs_of_the_recipe_are_hidden(tmp_path: Path) -> None:
-    confined = confinement.from_config(recipe(tmp_path, tls=True), tmp_path / "run", evaluating="")
-    assert {str(tmp_path), str(tmp_path / "run"), str(Path.cwd() / "runs")} <= set(confined.hidden)
 
 
 def exists(path: str) -> bool:

@@ -171,8 +171,8 @@ class RewardConfig(Table):
     """Whether reasoning-gym tasks may be offered that run text of the answer as code (`fourfold serve reward --list`
     names them). They run in a sandbox."""
     sandbox: Literal["auto", "off"] = "auto"
-    """auto: scorers run with few rights, as far as this machine enforces that (`fourfold doctor`). off: with every right
-    and every environment variable of the service."""
+    """auto: scorers run with few rights, as far as this machine enforces that (`fourfold doctor`). off: with all rights
+    and variables of the service."""
     network: bool = False
     """Whether a reward function of yours may open sockets."""
     environment: tuple[str, ...] = Field(default=(), strict=False)

@@ -39,7 +39,7 @@ class Offer:
         if self.complete:
             return f"files by Landlock (version {self.landlock_abi}), network and processes by seccomp"
         enforced = [name for name in ("files", "network", "processes") if getattr(self, name)]
-        return f"only limits and a clean environment{' and ' if enforced else ''}{', '.join(enforced)}"
+        return f"in part ({', '.join(enforced) or 'limits and environment'})"
 
     def missing(self) -> str:
         """Return what the machine lacks and what to do about it; empty when it lacks nothing."""

@@ -50,7 +50,7 @@ for name, attack in {
     "limits of the service": lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CPU),
     "4 GiB": lambda: bytearray(4 << 30),
     "4 GiB shared": lambda: mmap.mmap(-1, 4 << 30),
-    "mount": lambda: ctypes.CDLL(None, use_errno=True).mount(b"x", b"/mnt", b"tmpfs", 0, None)
+    "mount": lambda: ctypes.CDLL(None, use_errno=True).umount2(b"/no/such/mount", 0)
     and (_ for _ in ()).throw(OSError(ctypes.get_errno(), "")),
 }.items():
     try:
@@ -241,6 +241,38 @@ async def test_evaluated_answer_changes_the_score_of_no_other_sample(tmp_path: P
             for completion, right in (("y", 0.0), ("x", 1.0), ("y", 0.0)):
                 assert await score(pool, completion, answer="x", metadata=N_QUEENS) == Outcome(score=right)
         assert pool.worker_pids() == workers
+
+
+@pytest.mark.parametrize(
+    "reply", ["{}", "[]", "x", '{"score": 1, "components": {}, "error_reason": "NO", "error_code": ""}']
+)
+async def test_function_that_writes_into_the_pipe_costs_its_own_sample(tmp_path: Path, reply: str) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import os, struct\n"
+        "def reward(sample):\n"
+        "    data = sample.completion.encode()\n"
+        "    for descriptor in range(3, 64) if data else ():\n"
+        "        try: os.write(descriptor, struct.pack('<I', len(data)) + data)\n"
+        "        except OSError: pass\n"
+        "    return 1.0\n"
+    )
+    async with pool_of(f"{tmp_path}/mine.py:reward", hide(tmp_path)) as pool:
+        assert (await score(pool, reply)).error_reason == "WORKER_DIED"
+        assert await score(pool, "") == Outcome(score=1.0)
+
+
+def test_outcome_from_a_worker_is_checked() -> None:
+    good = Outcome(score=1.0, components={"a": 1.0}).to_json()
+    assert Outcome.from_json(good) == Outcome(score=1.0, components={"a": 1.0})
+    assert Outcome.from_json(good | {"score": float("nan")}).error_reason == "NOT_FINITE"
+    bad: tuple[dict[str, Any], ...] = (
+        {"components": {"x" * 65: 1}},
+        {"abstain_reason": "lower case"},
+        {"error_reason": "RAISED", "error_code": "NO_SUCH_CODE"},
+    )
+    for change in bad:
+        with pytest.raises(ValueError, match=r"component name|abstain reason|an error with reason"):
+            Outcome.from_json(good | change)
 
 
 @pytest.mark.parametrize("code", ["open(PATH, 'w')", "__import__('os').system('touch ' + PATH)"])

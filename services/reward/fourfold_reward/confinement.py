@@ -136,4 +136,4 @@ def _check(offer: Offer, evaluating: str, *, required: bool) -> None:
             f"{offer.missing()}. With [security] it must be confined: add what is missing, run the service on another "
             f'machine, or set reward.sandbox = "off" to run it with every right of the service'
         )
-    _log.warning("scorers are confined in part: %s; missing: %s", offer.describe(), offer.missing())
+    _log.warning("scorers are confined %s; the machine has %s", offer.describe(), offer.missing())

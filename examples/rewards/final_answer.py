@@ -5,7 +5,7 @@ In the recipe:
     [reward]
     verifier = "examples/rewards/final_answer.py:reward"
 
-It runs in a worker process with a time limit. Return None when a sample cannot be judged: it
+It runs in a worker process with a time limit and few rights: network = true gives it sockets. Return None when a sample cannot be judged: it
 is then dropped and counted, not scored 0. What goes wrong (an exception, NaN) is counted, too.
 """
 

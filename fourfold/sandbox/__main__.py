@@ -23,7 +23,7 @@ _REFUSED: Final = (errno.EPERM, errno.EACCES)
 def main(outside: Path) -> None:
     """Enter a sandbox, try what it must refuse, and print the offer."""
     abi, calls = files.abi(), system_calls.offered()
-    enter(Policy(read=python_paths(), memory_bytes=1 << 30, cpu_seconds=10))
+    enter(Policy(read=python_paths(), hidden=(str(outside),), memory_bytes=1 << 30, cpu_seconds=10))
     offer = Offer(
         files=bool(abi) and _is_refused(outside.read_bytes),
         network=calls and _is_refused(_open_socket),

@@ -21,6 +21,7 @@ def enter(policy: Policy) -> None:
     Raises:
         SandboxUnavailable: `policy.required`, and this machine cannot enforce all of it. Run nothing then.
     """
+    system_calls.offered()  # loads the library, which lies outside of the policy's paths on some systems
     _limit(policy)
     by_files = files.restrict(policy)
     by_calls = system_calls.restrict(policy)

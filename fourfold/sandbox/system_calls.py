@@ -26,7 +26,16 @@ _NETWORK: Final = ("socket",)
 _START: Final = ("fork", "vfork", "execve", "execveat")
 # Other processes of the same user, and memory that no limit counts.
 _OTHERS: Final = (
-    *("tkill", "pidfd_send_signal", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "setpgid", "setpriority", "ioprio_set"),
+    *(
+        "tkill",
+        "pidfd_send_signal",
+        "rt_sigqueueinfo",
+        "rt_tgsigqueueinfo",
+        "setpgid",
+        "setsid",
+        "setpriority",
+        "ioprio_set",
+    ),
     *("sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr", "migrate_pages", "move_pages"),
     *("shmget", "shmat", "semget", "msgget", "mq_open", "memfd_create", "memfd_secret"),
 )
@@ -40,6 +49,7 @@ _ATTRIBUTES: Final = (
 _NUMBERS: Final = {"fchmodat2": 452, "setxattrat": 463, "removexattrat": 466, "file_setattr": 469, "memfd_secret": 447}
 _UNKNOWN: Final = -1
 _CLONE_THREAD: Final = 0x00010000
+_PR_SET_PDEATHSIG: Final = 1
 
 
 @cache
@@ -94,6 +104,8 @@ def _refuse_others(library: ModuleType, rules: Any) -> None:
     _refuse(library, rules, "clone3", code=errno.ENOSYS)
     for name in ("kill", "tgkill"):
         _refuse(library, rules, name, library.Arg(0, library.NE, os.getpid()))
+    # Who started it may have asked the kernel to end it with its parent.
+    _refuse(library, rules, "prctl", library.Arg(0, library.EQ, _PR_SET_PDEATHSIG))
     # Root could raise its limits again. `allow_cpu` sets the one on CPU time for each request.
     other_kind = library.Arg(1, library.NE, resource.RLIMIT_CPU)
     _refuse(library, rules, "prlimit64", other_kind, library.Arg(2, library.NE, 0))

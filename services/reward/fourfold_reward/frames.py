@@ -24,7 +24,10 @@ def unpack(body: bytes) -> dict[str, Any]:
     Raises:
         ValueError: the body is no JSON object.
     """
-    message = json.loads(body)
+    try:
+        message = json.loads(body)
+    except RecursionError:
+        raise ValueError("a frame that is nested too deeply") from None
     if not isinstance(message, dict):
         raise ValueError(f"a frame holds a {type(message).__name__}; it must hold an object")
     return message

@@ -115,7 +115,13 @@ class Worker:
         """Score a sample in a process of its own."""
         reader, writer = os.pipe()
         own = os.getpid()
-        if (child := os.fork()) == 0:
+        try:
+            child = os.fork()
+        except OSError as error:  # the limit on the user's processes, or no memory
+            os.close(reader)
+            os.close(writer)
+            return Outcome.error("WORKER_DIED", f"no process could be started to evaluate this sample: {error}")
+        if child == 0:
             self._end_with_outcome(request, writer, parent=own)
         os.close(writer)
         outcome = None

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from fourfold import models
+from fourfold import models, sandbox
 from fourfold.cpu import multiplies_bfloat16
 from fourfold.errors import ConfigError
 from fourfold.gpus import machine_gpus, visible_gpus
@@ -109,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def machine() -> Iterator[Check]:
-    """Check interpreter, cores, memory, disk, compiler, GPUs and ports."""
+    """Check interpreter, cores, memory, disk, compiler, GPUs, ports and sandbox."""
     version = ".".join(str(part) for part in sys.version_info[:3])
     good = sys.version_info[:2] in _PYTHONS
     yield Check(
@@ -123,6 +123,7 @@ def machine() -> Iterator[Check]:
     yield _compiler()
     yield _gpus()
     yield _ports()
+    yield _sandbox()
 
 
 def _cores() -> Check:
@@ -196,6 +197,15 @@ def _ports() -> Check:
         return Check(
             state="missing", text=f"no port of 127.0.0.1 can be opened ({error.strerror})", fix="ip link set lo up"
         )
+
+
+def _sandbox() -> Check:
+    offer = sandbox.probe()
+    text = f"scorers are confined: {offer.describe()}"
+    if offer.complete:
+        return Check(state="ok", text=text)
+    # Not "missing": every role runs. With [security], scorers that evaluate text do not.
+    return Check(state="none", text=text, fix=f"the machine has {offer.missing()}")
 
 
 def services() -> Iterator[Check]:

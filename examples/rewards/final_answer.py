@@ -5,8 +5,9 @@ In the recipe:
     [reward]
     verifier = "examples/rewards/final_answer.py:reward"
 
-It runs in a worker process with a time limit. Return None when a sample cannot be judged: it
-is then dropped and counted, not scored 0. What goes wrong (an exception, NaN) is counted, too.
+It runs in a worker process with a time limit and few rights: see services/reward/README.md.
+Return None when a sample cannot be judged: it is then dropped and counted, not scored 0. What
+goes wrong (an exception, NaN) is counted, too.
 """
 
 from __future__ import annotations

@@ -164,6 +164,21 @@ class RewardConfig(Table):
     """Longest time one sample may take to score; then its outcome is an error."""
     processes: int = Field(default=1, ge=1)
     """Worker processes of one service."""
+    allowed_verifiers: tuple[str, ...] = Field(default=(), strict=False)  # TOML has lists
+    """Names of verifiers that a caller may ask for besides `verifier`. Where `reasoning_gym` is offered, a sample's
+    metadata may name the tasks of [data] and those that are here as `reasoning_gym:TASK`."""
+    evaluate_text: bool = False
+    """Whether reasoning-gym tasks may be offered that run text of the answer as code (`fourfold serve reward --list`
+    names them). They run in a sandbox."""
+    sandbox: Literal["auto", "off"] = "auto"
+    """auto: scorers run with few rights, as far as this machine enforces that (`fourfold doctor`). off: with all rights
+    and variables of the service."""
+    network: bool = False
+    """Whether a reward function of yours may open sockets."""
+    environment: tuple[str, ...] = Field(default=(), strict=False)
+    """Environment variables that a reward function of yours sees besides PATH, HOME and the like: names."""
+    memory_gib: int = Field(default=8, ge=1)
+    """Most private memory of one process of a reward function of yours."""
 
 
 class ReferenceConfig(Table):

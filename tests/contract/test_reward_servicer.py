@@ -24,7 +24,7 @@ from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_reward import loader
 from fourfold_reward import servicer as servicer_module
 from fourfold_reward.pool import WorkerPool
-from fourfold_reward.serve import find_offered
+from fourfold_reward.serve import Offered
 from fourfold_reward.servicer import MAX_SAMPLES, RewardServicer
 from tests.conftest import Serve
 
@@ -73,7 +73,8 @@ async def connect(serve: Serve, tmp_path: Path) -> AsyncIterator[Connect]:
             max_waiting_samples=waiting,
         )
         pools.append(pool)
-        servicer = RewardServicer(pool, lambda name: find_offered(name, pool.verifier))
+        others = {name: loader.find(name, directory=tmp_path) for name in ("last_number", "exact_match")}
+        servicer = RewardServicer(pool, Offered(configured=pool.verifier, others=others, tasks={}).find)
         channel = await serve(
             (pb.DESCRIPTOR.services_by_name["RewardService"], add_RewardServiceServicer_to_server, servicer)
         )
@@ -122,7 +123,7 @@ async def test_same_request_gives_the_same_answer(connect: Connect) -> None:
     assert await client.score(items, timeout=5) == await client.score(items, timeout=5)
 
 
-async def test_item_may_name_a_built_in_verifier(connect: Connect) -> None:
+async def test_item_may_name_a_verifier_of_the_allow_list(connect: Connect) -> None:
     client = await connect()
     scores = await client.score(
         [
@@ -135,8 +136,8 @@ async def test_item_may_name_a_built_in_verifier(connect: Connect) -> None:
     assert [s.score for s in scores] == [1.0, 0.0, 2.0]
 
 
-@pytest.mark.parametrize("name", ["os:system", "/etc/passwd.py:x", "no_such"])
-async def test_unknown_verifier_is_an_error_of_its_sample(connect: Connect, name: str) -> None:
+@pytest.mark.parametrize("name", ["os:system", "/etc/passwd.py:x", "no_such", "math_verify", "reasoning_gym:products"])
+async def test_verifier_that_is_not_offered_is_an_error_of_its_sample(connect: Connect, name: str) -> None:
     client = await connect()
     first, second = await client.score([item("a", "12", verifier=name), item("b", "12")], timeout=20)
     assert (first.error.code, first.error.reason) == (Code.Value("NOT_FOUND"), "NOT_FOUND")

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fourfold import doctor
+from fourfold import doctor, sandbox
 from fourfold.doctor import Check
+from fourfold.sandbox import Offer
 
 READ_MEMORY = doctor.available_memory
 
@@ -47,6 +48,22 @@ def test_missing_package_gives_the_exact_command(
     at = lines.index("  missing  trainer: not installed: deepspeed")
     assert lines[at + 1].strip() == "> pip install fourfold-trainer"
     assert lines[-1].startswith("1 missing")
+
+
+def test_sandbox_of_the_machine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Offer(files=True, network=True, processes=True, landlock_abi=7)
+    monkeypatch.setattr(sandbox, "probe", lambda: whole)
+    assert Check(
+        state="ok",
+        text="scorers are confined: files by Landlock (version 7), network and processes by seccomp",
+    ) in list(doctor.machine())
+    monkeypatch.setattr(sandbox, "probe", lambda: Offer(network=True, processes=True))
+    check = next(check for check in doctor.machine() if "scorers" in check.text)
+    assert (check.state, check.text) == (
+        "none",
+        "scorers are confined: in part (network, processes)",
+    )
+    assert check.fix.startswith("the machine has no Landlock (Linux 5.13 or newer")
 
 
 def test_optional_package_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:

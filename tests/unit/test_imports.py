@@ -54,6 +54,7 @@ def test_import_contracts_hold() -> None:
         ("fourfold_coordinator/loop.py", "import ray", "Ray is imported by its launcher"),
         ("fourfold_trainer/step.py", "import deepspeed", "DeepSpeed is imported by its engine"),
         ("fourfold_reward/pool.py", "import transformers", "Rewards need no tensor library"),
+        ("fourfold/sandbox/enter.py", "import pydantic", "A sandboxed process starts with nothing but its sandbox"),
         ("fourfold_reward/pool.py", "import fourfold_reward.reference", "Rewards do not import the reference"),
     ],
 )
@@ -61,7 +62,7 @@ def test_a_violation_breaks_its_contract(tmp_path: Path, module: str, line: str,
     """The contracts are real: in a skeleton of the packages, one bad import breaks the one contract it should."""
     for package in (
         *("fourfold", "fourfold/nn", "fourfold/weights", "fourfold_rollout", "fourfold_trainer", "fourfold_reward"),
-        *("fourfold_reward/reference", "fourfold_coordinator"),
+        *("fourfold_reward/reference", "fourfold_coordinator", "fourfold/sandbox"),
     ):
         (tmp_path / package).mkdir(parents=True)
         (tmp_path / package / "__init__.py").write_text("")

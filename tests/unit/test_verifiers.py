@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fourfold_reward import Abstain, Score, ScoreInput, loader, verifiers
-from fourfold_reward.verifiers import BadMetadata, exact_match, find_last_number, last_number
+from fourfold_reward.verifiers import BadMetadata, NotOffered, exact_match, find_last_number, last_number
 
 
 def sample(completion: str, answer: str = "", metadata: dict[str, Any] | None = None) -> ScoreInput:
@@ -90,7 +90,7 @@ def test_every_reasoning_gym_task_scores_its_own_answer_after_json() -> None:
 
     tasks = sorted(set(DATASETS) - {"composite"})
     assert len(tasks) > 100
-    verifier = verifiers.load("reasoning_gym", {})
+    verifier = verifiers.load("reasoning_gym", {task: {} for task in tasks})
     for task in tasks:
         dataset = create_dataset(task, size=2, seed=5)
         entry = dataset[1]
@@ -114,13 +114,13 @@ def test_reasoning_gym_uses_the_options_of_the_runs_data() -> None:
     # 6 is a number of the task's default options, but not of these.
     entry = {"source_dataset": "puzzle24", "numbers": [6, 4, 1, 1]}
     narrow = verifiers.load("reasoning_gym", {"puzzle24": {"max_value": 5}})
-    default = verifiers.load("reasoning_gym", {})
+    default = verifiers.load("reasoning_gym", {"puzzle24": {}})
     assert default(sample("6 * 4 * 1 * 1", "", entry)) == Score(1.0)
     assert narrow(sample("6 * 4 * 1 * 1", "", entry)) != Score(1.0)
 
 
 def test_answer_that_makes_a_task_raise_is_wrong_and_counted() -> None:
-    verifier = verifiers.load("reasoning_gym", {})
+    verifier = verifiers.load("reasoning_gym", {"prime_factorization": {}})
     metadata = {"source_dataset": "prime_factorization", "number": 12, "factors": [2, 2, 3]}
     assert verifier(sample("yes", "2 \u00d7 2 \u00d7 3", metadata)) == Score(0.0, {"unreadable": 1.0})
 
@@ -128,7 +128,14 @@ def test_answer_that_makes_a_task_raise_is_wrong_and_counted() -> None:
 @pytest.mark.parametrize("metadata", [{}, {"source_dataset": 3}, {"source_dataset": "produkts"}])
 def test_sample_without_its_task_is_bad_metadata(metadata: dict[str, Any]) -> None:
     with pytest.raises(BadMetadata, match="source_dataset"):
-        verifiers.load("reasoning_gym", {})(sample("12", "12", metadata))
+        verifiers.load("reasoning_gym", {"produkts": {}})(sample("12", "12", metadata))
+
+
+def test_task_that_the_recipe_does_not_offer_is_refused() -> None:
+    scorer = verifiers.load("reasoning_gym", {"products": {}})
+    assert scorer(sample("12", "12", {"source_dataset": "products"})) == Score(1.0)
+    with pytest.raises(NotOffered, match=r"'countdown' is not offered here; offered: products\. Add"):
+        scorer(sample("12", "12", {"source_dataset": "countdown"}))
 
 
 def test_unknown_task_is_refused_with_the_nearest_name() -> None:

@@ -1,6 +1,6 @@
 """The service's end of one worker process: start it, ask it, kill it.
 
-A worker is its own process group, so that what a reward function starts dies with it. It is
+A worker is its own session, so that what a reward function starts dies with it. It is
 started with spawn semantics (a fresh interpreter): forking after gRPC has started is unsafe.
 Start workers from the main thread: the kernel ends them when the thread that started them ends.
 """
@@ -16,7 +16,9 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
 from typing import Any, Final, Self
 
+from fourfold.scratch import Scratch
 from fourfold_reward import frames
+from fourfold_reward.confinement import Confinement
 
 # A process in uninterruptible sleep does not end on SIGKILL; then it is left behind.
 _REAP_SECONDS: Final = 5.0
@@ -31,25 +33,40 @@ class WorkerDied(Exception):
 class Child:
     """One worker process. Not for concurrent use."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: Process, scratch: Scratch, *, builtin: bool) -> None:
         """Wrap a process that `start` made."""
         self._process = process
+        self._scratch = scratch
+        self.builtin = builtin
+        """Whether its rights are those of built-in verifiers, and not of reward functions."""
         self.loaded: set[str] = set()
         """Names of the verifiers that it has loaded."""
 
     @classmethod
-    async def start(cls) -> Self:
-        """Start a worker. It sees the modules that this process sees."""
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        return cls(
-            await asyncio.create_subprocess_exec(
+    async def start(cls, confinement: Confinement, *, builtin: bool, timeout_seconds: float) -> Self:
+        """Start a worker. It sees the modules that this process sees.
+
+        Args:
+            confinement: how workers are confined.
+            builtin: whether it gets the rights of built-in verifiers, or those of reward functions.
+            timeout_seconds: longest time one sample may take.
+        """
+        scratch = Scratch("reward-worker")
+        policy = confinement.policy(builtin=builtin, timeout_seconds=timeout_seconds, scratch=scratch.path)
+        variables = confinement.variables(builtin=builtin, scratch=scratch.path)
+        try:
+            process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", "fourfold_reward.worker", str(os.getpid())),
+                policy.to_json() if policy is not None else "",
                 stdin=PIPE,
                 stdout=PIPE,
-                env=environment,
-                process_group=0,
+                env=variables | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+                start_new_session=True,
             )
-        )
+        except BaseException:
+            scratch.remove()
+            raise
+        return cls(process, scratch, builtin=builtin)
 
     @property
     def pid(self) -> int:
@@ -88,6 +105,7 @@ class Child:
         if self._process.stdin is not None:
             self._process.stdin.close()
         await self._wait(_REAP_SECONDS)
+        self._scratch.remove()
 
     async def _wait(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):

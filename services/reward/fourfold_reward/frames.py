@@ -24,18 +24,31 @@ def unpack(body: bytes) -> dict[str, Any]:
     Raises:
         ValueError: the body is no JSON object.
     """
-    message = json.loads(body)
+    try:
+        message = json.loads(body)
+    except RecursionError:
+        raise ValueError("a frame that is nested too deeply") from None
     if not isinstance(message, dict):
         raise ValueError(f"a frame holds a {type(message).__name__}; it must hold an object")
     return message
 
 
-def read(stream: BinaryIO) -> dict[str, Any] | None:
-    """Block for the next message; None when the other side is gone."""
+def read(stream: BinaryIO, *, most: int | None = None) -> dict[str, Any] | None:
+    """Block for the next message; None when the other side is gone.
+
+    Args:
+        stream: what the other side writes to.
+        most: largest size that is read; None when the other side is trusted.
+
+    Raises:
+        ValueError: it is larger, or no JSON object.
+    """
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return None
     (size,) = HEADER.unpack(header)
+    if most is not None and size > most:
+        raise ValueError(f"a frame of {size} bytes; at most {most} fit")
     body = stream.read(size)
     return unpack(body) if len(body) == size else None
 

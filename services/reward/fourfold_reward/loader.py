@@ -49,6 +49,11 @@ class Verifier:
     version: str = ""
     """Version of the package, or start of the SHA-256 of the source; of a module only known once it is loaded."""
 
+    @property
+    def builtin(self) -> bool:
+        """Whether it is one of ours, and no function of the operator."""
+        return not self.function
+
     def with_version(self, version: str) -> Self:
         """Return the same verifier, its version known."""
         return replace(self, version=version)
@@ -100,7 +105,7 @@ def load(verifier: Verifier, options: GymOptions) -> tuple[RewardFunction, Verif
         VerifierError: the function is missing, cannot be called with one sample, or its module is not
             the one that the service started with.
     """
-    if not verifier.function:
+    if verifier.builtin:
         try:
             return verifiers.load(verifier.name, options), verifier
         except (LookupError, ImportError) as error:

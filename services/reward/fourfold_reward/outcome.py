@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
 from fourfold_reward.sample import Abstain, Score
@@ -65,8 +65,25 @@ class Outcome:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read what `to_json` returned."""
-        return cls(**data)
+        """Read what `to_json` returned. User code can reach the pipe, so that nothing is taken on trust.
+
+        Raises:
+            ValueError: it is no outcome.
+        """
+        try:
+            reason, code, message, abstained = (
+                str(data[key]) for key in ("error_reason", "error_code", "message", "abstain_reason")
+            )
+            result = {"score": data["score"], "components": data["components"]}
+        except KeyError as error:
+            raise ValueError(f"an outcome without {error}") from None
+        if reason:
+            if reason not in ERROR_CODES or code not in ERROR_CODES.values():
+                raise ValueError(f"an error with reason {reason!r:.100} and code {code!r:.100}")
+            return cls.error(reason, message, code=code)
+        if abstained:
+            return cls(abstain_reason=Abstain(abstained).reason)
+        return cls(**asdict(from_result(result)))
 
 
 def from_result(result: object) -> Outcome:

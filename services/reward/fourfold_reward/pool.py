@@ -8,6 +8,10 @@ the slot kills the worker, whatever it is doing, and starts another: no sample w
 function that hangs, and only that sample gets an error. A sample whose caller went away
 leaves the queue. Who waits for whom: `score` for its samples' futures, until its deadline; a
 slot for a sample, then for its worker, at most `timeout_seconds`.
+
+Built-in verifiers and reward functions never share a process: their rights differ (see
+`confinement`). A slot has one worker for the kind of the configured verifier, and starts
+another for the other kind when a sample asks for it.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any, Final
 
 from fourfold.errors import ConfigError, Overloaded
 from fourfold_reward.child import Child, WorkerDied
+from fourfold_reward.confinement import Confinement
 from fourfold_reward.loader import Verifier
 from fourfold_reward.outcome import Outcome
 from fourfold_reward.verifiers import GymOptions
@@ -32,6 +37,7 @@ LOAD_TIMEOUT_SECONDS: Final = 120.0
 MAX_WAITING_SAMPLES: Final = 16_384
 MAX_WAITING_BYTES: Final = 256 << 20
 _MAX_RETRY_AFTER_SECONDS: Final = 30.0
+_CONFINED: Final = Confinement()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +84,7 @@ class WorkerPool:
         processes: int,
         timeout_seconds: float,
         on_failure: Callable[[str], None],
+        confinement: Confinement = _CONFINED,
         max_waiting_samples: int = MAX_WAITING_SAMPLES,
     ) -> None:
         """Make a pool; nothing runs before `start`.
@@ -88,6 +95,7 @@ class WorkerPool:
             processes: number of workers.
             timeout_seconds: longest time one sample may take.
             on_failure: called with a message when a slot ends by a bug of ours.
+            confinement: rights of the workers.
             max_waiting_samples: more are refused.
         """
         self.verifier = verifier
@@ -95,6 +103,7 @@ class WorkerPool:
         self._processes = processes
         self._timeout = timeout_seconds
         self._on_failure = on_failure
+        self._confinement = confinement
         self._max_waiting = max_waiting_samples
         self._waiting: deque[_Waiting] = deque()
         self._waiting_bytes = 0
@@ -111,10 +120,11 @@ class WorkerPool:
             ConfigError: the function cannot be loaded; the message says why.
         """
         try:
-            await self._start_child()  # alone: it tells whether the others can start, and the version
+            builtin = self.verifier.builtin
+            await self._start_child(builtin)  # alone: it tells whether the others can start, and the version
         except LoadFailed as error:
             raise ConfigError(f"reward.verifier: {error}") from None
-        await asyncio.gather(*(self._try_start_child() for _ in range(self._processes - 1)))
+        await asyncio.gather(*(self._try_start_child(builtin) for _ in range(self._processes - 1)))
         children = list(self._children.values())
         for index in range(self._processes):
             slot = asyncio.create_task(self._run_slot(children[index] if index < len(children) else None))
@@ -162,11 +172,12 @@ class WorkerPool:
         """Return the process ids of the workers that live."""
         return list(self._children)
 
-    async def _run_slot(self, child: Child | None) -> None:
+    async def _run_slot(self, first: Child | None) -> None:
+        children: dict[bool, Child | None] = {first.builtin: first} if first is not None else {}
         while True:
             entry = await self._take()
-            if child is None:
-                child = await self._try_start_child()
+            builtin = entry.job.verifier.builtin
+            child = children.get(builtin) or await self._try_start_child(builtin)
             started = asyncio.get_running_loop().time()
             if child is None:
                 outcome = Outcome.error("WORKER_DIED", f"no worker process could be started: {self._start_error}")
@@ -176,8 +187,8 @@ class WorkerPool:
             self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
             if not entry.outcome.done():
                 entry.outcome.set_result(outcome)
-            if child is None:
-                child = await self._try_start_child()  # now, so that the next sample need not wait for it
+            # Now, so that the next sample need not wait for it.
+            children[builtin] = child or await self._try_start_child(builtin)
 
     async def _take(self) -> _Waiting:
         while not self._waiting:
@@ -192,7 +203,10 @@ class WorkerPool:
         try:
             await self._load(child, job.verifier)
             reply = await child.ask(job.request(), timeout=self._timeout)
-            return Outcome.from_json(reply), child
+            try:
+                return Outcome.from_json(reply), child
+            except ValueError as error:
+                raise WorkerDied(f"the worker sent {error}") from None
         except LoadFailed as error:
             return Outcome.error("NOT_FOUND", str(error)), child
         except TimeoutError:
@@ -208,9 +222,11 @@ class WorkerPool:
         await self._discard(child)
         return outcome, None
 
-    async def _start_child(self) -> Child:
-        child = await Child.start()
+    async def _start_child(self, builtin: bool) -> Child:
+        child = await Child.start(self._confinement, builtin=builtin, timeout_seconds=self._timeout)
         self._children[child.pid] = child
+        if builtin != self.verifier.builtin:
+            return child
         try:
             self.verifier = await self._load(child, self.verifier)
         except LoadFailed:
@@ -221,9 +237,9 @@ class WorkerPool:
             raise LoadFailed(f"{self.verifier.name!r}: {error} while it imported the function") from None
         return child
 
-    async def _try_start_child(self) -> Child | None:
+    async def _try_start_child(self, builtin: bool) -> Child | None:
         try:
-            return await self._start_child()
+            return await self._start_child(builtin)
         except (LoadFailed, OSError) as error:
             self._start_error = str(error)
             _log.error("a worker could not start: %s", error)

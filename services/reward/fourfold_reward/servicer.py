@@ -31,7 +31,7 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
 
         Args:
             pool: scores.
-            find: returns the verifier of a name that a caller may ask for; raises VerifierError.
+            find: returns a verifier, besides the configured one, that a caller may ask for; raises VerifierError.
         """
         self._pool = pool
         self._find = find
@@ -87,7 +87,8 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         return None
 
     def _verifier(self, item: pb.ScoreItem) -> Verifier:
-        return self._find(item.verifier) if item.verifier else self._pool.verifier
+        configured = self._pool.verifier
+        return configured if item.verifier in ("", configured.name) else self._find(item.verifier)
 
     def _job(self, item: pb.ScoreItem) -> Job:
         return Job(

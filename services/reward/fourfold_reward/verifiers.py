@@ -3,6 +3,9 @@
 A verifier answers 1 or 0 (reasoning-gym tasks: anything between), and abstains when the
 sample carries nothing to compare with. An answer that cannot be read as what it should be is
 a wrong answer; a comparison that does not end is stopped by the pool and is an error.
+
+Some reasoning-gym tasks give text of the answer, or of the sample, to `eval` or to sympy's
+`parse_expr`: TEXT_TASKS. The service offers them only where the recipe says so.
 """
 
 from __future__ import annotations
@@ -23,16 +26,31 @@ GYM: Final = "reasoning_gym"
 GYM_PREFIX: Final = "reasoning_gym:"
 NO_ANSWER: Final = Abstain("NO_ANSWER")
 
-# Options of the reasoning-gym tasks that the run generates, by task.
+# The reasoning-gym tasks that a sample's metadata may name, each with its options.
 GymOptions = Mapping[str, Mapping[str, Any]]
 GymScorer = Callable[[str | None, dict[str, Any]], float]
+
+# Tasks whose `score_answer` runs text as code. A test compares this list with the installed package's source.
+TEXT_TASKS: Final = frozenset(
+    {
+        *("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"),  # eval(answer)
+        *("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24"),  # parse_expr(answer)
+        "simple_integration",  # parse_expr(answer)
+        "bitwise_arithmetic",  # eval(metadata)
+        "number_sorting",  # eval(the reference answer)
+    }
+)
 
 _DESCRIPTIONS: Final[tuple[tuple[str, str], ...]] = (
     ("exact_match", "1 when the completion is the answer, spaces around both left aside"),
     ("last_number", "1 when the last number in the completion equals the last number in the answer"),
     ("math_verify", "1 when the completion's final expression equals the answer, both LaTeX or plain text"),
     (GYM, "the score of the sample's own reasoning-gym task, named by `source_dataset` in its metadata"),
-    (f"{GYM_PREFIX}TASK", "the score of one reasoning-gym task, e.g. reasoning_gym:products"),
+    (
+        f"{GYM_PREFIX}TASK",
+        "the score of one reasoning-gym task, e.g. reasoning_gym:products. These run text of the sample as code, and "
+        f"need reward.evaluate_text = true: {', '.join(sorted(TEXT_TASKS))}",
+    ),
 )
 
 # A minus that follows a letter, a digit or a bracket is an operator. Commas may group thousands.
@@ -50,6 +68,10 @@ class BadMetadata(ValueError):
     """A sample's metadata lacks what the verifier needs."""
 
 
+class NotOffered(LookupError):
+    """A sample's metadata names a task that the recipe does not offer."""
+
+
 def describe() -> list[tuple[str, str]]:
     """Return (name, one line) of each built-in verifier."""
     return list(_DESCRIPTIONS)
@@ -60,8 +82,22 @@ def is_builtin(name: str) -> bool:
     return name in _LOADERS or name.startswith(GYM_PREFIX)
 
 
+def evaluates_text(name: str) -> bool:
+    """Whether a verifier is a built-in that runs text of a sample as code."""
+    return name.startswith(GYM_PREFIX) and name.removeprefix(GYM_PREFIX) in TEXT_TASKS
+
+
+def may_evaluate_text(name: str, options: GymOptions) -> bool:
+    """Whether a verifier runs text of some sample as code: of any sample, or of those that name such a task."""
+    return evaluates_text(name) or (name == GYM and not TEXT_TASKS.isdisjoint(options))
+
+
 def load(name: str, options: GymOptions) -> RewardFunction:
     """Return the built-in verifier `name`, importing what it needs.
+
+    Args:
+        name: its name.
+        options: of reasoning-gym tasks; `reasoning_gym` alone scores these tasks and no others.
 
     Raises:
         LookupError: no such reasoning-gym task.
@@ -138,13 +174,19 @@ def _load_gym(task: str, options: GymOptions) -> RewardFunction:
             scorers[name] = create_dataset(name, **options.get(name, {})).score_answer
         return scorers[name]
 
-    if task:
-        scorer(task)
+    for name in [task] if task else TEXT_TASKS.intersection(options):
+        scorer(name)  # these are scored in processes that end after one sample
 
     def reasoning_gym(sample: ScoreInput) -> Score:
         name = task or sample.metadata.get("source_dataset")
         if not isinstance(name, str) or not name:
             raise BadMetadata("the metadata has no `source_dataset`; add it, or use the verifier reasoning_gym:TASK")
+        if not task and name not in options:
+            offered = ", ".join(sorted(options)) or "none"
+            raise NotOffered(
+                f"source_dataset = {name!r:.100} is not offered here; offered: {offered}. "
+                f'Add "reasoning_gym:TASK" to reward.allowed_verifiers'
+            )
         try:
             score = scorer(name)
         except LookupError as error:

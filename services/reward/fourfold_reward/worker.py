@@ -2,6 +2,9 @@
 
     service --stdin: {"load": verifier} or {"score": sample}--> worker --stdout: one reply each--> service
 
+Before it loads anything, it enters the sandbox that its second argument describes. A verifier that runs text of a
+sample as code does so in a fork, which ends with the sample: the text can change neither the verifier nor the pipes.
+
 It knows no gRPC and no time limit: the service kills it when a function does not return, and
 the kernel kills it when the service dies. Functions run in the main thread, where signals and
 asyncio work as in a script. What they print goes to stderr.
@@ -10,7 +13,9 @@ asyncio work as in a script. What they print goes to stderr.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
+import errno
 import inspect
 import json
 import os
@@ -18,18 +23,22 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, NoReturn
 
-from fourfold_reward import frames, loader
+from fourfold import sandbox
+from fourfold_reward import frames, loader, verifiers
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.outcome import Outcome, from_result
 from fourfold_reward.sample import RewardFunction, ScoreInput
-from fourfold_reward.verifiers import BadMetadata
+from fourfold_reward.verifiers import BadMetadata, NotOffered
 
 _PR_SET_PDEATHSIG: Final = 1
 _HERE: Final = str(Path(__file__).parent)
+# CPU time for importing a verifier's libraries.
+_LOAD_CPU_SECONDS: Final = 120
 
 
 def main(arguments: list[str]) -> int:
@@ -37,7 +46,10 @@ def main(arguments: list[str]) -> int:
     _die_with(parent=int(arguments[0]))
     requests, replies = _take_pipes()
     sys.path.append(str(Path.cwd()))  # last, so that nothing there hides an installed package
-    worker = Worker()
+    policy = sandbox.Policy.from_json(arguments[1]) if arguments[1] else None
+    if policy is not None:
+        sandbox.enter(policy)
+    worker = Worker(policy, pipes=(requests.fileno(), replies.fileno()))
     own = os.getpid()
     while (request := frames.read(requests)) is not None:
         reply = worker.answer(request)
@@ -51,8 +63,16 @@ def main(arguments: list[str]) -> int:
 class Worker:
     """Answers one request after another."""
 
-    def __init__(self) -> None:
-        """Start without any function."""
+    def __init__(self, policy: sandbox.Policy | None = None, pipes: tuple[int, ...] = ()) -> None:
+        """Start without any function.
+
+        Args:
+            policy: of the sandbox that this process has entered; None when it is in none.
+            pipes: descriptors that no text of a sample may reach.
+        """
+        self._policy = policy
+        self._pipes = pipes
+        self._evaluating: set[str] = set()
         self._functions: dict[str, RewardFunction] = {}
         self._runner = asyncio.Runner()  # one loop for the worker's life: clients of async functions stay connected
         self._reported: set[str] = set()
@@ -61,9 +81,16 @@ class Worker:
         """Return the reply to a request. The one place where anything that user code raises is caught."""
         loading = "load" in request
         try:
-            return self._load(request) if loading else self._score(request).to_json()
+            if self._policy is not None:
+                sandbox.allow_cpu(_LOAD_CPU_SECONDS if loading else self._policy.cpu_seconds)
+            if loading:
+                return self._load(request)
+            apart = request["verifier"] in self._evaluating
+            return (self._score_apart(request) if apart else self._score(request)).to_json()
         except BadMetadata as error:
             return Outcome.error("BAD_METADATA", str(error)).to_json()
+        except NotOffered as error:
+            return Outcome.error("NOT_FOUND", str(error)).to_json()
         except VerifierError as error:
             return {"error": str(error)}
         except BaseException as error:  # user code may raise SystemExit or KeyboardInterrupt, too
@@ -73,6 +100,8 @@ class Worker:
     def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
         function, verifier = loader.load(Verifier.from_json(request["load"]), request["options"])
         self._functions[verifier.name] = function
+        if verifiers.may_evaluate_text(verifier.name, request["options"]):
+            self._evaluating.add(verifier.name)
         return {"version": verifier.version}
 
     def _score(self, request: Mapping[str, Any]) -> Outcome:
@@ -82,10 +111,50 @@ class Worker:
             result = self._runner.run(_await(result))
         return from_result(result)
 
+    def _score_apart(self, request: Mapping[str, Any]) -> Outcome:
+        """Score a sample in a process of its own."""
+        reader, writer = os.pipe()
+        own = os.getpid()
+        try:
+            child = os.fork()
+        except OSError as error:  # the limit on the user's processes, or no memory
+            os.close(reader)
+            os.close(writer)
+            return Outcome.error("WORKER_DIED", f"no process could be started to evaluate this sample: {error}")
+        if child == 0:
+            self._end_with_outcome(request, writer, parent=own)
+        os.close(writer)
+        outcome = None
+        with os.fdopen(reader, "rb") as replies, contextlib.suppress(ValueError):
+            reply = frames.read(replies, most=frames.MAX_REPLY_BYTES)
+            outcome = Outcome.from_json(reply) if reply is not None else None
+        os.kill(child, signal.SIGKILL)  # it has said what counts
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        return outcome or Outcome.error("WORKER_DIED", f"the process that evaluated this sample ended ({code})")
+
+    def _end_with_outcome(self, request: Mapping[str, Any], writer: int, *, parent: int) -> NoReturn:
+        """Write the outcome of a sample as the last act of this process."""
+        try:
+            _die_with(parent)
+            for pipe in self._pipes:
+                os.close(pipe)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the text could fill the disk with the service's log
+            os.dup2(2, 1)
+            if self._policy is not None:
+                sandbox.enter(replace(self._policy, processes=0))
+            self._evaluating.clear()
+            with os.fdopen(writer, "wb") as replies:
+                frames.write(replies, self.answer(request))
+        finally:
+            os._exit(1)
+
     def _explain(self, error: BaseException) -> str:
         """Return type, text and place of an error; print its traceback when it is a new one."""
         place = _place(error.__traceback__)
         text = f"{type(error).__name__}: {error}".rstrip(": ") + (f" ({place})" if place else "")
+        if self._policy is not None and _was_refused(error):
+            text += "; the sandbox may have refused this: see reward.network and reward.sandbox"
         kind = f"{type(error).__name__} at {place}"
         if kind not in self._reported:
             self._reported.add(kind)
@@ -106,6 +175,10 @@ def _metadata(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadMetadata(f"metadata_json holds a {type(value).__name__}; it must hold an object")
     return value
+
+
+def _was_refused(error: BaseException) -> bool:
+    return isinstance(error, PermissionError) or os.strerror(errno.EPERM) in str(error)
 
 
 def _place(trace: TracebackType | None) -> str:

@@ -1,0 +1,109 @@
+"""Which files a process may open, by Landlock. Landlock knows no exceptions, so that hidden paths are left out."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+import py_landlock as landlock
+from py_landlock.abi import get_supported_fs, get_supported_net, get_supported_scope
+from py_landlock.prctl import set_no_new_privs
+
+from fourfold.sandbox.policy import Policy
+
+_READ: Final = landlock.AccessFs.READ_FILE | landlock.AccessFs.READ_DIR | landlock.AccessFs.EXECUTE
+_LIST: Final = landlock.AccessFs.READ_DIR
+# The kernel refuses rights of folders in the rule of a file.
+_OF_FILES: Final = (
+    landlock.AccessFs.READ_FILE
+    | landlock.AccessFs.WRITE_FILE
+    | landlock.AccessFs.EXECUTE
+    | landlock.AccessFs.TRUNCATE
+    | landlock.AccessFs.IOCTL_DEV
+)
+
+
+def abi() -> int:
+    """Return the kernel's Landlock version; 0 when it has none."""
+    try:
+        return landlock.get_abi_version()
+    except landlock.LandlockError:
+        return 0
+
+
+def restrict(policy: Policy) -> bool:
+    """Give this thread, and what it starts, the policy's paths and no others; return whether the kernel does that."""
+    version = landlock.ABIVersion(abi())
+    if version < 1:
+        return False
+    handled = get_supported_fs(version)
+    attributes = landlock.RulesetAttr()
+    attributes.handled_access_fs = handled
+    attributes.handled_access_net = 0 if policy.network else get_supported_net(version)
+    attributes.scoped = get_supported_scope(version)  # no signals to, and no abstract sockets of, processes outside
+    rules = landlock.create_ruleset(attributes)
+    try:
+        for path, access in _rules(policy):
+            _allow(rules, path, access & handled)
+        set_no_new_privs()
+        landlock.restrict_self(rules, None)
+    finally:
+        os.close(rules)
+    return True
+
+
+def _rules(policy: Policy) -> Iterator[tuple[str, landlock.AccessFs]]:
+    hidden = [*map(os.path.realpath, policy.hidden), *_other_processes()]
+    everything = get_supported_fs(landlock.ABIVersion(abi()))
+    for paths, access in ((policy.read, _READ), (policy.write, everything)):
+        for path, whole in visible(map(os.path.realpath, paths), hidden):
+            yield path, access if whole else _LIST
+
+
+def _other_processes() -> Iterator[str]:
+    """Yield the folders of other processes: since Linux 6.15 root reads their environment whatever Landlock says."""
+    with contextlib.suppress(OSError):  # a sandbox around this one has hidden them
+        for entry in os.scandir("/proc"):
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                yield entry.path
+
+
+def visible(paths: Iterable[str], hidden: Sequence[str]) -> Iterator[tuple[str, bool]]:
+    """Yield paths that together hold everything in `paths` but `hidden`.
+
+    Args:
+        paths: absolute, without links.
+        hidden: likewise.
+
+    Yields:
+        (path, True), and (path, False) for a folder that holds a hidden path: its other entries follow.
+    """
+    for path in paths:
+        folder = path.rstrip("/") + "/"
+        if any(folder.startswith(secret.rstrip("/") + "/") for secret in hidden):
+            continue
+        inside = [secret for secret in hidden if secret.startswith(folder)]
+        yield path, not inside
+        if inside:
+            with contextlib.suppress(OSError):
+                # A link's target is visible if it is in one of the other entries; it may be, or hold, what is hidden.
+                entries = [entry.path for entry in os.scandir(path) if not entry.is_symlink()]
+                yield from visible(entries, inside)
+
+
+def _allow(rules: landlock.RulesetFd, path: str, access: landlock.AccessFs) -> None:
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return  # absent, or gone meanwhile
+    try:
+        rule = landlock.PathBeneathAttr()
+        rule.parent_fd = descriptor
+        rule.allowed_access = access if stat.S_ISDIR(os.fstat(descriptor).st_mode) else access & _OF_FILES
+        if rule.allowed_access:
+            landlock.add_rule(rules, rule)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,138 @@
+"""Which verifiers a reward service offers to its callers, and where it refuses to run them."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.rpc.code_pb2 import Code
+
+from fourfold.config import Config, from_tables
+from fourfold.errors import ConfigError
+from fourfold.reward.client import RewardClient
+from fourfold.reward.v1 import reward_service_pb2 as pb
+from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
+from fourfold.sandbox import Offer
+from fourfold.types.v1.experience_pb2 import Experience
+from fourfold_reward import confinement
+from fourfold_reward.pool import WorkerPool
+from fourfold_reward.serve import find_offer
+from fourfold_reward.servicer import RewardServicer
+from tests.conftest import Serve
+
+Start = Callable[[Config], Awaitable[RewardClient]]
+
+
+def recipe(tmp_path: Path, *, data: str = "products", **reward: Any) -> Config:
+    keys = "".join(f"{key} = {json.dumps(value)}\n" for key, value in reward.items() if key != "tls")
+    tls = f'[security]\ndirectory = "{tmp_path}"\n' if reward.get("tls") else ""
+    text = (
+        f'name = "toy"\nsteps = 1\n[model]\nsource = "x"\n[data.train]\nreasoning_gym = "{data}"\nsize = 1\n[batch]\n'
+        f"prompts_per_step = 1\ngroup_size = 2\n[sampling]\nmax_new_tokens = 4\n[reward]\n{keys}{tls}"
+    )
+    return from_tables(tomllib.loads(text), source="recipe.toml")
+
+
+@pytest.mark.parametrize(
+    ("data", "reward", "name"),
+    [
+        ("products", {"verifier": "reasoning_gym:countdown"}, "countdown"),
+        ("products", {"allowed_verifiers": ["reasoning_gym:n_queens"]}, "n_queens"),
+        ("puzzle24", {"verifier": "reasoning_gym"}, "puzzle24"),
+    ],
+)
+def test_verifier_that_evaluates_text_needs_a_key(tmp_path: Path, data: str, reward: dict[str, Any], name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'reasoning_gym:{name}' runs text .* reward.evaluate_text = false; set"):
+        find_offer(recipe(tmp_path, data=data, **reward))
+    assert find_offer(recipe(tmp_path, data=data, evaluate_text=True, **reward)).evaluating.endswith(name)
+
+
+def test_recipe_that_scores_by_another_verifier_needs_no_key(tmp_path: Path) -> None:
+    offered = find_offer(recipe(tmp_path, data="puzzle24", verifier="last_number"))
+    assert (offered.evaluating, dict(offered.others)) == ("", {})
+
+
+def test_service_with_tls_refuses_evaluation_where_nothing_confines_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(confinement, "probe", lambda: Offer(network=True, processes=True))
+    with pytest.raises(ConfigError, match=r"'countdown' .* confine it: no Landlock .*\. With \[security\]"):
+        confinement.from_config(recipe(tmp_path, tls=True), None, evaluating="countdown")
+    assert not caplog.records
+    for tls, evaluating in ((False, "countdown"), (True, "")):
+        caplog.clear()
+        assert not confinement.from_config(recipe(tmp_path, tls=tls), None, evaluating=evaluating).required
+        assert "scorers are confined in part (network, processes)" in caplog.text
+    caplog.clear()
+    off = confinement.from_config(recipe(tmp_path, tls=True, sandbox="off"), None, evaluating="countdown")
+    assert not off.enabled
+    assert 'reward.sandbox = "off"' in caplog.text
+
+
+def test_keys_and_runs_of_the_recipe_are_hidden(tmp_path: Path) -> None:
+    confined = confinement.from_config(recipe(tmp_path, tls=True), tmp_path / "run", evaluating="")
+    assert {str(tmp_path), str(tmp_path / "run"), str(Path.cwd() / "runs")} <= set(confined.hidden)
+
+
+@pytest.fixture
+async def start(serve: Serve) -> Any:
+    pools: list[WorkerPool] = []
+
+    async def start(config: Config) -> RewardClient:
+        offered = find_offer(config)
+        pool = WorkerPool(
+            verifier=offered.configured,
+            options=offered.tasks,
+            processes=1,
+            timeout_seconds=20,
+            on_failure=lambda message: pytest.fail(message),
+        )
+        pools.append(pool)
+        await pool.start()
+        servicer = RewardServicer(pool, offered.find)
+        servicer.set_ready()
+        service = pb.DESCRIPTOR.services_by_name["RewardService"]
+        return RewardClient(await serve((service, add_RewardServiceServicer_to_server, servicer)), peer="reward-0")
+
+    yield start
+    for pool in pools:
+        await pool.close()
+
+
+def item(sample_id: str, *, verifier: str = "", task: str = "") -> pb.ScoreItem:
+    return pb.ScoreItem(
+        experience=Experience(sample_id=sample_id),
+        completion_text="12",
+        answer="12",
+        verifier=verifier,
+        metadata_json=json.dumps({"source_dataset": task}) if task else "",
+    )
+
+
+async def test_caller_gets_the_configured_verifier_and_those_of_the_list_and_no_other(
+    tmp_path: Path, start: Start
+) -> None:
+    client = await start(recipe(tmp_path, verifier="last_number", allowed_verifiers=["exact_match"]))
+    asked = ["", "last_number", "exact_match", "math_verify", "reasoning_gym", "reasoning_gym:products", "os:system"]
+    scores = await client.score([item(str(i), verifier=name) for i, name in enumerate(asked)], timeout=20)
+    assert [score.score for score in scores[:3]] == [1.0, 1.0, 1.0]
+    for name, score in zip(asked[3:], scores[3:], strict=True):
+        assert (score.error.code, score.error.reason) == (Code.Value("NOT_FOUND"), "NOT_FOUND")
+        assert name in score.error.message
+        assert "offered: 'last_number', 'exact_match'. Add it to reward.allowed_verifiers" in score.error.message
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_metadata_names_tasks_of_the_recipe_and_no_other(tmp_path: Path, start: Start) -> None:
+    reward = {"verifier": "reasoning_gym", "allowed_verifiers": ["reasoning_gym:basic_arithmetic"]}
+    client = await start(recipe(tmp_path, data="products", **reward))
+    tasks = ["products", "basic_arithmetic", "leg_counting", "countdown"]
+    scores = await client.score([item(task, task=task) for task in tasks], timeout=50)
+    assert [score.score for score in scores[:2]] == [1.0, 1.0]
+    for score in scores[2:]:
+        assert (score.error.code, score.error.reason) == (Code.Value("NOT_FOUND"), "NOT_FOUND")
+        assert "is not offered here; offered: basic_arithmetic, products. Add" in score.error.message

@@ -1,0 +1,76 @@
+"""What a process can still do after `enter`, with and without the help of the kernel."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold import sandbox
+from fourfold.sandbox import Policy
+
+needs_kernel = pytest.mark.skipif(not sandbox.probe().complete, reason="this machine has no Landlock or no seccomp")
+
+
+def enter_and_run(policy: Policy, code: str, *, before: str = "") -> str:
+    program = (
+        f"import sys\nfrom fourfold import sandbox\n{before}\nsandbox.enter(sandbox.Policy.from_json(sys.argv[1]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program + code, policy.to_json()],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return f"{done.returncode} {done.stdout}{done.stderr.strip().splitlines()[-1] if done.stderr.strip() else ''}"
+
+
+def narrow(**options: Any) -> Policy:
+    return Policy(read=sandbox.python_paths(), **{"memory_bytes": 1 << 30, "cpu_seconds": 20, **options})
+
+
+@needs_kernel
+def test_program_writes_to_its_own_folder_and_nowhere_else(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    policy = narrow(write=(str(tmp_path / "own"),), file_bytes=1000)
+    template = "from pathlib import Path\nPath({!r}).write_text('x' * {})\nprint(Path({!r}).stat().st_size)"
+    inside, outside = str(tmp_path / "own" / "a"), str(tmp_path / "a")
+    assert enter_and_run(policy, template.format(inside, 10, inside)) == "0 10\n"
+    assert "File too large" in enter_and_run(policy, template.format(inside, 2000, inside))
+    assert "Permission denied" in enter_and_run(policy, template.format(outside, 10, outside))
+    assert "Permission denied" in enter_and_run(policy, f"import os; os.rename('{inside}', '{outside}')")
+
+
+def test_cpu_time_is_bounded() -> None:
+    assert enter_and_run(narrow(cpu_seconds=1), "while True: pass").startswith("-24 ")  # SIGXCPU
+
+
+def test_open_files_are_bounded() -> None:
+    text = enter_and_run(narrow(open_files=20), "files = [open('/dev/null') for _ in range(30)]")
+    assert "Too many open files" in text
+
+
+@needs_kernel
+def test_threads_are_still_there_without_processes() -> None:
+    code = "import threading\nthread = threading.Thread(target=print, args=('here',))\nthread.start(); thread.join()"
+    assert enter_and_run(narrow(), code) == "0 here\n"
+
+
+@pytest.mark.parametrize("part", ["files.abi = lambda: 0", "system_calls._library = lambda: None"])
+def test_required_policy_is_refused_where_the_kernel_lacks_a_part(part: str) -> None:
+    before = f"from fourfold.sandbox import files, system_calls\n{part}"
+    assert "SandboxUnavailable: no " in enter_and_run(narrow(required=True), "print('ran')", before=before)
+    assert enter_and_run(narrow(), "print('ran')", before=before) == "0 ran\n"
+
+
+def test_limits_hold_where_the_kernel_has_neither() -> None:
+    before = (
+        "from fourfold.sandbox import files, system_calls\nfiles.abi = lambda: 0\nsystem_calls._library = lambda: None"
+    )
+    assert "MemoryError" in enter_and_run(narrow(), "bytearray(4 << 30)", before=before)

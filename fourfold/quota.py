@@ -102,8 +102,12 @@ class Quotas:
         self._usage: dict[Principal, _Usage] = {}
 
     @contextmanager
-    def call(self, principal: Principal) -> Iterator[None]:
+    def call(self, principal: Principal, *, is_watch: bool = False) -> Iterator[None]:
         """Count a call while the block runs.
+
+        Args:
+            principal: the caller.
+            is_watch: the call counts for the rate alone; the server limits watches by themselves.
 
         Raises:
             Overloaded: the principal has too many calls in flight, or made too many in the last second.
@@ -113,7 +117,7 @@ class Quotas:
             yield
             return
         usage = self._of(principal, limits)
-        if usage.calls + 1 > limits.concurrent_calls:
+        if not is_watch and usage.calls + 1 > limits.concurrent_calls:
             raise Overloaded(
                 f"{principal} has {usage.calls} calls in flight and may have {limits.concurrent_calls:g} "
                 f"(concurrent_calls); wait for one to end",
@@ -128,11 +132,11 @@ class Quotas:
                 retry_after=(1 - usage.allowance) / limits.calls_per_second,
             )
         usage.allowance -= 1
-        usage.calls += 1
+        usage.calls += not is_watch
         try:
             yield
         finally:
-            usage.calls -= 1
+            usage.calls -= not is_watch
             self._forget(principal, limits)
 
     @contextmanager

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -33,6 +33,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.membership import Membership
 from fourfold.process import PARENT_PID_VARIABLE, die_with_parent
+from fourfold.quota import UNLIMITED, Limits, Quotas, limits_by_role
 from fourfold.security import Security
 from fourfold.server import Server
 
@@ -81,7 +82,7 @@ class Host:
             options: from the command line.
             role: what to register as; None for the coordinator.
             tokenizer_sha256: 32 bytes, or empty; may be set later, in `start`.
-            max_concurrent_rpcs: calls in flight on the internal server.
+            max_concurrent_rpcs: calls of one service in flight on the internal server.
 
         Raises:
             ConfigError: addresses or certificates are wrong.
@@ -92,7 +93,15 @@ class Host:
         self.role = role
         self.tokenizer_sha256 = tokenizer_sha256
         self.security = Security.load(options.config.security, options.role)
-        self.server = Server(listen=options.listen, security=self.security, max_concurrent_rpcs=max_concurrent_rpcs)
+        agents = options.config.rollout.agents
+        limits = agents.model_dump(include={f.name for f in fields(Limits)}, exclude_none=True)
+        self.quotas = Quotas(limits_by_role(Limits.from_mapping(limits, UNLIMITED)))
+        self.server = Server(
+            listen=options.listen,
+            security=self.security,
+            max_concurrent_rpcs=max_concurrent_rpcs,
+            quotas=self.quotas,
+        )
         self.on_drain: list[Callable[[], Awaitable[None]]] = []
         self.target = ""
         """Where others dial; known once it listens."""
@@ -105,9 +114,15 @@ class Host:
         if options.coordinator:  # before a model is loaded
             check_target(options.coordinator, self.security)
 
-    def public_server(self, listen: str, *, max_concurrent_rpcs: int = 1024) -> Server:
+    def public_server(self, listen: str, *, max_concurrent_rpcs: int = 512) -> Server:
         """Return a second server for agents; the host starts, reports and stops it together with its own."""
-        server = Server(listen=listen, security=self.security, public=True, max_concurrent_rpcs=max_concurrent_rpcs)
+        server = Server(
+            listen=listen,
+            security=self.security,
+            public=True,
+            max_concurrent_rpcs=max_concurrent_rpcs,
+            quotas=self.quotas,
+        )
         self._extra_servers.append(server)
         return server
 

@@ -19,7 +19,9 @@ from typing import Any, Final
 
 import grpc
 
+from fourfold import principal
 from fourfold.errors import DeadlinePassed, InvalidInput, Unavailable, WrongState
+from fourfold.quota import Quotas
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_service_pb2_grpc import RolloutServiceServicer
 from fourfold_rollout.admission import Admission, GenerateCall, Limits, parse
@@ -55,11 +57,11 @@ class ServedModel:
 class RolloutServicer(RolloutServiceServicer):
     """Serves one engine."""
 
-    def __init__(self, model: ServedModel, engine: Engine, weights: EngineWeights) -> None:
+    def __init__(self, model: ServedModel, engine: Engine, weights: EngineWeights, quotas: Quotas) -> None:
         self._model = model
         self._engine = engine
         self._weights = weights
-        self._admission = Admission(model.limits)
+        self._admission = Admission(model.limits, quotas)
         self._gatherer = Gatherer(engine)
         self._meter = LoadMeter(engine)
         self._draining = False
@@ -73,14 +75,14 @@ class RolloutServicer(RolloutServiceServicer):
             max_context_tokens=limits.max_context_tokens,
             policy_version=self._weights.policy_version,
             vocabulary_size=limits.vocabulary_size,
-            max_concurrent_samples=limits.max_concurrent_samples,
+            max_concurrent_samples=limits.max_samples(principal.current()),
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Sample completions; leaving early aborts the engine's requests."""
         if self._draining:
             raise _draining()
-        call = parse(request, self._model.limits)
+        call = parse(request, self._model.limits, principal.current())
         is_retry = any(key == _RETRY_METADATA for key, _ in context.invocation_metadata() or ())
         async with self._admission.enter(call, is_retry=is_retry):
             chunks: asyncio.Queue[pb.SampleChunk | None] = asyncio.Queue()

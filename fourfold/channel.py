@@ -49,7 +49,7 @@ SERVER_OPTIONS: Final[Options] = (
 PUBLIC_SERVER_OPTIONS: Final[Options] = (
     *((key, value) for key, value in SERVER_OPTIONS if key != "grpc.max_receive_message_length"),
     ("grpc.max_receive_message_length", MAX_PUBLIC_MESSAGE_BYTES),
-    ("grpc.max_concurrent_streams", 128),
+    ("grpc.max_concurrent_streams", 256),
     ("grpc.max_connection_idle_ms", 60_000),
     ("grpc.max_allowed_incoming_connections", 512),
     ("grpc.http2.bdp_probe", 0),

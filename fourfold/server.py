@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from fourfold.call_slots import CallSlots
 from fourfold.channel import PUBLIC_SERVER_OPTIONS, SERVER_OPTIONS, is_loopback, join_target, split_target
+from fourfold.connections import ConnectionLimit
 from fourfold.errors import ConfigError
 from fourfold.interceptors import Authorize, Guard, authorize_certificate, authorize_loopback, authorize_token
 from fourfold.principal import LOCAL, LOCAL_AGENT
@@ -67,6 +68,7 @@ class Server:
         self._health = health.aio.HealthServicer()
         self._ready = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._connection_limit: asyncio.Task[None] | None = None
         if security is None and not is_loopback(self._host):
             raise ConfigError(
                 f"listen = {listen!r}: without TLS a service listens on loopback only; use 127.0.0.1, or make "
@@ -116,6 +118,8 @@ class Server:
         await self._set_health(self._ready)
         await server.start()
         self._server = server
+        if self._public:
+            self._connection_limit = asyncio.get_running_loop().create_task(ConnectionLimit(port).run())
         return join_target(self._host, port)
 
     def set_ready(self, ready: bool) -> None:
@@ -129,6 +133,8 @@ class Server:
     async def stop(self, grace_seconds: float) -> None:
         """Refuse new calls, let running ones end for `grace_seconds`, then cancel them. Idempotent."""
         server, self._server = self._server, None
+        if self._connection_limit is not None:
+            self._connection_limit.cancel()
         if server is not None:
             await self._health.enter_graceful_shutdown()
             await server.stop(grace_seconds)

@@ -11,6 +11,7 @@ from typing import Final
 
 from fourfold.clock import SYSTEM_CLOCK, Clock
 from fourfold.errors import FourfoldError
+from fourfold.log import shorten
 
 log = logging.getLogger("fourfold.server")
 
@@ -54,7 +55,8 @@ class RefusalLog:
             window.count += 1
             return
         self._windows[kind] = _Window(self._clock.monotonic())
-        log.warning("%s refused to %s at %r: %s", method, shorten(caller), shorten(peer), shorten(error.message))
+        texts = (shorten(text, _MAX_TEXT) for text in (caller, peer, error.message))
+        log.warning("%s refused to %s at %r: %s", method, *texts)
 
     def flush(self, *, ended_only: bool = False) -> None:
         """Log the counts, of all kinds or of those whose interval is over, and forget these kinds."""
@@ -69,15 +71,7 @@ class RefusalLog:
                     "%s refused %d more times to %s in %.0f s: %s",
                     method,
                     window.count,
-                    shorten(caller),
+                    shorten(caller, _MAX_TEXT),
                     now - window.start,
                     reason,
                 )
-
-
-def shorten(text: str, limit: int = _MAX_TEXT) -> str:
-    """Return a text that is not longer than `limit`, with its length where a part was left out."""
-    if len(text) <= limit:
-        return text
-    note = f"... [{len(text)} characters]"
-    return text[: limit - len(note)] + note

@@ -32,7 +32,7 @@ from fourfold.coordinator.client import MembershipClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.membership import Membership
-from fourfold.process import PARENT_PID_VARIABLE, die_with_parent
+from fourfold.process import PARENT_PID_VARIABLE, die_with_parent, raise_file_limit
 from fourfold.quota import UNLIMITED, Limits, Quotas, limits_by_role
 from fourfold.security import Security
 from fourfold.server import Server
@@ -88,6 +88,7 @@ class Host:
             ConfigError: addresses or certificates are wrong.
         """
         die_with_parent()
+        raise_file_limit()
         log.setup(options.member_id, run_dir=options.run_dir)
         self.options = options
         self.role = role

@@ -19,6 +19,7 @@ PROBE_SERVICES: Final = frozenset({"grpc.health.v1.Health", "grpc.reflection.v1a
 MAX_PROBES: Final = 64
 MAX_WATCHES: Final = 256
 MAX_WATCHES_PER_PRINCIPAL: Final = 64
+MAX_WATCHES_PER_AGENT: Final = 16
 _REFLECTION: Final = "ServerReflectionInfo"
 # Calls that gRPC accepts beyond those that are served: each is answered with an error at once.
 _BEING_REFUSED: Final = 256
@@ -65,12 +66,13 @@ class CallSlots:
             Overloaded: all slots of its kind are taken.
         """
         kind, limit = self._kind(service, name)
-        is_agent = principal.role == "agent" and not self._public
+        is_agent = principal.role == "agent"
         self._check(kind, limit, self._all[kind], "in flight")
-        if is_agent:
+        if is_agent and not self._public:
             self._check(kind, max(1, limit // 2), self._agents[kind], "in flight for agents")
         if kind == _WATCHES:
-            self._check(kind, MAX_WATCHES_PER_PRINCIPAL, self._watches[principal], f"in flight for {principal}")
+            own = MAX_WATCHES_PER_AGENT if is_agent else MAX_WATCHES_PER_PRINCIPAL
+            self._check(kind, own, self._watches[principal], f"in flight for {principal}")
             self._watches[principal] += 1
         self._all[kind] += 1
         self._agents[kind] += is_agent
@@ -81,7 +83,8 @@ class CallSlots:
             self._agents[kind] -= is_agent
             if kind == _WATCHES:
                 self._watches[principal] -= 1
-                self._watches += Counter()  # drops those at zero
+                if not self._watches[principal]:
+                    del self._watches[principal]
 
     def _kind(self, service: str, name: str) -> tuple[str, int]:
         if is_watch(name):

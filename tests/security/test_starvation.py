@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,14 @@ async def test_an_agent_cannot_cancel_a_call_of_the_coordinator_by_its_id() -> N
         call.cancel()
 
 
+async def test_an_agent_cannot_have_a_report_of_the_load_every_few_milliseconds() -> None:
+    async with ports() as (_, coordinator, agent):
+        async with aclosing(coordinator.watch_load(period=0.05)) as loads:
+            await anext(loads)
+        with pytest.raises(errors.InvalidInput, match=r"period is 0.05 s; it must be in \[0.1, 60\] s"):
+            await anext(agent.watch_load(period=0.05))
+
+
 async def watch(stack: AsyncExitStack, method: Any, message: Any, count: int) -> list[grpc.StatusCode | None]:
     """Begin watches and keep them; return None for each that is served, and the status of each that is refused."""
 
@@ -239,7 +247,7 @@ async def test_1024_watches_without_a_token_do_not_lock_out_an_agent(pki: tuple[
     async with public_port(pki) as target, AsyncExitStack() as stack:
         channel = await stack.enter_async_context(agent_at(target, pki))
         codes = await watch(stack, health_pb2_grpc.HealthStub(channel).Watch, health_pb2.HealthCheckRequest(), 1024)
-        assert codes.count(None) == call_slots.MAX_WATCHES_PER_PRINCIPAL
+        assert codes.count(None) == call_slots.MAX_WATCHES_PER_AGENT
         assert set(codes) <= {None, *REFUSED}
         async with agent_at(target, pki, pki[1]) as legitimate:
             client = RolloutClient(legitimate, peer="rollout-0")

@@ -40,6 +40,8 @@ _DRAIN_SECONDS: Final = 1.0
 _DRAIN_STEP_SECONDS: Final = 0.05
 _LOAD_PERIOD_SECONDS: Final = 1.0
 _LOAD_PERIODS: Final = (0.01, 60.0)
+# Each report takes the event loop about as long as a sampled token.
+_SHORTEST_AGENT_PERIOD: Final = 0.1
 # A response stays about this small. Above it, one message more costs next to nothing.
 _RESPONSE_BYTES: Final = 1 << 18
 _RETRY_METADATA: Final = "grpc-previous-rpc-attempts"
@@ -103,6 +105,7 @@ class RolloutServicer(RolloutServiceServicer):
         if request.HasField("period"):
             period = request.period.ToNanoseconds() / 1e9
             low, high = _LOAD_PERIODS
+            low = _SHORTEST_AGENT_PERIOD if principal.current().role == "agent" else low
             if not low <= period <= high:
                 raise InvalidInput(f"period is {period} s; it must be in [{low}, {high:g}] s, or unset for 1 s")
         while True:

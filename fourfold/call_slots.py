@@ -66,7 +66,7 @@ class CallSlots:
             Overloaded: all slots of its kind are taken.
         """
         kind, limit = self._kind(service, name)
-        is_agent = principal.role == "agent"
+        is_agent = principal.is_agent
         self._check(kind, limit, self._all[kind], "in flight")
         if is_agent and not self._public:
             self._check(kind, max(1, limit // 2), self._agents[kind], "in flight for agents")

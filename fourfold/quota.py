@@ -68,7 +68,7 @@ def limits_by_role(
     """
 
     def limits(principal: Principal) -> Limits:
-        if principal.role == "agent":
+        if principal.is_agent:
             return Limits.from_mapping(overrides(principal.name), agents)
         return MEMBER_LIMITS if principal.role in _MEMBER_ROLES else UNLIMITED
 

@@ -58,13 +58,13 @@ class Limits:
 
     def max_samples(self, caller: Principal) -> int:
         """Return the samples in flight that the callers of this one's kind may have together."""
-        if self.agent_samples is None or not _is_agent(caller):
+        if self.agent_samples is None or not caller.is_agent:
             return self.max_concurrent_samples
         return self.agent_samples
 
     def max_tokens(self, caller: Principal) -> float:
         """Return the tokens in flight that the callers of this one's kind may have together."""
-        share = self.agent_token_share if _is_agent(caller) else 1.0
+        share = self.agent_token_share if caller.is_agent else 1.0
         return self.kv_cache_tokens * _TOKENS_PROMISED_PER_CACHED * share or math.inf
 
 
@@ -238,7 +238,7 @@ class Admission:
             raise AlreadyExists(
                 f"request_id {call.request_id!r} is in flight; give every call an id of its own, or wait for the first"
             )
-        kind = self._agents if _is_agent(call.caller) else self._others
+        kind = self._agents if call.caller.is_agent else self._others
         self._check_room(call, kind)
         with self._quotas.tokens(call.caller, call.token_count):
             place = self._live[key] = _Place(asyncio.current_task())
@@ -289,10 +289,6 @@ class Admission:
         with suppress(TimeoutError):  # still live then, and `enter` says so
             async with asyncio.timeout(_SUPERSEDE_SECONDS):
                 await place.left.wait()
-
-
-def _is_agent(caller: Principal) -> bool:
-    return caller.role == "agent"
 
 
 def _whose(of_agents: bool) -> str:

@@ -105,7 +105,7 @@ class RolloutServicer(RolloutServiceServicer):
         if request.HasField("period"):
             period = request.period.ToNanoseconds() / 1e9
             low, high = _LOAD_PERIODS
-            low = _SHORTEST_AGENT_PERIOD if principal.current().role == "agent" else low
+            low = _SHORTEST_AGENT_PERIOD if principal.current().is_agent else low
             if not low <= period <= high:
                 raise InvalidInput(f"period is {period} s; it must be in [{low}, {high:g}] s, or unset for 1 s")
         while True:

@@ -105,6 +105,7 @@ async def attack_and_work(engine: FakeEngine, coordinator: RolloutClient, agent:
     accepted = engine.running_count
     work = [generate(coordinator, f"work-{i}") for i in range(calls)]
     await until(lambda: engine.running_count == accepted + calls or any(task.done() for task in work))
+    assert not [task for task in work if task.done()], "calls of the coordinator were refused"
     engine.tick(4)
     for task in work:
         assert len(await task) == 1

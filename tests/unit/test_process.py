@@ -134,6 +134,9 @@ def test_a_log_that_is_too_long_is_cut_off_and_its_end_still_explains_a_death(
     monkeypatch.setattr(process, "_ROTATION_SECONDS", 3600)
     monkeypatch.setattr(log_rotation, "MAX_BYTES", 20_000)
     monkeypatch.setattr(log_rotation, "KEPT_BYTES", 500)
+    earlier = supervisor.start(shell("rollout-0", "seq 1 2000"))  # a process of the same name and log
+    wait_for(lambda: not earlier.alive)
+    supervisor.deaths()
     script = f"seq 1 5000; echo READY a:1; while [ ! -e {tmp_path}/go ]; do sleep 0.01; done; echo the reason; exit 3"
     child = supervisor.start(shell("rollout-0", script))
     supervisor.wait_ready(["rollout-0"], timeout_seconds=10)

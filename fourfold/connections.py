@@ -23,65 +23,78 @@ PERIOD_SECONDS: Final = 1.0
 _DESCRIPTORS: Final = Path("/proc/self/fd")
 
 
+_Peer = tuple[str, int]
+
+
 class ConnectionLimit:
     """Watches one port of this process."""
 
     def __init__(self, port: int, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._port = port
         self._clock = clock
-        self._seen: dict[tuple[str, int], int] = {}
-        """Peers in the order in which they came, by the number of the round."""
+        self._since: dict[_Peer, int] = {}
+        """The round in which each connection was seen first."""
         self._round = 0
 
     async def run(self) -> None:
         """Enforce the limit every second, until cancelled."""
         while True:
             await self._clock.sleep(PERIOD_SECONDS)
-            for host, count in self.enforce().items():
-                log.warning("closed %d connections of %s: it had more than %d", count, host, MAX_PER_ADDRESS)
+            with suppress(OSError):  # no descriptor is left to look at the others; the next round tries again
+                for host, count in self.enforce().items():
+                    log.warning("closed %d connections of %s: it had more than %d", count, host, MAX_PER_ADDRESS)
 
     def enforce(self) -> dict[str, int]:
         """Close what is too much; return how many connections of which addresses."""
         self._round += 1
-        by_host: dict[str, list[tuple[int, socket.socket]]] = {}
-        peers: dict[tuple[str, int], int] = {}
-        connections = _connections(self._port)
-        try:
-            for peer, connection in connections:
-                peers[peer] = self._seen.get(peer, self._round)
-                by_host.setdefault(peer[0], []).append((peers[peer], connection))
-            self._seen = peers
-            return {host: closed for host, found in by_host.items() if (closed := _close_newest(found))}
-        finally:
-            for _, connection in connections:
-                connection.close()
+        descriptors = _connections(self._port)
+        self._since = {peer: self._since.get(peer, self._round) for peer in descriptors}
+        by_host: dict[str, list[_Peer]] = {}
+        for peer in sorted(descriptors, key=self._since.__getitem__):
+            by_host.setdefault(peer[0], []).append(peer)
+        excess = {host: peers[MAX_PER_ADDRESS:] for host, peers in by_host.items() if len(peers) > MAX_PER_ADDRESS}
+        for peers in excess.values():
+            for peer in peers:
+                _shut_down(descriptors[peer], self._port, peer)
+        return {host: len(peers) for host, peers in excess.items()}
 
 
-def _close_newest(found: list[tuple[int, socket.socket]]) -> int:
-    found.sort(key=lambda entry: entry[0])
-    excess = found[MAX_PER_ADDRESS:]
-    for _, connection in excess:
-        with suppress(OSError):  # it has left meanwhile
-            connection.shutdown(socket.SHUT_RDWR)
-    return len(excess)
-
-
-def _connections(port: int) -> list[tuple[tuple[str, int], socket.socket]]:
-    """Return peer and a duplicate of the socket of every connection to a port of this process."""
-    found = []
+def _connections(port: int) -> dict[_Peer, int]:
+    """Return the descriptor of every connection to a port of this process, by its peer."""
+    found: dict[_Peer, int] = {}
     for entry in _DESCRIPTORS.iterdir():
         with suppress(OSError):  # closed meanwhile
-            if not str(entry.readlink()).startswith("socket:"):
-                continue
-            # The duplicate pins the socket: gRPC may close its own and the number may be used again.
-            connection = socket.socket(fileno=os.dup(int(entry.name)))
-            try:
-                inet = connection.family in (socket.AF_INET, socket.AF_INET6)
-                if inet and connection.type == socket.SOCK_STREAM and connection.getsockname()[1] == port:
-                    peer = connection.getpeername()
-                    found.append(((str(peer[0]), int(peer[1])), connection))
-                    continue
-            except OSError:  # it listens, or its peer has left
-                pass
-            connection.close()
+            if str(entry.readlink()).startswith("socket:"):
+                with _duplicate(int(entry.name)) as connection:
+                    if peer := _peer(connection, port):
+                        found[peer] = int(entry.name)
     return found
+
+
+def _shut_down(descriptor: int, port: int, peer: _Peer) -> None:
+    with suppress(OSError), _duplicate(descriptor) as connection:  # it may have left meanwhile
+        if _peer(connection, port) == peer:
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    """Return a socket of our own for a descriptor: gRPC may close its own at any time and the number be used again."""
+    duplicate = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
+
+
+def _peer(connection: socket.socket, port: int) -> _Peer | None:
+    """Return the address of the other end; None if this is no connection to our port."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        return None
+    try:
+        if connection.getsockname()[1] != port:
+            return None
+        host, number = connection.getpeername()[:2]
+    except OSError:  # it listens, or the other end has left
+        return None
+    return str(host), int(number)

@@ -121,7 +121,7 @@ def authorize_token(tokens: Any) -> Authorize:
             return LOCAL_AGENT
         values = [v for k, v in context.invocation_metadata() or () if k == "authorization"]
         if len(values) != 1 or not isinstance(values[0], str):
-            raise Unauthenticated("no bearer token; send the metadata `authorization: Bearer TOKEN`")
+            raise Unauthenticated("no bearer token; send the metadata `authorization: Bearer TOKEN`", reason="NO_TOKEN")
         return Principal("agent", check_token(values[0], tokens))
 
     return authorize

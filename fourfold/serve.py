@@ -94,9 +94,7 @@ class Host:
         self.role = role
         self.tokenizer_sha256 = tokenizer_sha256
         self.security = Security.load(options.config.security, options.role)
-        agents = options.config.rollout.agents
-        limits = agents.model_dump(include={f.name for f in fields(Limits)}, exclude_none=True)
-        self.quotas = Quotas(limits_by_role(Limits.from_mapping(limits, UNLIMITED)))
+        self.quotas = Quotas(limits_by_role(agent_limits(options.config)))
         self.server = Server(
             listen=options.listen,
             security=self.security,
@@ -296,6 +294,12 @@ class Host:
             os._exit(128 + number)
         self._signal = number
         self._wake()
+
+
+def agent_limits(config: Config) -> Limits:
+    """Return what one agent may use, by the recipe."""
+    names = {field.name for field in fields(Limits)}
+    return Limits.from_mapping(config.rollout.agents.model_dump(include=names, exclude_none=True), UNLIMITED)
 
 
 def _say(line: str) -> None:

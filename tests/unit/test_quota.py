@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
 from fourfold import quota
+from fourfold.config import Config
 from fourfold.errors import ConfigError, Overloaded
 from fourfold.principal import LOCAL, Principal
 from fourfold.quota import MEMBER_LIMITS, UNLIMITED, Limits, Quotas, limits_by_role
+from fourfold.serve import agent_limits
 from tests.fakes.clock import FakeClock
 
 ANNA, BERT = Principal("agent", "anna"), Principal("agent", "bert")
@@ -109,6 +112,20 @@ def test_limits_of_a_token_replace_the_default_and_are_read_at_every_call(clock:
         grants["anna"] = {"concurrent_calls": 3}
         with limited.call(ANNA):
             pass
+
+
+def test_the_recipe_gives_the_limits_of_agents() -> None:
+    tables: dict[str, Any] = {
+        "name": "t",
+        "steps": 1,
+        "model": {"source": "m"},
+        "data": {"train": {"path": "x.jsonl"}},
+        "batch": {"prompts_per_step": 1, "group_size": 2},
+        "sampling": {"max_new_tokens": 8},
+    }
+    assert agent_limits(Config.model_validate(tables)) == Limits(concurrent_calls=128, calls_per_second=100)
+    given = {"concurrent_calls": 3, "tokens_in_flight": 500, "calls_per_second": 0.5}
+    assert agent_limits(Config.model_validate({**tables, "rollout": {"agents": given}})) == Limits(**given)
 
 
 def test_a_mapping_gives_limits_and_unknown_or_wrong_ones_are_refused() -> None:

@@ -31,7 +31,7 @@ from fourfold.errors import (
     PermissionDenied,
     Unauthenticated,
 )
-from fourfold.principal import LOCAL_AGENT, Principal, current, set_current
+from fourfold.principal import LOCAL, LOCAL_AGENT, Principal, current, set_current
 from fourfold.quota import Quotas
 from fourfold.refusals import RefusalLog
 from fourfold.security import check_identity, check_token
@@ -232,7 +232,7 @@ async def _abort(method: str, context: Context, error: Exception, refusals: Refu
     elif isinstance(known, Unauthenticated | PermissionDenied | Overloaded):
         peer = context.peer()
         # Nobody is known before authentication; the address without its port is the next best.
-        caller = peer.rpartition(":")[0] if isinstance(known, Unauthenticated) else str(current())
+        caller = peer.rpartition(":")[0] if current() == LOCAL else str(current())
         refusals.add(method, known, caller=caller, peer=peer)
     status = to_status(known)
     await context.abort(

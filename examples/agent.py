@@ -25,7 +25,7 @@ from fourfold.channel import open_channel
 from fourfold.errors import FourfoldError
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1.rollout_service_pb2 import GenerateRequest, SamplingParams
-from fourfold.security import Security
+from fourfold.security import ROLLOUT, Security
 from fourfold.tokenizer import Tokenizer
 
 
@@ -53,7 +53,7 @@ async def ask(channel: grpc.aio.Channel, tokenizer: Tokenizer, question: str) ->
 
 async def connect(target: str, authority: Path, token: str, tokenizer: Tokenizer, question: str) -> None:
     """Ask over a channel of its own."""
-    async with open_channel(target, Security.for_agent(authority), token=token) as channel:
+    async with open_channel(target, Security.for_agent(authority), server=ROLLOUT, token=token) as channel:
         await ask(channel, tokenizer, question)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import json
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, TypeVar
@@ -17,6 +18,9 @@ from typing import Final, TypeVar
 import grpc
 
 from fourfold.errors import ConfigError, DeadlinePassed, Unavailable
+from fourfold.material import server_name
+from fourfold.principal import Principal
+from fourfold.renewing import RenewingChannel
 from fourfold.security import Security
 from fourfold.status import from_rpc
 
@@ -26,6 +30,12 @@ Options = Sequence[tuple[str, str | int]]
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
 MAX_PUBLIC_MESSAGE_BYTES: Final = 1 << 20
+MAX_TARGET_CHARACTERS: Final = 255 + len(":65535")
+"""Of "host:port"; a DNS name has at most 255 characters."""
+
+_HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
+_BRACKETED: Final = re.compile(r"\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")
+_PORT: Final = re.compile(r"[0-9]{1,5}")
 
 SERVER_OPTIONS: Final[Options] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -99,12 +109,16 @@ CLIENT_OPTIONS: Final[Options] = (
 )
 
 
-def open_channel(target: str, security: Security | None, *, token: str = "") -> grpc.aio.Channel:
+def open_channel(
+    target: str, security: Security | None, *, server: Principal | None = None, token: str = ""
+) -> grpc.aio.Channel:
     """Open a channel to `target`, "host:port"; it connects at the first call. Close it when done.
 
     Args:
         target: where the service listens.
         security: our certificates; None only for a service on this machine.
+        server: who must answer there, needed with `security`; without a name, anybody of that role. TLS refuses
+            every other server before it is sent anything.
         token: bearer token for a public port; travels over TLS only.
 
     Raises:
@@ -115,7 +129,13 @@ def open_channel(target: str, security: Security | None, *, token: str = "") -> 
         if token:
             raise ConfigError(f"{target}: a token would travel in the clear; give security.directory as well")
         return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
-    return grpc.aio.secure_channel(target, security.channel_credentials(token), options=CLIENT_OPTIONS)
+    if server is None:
+        raise ValueError(f"{target}: name the server that must answer there, for example server=COORDINATOR")
+    # The authority is what gRPC compares with the names in the server's certificate; the target only says where it is.
+    options = (*CLIENT_OPTIONS, ("grpc.default_authority", server_name(server)))
+    return RenewingChannel(
+        security, lambda: grpc.aio.secure_channel(target, security.channel_credentials(token), options=options)
+    )
 
 
 def check_target(target: str, security: Security | None) -> None:
@@ -138,12 +158,20 @@ def split_target(target: str) -> tuple[str, int]:
     Raises:
         ConfigError: it is something else.
     """
+    if len(target) > MAX_TARGET_CHARACTERS:
+        raise ConfigError(
+            f"an address of {len(target)} characters, {target[:40]!r}...; HOST:PORT has at most {MAX_TARGET_CHARACTERS}"
+        )
     host, colon, port = target.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+    if not colon or not host or not _PORT.fullmatch(port) or int(port) > 65535:
         raise ConfigError(f"{target!r} is no address; give HOST:PORT, for example 127.0.0.1:50051")
-    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+    if _BRACKETED.fullmatch(host):
+        return host[1:-1], int(port)
+    if ":" in host:
         raise ConfigError(f"{target!r}: put an IPv6 address in brackets, for example [::1]:50051")
-    return host.strip("[]"), int(port)
+    if not _HOST_NAME.fullmatch(host):
+        raise ConfigError(f"{target!r}: the host is neither an IP address nor a name of letters, digits, '.' and '-'")
+    return host, int(port)
 
 
 def join_target(host: str, port: int) -> str:

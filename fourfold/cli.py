@@ -1,6 +1,7 @@
 """The command `fourfold`. Nothing heavy is imported before a command needs it.
 
-Each command is a module (or a class here) with `add_arguments(parser)` and `main(args) -> int`.
+Each command is a module (or a class here) with `add_arguments(parser)` and `main(args) -> int`, and perhaps
+`complete(words)`, which adds words that its short form leaves out.
 `run`, `watch`, `weights` and `chat` come with the coordinator's distribution, the services with theirs;
 they register through the entry point groups `fourfold.commands` and `fourfold.services`.
 
@@ -16,13 +17,18 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from fourfold.errors import ConfigError, FourfoldError
 
-_HERE: Final = {"plan": "fourfold.plan", "doctor": "fourfold.doctor", "bench": "fourfold.bench.command"}
+_HERE: Final = {
+    "plan": "fourfold.plan",
+    "doctor": "fourfold.doctor",
+    "bench": "fourfold.bench.command",
+    "certs": "fourfold.certs_command",
+}
 _COORDINATOR: Final = "fourfold-coordinator"
 _DISTRIBUTIONS: Final = {
     "rollout": "fourfold-rollout[cpu]  (on GPUs: fourfold-rollout[gpu])",
@@ -41,7 +47,7 @@ _HELP: Final = {
     "weights": "how the weights of a run get to its engines: who waits for whom, since when",
     "chat": "talk to a model folder through a rollout service",
     "bench": "what this machine does: weight updates, sampling, whole steps",
-    "certs": "a private CA, certificates and a token for [security]",
+    "certs": "a private CA, certificates of members and tokens of agents, for [security]",
 }
 
 
@@ -99,10 +105,17 @@ def _dispatch(words: list[str]) -> int:
         hint = f"did you mean `{close[0]}`?" if close else f"commands: {', '.join(_HELP)}"
         print(f"fourfold: no command {name!r}; {hint}", file=sys.stderr)
         return 2
-    command = _command(name)
-    parser = argparse.ArgumentParser(prog=f"fourfold {name}", description=_HELP[name].capitalize() + ".")
+    command, arguments = parse(name, rest)
+    return command.main(arguments)
+
+
+def parse(name: str, words: list[str]) -> tuple[Command, argparse.Namespace]:
+    """Return a command, and what the words after its name mean to it."""
+    command, text = _command(name), _HELP.get(name, "")
+    parser = argparse.ArgumentParser(prog=f"fourfold {name}", description=f"{text[:1].upper()}{text[1:]}.")
     command.add_arguments(parser)
-    return command.main(parser.parse_args(rest))
+    complete: Callable[[list[str]], list[str]] = getattr(command, "complete", list)
+    return command, parser.parse_args(complete(words))
 
 
 def _overview() -> str:
@@ -123,8 +136,6 @@ def _overview() -> str:
 def _command(name: str) -> Command:
     if name == "serve":
         return _Serve()
-    if name == "certs":
-        return _Certs()
     if name in _HERE:
         module: Any = importlib.import_module(_HERE[name])
         return module  # type: ignore[no-any-return]
@@ -206,26 +217,4 @@ class _Serve:
         verifiers = importlib.import_module(service.__module__.rpartition(".")[0] + ".verifiers")
         for name, line in verifiers.describe():
             print(f"{name:22} {line}")
-        return 0
-
-
-class _Certs:
-    """`fourfold certs DIR`."""
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("directory", type=Path, help="where the files go; must not hold a CA yet")
-        parser.add_argument(
-            "--host",
-            action="append",
-            default=[],
-            metavar="HOST",
-            help="name or address that services are dialled at; repeat it; localhost and 127.0.0.1 are always in",
-        )
-
-    def main(self, args: argparse.Namespace) -> int:
-        try:
-            from fourfold import certs
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"needs the module {error.name!r}; pip install 'fourfold[certs]'") from None
-        certs.make(args.directory, args.host)
         return 0

@@ -34,8 +34,9 @@ from fourfold.errors import (
 from fourfold.principal import LOCAL, LOCAL_AGENT, Principal, current, set_current
 from fourfold.quota import Quotas
 from fourfold.refusals import RefusalLog
-from fourfold.security import check_identity, check_token
+from fourfold.security import Security, check_identity
 from fourfold.status import to_status
+from fourfold.tokens import check_token
 
 log = logging.getLogger("fourfold.server")
 
@@ -48,8 +49,9 @@ _PROBE_BYTES: Final = 1024
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Authorize = Callable[[str, Context], Principal]
-"""Takes the full name of a service and a call's context; returns the caller, or raises FourfoldError to refuse."""
+Authorize = Callable[[str, str, Context], Principal]
+"""Takes the full name of a service, a method and a call's context; returns the caller, or raises FourfoldError to
+refuse."""
 Admit = Callable[[Context], AbstractContextManager[None]]
 """Checks a call, and holds its place while the block runs."""
 Read = Callable[[Any, Context], Awaitable[Any]]
@@ -87,7 +89,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
         @contextmanager
         def admit(context: Context) -> Iterator[None]:
-            principal = self._authorize(service, context)
+            principal = self._authorize(service, name, context)
             set_current(principal)
             if not (watch or probe) and context.time_remaining() is None:
                 raise InvalidInput(
@@ -102,27 +104,34 @@ class Guard(grpc.aio.ServerInterceptor):
         return admit
 
 
-def authorize_certificate(service: str, context: Context) -> Principal:
-    """Policy of the internal port: the identity in the caller's certificate decides."""
-    identities = context.auth_context().get("peer_spiffe_id", ())
-    return check_identity(service, [uri.decode(errors="replace") for uri in identities])
+def authorize_certificate(security: Security) -> Authorize:
+    """Policy of the internal port: the principal in the caller's certificate decides."""
+
+    def authorize(service: str, _method: str, context: Context) -> Principal:
+        peer = context.auth_context()
+        identities = peer.get("peer_spiffe_id", ())
+        caller = check_identity(service, [uri.decode(errors="replace") for uri in identities])
+        security.check_not_revoked(caller, list(peer.get("x509_pem_cert", ())))
+        return caller
+
+    return authorize
 
 
 def authorize_loopback(principal: Principal) -> Authorize:
     """Policy of a port without TLS, which listens on loopback only: every caller is `principal`."""
-    return lambda _service, _context: principal
+    return lambda _service, _method, _context: principal
 
 
-def authorize_token(tokens: Any) -> Authorize:
+def authorize_token(security: Security) -> Authorize:
     """Policy of the public port: a bearer token for everything but health."""
 
-    def authorize(service: str, context: Context) -> Principal:
+    def authorize(service: str, method: str, context: Context) -> Principal:
         if service == _HEALTH:
             return LOCAL_AGENT
         values = [v for k, v in context.invocation_metadata() or () if k == "authorization"]
         if len(values) != 1 or not isinstance(values[0], str):
             raise Unauthenticated("no bearer token; send the metadata `authorization: Bearer TOKEN`", reason="NO_TOKEN")
-        return Principal("agent", check_token(values[0], tokens))
+        return Principal("agent", check_token(values[0], method, security.tokens).name)
 
     return authorize
 

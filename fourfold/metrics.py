@@ -121,6 +121,7 @@ TIME_CHECKPOINT: Final = "time/checkpoint"
 TIME_OTHER: Final = "time/other"
 TIME_STEP: Final = "time/step"
 DROPPED_SAMPLES: Final = "samples/dropped"
+CERTIFICATE_SECONDS: Final = "security/certificate_seconds"
 EVAL_SCORE: Final = "eval/score"
 EVAL_HALF_WIDTH: Final = "eval/half_width"
 
@@ -228,6 +229,7 @@ METRICS: Final[dict[str, str]] = {
     TIME_OTHER: "seconds: of time/step that are in no part above: the coordinator's own work between them",
     TIME_STEP: "seconds: the whole step, evaluation and checkpoint included",
     DROPPED_SAMPLES: "samples: dropped in the step; the ledger has their reasons",
+    CERTIFICATE_SECONDS: "seconds: until the first certificate of coordinator and members expires; only with TLS",
     EVAL_SCORE: "score units: mean held-out score",
     EVAL_HALF_WIDTH: "score units: half width of its 95 % interval, clustered by task group",
 }

@@ -1,72 +1,86 @@
 """Who may call what: certificates, bearer tokens, and the policy table.
 
-Inside a deployment every service has a certificate of one private CA (`fourfold certs`) with
-its identity as URI, `spiffe://fourfold/svc/NAME`. The table below says which identities may
-call which service; a service without a row is refused to everybody. Agents from outside come
-with a bearer token to a port that carries nothing but `RolloutService` and health.
+Inside a deployment every member has a certificate of one private CA (`fourfold certs`) with its
+principal as URI, `spiffe://fourfold/svc/ROLE/MEMBER`. The table below says which roles may call
+which service; a service without a row is refused to everybody. Who dials checks the other side,
+too: it names the principal that must answer. Agents from outside come with a bearer token to a
+port that carries nothing but `RolloutService` and health.
+
+Certificates, tokens and revocations are read again when their files change.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
-import hmac
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import ssl
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import grpc
 
 from fourfold.errors import ConfigError, PermissionDenied, Unauthenticated
+from fourfold.material import MEMBER_NAME, SPIFFE_PREFIX, Material, read_file, read_material
 from fourfold.principal import Principal
+from fourfold.tokens import TokenGrant, read_tokens
+from fourfold.watched import Watched
 
 if TYPE_CHECKING:  # an agent that only calls needs no schema
     from fourfold.config import SecurityConfig
 
-IDENTITIES: Final = ("rollout", "trainer", "reward", "reference", "coordinator", "agent")
-SPIFFE_PREFIX: Final = "spiffe://fourfold/svc/"
+ROLES: Final = ("rollout", "trainer", "reward", "reference", "coordinator", "viewer")
+"""Roles of certificates. Viewers are `fourfold run`, `watch` and `weights`, which read the state of the run."""
+COORDINATOR: Final = Principal("coordinator")
+"""Any coordinator, for `open_channel`."""
+ROLLOUT: Final = Principal("rollout")
+"""Any rollout service, for `open_channel`."""
+VIEWER: Final = Principal("viewer", "viewer-0")
+
+REVOKED_FILE: Final = "revoked.txt"
+WARN_DAYS: Final = 14
+"""A certificate that expires sooner is warned of."""
 
 _MEMBERS: Final = frozenset({"rollout", "trainer", "reward", "reference"})
 _COORDINATOR: Final = frozenset({"coordinator"})
 
 POLICY: Final[Mapping[str, frozenset[str]]] = {
-    "fourfold.rollout.v1.RolloutService": frozenset({"coordinator", "agent"}),
+    "fourfold.rollout.v1.RolloutService": _COORDINATOR,
     "fourfold.rollout.v1.RolloutControlService": _COORDINATOR,
     "fourfold.reward.v1.RewardService": _COORDINATOR,
     "fourfold.reference.v1.ReferenceService": _COORDINATOR,
     "fourfold.trainer.v1.TrainerService": _COORDINATOR,
     "fourfold.trainer.v1.TrainerWeightService": _COORDINATOR,
     "fourfold.coordinator.v1.MembershipService": _MEMBERS,
-    "fourfold.coordinator.v1.RunService": frozenset({"coordinator", "agent"}),
+    "fourfold.coordinator.v1.RunService": frozenset({"viewer"}),
     # Any certificate of the deployment may ask whether a service lives and what it offers.
-    "grpc.health.v1.Health": frozenset(IDENTITIES),
-    "grpc.reflection.v1alpha.ServerReflection": frozenset(IDENTITIES),
+    "grpc.health.v1.Health": frozenset(ROLES),
+    "grpc.reflection.v1alpha.ServerReflection": frozenset(ROLES),
 }
 PUBLIC_SERVICES: Final = frozenset({"fourfold.rollout.v1.RolloutService"})
 
-_TOKEN_LINE: Final = re.compile(r"([A-Za-z0-9_-]{1,64})\s+([0-9a-f]{64})")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Security:
-    """Loaded TLS material and token digests of one process. Never logged."""
+    """TLS material and grants of one process. They follow their files; nothing of them is ever logged."""
 
-    authority: bytes = field(repr=False)
-    """Certificate of the private CA, PEM."""
-    certificate: bytes = field(default=b"", repr=False)
-    """Our own certificate, PEM; empty for an agent that comes with a token."""
-    key: bytes = field(default=b"", repr=False)
-    """Its private key, PEM."""
-    tokens: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """Name of each bearer token, and the SHA-256 digest of the token."""
+    def __init__(
+        self,
+        material: Watched[Material],
+        *,
+        tokens: Watched[dict[str, TokenGrant]] | None = None,
+        revoked: Watched[frozenset[str]] | None = None,
+    ) -> None:
+        """Hold what `load` and `for_agent` read."""
+        self._material = material
+        self._tokens = tokens
+        self._revoked = revoked
 
     @staticmethod
-    def load(config: SecurityConfig, identity: str) -> Security | None:
-        """Read the files of `identity`; None when the recipe has no [security] table.
+    def load(config: SecurityConfig, who: Principal) -> Security | None:
+        """Read the files of `who`; None when the recipe has no [security] table.
 
         Raises:
-            ConfigError: a file is missing or malformed.
+            ConfigError: a file is missing or malformed, a key is readable by others, a certificate is not usable.
         """
         if not config.directory:
             if config.tokens_file:
@@ -75,13 +89,23 @@ class Security:
                     f"without TLS; run `fourfold certs DIR` and set security.directory"
                 )
             return None
-        folder = Path(config.directory)
+        if not MEMBER_NAME.fullmatch(who.name):
+            raise ConfigError(
+                f"--member-id {who.name!r:.140}: with certificates a member id has 1 to 63 lower-case letters, digits "
+                f"and dashes; choose another one"
+            )
+        folder, tokens_file = Path(config.directory), Path(config.tokens_file)
+        own, revoked = folder / f"{who.name}.pem", folder / REVOKED_FILE
+        tokens: Watched[dict[str, TokenGrant]] | None = None
+        # Nobody else has a port for agents; a machine without one needs no file of tokens.
+        if config.tokens_file and who.role == "rollout":
+            tokens = Watched([tokens_file], lambda: read_tokens(tokens_file))
+            if not tokens.get():
+                raise ConfigError(f"{tokens_file}: holds no token digest; make one with `fourfold certs token add`")
         return Security(
-            authority=_read(folder / "ca.pem"),
-            certificate=_read(folder / f"{identity}.pem"),
-            key=_read(folder / f"{identity}-key.pem"),
-            # Nobody else has a port for agents; a machine without one needs no file of tokens.
-            tokens=read_tokens(Path(config.tokens_file)) if config.tokens_file and identity == "rollout" else {},
+            Watched([folder / "ca.pem", own], lambda: read_material(folder, who)),
+            tokens=tokens,
+            revoked=Watched([revoked], lambda: read_revoked(revoked)),
         )
 
     @staticmethod
@@ -91,67 +115,112 @@ class Security:
         Raises:
             ConfigError: the file is missing.
         """
-        return Security(authority=_read(authority))
+        return Security(Watched([authority], lambda: Material(authority=read_file(authority))))
+
+    @property
+    def material(self) -> Material:
+        """Certificates and key as they are now. The same object until a file changes."""
+        return self._material.get()
+
+    @property
+    def tokens(self) -> Mapping[str, TokenGrant]:
+        """Bearer tokens as they are now, by name."""
+        return self._tokens.get() if self._tokens else {}
+
+    @property
+    def days_left(self) -> float:
+        """Days until our certificate expires; infinite without one."""
+        return (self.material.expires - datetime.datetime.now(datetime.UTC).timestamp()) / 86_400
 
     def channel_credentials(self, token: str = "") -> grpc.ChannelCredentials:
         """Return credentials for a channel; with `token` every call carries it."""
+        material = self.material
         channel = grpc.ssl_channel_credentials(
-            root_certificates=self.authority,
-            private_key=self.key or None,
-            certificate_chain=self.certificate or None,
+            root_certificates=material.authority,
+            private_key=material.key or None,
+            certificate_chain=material.certificate or None,
         )
         if not token:
             return channel
         return grpc.composite_channel_credentials(channel, grpc.access_token_call_credentials(token))
 
     def server_credentials(self, *, public: bool) -> grpc.ServerCredentials:
-        """Return credentials for a port; an internal one asks every caller for a certificate of our CA."""
-        return grpc.ssl_server_credentials(
-            [(self.key, self.certificate)],
-            root_certificates=None if public else self.authority,
-            require_client_auth=not public,
+        """Return credentials for a port; an internal one asks every caller for a certificate of our CA.
+
+        Each handshake uses the files as they are then.
+        """
+        used = self.material
+
+        def configuration() -> grpc.ServerCertificateConfiguration:
+            pair = (used.key, used.certificate)
+            return grpc.ssl_server_certificate_configuration([pair], None if public else used.authority)
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal used
+            material, before = self.material, used
+            used = material
+            return None if material is before else configuration()  # None keeps what the server has: it is cheap
+
+        return grpc.dynamic_ssl_server_credentials(
+            configuration(),
+            changed,  # type: ignore[arg-type]  # grpc documents None, the stubs do not
+            require_client_authentication=not public,
         )
 
+    def check_not_revoked(self, caller: Principal, certificates: Sequence[bytes]) -> None:
+        """Refuse a caller whose certificate is in the list of revoked ones.
 
-def read_tokens(path: Path) -> dict[str, bytes]:
-    """Read lines of "name sha256hex"; empty lines and lines that start with # are skipped.
+        Args:
+            caller: whose it is, for the message.
+            certificates: what it showed, PEM; one.
+
+        Raises:
+            PermissionDenied: it is in the list.
+        """
+        revoked = self._revoked.get() if self._revoked else frozenset[str]()
+        if revoked and any(fingerprint(pem.decode("ascii")) in revoked for pem in certificates):
+            raise PermissionDenied(
+                f"the certificate of {caller} is revoked; its owner may get another one with `fourfold certs renew`",
+                reason="CERTIFICATE_REVOKED",
+            )
+
+
+def expiry_warning(name: str, days_left: float) -> str:
+    """Return what to do about a certificate that expires soon; empty when it does not."""
+    if days_left >= WARN_DAYS:
+        return ""
+    when = "has expired" if days_left <= 0 else f"expires in {days_left:.1f} days"
+    return (
+        f"the certificate of {name} {when}; run `fourfold certs renew DIR {name}` where ca-key.pem is, and copy "
+        f"{name}.pem to its machine; no restart is needed"
+    )
+
+
+def fingerprint(pem: str) -> str:
+    """Return the SHA-256 of a certificate, as 64 hexadecimal digits."""
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem.strip())).hexdigest()
+
+
+def read_revoked(path: Path) -> frozenset[str]:
+    """Read lines of "fingerprint ROLE/MEMBER EXPIRY"; empty when there is no file.
 
     Raises:
-        ConfigError: the file is missing, empty, or a line is malformed.
+        ConfigError: the file cannot be read, or a line is malformed.
     """
-    tokens: dict[str, bytes] = {}
-    for number, line in enumerate(_read(path).decode(errors="replace").splitlines(), 1):
+    if not path.exists():
+        return frozenset()
+    found: set[str] = set()
+    for number, line in enumerate(read_file(path).decode(errors="replace").splitlines(), 1):
         if not line.strip() or line.startswith("#"):
             continue
-        match = _TOKEN_LINE.fullmatch(line.strip())
-        if match is None:
-            raise ConfigError(f"{path}:{number}: no token digest; a line is NAME, a space, and 64 hexadecimal digits")
-        if match[1] in tokens:
-            raise ConfigError(f"{path}:{number}: the name {match[1]!r} occurs twice; give each token its own")
-        tokens[match[1]] = bytes.fromhex(match[2])
-    if not tokens:
-        raise ConfigError(f"{path}: holds no token digest; make one with `fourfold certs`")
-    return tokens
+        word = line.split()[0]
+        if len(word) != 64 or not set(word) <= set("0123456789abcdef"):
+            raise ConfigError(f"{path}:{number}: no certificate's SHA-256; `fourfold certs revoke` writes this file")
+        found.add(word)
+    return frozenset(found)
 
 
-def check_token(authorization: str, tokens: Mapping[str, bytes]) -> str:
-    """Return the name of the token in an `authorization` header.
-
-    Raises:
-        Unauthenticated: there is none, or nobody knows it.
-    """
-    scheme, _, token = authorization.partition(" ")
-    if scheme.lower() != "bearer" or not token:
-        raise Unauthenticated("no bearer token; send the metadata `authorization: Bearer TOKEN`")
-    digest = hashlib.sha256(token.strip().encode()).digest()
-    # Every entry is compared, so that the time tells nothing about which one was near.
-    names = [name for name, known in tokens.items() if hmac.compare_digest(digest, known)]
-    if not names:
-        raise Unauthenticated("unknown bearer token; ask the owner of this deployment for one")
-    return names[0]
-
-
-def check_identity(service: str, identities: list[str]) -> Principal:
+def check_identity(service: str, identities: Sequence[str]) -> Principal:
     """Check a caller's certificate against the policy table.
 
     Args:
@@ -162,23 +231,17 @@ def check_identity(service: str, identities: list[str]) -> Principal:
         The caller.
 
     Raises:
-        Unauthenticated: the certificate carries no identity of ours.
-        PermissionDenied: this identity may not call the service.
+        Unauthenticated: the certificate carries no identity of ours, or several.
+        PermissionDenied: this role may not call the service.
     """
-    names = {uri.removeprefix(SPIFFE_PREFIX) for uri in identities if uri.startswith(SPIFFE_PREFIX)}
-    if not names:
-        raise Unauthenticated(f"the certificate has no URI {SPIFFE_PREFIX}NAME; use one made by `fourfold certs`")
+    found = [uri.removeprefix(SPIFFE_PREFIX) for uri in identities if uri.startswith(SPIFFE_PREFIX)]
+    role, _, name = found[0].partition("/") if len(found) == 1 else ("", "", "")
+    if role not in ROLES or not MEMBER_NAME.fullmatch(name):
+        raise Unauthenticated(
+            f"the certificate has no URI {SPIFFE_PREFIX}ROLE/MEMBER; use one made by this version's `fourfold certs`"
+        )
     allowed = POLICY.get(service, frozenset())
-    if not names & allowed:
+    if role not in allowed:
         who = ", ".join(sorted(allowed)) or "nobody"
-        raise PermissionDenied(f"{', '.join(sorted(names))} may not call {service}; allowed: {who}")
-    return Principal(min(names & allowed))
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot read it ({error.strerror}); `fourfold certs DIR` makes the files that security needs"
-        ) from None
+        raise PermissionDenied(f"{role}/{name} may not call {service}; allowed: {who}")
+    return Principal(role, name)

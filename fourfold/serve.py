@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -26,19 +26,21 @@ from types import FrameType
 from typing import Any, Final
 
 from fourfold import log
-from fourfold.channel import check_target, join_target, open_channel, split_target
+from fourfold.channel import check_target, is_loopback, join_target, open_channel, split_target
 from fourfold.config import Config
 from fourfold.coordinator.client import MembershipClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.membership import Membership
+from fourfold.principal import Principal
 from fourfold.process import PARENT_PID_VARIABLE, die_with_parent, raise_file_limit
 from fourfold.quota import UNLIMITED, Limits, Quotas, limits_by_role
-from fourfold.security import Security
+from fourfold.security import COORDINATOR, Security, expiry_warning
 from fourfold.server import Server
 
 _log = logging.getLogger("fourfold.serve")
 
+_WARN_SECONDS: Final = 6 * 3600.0
 _DEREGISTER_SECONDS: Final = 0.5
 _ON_DRAIN_SECONDS: Final = 2.0
 _GRACE_SECONDS: Final = 1.0
@@ -93,8 +95,8 @@ class Host:
         self.options = options
         self.role = role
         self.tokenizer_sha256 = tokenizer_sha256
-        self.security = Security.load(options.config.security, options.role)
-        self.quotas = Quotas(limits_by_role(agent_limits(options.config)))
+        self.security = Security.load(options.config.security, Principal(options.role, options.member_id))
+        self.quotas = Quotas(limits_by_role(agent_limits(options.config), self._granted))
         self.server = Server(
             listen=options.listen,
             security=self.security,
@@ -109,8 +111,8 @@ class Host:
         self._stop = asyncio.Event()
         self._signal: int | None = None
         self._fatal = ""
-        self._advertised(0)
-        if options.coordinator:  # before a model is loaded
+        self._check_advertised()
+        if options.coordinator:
             check_target(options.coordinator, self.security)
 
     def public_server(self, listen: str, *, max_concurrent_rpcs: int = 512) -> Server:
@@ -192,7 +194,8 @@ class Host:
         """Wait for the end, whatever brings it. Errors of the members' task and of `until` are raised."""
         stop = asyncio.ensure_future(self._stop.wait())
         keep_alive = asyncio.ensure_future(member.run()) if member else None
-        tasks: set[asyncio.Future[Any]] = {t for t in (stop, keep_alive, work) if t is not None}
+        warning = asyncio.ensure_future(self._warn_of_expiry()) if self.security else None
+        tasks: set[asyncio.Future[Any]] = {t for t in (stop, keep_alive, warning, work) if t is not None}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks - {stop}:
@@ -202,6 +205,13 @@ class Host:
             for task in tasks - {work}:
                 task.cancel()
             await asyncio.wait(tasks - {work})
+
+    async def _warn_of_expiry(self) -> None:
+        """Log a few times a day that our certificate expires soon."""
+        while self.security is not None:
+            if text := expiry_warning(self.options.member_id, self.security.days_left):
+                _log.warning("%s", text)
+            await asyncio.sleep(_WARN_SECONDS)
 
     async def _drain(self, member: Membership | None, work: asyncio.Future[int] | None) -> None:
         self.server.set_ready(False)
@@ -241,7 +251,7 @@ class Host:
     def _membership(self) -> Membership | None:
         if self.role is None or not self.options.coordinator:
             return None
-        channel = open_channel(self.options.coordinator, self.security)
+        channel = open_channel(self.options.coordinator, self.security, server=COORDINATOR)
         self.on_drain.append(channel.close)
         return Membership(
             MembershipClient(channel, peer=f"coordinator at {self.options.coordinator}"),
@@ -252,6 +262,11 @@ class Host:
             on_drain=self.stop,
         )
 
+    def _granted(self, name: str) -> Mapping[str, float]:
+        """Return the limits that the token of an agent has of its own."""
+        grant = self.security.tokens.get(name) if self.security else None
+        return grant.limits if grant else {}
+
     def _advertised(self, port: int) -> str:
         """Return the target that others dial."""
         host = self.options.advertise or split_target(self.options.listen)[0]
@@ -261,6 +276,16 @@ class Host:
                 f"with --advertise HOST"
             )
         return join_target(host, port)
+
+    def _check_advertised(self) -> None:
+        """Refuse a host that nobody may dial: the coordinator would refuse it, after a model was loaded."""
+        host = self.options.advertise
+        if host and self.security is None and not is_loopback(host):
+            raise ConfigError(
+                f"--advertise {host!r:.80}: without TLS a service is only called on this machine; leave --advertise "
+                f"out, or make certificates with `fourfold certs DIR` and set security.directory"
+            )
+        check_target(self._advertised(1), self.security)
 
     def _exit_code(self, work: asyncio.Future[int] | None) -> int:
         if self._fatal:

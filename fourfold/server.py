@@ -72,7 +72,7 @@ class Server:
         if security is None and not is_loopback(self._host):
             raise ConfigError(
                 f"listen = {listen!r}: without TLS a service listens on loopback only; use 127.0.0.1, or make "
-                f"certificates with `fourfold certs DIR --host NAME` and set security.directory"
+                f"certificates with `fourfold certs DIR` and set security.directory"
             )
         if public and security is not None and not security.tokens:
             raise ConfigError(
@@ -147,7 +147,7 @@ class Server:
     def _authorize(self) -> Authorize:
         if self._security is None:
             return authorize_loopback(LOCAL_AGENT if self._public else LOCAL)
-        return authorize_token(self._security.tokens) if self._public else authorize_certificate
+        return (authorize_token if self._public else authorize_certificate)(self._security)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         address = join_target(self._host, self._port)

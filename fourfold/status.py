@@ -37,9 +37,13 @@ _CONNECTING: Final = "failed to connect to all addresses"
 _MEANINGS: Final = (
     ("Connection refused", "nothing listens there"),
     ("WRONG_VERSION_NUMBER", "it does not speak TLS; start it with the recipe that has [security], too"),
-    ("certificate has expired", "its certificate has expired; make a new folder with `fourfold certs DIR`"),
+    ("certificate has expired", "its certificate has expired; make a new one with `fourfold certs renew DIR MEMBER`"),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is not of our CA; both need files of one `fourfold certs DIR`"),
-    ("Hostname Verification", "its certificate is not for that host; `fourfold certs DIR --host NAME` makes one"),
+    (
+        "Hostname Verification",
+        "another member answers there than the one that is called, by its certificate; check its address, its "
+        "--member-id, and that its file is the one that `fourfold certs` made for it",
+    ),
     (
         "Socket closed",
         "it hung up at once: it is ending, or only one of us uses TLS, or it refuses our certificate; all need files "

@@ -177,9 +177,9 @@ class Coordinator:
         replicas = self.router.replicas(Role.ROLE_ROLLOUT)
         return {r.member.member_id: r.version for r in replicas if not r.hindrance}
 
-    def _open(self, target: str) -> grpc.aio.Channel:
-        tap = _Interceptor(self.tap, self._names[target])
-        return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS, interceptors=[tap])
+    def _open(self, member: Member) -> grpc.aio.Channel:
+        tap = _Interceptor(self.tap, self._names[member.target])
+        return grpc.aio.insecure_channel(member.target, options=CLIENT_OPTIONS, interceptors=[tap])
 
 
 def _without_peer_access(

@@ -237,9 +237,9 @@ class SecurityConfig(Table):
     """TLS between services and tokens for agents. Without it everything stays on loopback."""
 
     directory: str = ""
-    """Folder made by `fourfold certs`: ca.pem and NAME.pem, NAME-key.pem of each service. Empty: no TLS."""
+    """Folder made by `fourfold certs`: ca.pem, and MEMBER.pem of each service on this machine. Empty: no TLS."""
     tokens_file: str = ""
-    """File of SHA-256 token digests that may use the public rollout port; made by `fourfold certs`."""
+    """File of SHA-256 token digests that may use the public rollout port; `fourfold certs token` changes it."""
 
 
 class Config(Table):

@@ -58,6 +58,14 @@ async def test_registering_twice_gives_the_same_lease(desk: Desk) -> None:
     assert await desk.register() == await desk.register()
 
 
+async def test_registering_again_renews_the_lease(desk: Desk, clock: FakeClock) -> None:
+    lease = await desk.register()
+    await clock.advance(14)
+    assert await desk.register() == lease
+    await clock.advance(14)
+    assert await desk.client.keep_alive(lease.token, timeout=5) == (15.0, False)
+
+
 async def test_keep_alive_extends_and_carries_the_drain(desk: Desk, clock: FakeClock) -> None:
     lease = await desk.register()
     for _ in range(3):

@@ -68,7 +68,7 @@ class Fleet:
         self.registry = Registry(clock=SYSTEM_CLOCK, tokenizer_sha256=SHA256, ttl=60)
         self.router = Router(
             self.registry,
-            open_channel=lambda target: open_channel(target, None),
+            open_channel=lambda member: open_channel(member.target, None),
             tokenizer_sha256=SHA256,
             clock=SYSTEM_CLOCK,
             wait_seconds=5,

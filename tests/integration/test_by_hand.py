@@ -24,6 +24,8 @@ import pytest
 from fourfold import config, errors
 from fourfold.channel import open_channel
 from fourfold.config import Config, SecurityConfig
+from fourfold.material import server_name
+from fourfold.principal import Principal
 from fourfold.process import descendants
 from fourfold.reward.client import RewardClient
 from fourfold.security import Security
@@ -179,18 +181,21 @@ def by_hand(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., 
 
 async def test_who_has_no_certificate_of_this_ca_is_refused_and_both_sides_say_so(by_hand: ByHand) -> None:
     certs, other = by_hand.root / "certs", by_hand.root / "other"
-    assert by_hand.run(f"fourfold certs {other}").returncode == 0
-    ours = Security.load(SecurityConfig(directory=str(certs)), "coordinator")
-    theirs = Security.load(SecurityConfig(directory=str(other)), "coordinator")
+    assert by_hand.run(f"fourfold certs {other} --member reward-1").returncode == 0
+    coordinator, reward = Principal("coordinator", "coordinator-0"), Principal("reward", "reward-0")
+    ours = Security.load(SecurityConfig(directory=str(certs)), coordinator)
+    theirs = Security.load(SecurityConfig(directory=str(other)), coordinator)
     assert ours and theirs
-    stranger = Security(authority=ours.authority, certificate=theirs.certificate, key=theirs.key)
+    stranger = grpc.ssl_channel_credentials(ours.material.authority, theirs.material.key, theirs.material.certificate)
+    name = [("grpc.default_authority", server_name(reward))]
     target = by_hand.target("reward")
     refused = r"cannot connect: it hung up at once: .* or it refuses our certificate"
     for channel, text in (
         (grpc.aio.insecure_channel(target), refused),
-        (open_channel(target, Security.for_agent(certs / "ca.pem")), refused),
-        (open_channel(target, stranger), refused),
-        (open_channel(target, theirs), "cannot connect: its certificate is not of our CA"),
+        (open_channel(target, Security.for_agent(certs / "ca.pem"), server=reward), refused),
+        (grpc.aio.secure_channel(target, stranger, options=name), refused),
+        (open_channel(target, theirs, server=reward), "cannot connect: its certificate is not of our CA"),
+        (open_channel(target, ours, server=coordinator), "cannot connect: another member answers there"),
     ):
         with pytest.raises(errors.Unavailable, match=text):
             await RewardClient(channel, peer="reward-0").get_info(timeout=10)
@@ -198,7 +203,7 @@ async def test_who_has_no_certificate_of_this_ca_is_refused_and_both_sides_say_s
     log = by_hand.output("reward")
     for reason in ("WRONG_VERSION_NUMBER", "PEER_DID_NOT_RETURN_A_CERTIFICATE", "CERTIFICATE_VERIFY_FAILED"):
         assert re.search(rf"Handshake failed with error SSL_ERROR_SSL: .*{reason}", log)
-    async with open_channel(target, ours) as channel:
+    async with open_channel(target, ours, server=reward) as channel:
         assert (await RewardClient(channel, peer="reward-0").get_info(timeout=10)).name.startswith("scorer.py:score")
 
 
@@ -243,6 +248,7 @@ def test_the_run_is_watched_and_finished(by_hand: ByHand) -> None:
     rows = [json.loads(row) for row in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["mismatch/logprob_diff_mean"] < 0.05 for row in rows)
+    assert all(364 < row["security/certificate_seconds"] / 86_400 < 365 for row in rows)
     assert (run / "model" / "model.safetensors").exists() and (run / "checkpoints" / "step-000002").exists()
     assert "runs/by-hand/report.json" in by_hand.output("coordinator")
     assert by_hand.processes["watch"].wait(20) == 0, by_hand.output("watch")
@@ -287,5 +293,5 @@ def test_without_tls_no_service_listens_beyond_loopback(
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines()[-1] == (
         "fourfold: listen = '0.0.0.0:0': without TLS a service listens on loopback only; use 127.0.0.1, or make "
-        "certificates with `fourfold certs DIR --host NAME` and set security.directory"
+        "certificates with `fourfold certs DIR` and set security.directory"
     )

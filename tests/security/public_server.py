@@ -9,6 +9,7 @@ import asyncio
 import sys
 
 from fourfold.config import SecurityConfig
+from fourfold.principal import Principal
 from fourfold.security import Security
 from fourfold.server import Server
 from tests.fakes.servicers import Rollout
@@ -16,7 +17,8 @@ from tests.fakes.servicers import Rollout
 
 async def main(folder: str) -> None:
     """Serve until standard input ends."""
-    security = Security.load(SecurityConfig(directory=folder, tokens_file=f"{folder}/tokens.txt"), "rollout")
+    config = SecurityConfig(directory=folder, tokens_file=f"{folder}/tokens.txt")
+    security = Security.load(config, Principal("rollout", "rollout-0"))
     server = Server(listen="127.0.0.1:0", security=security, public=True)
     server.add(*Rollout(hang=True).servicer())
     sys.stdout.write(f"READY {await server.start()}\n")

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fourfold import call_slots, certs, connections, errors, interceptors
+from fourfold import call_slots, connections, errors, interceptors
 from fourfold import server as server_module
 from fourfold.channel import PUBLIC_SERVER_OPTIONS, open_channel
 from fourfold.clock import SYSTEM_CLOCK
@@ -26,10 +26,12 @@ from fourfold.coordinator.v1 import membership_service_pb2 as membership
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as membership_grpc
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.coordinator.v1 import run_service_pb2_grpc as run_grpc
+from fourfold.principal import Principal
 from fourfold.quota import Limits, Quotas, limits_by_role
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
+from fourfold.security import ROLLOUT as ROLLOUT_IDENTITY
 from fourfold.security import Security
 from fourfold.server import Server
 from fourfold_coordinator.membership import MembershipServicer
@@ -41,9 +43,11 @@ from fourfold_rollout.weights import EngineWeights
 from tests.fakes.engine import CONTEXT, VOCABULARY, FakeEngine
 from tests.fakes.rollout import SHA256, request, until
 from tests.fakes.servicers import Rollout
+from tests.security.pki import Pki
 from tests.security.raw_http2 import RawConnection, leave_unfinished
 
 MIB = 1 << 20
+ROLLOUT_0 = Principal("rollout", "rollout-0")
 FOUR_TOKENS = rollout.SamplingParams(max_tokens=4)
 GENERATE = "/fourfold.rollout.v1.RolloutService/Generate"
 ROLLOUT = rollout.DESCRIPTOR.services_by_name["RolloutService"]
@@ -219,14 +223,14 @@ async def test_1024_watches_do_not_keep_a_lease_from_being_renewed() -> None:
 def pki(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder of certificates, and a token."""
     folder = tmp_path_factory.mktemp("starvation") / "pki"
-    return folder, certs.make(folder, [])
+    return folder, Pki(folder).token
 
 
 @asynccontextmanager
 async def public_port(pki: tuple[Path, str]) -> AsyncIterator[str]:
     """Serve a public port with TLS and tokens; yields its target."""
     folder = str(pki[0])
-    security = Security.load(SecurityConfig(directory=folder, tokens_file=f"{folder}/tokens.txt"), "rollout")
+    security = Security.load(SecurityConfig(directory=folder, tokens_file=f"{folder}/tokens.txt"), ROLLOUT_0)
     server = Server(listen="127.0.0.1:0", security=security, public=True)
     server.add(*Rollout().servicer())
     try:
@@ -237,7 +241,7 @@ async def public_port(pki: tuple[Path, str]) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def agent_at(target: str, pki: tuple[Path, str], token: str = "") -> AsyncIterator[grpc.aio.Channel]:
-    channel = open_channel(target, Security.for_agent(pki[0] / "ca.pem"), token=token)
+    channel = open_channel(target, Security.for_agent(pki[0] / "ca.pem"), server=ROLLOUT_IDENTITY, token=token)
     try:
         yield channel
     finally:

@@ -133,11 +133,49 @@ def test_a_reward_service_needs_no_tokenizer_but_no_other_one_either(registry: R
         ("role", 0, "role 0 is unknown"),
         ("role", 99, "role 99 is unknown"),
         ("target", "nowhere", "is no address"),
+        ("target", "127.0.0.1:0", "has port 0, where nothing listens"),
+        ("target", "127.0.0.1:\uff15", "is no address"),
+        ("target", "node-7:5000", "without TLS a service is only called on this machine"),
+        ("target", "a/b:5000", "neither an IP address nor a name"),
+        ("target", "x" * 257 + ":5000", "an address of 262 characters"),
+        ("target", "::1:5000", "put an IPv6 address in brackets"),
     ],
 )
 def test_a_malformed_member_is_refused(registry: Registry, field: str, value: Any, words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         registry.register(replace(member(), **{field: value}))
+
+
+async def test_registering_again_renews_the_lease(registry: Registry, clock: FakeClock) -> None:
+    token = registry.register(member())
+    for _ in range(3):
+        await clock.advance(TTL_SECONDS - 1)
+        assert registry.register(member()) == token
+    assert registry.keep_alive(token) is False
+    await clock.advance(TTL_SECONDS - 1)
+    assert registry.expire() == []
+
+
+async def test_a_refused_member_changes_nothing(
+    registry: Registry, clock: FakeClock, changes: list[tuple[str, Change]]
+) -> None:
+    registry.register(member("trainer-0", role=Role.ROLE_TRAINER))
+    token = registry.register(member())
+    del changes[:]
+    await clock.advance(TTL_SECONDS - 1)
+    for refused in (
+        member(incarnation="b", target="elsewhere:5000"),
+        member(incarnation="b", tokenizer_sha256=b"u" * 32),
+        member("trainer-1", role=Role.ROLE_TRAINER),
+        member(role=Role.ROLE_TRAINER, incarnation="b"),
+        member("x" * 129),
+    ):
+        with pytest.raises((InvalidInput, WrongState)):
+            registry.register(refused)
+    assert changes == []
+    assert registry.register(member()) == token, "nobody was fenced or replaced"
+    await clock.advance(1)
+    assert [m.member_id for m in registry.expire()] == ["trainer-0"], "its lease was not renewed by a refused call"
 
 
 async def test_a_second_trainer_is_refused_while_the_first_lives(registry: Registry, clock: FakeClock) -> None:

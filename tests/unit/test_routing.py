@@ -28,7 +28,7 @@ class Bench:
         self.registry = Registry(clock=SYSTEM_CLOCK, tokenizer_sha256=b"t" * 32, ttl=60)
         self.router = Router(
             self.registry,
-            open_channel=lambda target: open_channel(target, None),
+            open_channel=lambda member: open_channel(member.target, None),
             tokenizer_sha256=b"t" * 32,
             clock=SYSTEM_CLOCK,
             wait_seconds=wait_seconds,

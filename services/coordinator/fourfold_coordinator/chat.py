@@ -32,7 +32,7 @@ from fourfold.errors import ConfigError, FourfoldError, WrongState
 from fourfold.process import Command, Supervisor
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold.security import Security
+from fourfold.security import ROLLOUT, Security
 from fourfold.tokenizer import Tokenizer
 
 from .summary import printable
@@ -161,7 +161,7 @@ class Session:
         self, conversation: Conversation, target: str, security: Security | None, args: argparse.Namespace
     ) -> None:
         self._conversation = conversation
-        self._channel = open_channel(target, security, token=args.token)
+        self._channel = open_channel(target, security, server=ROLLOUT, token=args.token)
         self._client = RolloutClient(self._channel, peer=f"rollout service at {target}")
         self._temperature: float = args.temperature
         self._max_tokens: int = args.max_tokens

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from fourfold.channel import open_channel
 from fourfold.coordinator.client import RunClient
 from fourfold.errors import FourfoldError
-from fourfold.security import Security
+from fourfold.security import COORDINATOR, Security
 
 from .dashboard import Dashboard
 
@@ -27,7 +27,7 @@ async def follow(address: str, security: Security | None, dashboard: Dashboard, 
     Raises:
         FourfoldError: of the last attempt.
     """
-    channel = open_channel(address, security)
+    channel = open_channel(address, security, server=COORDINATOR)
     client = RunClient(channel, peer=f"coordinator at {address}")
     failures = 0
     try:

@@ -62,7 +62,7 @@ class Loop:
         self.config, self.folder, self.collector = parts.config, parts.folder, Collector(parts)
         self.ledger, self.board, self.router = parts.ledger, parts.board, parts.router
         self.session, self.broker = parts.session, parts.broker
-        self.evaluator, self.memory = parts.evaluator, parts.memory
+        self.evaluator, self.memory, self.certificates = parts.evaluator, parts.memory, parts.certificates
         self.needed, self.start_seconds = needed_services(parts.config), parts.start_seconds
         self.samples_file = SampleWriter(parts.folder / "samples.jsonl")
         self.metrics_file = MetricsWriter(parts.folder / "metrics.jsonl")
@@ -132,6 +132,7 @@ class Loop:
         self.board.at(step=step, policy_version=self.broker.version)
         # The trainer measures the batch, too, but sees only what the filter let through: ours win.
         metrics = dict(trained.metrics) | measured | metrics | self._counted(step, batch) | _update_metrics(update)
+        metrics |= self.certificates.metrics()
         last = step == self.config.steps
         if last or step % self.config.evaluation.every_steps == 0:
             with timed(metrics, m.TIME_EVALUATE):

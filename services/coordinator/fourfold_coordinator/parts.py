@@ -8,6 +8,7 @@ from pathlib import Path
 from fourfold.config import Config
 
 from .broker import Broker
+from .certificates import Certificates
 from .evaluate import Evaluator
 from .ledger import Ledger
 from .memory import MemoryMeter
@@ -34,5 +35,6 @@ class Parts:
     peers: Peers
     evaluator: Evaluator
     memory: MemoryMeter
+    certificates: Certificates
     start_seconds: float
     """Longest wait for the services at the start."""

@@ -304,7 +304,7 @@ def _check_network(nodes: int, *, secured: bool, coordinator_listen: str) -> Non
     if not secured:
         raise ConfigError(
             f"the cluster has {nodes} nodes, and services of several machines talk over TLS only: run "
-            f"`fourfold certs DIR --host ...` and set security.directory"
+            f"`fourfold certs DIR --recipe RECIPE` and set security.directory"
         )
     if is_loopback(coordinator_listen.rpartition(":")[0]):
         raise ConfigError(

@@ -8,23 +8,36 @@ beside its successor.
     Register --> live --KeepAlive every ttl/3--> live --silence for ttl--> EXPIRED
                   |--Deregister--> LEFT (calls in flight may end)
                   '--Register of a new incarnation--> REPLACED
+
+Everything that a peer sends is checked before anything is stored: a refused call changes nothing.
+With certificates, a member id belongs to the principal that bears it, and a lease to the principal
+that it was granted to.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from fourfold.channel import split_target
+from fourfold.channel import check_target, split_target
 from fourfold.clock import Clock
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import ConfigError, InvalidInput, NotFound, WrongState
+from fourfold.errors import ConfigError, InvalidInput, NotFound, Overloaded, PermissionDenied, WrongState
+from fourfold.principal import LOCAL, Principal
+from fourfold.security import Security
 from fourfold.wire import check_id
 
+log = logging.getLogger("fourfold.coordinator")
+
 TTL_SECONDS: Final = 15.0
+MAX_MEMBERS: Final = 1024
+"""Live members of one run; each costs the coordinator a channel."""
+MAX_FENCED: Final = 16 * MAX_MEMBERS
+"""Replaced incarnations that are remembered; the oldest is forgotten first."""
 ROLE_NAMES: Final[dict[int, str]] = {
     Role.ROLE_ROLLOUT: "rollout",
     Role.ROLE_TRAINER: "trainer",
@@ -67,6 +80,7 @@ class Member:
 @dataclass(slots=True, kw_only=True)
 class _Lease:
     member: Member
+    owner: Principal
     token: bytes
     ends: float
     drain_requested: bool = False
@@ -78,23 +92,35 @@ Listener = Callable[[Member, Change], None]
 class Registry:
     """Leases of all members. Used on one event loop; `expire` must be called about once a second."""
 
-    def __init__(self, *, clock: Clock, tokenizer_sha256: bytes, ttl: float = TTL_SECONDS) -> None:
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        tokenizer_sha256: bytes,
+        security: Security | None = None,
+        ttl: float = TTL_SECONDS,
+        max_members: int = MAX_MEMBERS,
+    ) -> None:
         """Start without members.
 
         Args:
             clock: tells when a lease ends.
             tokenizer_sha256: of the run; who has another tokenizer is refused.
+            security: of the coordinator; None: members are on this machine only.
             ttl: seconds that a lease lasts.
+            max_members: live members; one more is refused.
         """
         self.ttl = ttl
         self._clock = clock
         self._tokenizer_sha256 = tokenizer_sha256
+        self._security = security
+        self._max_members = max_members
         self._leases: dict[str, _Lease] = {}  # by member_id
-        self._fenced: dict[str, set[str]] = {}  # incarnations by member_id
+        self._fenced: dict[tuple[str, str], None] = {}  # (member_id, incarnation), the oldest first
         self._listeners: list[Listener] = []
 
     def listen(self, listener: Listener) -> None:
-        """Have `listener` called on every change, at once."""
+        """Have `listener` called on every change, at once. What it raises is logged and changes nothing here."""
         self._listeners.append(listener)
 
     def members(self, role: int | None = None) -> list[Member]:
@@ -102,51 +128,62 @@ class Registry:
         members = [lease.member for lease in self._leases.values()]
         return sorted((m for m in members if role is None or m.role == role), key=lambda m: m.member_id)
 
-    def register(self, member: Member) -> bytes:
+    def register(self, member: Member, owner: Principal = LOCAL) -> bytes:
         """Grant a lease and return its token. A repeat by the same incarnation renews it.
 
+        Args:
+            member: what the caller says of itself.
+            owner: who calls.
+
         Raises:
-            InvalidInput: a field is malformed.
+            InvalidInput: a field is malformed, or the target may not be dialled.
+            PermissionDenied: the caller's certificate is that of another member.
             WrongState: another tokenizer, an incarnation that was replaced, or a second trainer.
+            Overloaded: there are too many members.
         """
-        self._check(member)
+        self._check(member, owner)
         self.expire()  # a lease that ran out is not renewed, even when nobody has noticed yet
         self._check_only_trainer(member)
         held = self._leases.get(member.member_id)
-        if member.incarnation in self._fenced.get(member.member_id, ()):
+        if (member.member_id, member.incarnation) in self._fenced:
             raise WrongState(
                 f"{member.member_id} was replaced by a newer process of the same name; stop this one, or give it "
                 f"another --member-id",
                 reason="INCARNATION_FENCED",
             )
+        if held is None and len(self._leases) >= self._max_members:
+            raise Overloaded(
+                f"{member.member_id}: this run has {len(self._leases)} members, and no more than {self._max_members} "
+                f"are accepted; stop one of them"
+            )
         ends = self._clock.monotonic() + self.ttl
-        if held is not None and held.member == member:
+        if held is not None and held.member == member and held.owner == owner:
             held.ends = ends
             return held.token
         if held is not None:
             if held.member.incarnation != member.incarnation:
-                self._fenced.setdefault(member.member_id, set()).add(held.member.incarnation)
+                self._fence(held.member)
             self._remove(held, Change.REPLACED)
-        lease = _Lease(member=member, token=secrets.token_bytes(16), ends=ends)
+        lease = _Lease(member=member, owner=owner, token=secrets.token_bytes(16), ends=ends)
         self._leases[member.member_id] = lease
         self._tell(member, Change.JOINED)
         return lease.token
 
-    def keep_alive(self, token: bytes) -> bool:
+    def keep_alive(self, token: bytes, owner: Principal = LOCAL) -> bool:
         """Extend a lease; return whether its member should drain.
 
         Raises:
-            NotFound: it expired, was given back or was replaced.
+            NotFound: it expired, was given back, was replaced, or was granted to somebody else.
         """
-        lease = self._find(token)
+        lease = self._find(token, owner)
         if lease is None:
             raise NotFound("this lease is gone: it expired or was replaced; stop work and register again")
         lease.ends = self._clock.monotonic() + self.ttl
         return lease.drain_requested
 
-    def deregister(self, token: bytes) -> None:
-        """End a lease; nothing happens when it is gone already."""
-        lease = self._find(token)
+    def deregister(self, token: bytes, owner: Principal = LOCAL) -> None:
+        """End a lease of `owner`; nothing happens when it is gone already."""
+        lease = self._find(token, owner)
         if lease is not None:
             self._remove(lease, Change.LEFT)
 
@@ -163,14 +200,20 @@ class Registry:
             self._remove(lease, Change.EXPIRED)
         return [lease.member for lease in late]
 
-    def _find(self, token: bytes) -> _Lease | None:
+    def _find(self, token: bytes, owner: Principal) -> _Lease | None:
         """Return the live lease with this token. One that ran out is gone, whether `expire` has seen it or not."""
         for lease in self._leases.values():
             if secrets.compare_digest(lease.token, token):
-                return lease if lease.ends > self._clock.monotonic() else None
+                return lease if lease.owner == owner and lease.ends > self._clock.monotonic() else None
         return None
 
-    def _check(self, member: Member) -> None:
+    def _fence(self, member: Member) -> None:
+        """Keep a replaced incarnation out."""
+        self._fenced[member.member_id, member.incarnation] = None
+        while len(self._fenced) > MAX_FENCED:
+            del self._fenced[next(iter(self._fenced))]
+
+    def _check(self, member: Member, owner: Principal) -> None:
         check_id(member.member_id, "member_id")
         if len(member.incarnation) != 32 or not set(member.incarnation) <= set("0123456789abcdef"):
             raise InvalidInput(
@@ -178,10 +221,26 @@ class Registry:
             )
         if member.role not in ROLE_NAMES:
             raise InvalidInput(f"{member.member_id}: role {member.role} is unknown; give one of {Role.keys()[1:]}")
+        claimed = Principal(member.role_name, member.member_id)
+        if owner not in (LOCAL, claimed):
+            raise PermissionDenied(
+                f"{owner} may not register as {claimed}; start {claimed.name} with its own certificate, which "
+                f"`fourfold certs` makes",
+                reason="NOT_YOUR_MEMBER_ID",
+            )
+        self._check_target(member)
+        self._check_tokenizer(member)
+
+    def _check_target(self, member: Member) -> None:
+        """Refuse a target to which no channel can be opened."""
         try:
-            split_target(member.target)
+            check_target(member.target, self._security)
+            if split_target(member.target)[1] == 0:
+                raise ConfigError(f"{member.target!r} has port 0, where nothing listens; give the bound port")
         except ConfigError as error:
             raise InvalidInput(f"{member.member_id}: target {error}") from None
+
+    def _check_tokenizer(self, member: Member) -> None:
         own = member.tokenizer_sha256
         if own == self._tokenizer_sha256 or (not own and member.role == Role.ROLE_REWARD):
             return
@@ -208,4 +267,7 @@ class Registry:
 
     def _tell(self, member: Member, change: Change) -> None:
         for listener in self._listeners:
-            listener(member, change)
+            try:
+                listener(member, change)
+            except Exception:  # the lease is right whatever its followers do; a bug of theirs must not end the run
+                log.exception("a follower of the registry failed: %s, %s", member.member_id, change.value)

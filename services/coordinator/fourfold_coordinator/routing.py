@@ -55,7 +55,7 @@ class Router:
         self,
         registry: Registry,
         *,
-        open_channel: Callable[[str], grpc.aio.Channel],
+        open_channel: Callable[[Member], grpc.aio.Channel],
         tokenizer_sha256: bytes,
         clock: Clock,
         wait_seconds: float,
@@ -65,7 +65,7 @@ class Router:
 
         Args:
             registry: tells who comes and goes.
-            open_channel: opens a channel to a target.
+            open_channel: opens a channel to a member.
             tokenizer_sha256: of the run; a service with another one is never used.
             clock: time of back-offs.
             wait_seconds: longest wait for a usable replica.
@@ -291,10 +291,9 @@ class Router:
 
     def _on_member(self, member: Member, change: Change) -> None:
         if change is Change.JOINED:
-            self._replicas[member.member_id] = Replica(member, self._open_channel(member.target))
+            self._replicas[member.member_id] = Replica(member, self._open_channel(member))
             log.info("%s joined", member.member_id, extra={"target": member.target})
-        else:
-            replica = self._replicas.pop(member.member_id)
+        elif (replica := self._replicas.pop(member.member_id, None)) is not None:  # None: no channel could be opened
             if replica in self._watches:
                 self._watches.pop(replica).cancel()
             # Who leaves of its own will finishes what it has begun; who fell silent will not answer.

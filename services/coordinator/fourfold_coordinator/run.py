@@ -29,7 +29,7 @@ from fourfold.cpu import multiplies_bfloat16
 from fourfold.errors import ConfigError
 from fourfold.gpu_plan import refuse_unless_fits
 from fourfold.gpus import smallest_memory, visible_gpus
-from fourfold.security import Security
+from fourfold.security import VIEWER, Security
 
 from .dashboard import Dashboard
 from .fleet import Ending, Fleet, Launcher, launched, serve_arguments, started_by_hand
@@ -153,7 +153,7 @@ class Run:
         self._run_dir = run_dir
         self._launcher = launcher
         self._interrupt = interrupt
-        self._security = Security.load(config.security, "agent")
+        self._security = Security.load(config.security, VIEWER)
         self._dashboard = Dashboard(name=config.name, run_dir=run_dir)
         self._fleet = Fleet(
             config, run_dir=run_dir, launcher=launcher, notify=self._dashboard.note, coordinator_listen=args.listen

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import grpc
+
 from fourfold import models
 from fourfold.channel import open_channel
 from fourfold.clock import SYSTEM_CLOCK
@@ -27,10 +29,12 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
 from fourfold.errors import ConfigError, FourfoldError, Internal
+from fourfold.principal import Principal
 from fourfold.serve import Host, ServeOptions
 from fourfold.tokenizer import Tokenizer
 
 from .broker import Broker
+from .certificates import Certificates
 from .evaluate import Evaluator
 from .ledger import Ledger
 from .loop import PEAK_MEMORY, Loop
@@ -39,7 +43,7 @@ from .memory import MemoryMeter
 from .parts import Parts
 from .peers import Peers
 from .prompts import Prompts, load_prompts
-from .registry import Registry
+from .registry import Member, Registry
 from .replica import Replica
 from .routing import Router
 from .run_service import RunBoard, RunServicer
@@ -96,25 +100,32 @@ class Coordinator:
         self._tokenizer = Tokenizer.load(models.resolve(config.model.source))
         self._board = RunBoard(name=config.name, step_count=config.steps)
         self._plane = WeightPlane()
-        self._registry = Registry(clock=SYSTEM_CLOCK, tokenizer_sha256=self._tokenizer.sha256)
+        self._registry = Registry(
+            clock=SYSTEM_CLOCK, tokenizer_sha256=self._tokenizer.sha256, security=self._host.security
+        )
         self._router = Router(
             self._registry,
-            open_channel=lambda target: open_channel(target, self._host.security),
+            open_channel=self._open_channel,
             tokenizer_sha256=self._tokenizer.sha256,
             clock=SYSTEM_CLOCK,
             wait_seconds=config.retry.service_wait_seconds,
             on_wait=self._board.wait_for,
         )
+        self._certificates = Certificates(self._host.security, self._registry, self._board, own=options.member_id)
         self._host.server.add(
             membership_service_pb2.DESCRIPTOR.services_by_name["MembershipService"],
             add_MembershipServiceServicer_to_server,
-            MembershipServicer(self._registry),
+            MembershipServicer(self._registry, self._certificates),
         )
         self._host.server.add(
             run_service_pb2.DESCRIPTOR.services_by_name["RunService"],
             add_RunServiceServicer_to_server,
             RunServicer(self._board, lambda: self._plane.report(self._replicas())),
         )
+
+    def _open_channel(self, member: Member) -> grpc.aio.Channel:
+        """Open a channel to a member; with certificates, nobody else can answer."""
+        return open_channel(member.target, self._host.security, server=Principal(member.role_name, member.member_id))
 
     async def run(self) -> int:
         """Serve until the run is over; return the exit code."""
@@ -146,6 +157,7 @@ class Coordinator:
             asyncio.create_task(self._router.run()),
             asyncio.create_task(self._show_members()),
             asyncio.create_task(memory.run()),
+            asyncio.create_task(self._certificates.run()),
         ]
         try:
             parts = await self._parts(ledger, memory)
@@ -176,6 +188,7 @@ class Coordinator:
             peers=peers,
             evaluator=Evaluator(config, peers, prompts.held_out),
             memory=memory,
+            certificates=self._certificates,
             start_seconds=self._start_seconds,
         )
 

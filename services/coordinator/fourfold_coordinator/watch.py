@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fourfold import config as configuration
 from fourfold.errors import ConfigError, Unavailable
-from fourfold.security import Security
+from fourfold.security import VIEWER, Security
 
 from .dashboard import Dashboard
 from .fleet import ADDRESS_FILE
@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> int:
     if not address_file.is_file():
         raise ConfigError(f"{args.run_dir}: no run is going on here (no {ADDRESS_FILE}); give a folder of runs/")
     config = configuration.load(args.run_dir / "config.toml")
-    security = Security.load(config.security, "agent")
+    security = Security.load(config.security, VIEWER)
     dashboard = Dashboard(name=config.name, run_dir=args.run_dir)
     try:
         with dashboard:

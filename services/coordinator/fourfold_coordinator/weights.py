@@ -23,7 +23,7 @@ from fourfold.channel import open_channel
 from fourfold.coordinator.client import RunClient
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.errors import ConfigError
-from fourfold.security import Security
+from fourfold.security import COORDINATOR, VIEWER, Security
 
 from .fleet import ADDRESS_FILE
 
@@ -62,11 +62,11 @@ def find(where: str, recipe: Path | None) -> tuple[str, Security | None]:
         address = where
     else:
         raise ConfigError(f"{where}: neither a folder of runs/ nor HOST:PORT of a coordinator")
-    return address, Security.load(configuration.load(recipe).security, "agent") if recipe else None
+    return address, Security.load(configuration.load(recipe).security, VIEWER) if recipe else None
 
 
 async def _ask(address: str, security: Security | None) -> pb.GetWeightPlaneResponse:
-    channel = open_channel(address, security)
+    channel = open_channel(address, security, server=COORDINATOR)
     try:
         client = RunClient(channel, peer=f"coordinator at {address}")
         return await client.get_weight_plane(timeout=_TIMEOUT_SECONDS)

@@ -55,7 +55,7 @@ class RefusalLog:
             window.count += 1
             return
         self._windows[kind] = _Window(self._clock.monotonic())
-        texts = (shorten(text, _MAX_TEXT) for text in (caller, peer, error.message))
+        texts = (_one_line(text) for text in (caller, peer, error.message))
         log.warning("%s refused to %s at %r: %s", method, *texts)
 
     def flush(self, *, ended_only: bool = False) -> None:
@@ -71,7 +71,12 @@ class RefusalLog:
                     "%s refused %d more times to %s in %.0f s: %s",
                     method,
                     window.count,
-                    shorten(caller, _MAX_TEXT),
+                    _one_line(caller),
                     now - window.start,
                     reason,
                 )
+
+
+def _one_line(text: str) -> str:
+    """Return a text that may quote a caller: bounded, and without control characters."""
+    return "".join(letter if letter.isprintable() else "?" for letter in shorten(text, _MAX_TEXT))

@@ -33,6 +33,7 @@ import psutil
 from benchmarks import record
 from fourfold.channel import open_channel
 from fourfold.process import die_with_parent
+from fourfold.quota import UNLIMITED, Quotas
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
@@ -106,7 +107,8 @@ async def serve_rollout(server: Server, options: argparse.Namespace) -> None:
         stop_token_ids=(),
     )
     model = ServedModel(name="ready", tokenizer_sha256=bytes(32), limits=limits)
-    servicer = RolloutServicer(model, engine, EngineWeights(engine, update_timeout=TIMEOUT))
+    quotas = Quotas(lambda _principal: UNLIMITED)
+    servicer = RolloutServicer(model, engine, EngineWeights(engine, update_timeout=TIMEOUT), quotas)
     service = rollout.DESCRIPTOR.services_by_name["RolloutService"]
     server.add(service, rollout_grpc.add_RolloutServiceServicer_to_server, servicer)
 

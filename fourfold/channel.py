@@ -29,6 +29,7 @@ Response = TypeVar("Response")
 Options = Sequence[tuple[str, str | int]]
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
+MAX_PUBLIC_MESSAGE_BYTES: Final = 1 << 20
 MAX_TARGET_CHARACTERS: Final = 255 + len(":65535")
 """Of "host:port"; a DNS name has at most 255 characters."""
 
@@ -48,6 +49,21 @@ SERVER_OPTIONS: Final[Options] = (
     # Without these two the server cuts clients off that ping during a long silent call.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # A connection that has not sent its TLS and HTTP/2 greetings by then is closed; by default after two minutes.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+)
+
+# A port for agents is open to everybody. gRPC's memory quota cannot be set from Python, so the memory that callers can
+# take is bounded by what they may send: `fourfold.interceptors` checks the token before it reads a request, and a
+# caller without one leaves no more than the window of its streams (`lookahead_bytes`, which `bdp_probe` would raise).
+PUBLIC_SERVER_OPTIONS: Final[Options] = (
+    *((key, value) for key, value in SERVER_OPTIONS if key != "grpc.max_receive_message_length"),
+    ("grpc.max_receive_message_length", MAX_PUBLIC_MESSAGE_BYTES),
+    ("grpc.max_concurrent_streams", 256),
+    ("grpc.max_connection_idle_ms", 60_000),
+    ("grpc.max_allowed_incoming_connections", 512),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 1 << 16),
 )
 
 # Methods that the protos call idempotent and that answer fast or can be repeated at no harm.

@@ -4,21 +4,29 @@ On a terminal a person reads short lines; everywhere else (a launcher redirects 
 `runs/NAME/logs/MEMBER.log`) each record is one JSON object with `time`, `level`, `member`,
 `logger`, `message` and the fields given as `extra={...}`. When a service runs on a terminal
 and has a run folder, the JSON lines go to its log file as well. Requests, tokens and offers
-are never logged; as a second fence, fields with such names and all bytes are blanked here.
+are never logged; as a second fence, fields with such names and all bytes are blanked here, and
+long texts are shortened. A log file is bounded: this one here, what a launcher redirects by
+`fourfold.log_rotation`.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import logging.handlers
 import re
 import sys
 import time
 from pathlib import Path
 from typing import Any, Final
 
+from fourfold import log_rotation
+
 _SECRET_FIELD: Final = re.compile(r"token$|tokens$|offer|authorization|secret|password|private|_key$", re.IGNORECASE)
 _BEARER: Final = re.compile(r"(?i)\b(bearer)\s+(?!token\b)\S+")
+_MAX_TEXT: Final = 8192
+"""Characters of a message, a traceback or a field."""
+_CONTROL: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _OWN_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
@@ -38,7 +46,7 @@ def setup(member_id: str, *, run_dir: Path | None = None, level: int = logging.I
         if run_dir is not None:
             path = run_dir / "logs" / f"{member_id}.log"
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = _File(path, encoding="utf-8")
+            file = _File(path, encoding="utf-8", maxBytes=log_rotation.MAX_BYTES, backupCount=1)
             file.setFormatter(JsonFormatter(member_id))
             root.addHandler(file)
     else:
@@ -59,7 +67,7 @@ class _Stream(logging.StreamHandler[Any]):
         pass
 
 
-class _File(logging.FileHandler):
+class _File(logging.handlers.RotatingFileHandler):
     """Ours, to be told from the handlers of libraries."""
 
 
@@ -99,7 +107,7 @@ class HumanFormatter(logging.Formatter):
         text = f"{clock} {level}{_clean(record.getMessage())}{fields}"
         if record.exc_info:
             text += "\n" + _clean(self.formatException(record.exc_info))
-        return text
+        return text.translate(_CONTROL)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
@@ -113,11 +121,24 @@ def _blank(name: str, value: object) -> object:
         return "[hidden]"
     if isinstance(value, bytes | bytearray | memoryview):
         return f"[{len(value)} bytes]"
-    return _clean(value) if isinstance(value, str) else value
+    if value is None or isinstance(value, int | float):
+        return value
+    if isinstance(value, str) or len(str(value)) > _MAX_TEXT:
+        return _clean(str(value))
+    return value
+
+
+def shorten(text: str, limit: int = _MAX_TEXT) -> str:
+    """Return a text of at most `limit` characters: the beginning and the end, and how long it was."""
+    if len(text) <= limit:
+        return text
+    note = f" [{len(text)} characters] "
+    head = (limit - len(note)) * 2 // 3
+    return text[:head] + note + text[head + len(note) - limit :]
 
 
 def _clean(text: str) -> str:
-    return _BEARER.sub(r"\1 [hidden]", text)
+    return _BEARER.sub(r"\1 [hidden]", shorten(text))
 
 
 def _utc(seconds: float) -> str:

@@ -235,9 +235,10 @@ def _at_once(config: Config) -> str:
     limits = rollout_plan(config)
     options = "".join(f" {name} = {value}," for name, value in config.rollout.vllm.items())
     given = f" vLLM's own options:{options[:-1]}." if options else ""
+    agents = f" ({limits.agent_samples:,} of them of agents)" if config.rollout.public_listen else ""
     return (
-        f"At most {limits.concurrent_samples:,} samples run at once in each, and {limits.batched_tokens:,} tokens in a "
-        f"step of the engine.{given}"
+        f"At most {limits.concurrent_samples:,} samples run at once in each{agents}, and {limits.batched_tokens:,} "
+        f"tokens in a step of the engine.{given}"
     )
 
 

@@ -21,6 +21,11 @@ class Principal:
     name: str = ""
     """Member id of the certificate, or name of the bearer token; empty where neither is needed."""
 
+    @property
+    def is_agent(self) -> bool:
+        """Whether it is an external agent, which has limits that the services of a run have not."""
+        return self.role == "agent"
+
     def __str__(self) -> str:
         return f"{self.role}/{self.name}" if self.name else self.role
 

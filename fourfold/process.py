@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import os
 import re
+import resource
 import secrets
 import select
 import signal
@@ -30,6 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from fourfold import log_rotation
 from fourfold.errors import DeadlinePassed, Unavailable
 from fourfold.postmortem import Death, oom_kill_count, tail
 
@@ -38,6 +40,7 @@ TAGS_VARIABLE: Final = "FOURFOLD_SUPERVISORS"
 STOP_GRACE_SECONDS: Final = 2.0
 _POLL_SECONDS: Final = 0.05
 _GUARD_SECONDS: Final = 1.0
+_ROTATION_SECONDS: Final = 1.0
 _PR_SET_PDEATHSIG: Final = 1
 _READY: Final = re.compile(rb"^READY (\S+)\s*$", re.MULTILINE)
 
@@ -103,6 +106,12 @@ class Child:
                         self.target = match.group(1).decode()
             return bool(self.target)
 
+    def rotate_log(self) -> None:
+        """Cut the log off if it is too long."""
+        with self._reading:
+            if log_rotation.rotate(self.log):
+                self._log_start = self._log_read = 0
+
     def send(self, number: signal.Signals) -> None:
         """Signal the process; nothing happens when it is dead. Not reaped before `reap`, so the pid is ours."""
         with contextlib.suppress(ProcessLookupError):
@@ -152,6 +161,8 @@ class Supervisor:
         self._changed = threading.Event()
         self._hurry = threading.Event()
         self._stopping = False
+        self._rotation: threading.Thread | None = None
+        self._stopped = threading.Event()
         self._all: list[Child] = []
         self._reported: set[int] = set()
 
@@ -174,6 +185,9 @@ class Supervisor:
             raise Unavailable(f"{command.name}: cannot start {command.argv[0]}: {error}") from None
         self.children[command.name] = child
         self._all.append(child)
+        if self._rotation is None:
+            self._rotation = threading.Thread(target=self._rotate_logs, name="rotate-logs", daemon=True)
+            self._rotation.start()
         return child
 
     def start_guard(self) -> None:
@@ -222,6 +236,7 @@ class Supervisor:
         for child in self._all:
             if child.alive:
                 child.send(signal.SIGTERM)
+        self._stopped.set()
         deadline = time.monotonic() + grace_seconds
         while any(child.alive for child in self._all) and time.monotonic() < deadline and not self._hurry.is_set():
             self._changed.wait(_POLL_SECONDS)
@@ -236,8 +251,15 @@ class Supervisor:
     def kill(self) -> None:
         """End everything now: a running `stop` waits no longer, or does so here."""
         self._hurry.set()
+        self._stopped.set()
         self._stopping = True
         self._kill_all()
+
+    def _rotate_logs(self) -> None:
+        while not self._stopped.wait(_ROTATION_SECONDS):
+            for child in list(self.children.values()):
+                if child.alive:
+                    child.rotate_log()
 
     def _kill_all(self) -> None:
         self._pins.add(descendants({child.pid for child in self._all}))
@@ -258,6 +280,17 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(parent):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_file_limit() -> int:
+    """Allow this process as many open files as its owner may have; return how many that is.
+
+    The usual soft limit of 1,024 is used up by as many connections.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 def kill_tagged(tag: str) -> int:
@@ -288,7 +321,7 @@ class _Pins:
     def add(self, pids: set[int]) -> None:
         """Hold more processes, and let go of those that ended."""
         for pid, descriptor in list(self._descriptors.items()):
-            if select.select([descriptor], [], [], 0)[0]:  # readable when it has ended
+            if _has_ended(descriptor):
                 os.close(self._descriptors.pop(pid))
         for pid in pids - self._descriptors.keys():
             with contextlib.suppress(OSError):
@@ -301,6 +334,13 @@ class _Pins:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             os.close(descriptor)
         self._descriptors.clear()
+
+
+def _has_ended(descriptor: int, timeout_seconds: float = 0.0) -> bool:
+    """Wait for the end of the process behind a pidfd. Not with `select`, which takes no descriptor above 1,023."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_seconds * 1000))
 
 
 def descendants(roots: set[int]) -> set[int]:
@@ -326,7 +366,7 @@ def end_with(pid: int, tag: str) -> None:
     pins = _Pins()
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
-        while not select.select([descriptor], [], [], _GUARD_SECONDS)[0]:
+        while not _has_ended(descriptor, _GUARD_SECONDS):
             # Libraries that rename their processes wipe the tag out.
             pins.add(descendants({pid}) - {os.getpid()})
     pins.kill()

@@ -18,9 +18,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -33,7 +33,8 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.membership import Membership
 from fourfold.principal import Principal
-from fourfold.process import PARENT_PID_VARIABLE, die_with_parent
+from fourfold.process import PARENT_PID_VARIABLE, die_with_parent, raise_file_limit
+from fourfold.quota import UNLIMITED, Limits, Quotas, limits_by_role
 from fourfold.security import COORDINATOR, Security, expiry_warning
 from fourfold.server import Server
 
@@ -83,18 +84,25 @@ class Host:
             options: from the command line.
             role: what to register as; None for the coordinator.
             tokenizer_sha256: 32 bytes, or empty; may be set later, in `start`.
-            max_concurrent_rpcs: calls in flight on the internal server.
+            max_concurrent_rpcs: calls of one service in flight on the internal server.
 
         Raises:
             ConfigError: addresses or certificates are wrong.
         """
         die_with_parent()
+        raise_file_limit()
         log.setup(options.member_id, run_dir=options.run_dir)
         self.options = options
         self.role = role
         self.tokenizer_sha256 = tokenizer_sha256
         self.security = Security.load(options.config.security, Principal(options.role, options.member_id))
-        self.server = Server(listen=options.listen, security=self.security, max_concurrent_rpcs=max_concurrent_rpcs)
+        self.quotas = Quotas(limits_by_role(agent_limits(options.config), self._granted))
+        self.server = Server(
+            listen=options.listen,
+            security=self.security,
+            max_concurrent_rpcs=max_concurrent_rpcs,
+            quotas=self.quotas,
+        )
         self.on_drain: list[Callable[[], Awaitable[None]]] = []
         self.target = ""
         """Where others dial; known once it listens."""
@@ -107,9 +115,15 @@ class Host:
         if options.coordinator:
             check_target(options.coordinator, self.security)
 
-    def public_server(self, listen: str, *, max_concurrent_rpcs: int = 1024) -> Server:
+    def public_server(self, listen: str, *, max_concurrent_rpcs: int = 512) -> Server:
         """Return a second server for agents; the host starts, reports and stops it together with its own."""
-        server = Server(listen=listen, security=self.security, public=True, max_concurrent_rpcs=max_concurrent_rpcs)
+        server = Server(
+            listen=listen,
+            security=self.security,
+            public=True,
+            max_concurrent_rpcs=max_concurrent_rpcs,
+            quotas=self.quotas,
+        )
         self._extra_servers.append(server)
         return server
 
@@ -248,6 +262,11 @@ class Host:
             on_drain=self.stop,
         )
 
+    def _granted(self, name: str) -> Mapping[str, float]:
+        """Return the limits that the token of an agent has of its own."""
+        grant = self.security.tokens.get(name) if self.security else None
+        return grant.limits if grant else {}
+
     def _advertised(self, port: int) -> str:
         """Return the target that others dial."""
         host = self.options.advertise or split_target(self.options.listen)[0]
@@ -300,6 +319,12 @@ class Host:
             os._exit(128 + number)
         self._signal = number
         self._wake()
+
+
+def agent_limits(config: Config) -> Limits:
+    """Return what one agent may use, by the recipe."""
+    names = {field.name for field in fields(Limits)}
+    return Limits.from_mapping(config.rollout.agents.model_dump(include=names, exclude_none=True), UNLIMITED)
 
 
 def _say(line: str) -> None:

@@ -19,10 +19,14 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from fourfold.channel import SERVER_OPTIONS, is_loopback, join_target, split_target
+from fourfold.call_slots import CallSlots
+from fourfold.channel import PUBLIC_SERVER_OPTIONS, SERVER_OPTIONS, is_loopback, join_target, split_target
+from fourfold.connections import ConnectionLimit
 from fourfold.errors import ConfigError
 from fourfold.interceptors import Authorize, Guard, authorize_certificate, authorize_loopback, authorize_token
 from fourfold.principal import LOCAL, LOCAL_AGENT
+from fourfold.quota import UNLIMITED, Quotas
+from fourfold.refusals import RefusalLog
 from fourfold.security import PUBLIC_SERVICES, Security
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -33,7 +37,13 @@ class Server:
     """One grpc.aio server. Add servicers, then start it on the event loop that will run it."""
 
     def __init__(
-        self, *, listen: str, security: Security | None, public: bool = False, max_concurrent_rpcs: int = 1024
+        self,
+        *,
+        listen: str,
+        security: Security | None,
+        public: bool = False,
+        max_concurrent_rpcs: int = 1024,
+        quotas: Quotas | None = None,
     ) -> None:
         """Prepare a server; nothing listens yet.
 
@@ -41,19 +51,24 @@ class Server:
             listen: "host:port"; port 0 takes a free one.
             security: TLS material, None for plain text on loopback.
             public: for agents: bearer tokens instead of certificates, no reflection.
-            max_concurrent_rpcs: calls above this answer RESOURCE_EXHAUSTED at once; watches count.
+            max_concurrent_rpcs: calls of one service in flight, above which RESOURCE_EXHAUSTED is the answer at once.
+                Watches and probes have limits of their own (`CallSlots`).
+            quotas: what each caller may use; None: as much as the server has.
 
         Raises:
             ConfigError: the address is malformed, or may not be listened on without TLS or tokens.
         """
         self._host, self._port = split_target(listen)
         self._security, self._public = security, public
-        self._max_concurrent_rpcs = max_concurrent_rpcs
+        self._slots = CallSlots(calls_per_service=max_concurrent_rpcs, public=public)
+        self._quotas = quotas or Quotas(lambda _principal: UNLIMITED)
+        self._refusals = RefusalLog()
         self._servicers: list[tuple[ServiceDescriptor, Callable[[Any, grpc.aio.Server], None], object]] = []
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
         self._ready = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._connection_limit: asyncio.Task[None] | None = None
         if security is None and not is_loopback(self._host):
             raise ConfigError(
                 f"listen = {listen!r}: without TLS a service listens on loopback only; use 127.0.0.1, or make "
@@ -88,9 +103,9 @@ class Server:
             ConfigError: the port is in use, or the address is not one of this machine.
         """
         server = grpc.aio.server(
-            interceptors=(Guard(self._authorize()),),
-            options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=self._max_concurrent_rpcs,
+            interceptors=(Guard(self._authorize(), self._slots, self._quotas, self._refusals),),
+            options=PUBLIC_SERVER_OPTIONS if self._public else SERVER_OPTIONS,
+            maximum_concurrent_rpcs=self._slots.maximum_concurrent_rpcs(len(self._servicers)),
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         for _, register, servicer in self._servicers:
@@ -103,6 +118,8 @@ class Server:
         await self._set_health(self._ready)
         await server.start()
         self._server = server
+        if self._public:
+            self._connection_limit = asyncio.get_running_loop().create_task(ConnectionLimit(port).run())
         return join_target(self._host, port)
 
     def set_ready(self, ready: bool) -> None:
@@ -116,9 +133,12 @@ class Server:
     async def stop(self, grace_seconds: float) -> None:
         """Refuse new calls, let running ones end for `grace_seconds`, then cancel them. Idempotent."""
         server, self._server = self._server, None
+        if self._connection_limit is not None:
+            self._connection_limit.cancel()
         if server is not None:
             await self._health.enter_graceful_shutdown()
             await server.stop(grace_seconds)
+            self._refusals.flush()
 
     async def _set_health(self, ready: bool) -> None:
         for service, _, _ in self._servicers:

@@ -13,6 +13,22 @@ if TYPE_CHECKING:
     from fourfold.config.schema import Config
 
 
+class AgentsConfig(Table):
+    """What external agents may use of a rollout service: callers of the public port, and those with an agent's
+    certificate. A token may have limits of its own, which replace the first three."""
+
+    concurrent_calls: int = Field(default=128, ge=1)
+    """Calls that one agent may have in flight; watches do not count. Each may hold 1 MiB of an unfinished request."""
+    tokens_in_flight: int | None = Field(default=None, ge=1)
+    """Tokens that one agent may have in flight: prompt plus max_tokens of every sample. Unset: what agents together
+    may have."""
+    calls_per_second: float = Field(default=100.0, gt=0)
+    """Calls that one agent may make per second on average; as many may come at once."""
+    coordinator_share: float = Field(default=0.75, ge=0, lt=1)
+    """Share of the samples and of the KV cache's tokens that agents together can never use, so that they cannot stop
+    the run. The coordinator may use everything that is free. A service without a coordinator reserves nothing."""
+
+
 class RolloutConfig(Table):
     """The rollout services."""
 
@@ -38,6 +54,7 @@ class RolloutConfig(Table):
     """Have the engine give its GPU memory up while the trainer trains (SleepEngine). Needs GPUs."""
     public_listen: str = ""
     """host:port of the public port for agents (TLS and a token); empty: none."""
+    agents: AgentsConfig = AgentsConfig()
     vllm: dict[str, Any] = Field(default={})
     """Options of vLLM's engine by their own names, such as `block_size` or `kv_cache_dtype`. Checked against the
     installed vLLM when the service starts; those that Fourfold sets are refused."""
@@ -71,4 +88,9 @@ class RolloutConfig(Table):
                     f"rollout.max_concurrent_samples = {limit} is below {key} = {count}, and the samples of a prompt "
                     f"travel in one call; raise it to at least {count}, remove it (it follows from the batch then), or "
                     f"lower {key}"
+                )
+            if limit == count and self.public_listen and self.agents.coordinator_share:
+                raise ValueError(
+                    f"rollout.max_concurrent_samples = {limit} is {key}, and rollout.public_listen needs room for "
+                    f"agents besides; raise it to at least {count + 1}, or remove it (it follows from the batch then)"
                 )

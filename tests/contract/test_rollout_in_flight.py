@@ -179,7 +179,7 @@ class TestHold:
         assert [spans(sample) for sample in calls[-1].result()] == [[(1, 6)]] * 2
         salts = {s.request.key: s.request.cache_salt for s in service.engine.samples}
         for call in ("old", "dropped", "again"):
-            assert salts[f"{call}-0"] == salts[f"{call}-1"]
+            assert salts[f"local/{call}-0"] == salts[f"local/{call}-1"]
         assert len(set(salts.values())) == 3
 
     async def test_running_samples_end_when_the_update_is_dropped(self, service: Service) -> None:

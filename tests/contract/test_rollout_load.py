@@ -66,7 +66,7 @@ async def release(service: Service) -> None:
 
 def drawn(service: Service) -> dict[str, FakeSample]:
     """What the engine really did, by call."""
-    return {sample.request.key.removesuffix("-0"): sample for sample in service.engine.samples}
+    return {sample.request.key.removeprefix("local/").removesuffix("-0"): sample for sample in service.engine.samples}
 
 
 def check(completion: Completion, truth: FakeSample, *, tokens: int) -> None:
@@ -114,7 +114,7 @@ async def test_whoever_leaves_during_the_update_takes_nobody_along(service: Serv
         else:
             check(await call, truth[name], tokens=TOKENS)
     assert sorted(line for line in service.engine.log if line.startswith("abandon")) == sorted(
-        f"abandon {name}-0" for name in leaving
+        f"abandon local/{name}-0" for name in leaving
     )
 
 

@@ -133,7 +133,7 @@ class TestGenerate:
         service.servicer._gatherer._quiet, service.servicer._gatherer._longest = 0.5, 5.0
         answers = [asyncio.create_task(collect(service, request(name, sample_count=2))) for name in ("b", "a")]
         await service.running(4)
-        assert service.engine.batches == [["a-0", "a-1", "b-0", "b-1"]]
+        assert service.engine.batches == [["local/a-0", "local/a-1", "local/b-0", "local/b-1"]]
         service.engine.tick(4)
         await asyncio.gather(*answers)
 
@@ -262,7 +262,7 @@ class TestLeaving:
         await service.running(4)
         answer.cancel()
         await service.running(0)
-        assert sorted(service.engine.log) == [f"abandon r-{i}" for i in range(4)]
+        assert sorted(service.engine.log) == [f"abandon local/r-{i}" for i in range(4)]
 
     async def test_losing_the_client_aborts_its_samples(self, service: Service) -> None:
         stream = RolloutServiceStub(service.channel).Generate(request(sample_count=2), timeout=60)

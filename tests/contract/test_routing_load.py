@@ -25,7 +25,7 @@ from fourfold_rollout.admission import Limits
 from fourfold_rollout.servicer import RolloutServicer, ServedModel
 from fourfold_rollout.weights import EngineWeights
 from tests.fakes.engine import CONTEXT, VOCABULARY, FakeEngine, FakeSample
-from tests.fakes.rollout import SHA256, request, until
+from tests.fakes.rollout import NO_QUOTAS, SHA256, request, until
 
 TICK_SECONDS = 0.005
 
@@ -92,7 +92,8 @@ class Fleet:
             kv_cache_tokens=0,
             stop_token_ids=(),
         )
-        servicer = Reporting(ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits), engine, weights)
+        model = ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits)
+        servicer = Reporting(model, engine, weights, NO_QUOTAS)
         servicer.said = pb.WatchLoadResponse(running_sample_count=1, **said)
         server = Server(listen="127.0.0.1:0", security=None)
         server.add(pb.DESCRIPTOR.services_by_name["RolloutService"], add_RolloutServiceServicer_to_server, servicer)

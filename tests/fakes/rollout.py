@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from fourfold.quota import UNLIMITED, Quotas
 from fourfold.rollout.client import RolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
@@ -23,6 +24,7 @@ from tests.conftest import Serve
 from tests.fakes.engine import CONTEXT, STOP_TOKEN, VOCABULARY, FakeEngine
 
 SHA256 = bytes(range(32))
+NO_QUOTAS = Quotas(lambda _principal: UNLIMITED)
 OPEN: dict[str, Any] = {
     "backend": "shm", "manifest": b"m", "offers": [b"o"], "receiver_count": 1, "first_receiver_index": 0,
 }  # fmt: skip
@@ -54,7 +56,7 @@ class Service:
 
 @asynccontextmanager
 async def rollout_service(
-    serve: Serve, *, kv_cache_tokens: int = 100, max_concurrent_samples: int = 8
+    serve: Serve, *, kv_cache_tokens: int = 100, max_concurrent_samples: int = 8, quotas: Quotas = NO_QUOTAS
 ) -> AsyncIterator[Service]:
     """Run both servicers on a loopback server."""
     engine = FakeEngine(kv_cache_tokens=kv_cache_tokens)
@@ -66,7 +68,9 @@ async def rollout_service(
         stop_token_ids=(STOP_TOKEN,),
     )
     weights = EngineWeights(engine, update_timeout=5)
-    servicer = RolloutServicer(ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits), engine, weights)
+    servicer = RolloutServicer(
+        ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits), engine, weights, quotas
+    )
     control = RolloutControlServicer(Identity(model_sha256=SHA256, host_id="here"), engine, weights, update_timeout=5)
     channel = await serve(
         (pb.DESCRIPTOR.services_by_name["RolloutService"], add_RolloutServiceServicer_to_server, servicer),

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fourfold import log
+from fourfold import log, log_rotation
 
 
 class Terminal(io.StringIO):
@@ -98,3 +98,37 @@ def test_secrets_do_not_show(monkeypatch: pytest.MonkeyPatch, terminal: bool) ->
     assert "no bearer token; send `authorization: Bearer TOKEN`" in err.getvalue()
     logging.getLogger("fourfold.x").info("ok", extra={"tokens": 12, "max_tokens": 3})
     assert "12" in err.getvalue().splitlines()[-1]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_long_texts_are_shortened(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+    monkeypatch.setattr(sys, "stderr", err := Terminal() if terminal else io.StringIO())
+    log.setup("m")
+    long = "x" * (8 << 20)
+    try:
+        raise ValueError(long)
+    except ValueError:
+        fields = {"target": long, "targets": [long], "count": 3}
+        logging.getLogger("fourfold.x").exception("refused %s, again %s", long, "the end", extra=fields)
+    assert len(err.getvalue()) < 50_000
+    assert "refused xxx" in err.getvalue() and "again the end" in err.getvalue()
+    assert "[8388608 characters]" in err.getvalue()
+
+
+def test_on_a_terminal_control_characters_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", err := Terminal())
+    log.setup("m")
+    logging.getLogger("fourfold.x").warning("two\nlines \x1b[2J\x9b1m\r", extra={"peer": "a\x07b"})
+    assert err.getvalue()[8:] == " warning: two\nlines \\x1b[2J\\x9b1m\\x0d  peer=a\\x07b\n"
+
+
+def test_the_log_file_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(log_rotation, "MAX_BYTES", 2000)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    log.setup("m", run_dir=tmp_path)
+    for number in range(200):
+        logging.getLogger("fourfold.x").info("line %d", number)
+    files = {path.name: path for path in (tmp_path / "logs").iterdir()}
+    assert files.keys() == {"m.log", "m.log.1"}
+    assert all(path.stat().st_size <= 2000 for path in files.values())
+    assert records(files["m.log"].read_text())[-1]["message"] == "line 199"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from fourfold import postmortem, process
+from fourfold import log_rotation, postmortem, process
 from fourfold.errors import DeadlinePassed, Unavailable
 from fourfold.postmortem import tail
 from fourfold.process import Command, Supervisor
@@ -125,6 +126,50 @@ def test_json_records_of_a_log_are_told_as_people_read_them(tmp_path: Path) -> N
     log.write_text(f'plain {{\n{json.dumps(record)}\n{{"other": 1}}\n')
     assert tail(log) == ("plain {", "03:04:05 error: cannot load", "a", "b", '{"other": 1}')
     assert tail(tmp_path / "none.log") == ()
+
+
+def test_a_log_that_is_too_long_is_cut_off_and_its_end_still_explains_a_death(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_ROTATION_SECONDS", 3600)
+    monkeypatch.setattr(log_rotation, "MAX_BYTES", 20_000)
+    monkeypatch.setattr(log_rotation, "KEPT_BYTES", 500)
+    earlier = supervisor.start(shell("rollout-0", "seq 1 2000"))  # a process of the same name and log
+    wait_for(lambda: not earlier.alive)
+    supervisor.deaths()
+    script = f"seq 1 5000; echo READY a:1; while [ ! -e {tmp_path}/go ]; do sleep 0.01; done; echo the reason; exit 3"
+    child = supervisor.start(shell("rollout-0", script))
+    supervisor.wait_ready(["rollout-0"], timeout_seconds=10)
+    before = child.log.read_text()
+    child.rotate_log()
+    kept = child.log.read_text()
+    assert 450 < len(kept) <= 500 and before.endswith("\n" + kept)
+    assert child.log.with_name("rollout-0.log.1").read_text() == before
+    child.rotate_log()  # short now: nothing happens
+    (tmp_path / "go").touch()
+    wait_for(lambda: not child.alive)
+    (death,) = supervisor.deaths()
+    assert death.was_ready and len(death.last_lines) == 30 and death.last_lines[-2:] == ("READY a:1", "the reason")
+    assert child.log.read_text() == kept + "the reason\n"
+
+
+def test_logs_are_watched_while_their_processes_run(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_ROTATION_SECONDS", 0.01)
+    monkeypatch.setattr(log_rotation, "MAX_BYTES", 1000)
+    monkeypatch.setattr(log_rotation, "KEPT_BYTES", 100)
+    children = [supervisor.start(shell(name, "seq 1 2000; sleep 60")) for name in ("rollout-0", "rollout-1")]
+    wait_for(lambda: all(child.log.with_name(f"{child.log.name}.1").exists() for child in children))
+    wait_for(lambda: all(child.log.stat().st_size <= 1000 for child in children))
+
+
+def test_the_limit_of_open_files_is_raised_to_what_the_owner_may_have() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+        assert process.raise_file_limit() == hard
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_program_that_is_not_there_is_one_clear_error(supervisor: Supervisor) -> None:

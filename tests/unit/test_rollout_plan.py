@@ -61,6 +61,31 @@ def test_an_evaluation_counts_as_far_as_the_recipe_says_how_large_it_is() -> Non
     assert samples(rollout=gpus, batch=small, evaluation=asked) == 64, "there is no held-out data"
 
 
+def agent_samples(**tables: Any) -> int:
+    return rollout_plan(recipe(**tables)).agent_samples
+
+
+def test_agents_get_what_the_coordinators_share_and_its_largest_call_leave() -> None:
+    assert agent_samples(rollout={"max_concurrent_samples": 40}) == 10
+    assert agent_samples(rollout={"max_concurrent_samples": 40, "agents": {"coordinator_share": 0.9}}) == 4
+    assert agent_samples(rollout={"max_concurrent_samples": 10}) == 2, "the 8 samples of a prompt travel in one call"
+    assert agent_samples(rollout={"max_concurrent_samples": 8}) == 0
+    assert agent_samples(rollout={"max_concurrent_samples": 8, "agents": {"coordinator_share": 0}}) == 8
+    evaluation = {"samples_per_prompt": 35}
+    data = {"eval": {"path": "e.jsonl"}}
+    assert agent_samples(rollout={"max_concurrent_samples": 40}, data=data, evaluation=evaluation) == 5
+
+
+def test_a_public_port_makes_room_for_agents_beside_the_step() -> None:
+    public = {"gpus_per_replica": 2, "public_listen": "127.0.0.1:1"}
+    assert samples(rollout=public) == 534, "400 of the step are three quarters"
+    assert agent_samples(rollout=public) == 133
+    assert samples(rollout={**public, "agents": {"coordinator_share": 0}}) == 400
+    assert agent_samples(rollout={**public, "agents": {"coordinator_share": 0}}) == 400
+    with pytest.raises(pydantic.ValidationError, match="public_listen needs room for agents besides; raise it to at l"):
+        recipe(rollout={"max_concurrent_samples": 8, "public_listen": "127.0.0.1:1"})
+
+
 @pytest.mark.parametrize("name", ["max_num_scheduled_tokens", "kv_sharing_fast_prefill", "stream_interval"])
 def test_an_option_that_would_stop_the_engine_is_refused(name: str) -> None:
     with pytest.raises(pydantic.ValidationError, match=name):
@@ -68,10 +93,12 @@ def test_an_option_that_would_stop_the_engine_is_refused(name: str) -> None:
 
 
 def test_numbers_of_the_recipe_stay_and_a_step_has_room_for_every_sample() -> None:
-    assert rollout_plan(recipe()) == RolloutPlan(concurrent_samples=256, batched_tokens=8192)
+    assert rollout_plan(recipe()) == RolloutPlan(concurrent_samples=256, batched_tokens=8192, agent_samples=64)
     assert rollout_plan(recipe(rollout={"gpus_per_replica": 1})).batched_tokens == 16384
     given = {"max_concurrent_samples": 3000, "max_batched_tokens": 64}
-    assert rollout_plan(recipe(rollout=given)) == RolloutPlan(concurrent_samples=3000, batched_tokens=3001)
+    assert rollout_plan(recipe(rollout=given)) == RolloutPlan(
+        concurrent_samples=3000, batched_tokens=3001, agent_samples=750
+    )
     assert rollout_plan(recipe(rollout={"max_concurrent_samples": 8})).concurrent_samples == 8
     for gpus, tokens in ((0, 100), (1, 65)):
         table = {"gpus_per_replica": gpus, "max_concurrent_samples": 64, "max_batched_tokens": 64}

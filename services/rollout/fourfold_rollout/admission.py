@@ -4,6 +4,9 @@
 calls in flight. Tokens count at their worst case, prompt plus max_tokens: most samples stop
 earlier, so that twice what the KV cache holds may be promised, and the engine's queue never
 holds more than that.
+
+Agents together get a part of the samples and of the tokens; the coordinator may use everything that is free. So the
+rest is always there for it, whatever agents do. Each principal has request ids of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from typing import Any, Final
 import numpy as np
 
 from fourfold.config.table import MIN_TEMPERATURE
-from fourfold.errors import AlreadyExists, InvalidInput, Overloaded
+from fourfold.errors import AlreadyExists, InvalidInput, Overloaded, PermissionDenied
+from fourfold.principal import Principal
+from fourfold.quota import Quotas
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.wire import check_id
 from fourfold_rollout.engine import SampleRequest, Sink
@@ -46,13 +51,30 @@ class Limits:
     """0: not known, no limit on tokens."""
     stop_token_ids: tuple[int, ...]
     """The model's own."""
+    agent_samples: int | None = None
+    """Of `max_concurrent_samples`, what agents together may use; None: all."""
+    agent_token_share: float = 1.0
+    """Share of the tokens that agents together may be promised."""
+
+    def max_samples(self, caller: Principal) -> int:
+        """Return the samples in flight that the callers of this one's kind may have together."""
+        if self.agent_samples is None or not caller.is_agent:
+            return self.max_concurrent_samples
+        return self.agent_samples
+
+    def max_tokens(self, caller: Principal) -> float:
+        """Return the tokens in flight that the callers of this one's kind may have together."""
+        share = self.agent_token_share if caller.is_agent else 1.0
+        return self.kv_cache_tokens * _TOKENS_PROMISED_PER_CACHED * share or math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCall:
     """A checked GenerateRequest with every default filled in."""
 
+    caller: Principal
     request_id: str
+    """Unique among the calls of its caller that are in flight."""
     prompt_token_ids: list[int]
     sample_count: int
     temperature: float
@@ -84,7 +106,8 @@ class GenerateCall:
         """Return the engine's requests, in index order."""
         return [
             SampleRequest(
-                key=f"{self.request_id}-{index}",
+                # Two callers may use the same request id; neither a role nor a name has a slash.
+                key=f"{self.caller}/{self.request_id}-{index}",
                 prompt_token_ids=self.prompt_token_ids,
                 temperature=self.temperature,
                 top_p=self.top_p,
@@ -101,17 +124,24 @@ class GenerateCall:
         ]
 
 
-def parse(request: pb.GenerateRequest, limits: Limits) -> GenerateCall:
+def parse(request: pb.GenerateRequest, limits: Limits, caller: Principal) -> GenerateCall:
     """Check a request and fill in its defaults.
 
     Raises:
         InvalidInput: value, rule, fix.
+        PermissionDenied: agents may not sample here.
     """
+    most_samples = limits.max_samples(caller)
+    if not most_samples:
+        raise PermissionDenied(
+            f"agents may not sample here: all {limits.max_concurrent_samples} samples are reserved for the run; raise "
+            f"rollout.max_concurrent_samples, or lower rollout.agents.coordinator_share"
+        )
     request_id = check_id(request.request_id, "request_id")
     prompt = _prompt(request, limits)
     params = request.sampling_params
     count = request.sample_count if request.HasField("sample_count") else 1
-    _check_range("sample_count", count, 1, min(MAX_SAMPLES_PER_CALL, limits.max_concurrent_samples))
+    _check_range("sample_count", count, 1, min(MAX_SAMPLES_PER_CALL, most_samples))
     max_tokens = limits.max_context_tokens - len(prompt)
     if params.HasField("max_tokens"):
         _check_range("sampling_params.max_tokens", params.max_tokens, 1, None)
@@ -121,7 +151,8 @@ def parse(request: pb.GenerateRequest, limits: Limits) -> GenerateCall:
     if params.HasField("seed"):
         _check_range("sampling_params.seed", params.seed, 0, _MAX_SEED - 1)
     _check_range("min_policy_version", request.min_policy_version, 0, None)
-    return GenerateCall(
+    call = GenerateCall(
+        caller=caller,
         request_id=request_id,
         prompt_token_ids=prompt,
         sample_count=count,
@@ -134,6 +165,12 @@ def parse(request: pb.GenerateRequest, limits: Limits) -> GenerateCall:
         min_policy_version=request.min_policy_version,
         flush_seconds=_flush_seconds(request),
     )
+    if limits.agent_token_share < 1 and call.token_count > limits.max_tokens(caller):
+        raise InvalidInput(
+            f"the call asks for {call.token_count} tokens (sample_count times prompt plus max_tokens) and agents may "
+            f"have {limits.max_tokens(caller):.0f} in flight together; lower sample_count or max_tokens"
+        )
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +181,33 @@ class _Place:
     left: asyncio.Event = field(default_factory=asyncio.Event)
 
 
+@dataclass(slots=True)
+class _InFlight:
+    """What the calls of some callers use."""
+
+    samples: int = 0
+    tokens: int = 0
+
+    def add(self, call: GenerateCall, sign: int) -> None:
+        self.samples += sign * call.sample_count
+        self.tokens += sign * call.token_count
+
+
 class Admission:
     """Counts what is in flight. Belongs to one event loop."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._max_samples = limits.max_concurrent_samples
-        self._max_tokens = limits.kv_cache_tokens * _TOKENS_PROMISED_PER_CACHED or math.inf
-        self._live: dict[str, _Place] = {}
-        self._samples = 0
-        self._tokens = 0
+    def __init__(self, limits: Limits, quotas: Quotas) -> None:
+        """Start with nothing in flight.
+
+        Args:
+            limits: of the service.
+            quotas: of each caller; the server counts calls with the same object.
+        """
+        self._limits = limits
+        self._quotas = quotas
+        self._live: dict[tuple[Principal, str], _Place] = {}
+        self._agents = _InFlight()
+        self._others = _InFlight()
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -169,53 +224,64 @@ class Admission:
 
         Args:
             call: the call.
-            is_retry: gRPC says that its client has tried before: the old call is dead even
+            is_retry: gRPC says that its client has tried before: the caller's old call with this id is dead even
                 where this side has not noticed yet, and makes room.
 
         Raises:
             AlreadyExists: the request id is live.
             Overloaded: no room now.
         """
+        key = (call.caller, call.request_id)
         if is_retry:
-            await self._supersede(call.request_id)
-        if call.request_id in self._live:
+            await self._supersede(key)
+        if key in self._live:
             raise AlreadyExists(
                 f"request_id {call.request_id!r} is in flight; give every call an id of its own, or wait for the first"
             )
-        self._check_room(call)
-        place = self._live[call.request_id] = _Place(asyncio.current_task())
-        self._empty.clear()
-        self._samples += call.sample_count
-        self._tokens += call.token_count
-        try:
-            yield
-        finally:
-            self._samples -= call.sample_count
-            self._tokens -= call.token_count
-            del self._live[call.request_id]
-            place.left.set()
-            if not self._live:
-                self._empty.set()
+        kind = self._agents if call.caller.is_agent else self._others
+        self._check_room(call, kind)
+        with self._quotas.tokens(call.caller, call.token_count):
+            place = self._live[key] = _Place(asyncio.current_task())
+            self._empty.clear()
+            kind.add(call, 1)
+            try:
+                yield
+            finally:
+                kind.add(call, -1)
+                del self._live[key]
+                place.left.set()
+                if not self._live:
+                    self._empty.set()
 
-    def _check_room(self, call: GenerateCall) -> None:
-        if self._samples + call.sample_count > self._max_samples:
-            raise Overloaded(
-                f"{self._samples} samples are in flight and {call.sample_count} more would pass the limit of "
-                f"{self._max_samples} (rollout.max_concurrent_samples); try again, or another replica",
-                reason="TOO_MANY_SAMPLES",
-                retry_after=_RETRY_SECONDS,
-            )
-        # A call that is alone always fits: the engine serves it bit by bit.
-        if self._samples and self._tokens + call.token_count > self._max_tokens:
-            raise Overloaded(
-                f"{self._tokens} tokens are promised to calls in flight and {call.token_count} more would pass the "
-                f"limit of {self._max_tokens}; try again, lower max_tokens, or give the engine a larger KV cache",
-                reason="TOO_MANY_TOKENS",
-                retry_after=_RETRY_SECONDS,
-            )
+    def _check_room(self, call: GenerateCall, kind: _InFlight) -> None:
+        limits, total = self._limits, self._agents.samples + self._others.samples
+        most = limits.max_samples(call.caller)
+        for used, limit in ((kind.samples, most), (total, limits.max_concurrent_samples)):
+            if used + call.sample_count > limit:
+                raise Overloaded(
+                    f"{used} samples are in flight and {call.sample_count} more would pass the limit of "
+                    f"{limit}{_whose(limit < limits.max_concurrent_samples)} (rollout.max_concurrent_samples); try "
+                    f"again, or another replica",
+                    reason="TOO_MANY_SAMPLES",
+                    retry_after=_RETRY_SECONDS,
+                )
+        everything = limits.kv_cache_tokens * _TOKENS_PROMISED_PER_CACHED or math.inf
+        own = limits.max_tokens(call.caller)
+        # The only call always fits, the engine serves it bit by bit; but not where it would take what is reserved.
+        if not kind.samples and own == everything and (not total or kind is self._others):
+            return
+        for used, tokens in ((kind.tokens, own), (self._agents.tokens + self._others.tokens, everything)):
+            if used + call.token_count > tokens:
+                raise Overloaded(
+                    f"{used} tokens are promised to calls in flight and {call.token_count} more would pass the "
+                    f"limit of {tokens:.0f}{_whose(tokens < everything)}; try again, lower max_tokens, or give the "
+                    f"engine a larger KV cache",
+                    reason="TOO_MANY_TOKENS",
+                    retry_after=_RETRY_SECONDS,
+                )
 
-    async def _supersede(self, request_id: str) -> None:
-        place = self._live.get(request_id)
+    async def _supersede(self, key: tuple[Principal, str]) -> None:
+        place = self._live.get(key)
         if place is None:
             return
         if place.owner is not None and not place.owner.cancelling():  # else it waits already until its samples end
@@ -223,6 +289,10 @@ class Admission:
         with suppress(TimeoutError):  # still live then, and `enter` says so
             async with asyncio.timeout(_SUPERSEDE_SECONDS):
                 await place.left.wait()
+
+
+def _whose(of_agents: bool) -> str:
+    return " for agents" if of_agents else ""
 
 
 def _prompt(request: pb.GenerateRequest, limits: Limits) -> list[int]:

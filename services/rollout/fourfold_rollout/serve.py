@@ -131,10 +131,11 @@ async def _serve(host: Host, engine: VllmEngine, settings: EngineSettings) -> in
         max_concurrent_samples=settings.max_concurrent_samples,
         kv_cache_tokens=description.kv_cache_tokens,
         stop_token_ids=tuple(i for i in model_stop_token_ids(folder) if i < description.vocabulary_size),
+        **_agents_part(host.options),
     )
     weights = EngineWeights(engine, update_timeout=update_timeout)
     model = ServedModel(name=config.model.source, tokenizer_sha256=host.tokenizer_sha256, limits=limits)
-    servicer = RolloutServicer(model, engine, weights)
+    servicer = RolloutServicer(model, engine, weights, host.quotas)
     identity = Identity(model_sha256=model_sha256(folder), host_id=host_id())
     control = RolloutControlServicer(identity, engine, weights, update_timeout=update_timeout)
     host.server.add(_SERVICE, add_RolloutServiceServicer_to_server, servicer)
@@ -144,6 +145,15 @@ async def _serve(host: Host, engine: VllmEngine, settings: EngineSettings) -> in
         public.add(_SERVICE, add_RolloutServiceServicer_to_server, servicer)
     host.on_drain += [servicer.drain, weights.close, engine.close]
     return await host.run()
+
+
+def _agents_part(options: ServeOptions) -> dict[str, Any]:
+    """Return what agents together may use of the service, as fields of `Limits`."""
+    if not options.coordinator:
+        return {}
+    config = options.config
+    share = 1 - config.rollout.agents.coordinator_share
+    return {"agent_samples": rollout_plan(config).agent_samples, "agent_token_share": share}
 
 
 def _eos_ids(path: Path) -> Iterator[int]:

@@ -19,7 +19,9 @@ from typing import Any, Final
 
 import grpc
 
+from fourfold import principal
 from fourfold.errors import DeadlinePassed, InvalidInput, Unavailable, WrongState
+from fourfold.quota import Quotas
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_service_pb2_grpc import RolloutServiceServicer
 from fourfold_rollout.admission import Admission, GenerateCall, Limits, parse
@@ -38,6 +40,8 @@ _DRAIN_SECONDS: Final = 1.0
 _DRAIN_STEP_SECONDS: Final = 0.05
 _LOAD_PERIOD_SECONDS: Final = 1.0
 _LOAD_PERIODS: Final = (0.01, 60.0)
+# Each report takes the event loop about as long as a sampled token.
+_SHORTEST_AGENT_PERIOD: Final = 0.1
 # A response stays about this small. Above it, one message more costs next to nothing.
 _RESPONSE_BYTES: Final = 1 << 18
 _RETRY_METADATA: Final = "grpc-previous-rpc-attempts"
@@ -55,11 +59,11 @@ class ServedModel:
 class RolloutServicer(RolloutServiceServicer):
     """Serves one engine."""
 
-    def __init__(self, model: ServedModel, engine: Engine, weights: EngineWeights) -> None:
+    def __init__(self, model: ServedModel, engine: Engine, weights: EngineWeights, quotas: Quotas) -> None:
         self._model = model
         self._engine = engine
         self._weights = weights
-        self._admission = Admission(model.limits)
+        self._admission = Admission(model.limits, quotas)
         self._gatherer = Gatherer(engine)
         self._meter = LoadMeter(engine)
         self._draining = False
@@ -73,14 +77,14 @@ class RolloutServicer(RolloutServiceServicer):
             max_context_tokens=limits.max_context_tokens,
             policy_version=self._weights.policy_version,
             vocabulary_size=limits.vocabulary_size,
-            max_concurrent_samples=limits.max_concurrent_samples,
+            max_concurrent_samples=limits.max_samples(principal.current()),
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Sample completions; leaving early aborts the engine's requests."""
         if self._draining:
             raise _draining()
-        call = parse(request, self._model.limits)
+        call = parse(request, self._model.limits, principal.current())
         is_retry = any(key == _RETRY_METADATA for key, _ in context.invocation_metadata() or ())
         async with self._admission.enter(call, is_retry=is_retry):
             chunks: asyncio.Queue[pb.SampleChunk | None] = asyncio.Queue()
@@ -101,6 +105,7 @@ class RolloutServicer(RolloutServiceServicer):
         if request.HasField("period"):
             period = request.period.ToNanoseconds() / 1e9
             low, high = _LOAD_PERIODS
+            low = _SHORTEST_AGENT_PERIOD if principal.current().is_agent else low
             if not low <= period <= high:
                 raise InvalidInput(f"period is {period} s; it must be in [{low}, {high:g}] s, or unset for 1 s")
         while True:

@@ -1,0 +1,30 @@
+"""A process with a public port and nothing else, whose memory and descriptors tests look at.
+
+Usage: python -m tests.security.public_server CERTIFICATES
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from fourfold.config import SecurityConfig
+from fourfold.principal import Principal
+from fourfold.security import Security
+from fourfold.server import Server
+from tests.fakes.servicers import Rollout
+
+
+async def main(folder: str) -> None:
+    """Serve until standard input ends."""
+    config = SecurityConfig(directory=folder, tokens_file=f"{folder}/tokens.txt")
+    security = Security.load(config, Principal("rollout", "rollout-0"))
+    server = Server(listen="127.0.0.1:0", security=security, public=True)
+    server.add(*Rollout(hang=True).servicer())
+    sys.stdout.write(f"READY {await server.start()}\n")
+    sys.stdout.flush()
+    await asyncio.to_thread(sys.stdin.read)
+    await server.stop(0)
+
+
+asyncio.run(main(sys.argv[1]))

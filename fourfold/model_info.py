@@ -8,6 +8,8 @@ from fourfold.channel import require
 
 LARGEST_VERSION: Final = 1 << 53
 """Policy versions grow by one with every step: a larger number is a mistake or a lie, and would overflow an int64."""
+LARGEST_OF_ENGINE: Final = 1 << 40
+"""A run gives its weights a higher version than any engine claims to hold: engines must leave room for that."""
 
 
 class ModelInfo(Protocol):
@@ -40,11 +42,11 @@ def check_tokenizer(digest: bytes, *, peer: str, name: str) -> None:
     require(len(digest) in (0, 32), rule, peer=peer, name=name)
 
 
-def check_version(version: int, *, peer: str, name: str) -> None:
+def check_version(version: int, *, peer: str, name: str, largest: int = LARGEST_VERSION) -> None:
     """Check a policy version.
 
     Raises:
-        PeerFault: it is below 0 or above 2^53.
+        PeerFault: it is below 0 or above `largest`.
     """
-    rule = f"policy_version is {version}; it must be in [0, 2^53]"
-    require(0 <= version <= LARGEST_VERSION, rule, peer=peer, name=name, kind="BAD_VERSION")
+    rule = f"policy_version is {version}; it must be in [0, {largest}]"
+    require(0 <= version <= largest, rule, peer=peer, name=name, kind="BAD_VERSION")

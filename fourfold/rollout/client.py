@@ -13,7 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from fourfold import lookup
 from fourfold.channel import call, require, stream
-from fourfold.model_info import check_model, check_version
+from fourfold.model_info import LARGEST_OF_ENGINE, check_model, check_version
 from fourfold.rollout.stream_check import StreamCheck, sample_count
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
@@ -142,7 +142,7 @@ class RolloutControlClient:
         """Model, host, devices, backends and state of the engine."""
         request = control.DescribeEngineRequest()
         about = await call(self._stub.DescribeEngine, request, timeout=timeout, peer=self.peer, name="DescribeEngine")
-        check_version(about.policy_version, peer=self.peer, name="DescribeEngine")
+        check_version(about.policy_version, peer=self.peer, name="DescribeEngine", largest=LARGEST_OF_ENGINE)
         check_devices(about.device_uuids, peer=self.peer, name="DescribeEngine")
         rule = f"worker_count is {about.worker_count}; it must be 1 to {MAX_DEVICES}"
         require(1 <= about.worker_count <= MAX_DEVICES, rule, peer=self.peer, name="DescribeEngine")

@@ -176,8 +176,6 @@ class Loop:
         finally:
             sent.set()
             measured = await recording  # on the disk before the ledger says TRAINED
-        if response.step != step:
-            raise Internal(f"the trainer answered step {response.step} when asked for step {step}")
         self.session.policy_version = response.policy_version
         self.ledger.acknowledge(
             step,
@@ -251,6 +249,7 @@ class Loop:
             uncounted=self.memory.uncounted,
             model=model,
             model_ema=ema,
+            faults=self.router.faults.rows(),
         )
         await asyncio.to_thread(report.write, self.folder, facts, self.ledger.steps(), self.ledger.evals())
         log.info("done: %s; the model is in %s", self.folder / "report.json", model)
@@ -285,6 +284,7 @@ class Loop:
         finite = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
         words = {"diagnosis": "; ".join(f.text for f in found), "alarms": [f.text for f in news]}
         self.ledger.record_metrics(step, {**finite, **words}, seconds=seconds)
+        self.router.faults.save(self.ledger)
 
     def _show_metrics(self, step: int) -> None:
         row = self.ledger.step_row(step)

@@ -32,6 +32,7 @@ from fourfold.tokenizer import Tokenizer
 
 from .broker import Broker
 from .evaluate import Evaluator
+from .faults import Faults
 from .ledger import Ledger
 from .loop import PEAK_MEMORY, Loop
 from .membership import MembershipServicer
@@ -104,6 +105,7 @@ class Coordinator:
             clock=SYSTEM_CLOCK,
             wait_seconds=config.retry.service_wait_seconds,
             on_wait=self._board.wait_for,
+            faults=Faults(report=self._board.report, resolve=self._board.resolve),
         )
         self._host.server.add(
             membership_service_pb2.DESCRIPTOR.services_by_name["MembershipService"],
@@ -161,7 +163,8 @@ class Coordinator:
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer)
         remember(prompts, ledger)
         session = TrainerSession(self._router, config, tokenizer_sha256=self._tokenizer.sha256)
-        peers = Peers(config, self._router, self._tokenizer)
+        peers = Peers(config, self._router, self._tokenizer, newest_version=ledger.highest_version)
+        self._router.faults.load(ledger)
         return Parts(
             config=config,
             folder=self._folder,

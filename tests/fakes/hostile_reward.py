@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import grpc
 
-from fourfold.channel import SERVER_OPTIONS
 from fourfold.config import Config
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from tests.fakes.toy_scorers import FakeReward
@@ -80,7 +79,7 @@ class HostileReward(FakeReward):
 
     async def start(self) -> None:
         """Listen."""
-        self._raw = grpc.aio.server(options=SERVER_OPTIONS)
+        self._raw = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
         self._raw.add_generic_rpc_handlers([_Handler(self)])
         port = self._raw.add_insecure_port("127.0.0.1:0")
         await self._raw.start()

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from fourfold_coordinator import breaker, routing, scoring
+from tests.contract import conftest
 from tests.fakes.hostile_reward import FAULTS, STEPS, HostileReward
 from tests.fakes.stage import Stage, check_books
 
-pytest_plugins = ["tests.contract.conftest"]
+make_stage = conftest.make_stage
 
 
 @pytest.mark.slow

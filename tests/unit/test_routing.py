@@ -227,7 +227,7 @@ async def test_an_error_that_ends_the_run_is_not_tried_again(bench: Bench) -> No
 async def test_failures_are_counted_and_shown_until_a_call_works(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(breaker, "_FIRST_REST_SECONDS", 0.001)
     shown: dict[str, str] = {}
-    bench.router.faults = Faults(report=shown.__setitem__, resolve=shown.pop)
+    bench.router.faults = Faults(report=shown.__setitem__, resolve=shown.__delitem__)
     bench.join("a").scorer = "mine@1"
     seen: list[str] = []
 
@@ -272,7 +272,7 @@ async def test_a_replica_that_failed_often_gets_one_call_until_that_one_works(
 
 async def test_what_is_shown_of_a_member_goes_with_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: dict[str, str] = {}
-    bench.router.faults = Faults(report=shown.__setitem__, resolve=shown.pop)
+    bench.router.faults = Faults(report=shown.__setitem__, resolve=shown.__delitem__)
     replica = bench.join("a")
     bench.router.failed(replica, DeadlinePassed("a: Score took longer than 3 s"))
     assert "Score took longer" in shown["a"], "one that hangs is shown at once"

@@ -12,7 +12,7 @@ import math
 import socket
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -57,18 +57,39 @@ DRIP_SECONDS: Final = 0.12
 RED: Final = "\x1b[31m\u202e\x07"
 
 
+def good_score(completion: str) -> float:
+    """Return the score of a good answer: never 0, so that a 0 in a file was made up."""
+    return 0.5 + sum(map(ord, completion)) % 8 / 8
+
+
+def check_scores(lines: Sequence[Mapping[str, Any]]) -> None:
+    """Check samples.jsonl: each score is the one that a good answer gave, and a sample without one was dropped."""
+    for line in lines:
+        missing = line["dropped"] not in ("", "FILTERED")
+        assert line["score"] == (None if missing else good_score(line["completion"])), line
+        assert 0 < len(line["scorer"]) <= 200 or missing
+
+
+def check_names(report: Mapping[str, Any], *, without: Collection[str] = ()) -> None:
+    """Check that report.json names each fault: as a fault of the service, or as the reason of dropped samples."""
+    named = {row["kind"] for row in report["faults"] if row["peer"] == "reward-0"} | set(report["dropped"])
+    assert {fault: kinds for fault, kinds in FAULTS.items() if not kinds & named and fault not in without} == {}
+    assert all(row["count"] > 0 and row["first"] for row in report["faults"])
+
+
 class HostileReward(FakeReward):
     """Misbehaves in the first calls of each step of training."""
 
-    def __init__(self, member_id: str, config: Config, *, step: Callable[[], int]) -> None:
+    def __init__(self, member_id: str, config: Config, *, step: Callable[[], Awaitable[int]]) -> None:
         """Make the service.
 
         Args:
             member_id: of the member.
             config: of the run.
-            step: returns the steps done.
+            step: returns the steps done, now.
         """
         super().__init__(member_id, config)
+        self.outcome = lambda item: pb.SampleScore(score=good_score(item.completion_text))
         self._step = step
         self.bad = Counter[tuple[int, str]]()
         """Calls that were answered badly, by step and fault."""
@@ -104,7 +125,7 @@ class HostileReward(FakeReward):
         request = pb.ScoreRequest.FromString(data)
         answer = pb.ScoreResponse(scores=[self._score(item) for item in request.items])
         training = any(not item.experience.sample_id.startswith("eval") for item in request.items)
-        step = self._step()
+        step = await self._step()
         fault = list(FAULTS)[step % len(FAULTS)]
         calls = 1 if fault == "die and restart" else _MANY_CALLS.get(fault, BAD_CALLS)
         if not training or self.bad[step + 1, fault] >= calls:

@@ -8,7 +8,7 @@ import pytest
 
 from fourfold_coordinator import breaker, routing, scoring
 from tests.contract import conftest
-from tests.fakes.hostile_reward import FAULTS, STEPS, HostileReward
+from tests.fakes.hostile_reward import FAULTS, STEPS, HostileReward, check_names, check_scores
 from tests.fakes.stage import Stage, check_books
 
 make_stage = conftest.make_stage
@@ -31,26 +31,25 @@ async def test_no_answer_of_a_reward_service_ends_a_run_or_becomes_a_zero(
         checkpoint={"every_steps": 20},
         retry={"service_wait_seconds": 10.0},
     )
-    hostile = HostileReward("reward-0", stage.config, step=lambda: stage.trainer.step)
+
+    async def step() -> int:
+        return stage.trainer.step
+
+    hostile = HostileReward("reward-0", stage.config, step=step)
     stage.reward = hostile
     await stage.start()
     assert await stage.finish(100) == 0
     check_books(stage)
     assert {(step, list(FAULTS)[(step - 1) % 20]) for step in range(1, STEPS + 1)} == set(hostile.bad)
 
-    # A score in the files is the one that a good answer gave: 1 for the right text, 0 for another.
     lines = stage.lines("samples.jsonl")
-    for line in lines:
-        right = float(line["completion"] == line["answer"])
-        assert line["score"] == (None if line["dropped"] not in ("", "FILTERED") else right), line
+    check_scores(lines)
     ledger = stage.ledger()
     assert all(ledger.state(line["sample_id"]) == ("DROPPED" if line["dropped"] else "TRAINED") for line in lines)
     ledger.close()
 
     report = stage.report()
-    named = {row["kind"] for row in report["faults"] if row["peer"] == "reward-0"} | set(report["dropped"])
-    assert {fault: kinds for fault, kinds in FAULTS.items() if not kinds & named} == {}
-    assert all(row["count"] > 0 and row["first"] for row in report["faults"])
+    check_names(report)
     texts = (stage.folder / "report.json").read_text() + (stage.folder / "samples.jsonl").read_text()
     texts += "".join(capsys.readouterr())
     assert all(letter.isprintable() or letter == "\n" for letter in texts)

@@ -1,6 +1,6 @@
 """`fourfold run` with vLLM and DeepSpeed on a tiny model, and the hostile reward service of `tests/security`.
 
-Forty steps take about five minutes, most of them waits for calls that hang; `tests/security/test_hostile_reward.py`
+Forty steps take about three minutes, half of them waits for calls that hang; `tests/security/test_hostile_reward.py`
 does the same with toy engines in CI. It runs where FOURFOLD_SOAK_MINUTES is set.
 """
 
@@ -46,10 +46,11 @@ async def test_forty_steps_with_a_hostile_reward_service(tmp_path: Path, tiny_mo
     recipe, run_dir = tmp_path / "recipe.toml", tmp_path / "runs" / "tiny"
     text = recipe.read_text().replace("steps = 3", f"steps = {STEPS}")
     recipe.write_text(text.replace("[reward]\n", "[reward]\nreplicas = 0\ntimeout_seconds = 0.1\n"))
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "fourfold", "run", "recipe.toml"), cwd=tmp_path, stdin=asyncio.subprocess.DEVNULL,
-        stdout=(tmp_path / "out").open("w"), stderr=asyncio.subprocess.STDOUT,
-    )  # fmt: skip
+    with (tmp_path / "out").open("w") as out:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "fourfold", "run", "recipe.toml"), cwd=tmp_path, stdin=asyncio.subprocess.DEVNULL,
+            stdout=out, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
     address = run_dir / "coordinator.address"
     try:
         await until(lambda: address.exists() or process.returncode is not None, 60)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 from fourfold.channel import require
+from fourfold.wire import LARGEST_VERSION
 
-LARGEST_VERSION: Final = 1 << 53
-"""Policy versions grow by one with every step: a larger number is a mistake or a lie, and would overflow an int64."""
 LARGEST_OF_ENGINE: Final = 1 << 40
 """A run gives its weights a higher version than any engine claims to hold: engines must leave room for that."""
 

@@ -18,6 +18,9 @@ MAX_ERROR: Final = 1000
 MAX_NAME: Final = 200
 """Characters of the name of a scorer or a model."""
 
+MAX_COMPONENTS: Final = 64
+"""Named parts of one score."""
+
 # CSI sequences ("\x1b[31m"), OSC sequences up to their end ("\x1b]0;title\x07"), and other two-letter escapes.
 _ESCAPE: Final = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[ -/]*[0-~]")
 _REASON: Final = re.compile(r"[A-Z][A-Z0-9_]{0,62}")

@@ -15,11 +15,10 @@ from fourfold.errors import PeerFault
 from fourfold.model_info import check_tokenizer
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
-from fourfold.text import MAX_ERROR, MAX_NAME, clean, is_key, is_reason
+from fourfold.text import MAX_COMPONENTS, MAX_ERROR, MAX_NAME, clean, is_key, is_reason
 
 # The proto allows 8 MiB; smaller calls spread their work better.
 _REQUEST_BYTES: Final = 4 << 20
-MAX_COMPONENTS: Final = 64
 _REASON_RULE: Final = "it must be UPPER_SNAKE_CASE of at most 63 characters"
 
 

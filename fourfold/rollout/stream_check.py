@@ -8,8 +8,8 @@ import numpy as np
 
 from fourfold.channel import require
 from fourfold.errors import PeerFault
-from fourfold.model_info import LARGEST_VERSION
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold.wire import LARGEST_VERSION
 
 _MAX_TOKENS: Final = 1 << 20
 """Tokens of a sample whose request has no max_tokens."""

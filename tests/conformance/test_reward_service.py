@@ -17,10 +17,9 @@ import grpc
 import pytest
 from google.rpc.code_pb2 import Code
 
-from fourfold.reward.client import MAX_COMPONENTS
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1.reward_service_pb2_grpc import RewardServiceStub
-from fourfold.text import MAX_ERROR, is_key
+from fourfold.text import MAX_COMPONENTS, MAX_ERROR, is_key
 from fourfold.types.v1.experience_pb2 import Experience
 
 CALL_SECONDS = 30.0

@@ -30,7 +30,7 @@ from fourfold import metrics as m
 from fourfold.config import Config
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import Internal
+from fourfold.errors import Internal, PeerFault
 from fourfold.metrics import MetricsWriter
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
@@ -41,6 +41,7 @@ from .diagnosis import Doctor, Finding
 from .ledger import TRAINER_RESTORED
 from .parts import Parts
 from .recovery import restore
+from .replica import Replica
 from .samples import Batch, SampleWriter
 from .trainer_session import TrainerRestarted
 from .weight_update import Update
@@ -166,13 +167,10 @@ class Loop:
         """
         self.board.phase(run_pb.RUN_PHASE_TRAINING)
         self.ledger.lease(step, batch.sample_ids())
-        timeout, sent = self.config.trainer.step_timeout_seconds, asyncio.Event()
+        sent = asyncio.Event()
         recording = asyncio.ensure_future(self._record(step, batch, sent))
         try:
-            response = await self.session.call(
-                "TrainStep",
-                lambda r: r.trainer.train_step(step, _and_then(batch.experiences(), sent.set), timeout=timeout),
-            )
+            response = await self.session.call("TrainStep", lambda r: self._train_once(r, step, batch, sent.set))
         finally:
             sent.set()
             measured = await recording  # on the disk before the ledger says TRAINED
@@ -184,6 +182,16 @@ class Loop:
             data_position=self.collector.position,
         )
         return response, measured
+
+    async def _train_once(
+        self, replica: Replica, step: int, batch: Batch, sent: Callable[[], None]
+    ) -> TrainStepResponse:
+        timeout = self.config.trainer.step_timeout_seconds
+        response = await replica.trainer.train_step(step, _and_then(batch.experiences(), sent), timeout=timeout)
+        if response.policy_version > self.session.policy_version + 1:  # a step makes one version
+            text = f"TrainStep: policy_version {response.policy_version} after {self.session.policy_version}"
+            raise PeerFault(replica.member.peer, "BAD_VERSION", text)
+        return response
 
     async def _record(self, step: int, batch: Batch, sent: asyncio.Event) -> dict[str, float]:
         """Return the batch's metrics; its trajectories are in samples.jsonl then."""

@@ -239,7 +239,9 @@ class Router:
         replicas = self.replicas(role)
         if not replicas:
             return "none has registered"
-        return "; ".join(f"{r.title}: {r.hindrance or _trouble(r) or 'ready'}" for r in replicas)
+        return "; ".join(
+            f"{r.title}: {', '.join(filter(None, (r.hindrance, _trouble(r)))) or 'ready'}" for r in replicas
+        )
 
     @asynccontextmanager
     async def _use(

@@ -17,6 +17,7 @@ No way leads from a missing score to a number. A scorer that rests is asked for 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -118,8 +119,8 @@ class Scoring:
         if replica.breaker.probing:
             await self._probe(replica, self._good.get(replica.reads_tokens, items[0]))
         # Calls of other groups may be before this one in the service's queue.
-        samples = max(self._samples_per_step, replica.outstanding)
-        timeout = self._config.timeout_seconds * samples + SLACK_SECONDS
+        rounds = math.ceil(max(self._samples_per_step, replica.outstanding) / self._config.processes)
+        timeout = self._config.timeout_seconds * rounds + SLACK_SECONDS
         try:
             scores = await replica.reward.score(items, timeout=timeout, max_sample_count=replica.max_items)
         except InvalidInput as refusal:

@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
-from fourfold.text import MAX_ERROR, clean, is_key
+from fourfold.text import MAX_COMPONENTS, MAX_ERROR, clean, is_key
 from fourfold_reward.sample import Abstain, Score
 
 NO_SCORE: Final = "NO_SCORE"
-MAX_COMPONENTS: Final = 64
 MAX_MESSAGE_CHARACTERS: Final = MAX_ERROR
 
 # Error reason -> name of the google.rpc.Code that travels with it. UNAVAILABLE and DEADLINE_EXCEEDED tell the caller

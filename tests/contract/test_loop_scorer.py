@@ -52,6 +52,24 @@ async def test_samples_wait_for_a_scorer_that_fails_and_watchers_see_why(make_st
     assert fault["count"] >= breaker.THRESHOLD
 
 
+async def test_a_scorer_that_breaks_after_it_has_worked_loses_no_sample(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=2)
+    works, mended = True, False
+
+    def outcome(item: reward.ScoreItem) -> reward.SampleScore | None:
+        nonlocal works
+        works = mended or (works and item.experience.sample_id.startswith("eval"))
+        return None if works else broken(item)
+
+    stage.reward.outcome = outcome
+    await stage.start()
+    await watch_for(stage, lambda s: len(s.conditions) > 0)
+    mended = True
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.report()["dropped"] == {}
+
+
 async def test_the_wait_for_a_scorer_ends_with_its_name_and_the_first_error(
     make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:

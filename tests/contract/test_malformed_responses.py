@@ -214,3 +214,17 @@ async def test_a_response_above_the_limit_is_a_fault_of_the_peer(connect: Callab
     with pytest.raises(PeerFault, match="reward-0: Score: a response is larger than 16777216 bytes") as fault:
         await client.score([score_item("a")], timeout=5)
     assert fault.value.reason == "RESPONSE_TOO_LARGE"
+
+
+async def test_strings_of_every_response_are_made_safe(connect: Callable[[bytes], Any]) -> None:
+    info = rollout.GetInfoResponse(model="\x1b[2Jtiny\x07\u202e")
+    client = RolloutClient(await connect(info.SerializeToString()), peer="peer-7")
+    assert (await client.get_info(timeout=5)).model == "tiny"
+    status = run_service_pb2.RunStatus(failure="\x1b[31mred", waiting_for="a\nb")
+    watched = run_service_pb2.WatchRunResponse(status=status)
+    watching = RunClient(await connect(watched.SerializeToString()), peer="peer-7").watch_run(timeout=5)
+    (only,) = await result(watching)
+    assert (only.failure, only.waiting_for) == ("red", "a b")
+    trained = trainer_service_pb2.TrainStepResponse(step=1, skipped_reason="NO_\x1b[0mADVANTAGE")
+    trainer = TrainerClient(await connect(trained.SerializeToString()), peer="peer-7")
+    assert (await trainer.train_step(1, [encode(sample("a"))], timeout=5)).skipped_reason == "NO_ADVANTAGE"

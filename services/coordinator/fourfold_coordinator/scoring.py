@@ -131,7 +131,7 @@ class Scoring:
         outcomes = {score.sample_id: _outcome(score, replica.scorer) for score in scores}
         errors = [outcome.error for outcome in outcomes.values() if outcome.error is not None]
         if len(errors) == len(outcomes) and not await self._works(replica):
-            text = f"Score: each of {len(items)} samples has an error, the first: {errors[0]}"
+            text = f"Score: none of {len(items)} samples has a score, the first error: {errors[0]}"
             raise PeerFault(replica.member.peer, errors[0].reason, text)
         for error in errors:
             self._router.faults.saw(replica.member.member_id, error.reason, error.message)

@@ -123,6 +123,51 @@ async def test_dropped_groups_are_replaced_when_the_scorer_works_again(make_stag
     assert {line["dropped"] for line in stage.lines("samples.jsonl") if line["score"] is None} == {"RAISED"}
 
 
+async def test_groups_that_wait_for_a_broken_scorer_are_dropped_together(
+    make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = make_stage(
+        reward={"on_error": "drop", "lost_rounds": 1},
+        retry={"infrastructure": 2},
+        batch={"prompts_per_step": 20, "group_size": 2},
+        evaluation={"every_steps": 100, "max_prompts": 1},
+    )
+    stage.reward.outcome = broken
+    calls = 0
+    answer = stage.reward.Score
+
+    async def score(request: reward.ScoreRequest, context: Any) -> reward.ScoreResponse:
+        nonlocal calls
+        calls += not request.items[0].experience.sample_id.startswith("eval")
+        return await answer(request, context)
+
+    stage.reward.Score = score  # type: ignore[method-assign]
+    await stage.start()
+    assert await stage.finish() == 1
+    assert "RAISED" in last_line(capsys)
+    assert calls < 20 * 3, "not each of them has used up its own tries"
+
+
+async def test_a_scorer_that_is_gone_is_waited_for_as_one_that_fails(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=2, retry={"service_wait_seconds": 0.2})
+    left = asyncio.Event()
+
+    async def leave() -> None:
+        if stage.trainer.step == 1 and not left.is_set():
+            left.set()
+            await stage.reward.leave()
+
+    stage.rollouts[0].on_generate = leave
+    await stage.start()
+    await watch_for(stage, lambda s: s.waiting_for == "a reward service (none has registered)")
+    await asyncio.sleep(0.5)
+    assert not stage.ended, "reward.wait_seconds counts, and not retry.service_wait_seconds"
+    await stage.reward.join(stage.address)
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.report()["dropped"] == {}
+
+
 async def test_the_first_error_ends_the_run_when_the_recipe_says_stop(
     make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:

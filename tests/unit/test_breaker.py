@@ -37,9 +37,11 @@ def test_failures_in_a_row_open_it_and_one_call_at_a_time_tries_again() -> None:
 def test_rests_double_up_to_a_limit() -> None:
     breaker = Breaker()
     rests = []
+    now = 0.0
     for _ in range(12):
-        breaker.failed(AWAY, 0.0)
-        rests.append(breaker._retry_at)
+        breaker.failed(AWAY, now)
+        rests.append(breaker._retry_at - now)
+        now = breaker._retry_at
     assert rests[:6] == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0] and rests[-1] == 30.0
 
 
@@ -53,8 +55,15 @@ def test_a_service_may_ask_for_a_rest_but_not_for_a_long_one() -> None:
     breaker = Breaker()
     breaker.failed(Overloaded("full", retry_after=4.0), 0.0)
     assert not breaker.admits(3.9) and breaker.admits(4.0)
-    breaker.failed(Overloaded("full", retry_after=1e9), 0.0)
-    assert breaker.admits(30.0)
+    breaker.failed(Overloaded("full", retry_after=1e9), 4.0)
+    assert breaker.admits(34.0)
+
+
+def test_calls_that_fail_together_count_once() -> None:
+    breaker = Breaker()
+    for _ in range(12):
+        breaker.failed(AWAY, 0.0)
+    assert breaker.failures == 1 and not breaker.open and breaker.admits(0.25)
 
 
 def test_a_call_that_worked_beside_the_probe_does_not_let_a_second_probe_in() -> None:

@@ -250,8 +250,8 @@ async def test_a_replica_that_failed_often_gets_one_call_until_that_one_works(
 ) -> None:
     monkeypatch.setattr(breaker, "_FIRST_REST_SECONDS", 0.001)
     replica = bench.join("a")
-    for _ in range(breaker.THRESHOLD):
-        replica.breaker.failed(Unavailable("away"), 0.0)
+    for number in range(breaker.THRESHOLD):
+        replica.breaker.failed(Unavailable("away"), float(number))
     probed = asyncio.Event()
     begun: list[bool] = []
 

@@ -28,7 +28,7 @@ class Breaker:
         self.open = False
         """Whether it failed so often that one call at a time must show that it works again."""
         self.failures = 0
-        """Failures since the last call that worked."""
+        """Failures since the last call that worked; what failed together is one."""
         self.first: FourfoldError | None = None
         """The first of them."""
         self.probing = False
@@ -56,12 +56,17 @@ class Breaker:
         self.probing = False
 
     def failed(self, error: FourfoldError, now: float) -> None:
-        """Note a call that failed. A rest that the service asked for counts as far as it is no longer than the longest.
+        """Note a call that failed.
+
+        Calls that fail while it rests began before the rest: many that fail together count once. A rest that the
+        service asked for counts as far as it is no longer than the longest.
 
         Args:
             error: of the call.
             now: the time.
         """
+        if self.failures and self.resting(now):
+            return
         self.first = self.first or error
         self.failures += 1
         self.open = self.open or self.failures >= THRESHOLD

@@ -120,6 +120,12 @@ class Replica:
         return f"{self.member.member_id} ({self.scorer})" if self.scorer else self.member.member_id
 
     @property
+    def trouble(self) -> str:
+        """Why it rests, for people; empty when its last call worked."""
+        error = self.breaker.first
+        return "" if error is None else f"its calls fail and are tried again; the first with {error.reason}: {error}"
+
+    @property
     def cache(self) -> tuple[str, str, int]:
         """What its prefix cache holds is of this process and of these weights."""
         return *self.key, self.version

@@ -20,7 +20,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import grpc
 
@@ -41,6 +41,14 @@ T = TypeVar("T")
 
 LOOK_SECONDS: Final = 10.0
 _TICK_SECONDS: Final = 0.25
+
+
+class Wait(NamedTuple):
+    """How long a usable replica is waited for."""
+
+    seconds: float
+    key: str = "retry.service_wait_seconds"
+    """Of the recipe, for messages."""
 
 
 class Router:
@@ -69,7 +77,7 @@ class Router:
             faults: told what fails.
         """
         self.clock = clock
-        self.wait_seconds = wait_seconds
+        self.wait_seconds, self._wait = wait_seconds, Wait(wait_seconds)
         self.on_wait = on_wait
         self.faults = faults or Faults()
         self._registry = registry
@@ -136,6 +144,7 @@ class Router:
         demand: Demand,
         budget: Allowance,
         version: int | None = None,
+        wait: Wait | None = None,
     ) -> T:
         """Have a replica do `work`; after a failure another one, where there is one.
 
@@ -147,6 +156,7 @@ class Router:
             demand: what it adds to the replica's load.
             budget: what it may lose.
             version: of the weights that a rollout service must hold, or a later one; None: any.
+            wait: longest wait for a usable replica; None: the run's.
 
         Raises:
             GivenUp: the budget is used up.
@@ -155,7 +165,7 @@ class Router:
         """
         avoid: set[tuple[str, str]] = set()
         while True:
-            async with self._use(role, demand, version=version, avoid=avoid) as replica:
+            async with self._use(role, demand, wait or self._wait, version=version, avoid=avoid) as replica:
                 try:
                     result = await replica.call(work(replica))
                 except RunEnds:
@@ -184,7 +194,7 @@ class Router:
         else:
             breaker.failed(error, now)
         if breaker.open and not replica.gone:
-            self.faults.show(replica.member.member_id, replica.title, _trouble(replica))
+            self.faults.show(replica.member.member_id, replica.title, replica.trouble)
 
     def worked(self, replica: Replica) -> None:
         """Note that a call to a replica worked."""
@@ -211,7 +221,7 @@ class Router:
             if all(found.values()):
                 complete_by = min(complete_by, now + self.wait_seconds)
             elif now >= end:
-                raise self._missing(next(role for role in counts if not found[role]), patience)
+                raise self._missing(next(role for role in counts if not found[role]), Wait(patience))
             if not short or (all(found.values()) and now >= complete_by):
                 self.on_wait("")
                 return
@@ -239,16 +249,14 @@ class Router:
         replicas = self.replicas(role)
         if not replicas:
             return "none has registered"
-        return "; ".join(
-            f"{r.title}: {', '.join(filter(None, (r.hindrance, _trouble(r)))) or 'ready'}" for r in replicas
-        )
+        return "; ".join(f"{r.title}: {', '.join(filter(None, (r.hindrance, r.trouble))) or 'ready'}" for r in replicas)
 
     @asynccontextmanager
     async def _use(
-        self, role: int, demand: Demand, *, version: int | None, avoid: set[tuple[str, str]]
+        self, role: int, demand: Demand, wait: Wait, *, version: int | None, avoid: set[tuple[str, str]]
     ) -> AsyncIterator[Replica]:
         async with self._turns[role]:
-            replica = await self._acquire(role, demand, version, avoid)
+            replica = await self._acquire(role, demand, wait, version, avoid)
             ticket = replica.give(demand)
             self._prefixes.give(demand.prefix, replica.cache)
             probing = replica.breaker.begin()
@@ -260,8 +268,10 @@ class Router:
             replica.end(demand, ticket)
             self.notify()
 
-    async def _acquire(self, role: int, demand: Demand, version: int | None, avoid: set[tuple[str, str]]) -> Replica:
-        end = self.clock.monotonic() + self.wait_seconds
+    async def _acquire(
+        self, role: int, demand: Demand, wait: Wait, version: int | None, avoid: set[tuple[str, str]]
+    ) -> Replica:
+        end = self.clock.monotonic() + wait.seconds
         while True:
             usable = [r for r in self.replicas(role) if self._usable(r, version)]
             free = {r.member.member_id: r for r in usable if r.has_room(demand.samples)}
@@ -273,11 +283,11 @@ class Router:
             now = self.clock.monotonic()
             # Busy ones are bounded by the deadlines of their calls, resting ones by the budget of those who try them.
             if any(r.outstanding for r in usable) or self._coming_back(role, version, now):
-                end = now + self.wait_seconds
+                end = now + wait.seconds
                 if not usable:
                     self.on_wait(f"a {ROLE_NAMES[role]} service ({self.explain(role)})")
             elif now >= end:
-                raise self._missing(role, self.wait_seconds, samples=demand.samples if usable else 0)
+                raise self._missing(role, wait, samples=demand.samples if usable else 0)
             else:
                 self.on_wait(f"a {ROLE_NAMES[role]} service ({self.explain(role)})")
             await self.changed(timeout=_TICK_SECONDS)
@@ -306,7 +316,7 @@ class Router:
         """Whether a replica that fits only rests, or has the call that must show that it works again."""
         return any(self._fits(r, version) and not r.breaker.admits(now) for r in self.replicas(role))
 
-    def _missing(self, role: int, seconds: float, *, samples: int = 0) -> ServiceMissing:
+    def _missing(self, role: int, wait: Wait, *, samples: int = 0) -> ServiceMissing:
         """Return the error that nobody can be asked; `samples`: that nobody takes so many at once, though idle."""
         name = ROLE_NAMES[role]
         if samples:
@@ -317,8 +327,8 @@ class Router:
                 reason=f"NO_{name.upper()}_SERVICE",
             )
         return ServiceMissing(
-            f"no usable {name} service for {seconds:g} s ({self.explain(role)}); look at its log, start one "
-            f"with `fourfold serve {name}`, or raise retry.service_wait_seconds",
+            f"no usable {name} service for {wait.seconds:g} s ({self.explain(role)}); look at its log, start one "
+            f"with `fourfold serve {name}`, or raise {wait.key}",
             reason=f"NO_{name.upper()}_SERVICE",
         )
 
@@ -372,9 +382,3 @@ class Router:
         self.worked(replica)
         self.hinder(replica, hindrance)
         self.notify()
-
-
-def _trouble(replica: Replica) -> str:
-    """Return why a replica rests; empty when it does not."""
-    error = replica.breaker.first
-    return "" if error is None else f"its calls fail and are tried again; the first with {error.reason}: {error}"

@@ -8,7 +8,7 @@
 
     a failed call   rests the scorer (breaker.py); another one is asked, or the same again, as `reward.on_error` says:
       wait   until one works again, at most reward.wait_seconds; then the run ends
-      drop   as long as the group's tries last (retry.infrastructure); then its samples are dropped
+      drop   as long as the tries last (retry.infrastructure); then the groups that wait are dropped
       stop   the same; then the run ends
 
 No way leads from a missing score to a number. A scorer that rests is asked for one sample before it gets more.
@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from google.rpc import code_pb2
@@ -35,8 +35,10 @@ from fourfold.wire import encode
 
 from .choice import Demand
 from .replica import Budget, GivenUp, Replica, RunEnds
-from .routing import Router
+from .routing import Router, Wait
 from .samples import Trajectory
+
+T = TypeVar("T")
 
 SLACK_SECONDS: Final = 10.0
 """For transport and queues, on top of what scoring itself may take."""
@@ -66,11 +68,13 @@ class Scoring:
 
     def __init__(self, config: Config, router: Router) -> None:
         self._config, self._router = config.reward, router
-        self._samples_per_step = config.batch.samples_per_step
+        self._samples_per_step, self._tries = config.batch.samples_per_step, config.retry.infrastructure
         self._good: dict[bool, reward.ScoreItem] = {}
         """Items that had a score, with tokens or without: they tell a scorer that fails from samples that do."""
         self._troubled_since: float | None = None
         """Since when no call has worked."""
+        self._lost: asyncio.Future[FourfoldError] = asyncio.get_running_loop().create_future()
+        """Done when the calls that are under way have no tries left; another one takes its place then."""
 
     async def score(self, trajectories: Sequence[Trajectory], budget: Budget) -> list[Outcome]:
         """Score trajectories, in order.
@@ -97,10 +101,16 @@ class Scoring:
             async with self._shown_while_silent(replica, len(trajectories)):
                 return await self._work(replica, trajectories)
 
-        allowance = _Patience(self, budget) if self._config.on_error == "wait" else budget
-        demand = Demand(samples=len(trajectories))
+        wait = Wait(max(self._config.wait_seconds, self._router.wait_seconds), "reward.wait_seconds")
+        call = self._router.call(
+            Role.ROLE_REWARD,
+            work,
+            demand=Demand(samples=len(trajectories)),
+            budget=_Allowance(self, budget),
+            wait=wait if self._config.on_error == "wait" else None,
+        )
         try:
-            outcomes = await self._router.call(Role.ROLE_REWARD, work, demand=demand, budget=allowance)
+            outcomes = await self._unless_lost(call)
         except GivenUp as error:
             if self._config.on_error == "stop":
                 raise self._ends(error, f"a group of {len(trajectories)} samples has no scores") from error
@@ -181,12 +191,36 @@ class Scoring:
         finally:
             task.cancel()
 
-    def waited(self, error: FourfoldError) -> None:
-        """Note a failed call while the run waits for its scorers.
+    async def _unless_lost(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await a call; give it up when another one has used up the tries of all (`failed`)."""
+        task, lost = asyncio.ensure_future(call), self._lost
+        either: set[asyncio.Future[Any]] = {task, lost}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                error = lost.result()
+                raise GivenUp(f"given up with the other calls: {error}", reason=error.reason)
+            return await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def failed(self, error: FourfoldError, budget: Budget) -> None:
+        """Note a call that failed because of its scorer.
 
         Raises:
-            ScorerFailed: they have failed for too long.
+            ScorerFailed: the run waits for scorers, and they have failed for too long.
+            GivenUp: it does not wait, and the tries of this call, or of all scorers, are used up.
         """
+        if self._config.on_error != "wait":
+            replicas = self._router.replicas(Role.ROLE_REWARD)
+            if all(r.breaker.failures > self._tries for r in replicas):
+                # One call at a time is made now: were each to use its own tries up, that would take hours.
+                lost, self._lost = self._lost, asyncio.get_running_loop().create_future()
+                lost.set_result(error)
+                raise GivenUp(f"given up after its last try: {error}", reason=error.reason)
+            budget.lose(error)
+            return
         now = self._router.clock.monotonic()
         self._troubled_since = now if self._troubled_since is None else self._troubled_since
         if now - self._troubled_since > self._config.wait_seconds:
@@ -205,18 +239,18 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True)
-class _Patience:
-    """What a call may lose while the run waits for its scorers: any number of tries, for a limited time."""
+class _Allowance:
+    """What one call may lose."""
 
     scoring: Scoring
     budget: Budget
 
     def lose(self, error: FourfoldError) -> None:
-        """Count one lost try; what is wrong with the samples themselves still costs the group's tries."""
+        """Count one lost try; what is wrong with the samples themselves always costs the group's own."""
         if isinstance(error, InvalidInput):
             self.budget.lose(error)
         else:
-            self.scoring.waited(error)
+            self.scoring.failed(error, self.budget)
 
 
 def _worth_a_try(errors: Mapping[str, FourfoldError], budget: Budget) -> set[str]:

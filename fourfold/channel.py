@@ -11,21 +11,24 @@ import asyncio
 import ipaddress
 import json
 import re
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
-from fourfold.errors import ConfigError, DeadlinePassed, Unavailable
+from fourfold.errors import ConfigError, DeadlinePassed, PeerFault, Unavailable
 from fourfold.material import server_name
 from fourfold.principal import Principal
 from fourfold.renewing import RenewingChannel
+from fourfold.scrub import scrub
 from fourfold.security import Security
 from fourfold.status import from_rpc
 
 Request = TypeVar("Request")
-Response = TypeVar("Response")
+Response = TypeVar("Response", bound=Message)
 Options = Sequence[tuple[str, str | int]]
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
@@ -36,6 +39,10 @@ MAX_TARGET_CHARACTERS: Final = 255 + len(":65535")
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 _BRACKETED: Final = re.compile(r"\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")
 _PORT: Final = re.compile(r"[0-9]{1,5}")
+# By which a deadline of gRPC may differ from our clock.
+_CLOCK_SECONDS: Final = 0.05
+# What gRPC says of a response above our own limit.
+_TOO_LARGE: Final = "CLIENT: Received message larger than max"
 
 SERVER_OPTIONS: Final[Options] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -192,7 +199,7 @@ def is_loopback(host: str) -> bool:
 async def call(
     method: Callable[..., Awaitable[Response]], request: object, *, timeout: float, peer: str, name: str
 ) -> Response:
-    """Make one unary call.
+    """Make one unary call. The strings of the response are clean (`fourfold.scrub`).
 
     Args:
         method: a stub's method.
@@ -202,10 +209,12 @@ async def call(
         name: of the method, for messages.
 
     Raises:
+        PeerFault: the response is not one of this method.
         FourfoldError: what the server raised, or Unavailable or DeadlinePassed from the transport.
     """
     with errors(peer=peer, name=name, timeout=timeout):
-        return await method(request, timeout=timeout)
+        response: Response | None = await method(request, timeout=timeout)
+    return checked(response, peer=peer, name=name)
 
 
 async def stream(
@@ -219,26 +228,65 @@ async def stream(
     """Make one server-streaming call; leaving the iterator (aclose, error, cancellation) cancels it.
 
     Raises:
+        PeerFault: a response is not one of this method.
         FourfoldError: what the server raised, or Unavailable or DeadlinePassed from the transport.
     """
     running = method(request, timeout=timeout)
     try:
         with errors(peer=peer, name=name, timeout=timeout):
             async for response in running:
-                yield response
+                yield checked(response, peer=peer, name=name)
     finally:
         running.cancel()
+
+
+def checked(response: Response | None, *, peer: str, name: str) -> Response:
+    """Return what came, its strings clean.
+
+    grpc.aio logs a response that cannot be parsed and hands None to the caller, for unary calls and for streams.
+
+    Raises:
+        PeerFault: it is None.
+    """
+    if response is None:
+        raise PeerFault(peer, "MALFORMED_RESPONSE", f"{name}: the response is not the message of this method")
+    scrub(response)
+    return response
+
+
+def require(holds: bool, rule: str, *, peer: str, name: str, kind: str = "BAD_RESPONSE") -> None:
+    """Check a rule of a method's contract.
+
+    Args:
+        holds: whether the response keeps it.
+        rule: value and rule, for the message.
+        peer: as of `call`.
+        name: as of `call`.
+        kind: reason of the fault.
+
+    Raises:
+        PeerFault: it does not.
+    """
+    if not holds:
+        raise PeerFault(peer, kind, f"{name}: {rule}")
 
 
 @contextmanager
 def errors(*, peer: str, name: str, timeout: float | None) -> Iterator[None]:
     """Turn what gRPC raises inside the block into our errors."""
+    began = time.monotonic()
     try:
         yield
     except grpc.aio.AioRpcError as error:
         known = from_rpc(error, peer=f"{peer}, {name}")
-        if known.reason == "DEADLINE_EXCEEDED" and timeout is not None:  # ours, not one that the server raised
+        if known.reason == "DEADLINE_EXCEEDED" and timeout is not None:  # no ErrorInfo: not one that a servicer raised
+            if (seconds := time.monotonic() - began) < timeout - _CLOCK_SECONDS:
+                text = f"{name}: answered DEADLINE_EXCEEDED after {seconds:.1f} of {timeout:g} s"
+                raise PeerFault(peer, "WRONG_DEADLINE", text) from None
             known = DeadlinePassed(f"{peer}: {name} took longer than {timeout:g} s")
+        elif known.reason == "RESOURCE_EXHAUSTED" and _TOO_LARGE in (error.details() or ""):
+            text = f"{name}: a response is larger than {MAX_MESSAGE_BYTES} bytes"
+            raise PeerFault(peer, "RESPONSE_TOO_LARGE", text) from None
         elif known.reason == "INTERNAL" and error.details() == "Internal error from Core":
             # A write that failed hides the status that ended the call (grpc#36066).
             known = Unavailable(f"{peer}, {name}: the connection broke while the request was sent")

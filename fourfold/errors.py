@@ -13,6 +13,7 @@
     |- Unavailable         UNAVAILABLE          back off, try another replica
     |- DeadlinePassed      DEADLINE_EXCEEDED    took longer than allowed
     `- Internal            INTERNAL             our bug; the text stays in the log
+       `- PeerFault                             an answer that breaks the contract; never crosses the wire
 
 A message says the value, the rule and the fix. Servicers raise these; the interceptor in
 `fourfold.interceptors` turns them into a status with one `ErrorInfo`, and
@@ -122,6 +123,21 @@ class Internal(FourfoldError):
     """A bug on the other side."""
 
     code = "INTERNAL"
+
+
+class PeerFault(Internal):
+    """A response that its contract does not allow. It costs the caller one try, as a peer that is away does."""
+
+    def __init__(self, peer: str, kind: str, text: str) -> None:
+        """Make a fault.
+
+        Args:
+            peer: who answered, for messages, e.g. "reward-0 at 127.0.0.1:5000".
+            kind: UPPER_SNAKE_CASE, e.g. MALFORMED_RESPONSE; the error's reason.
+            text: call, value and rule, for people; no control characters.
+        """
+        super().__init__(f"{peer}: {text}", reason=kind)
+        self.peer = peer
 
 
 def _upper_snake(name: str) -> str:

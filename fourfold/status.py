@@ -26,11 +26,14 @@ from fourfold.errors import (
     Unavailable,
     WrongState,
 )
+from fourfold.text import clean, is_reason
 
 DOMAIN: Final = "fourfold"
 # The text travels in the trailers twice, in the status and percent-encoded; past 8 KiB in all
 # gRPC replaces the whole status by its own error.
 _MAX_MESSAGE_BYTES: Final = 2048
+MAX_RETRY_SECONDS: Final = 60.0
+"""Longest pause that a server can ask for; what asks for more is tried again after this."""
 
 # What gRPC says of a connection that did not come about, and what it means.
 _CONNECTING: Final = "failed to connect to all addresses"
@@ -101,7 +104,7 @@ def from_rpc(error: grpc.aio.AioRpcError, *, peer: str) -> FourfoldError:
         peer: who was called, for the message, e.g. "rollout-0 at 127.0.0.1:5000".
     """
     code = error.code()
-    text = _explained(error.details() or code.name)
+    text = _explained(clean(error.details() or code.name))
     cls = _BY_CODE.get(code.name, Internal)
     if code is grpc.StatusCode.CANCELLED:
         cls = Unavailable
@@ -129,9 +132,10 @@ def _read_details(error: grpc.aio.AioRpcError) -> tuple[str, float | None]:
                 if detail.Is(ErrorInfo.DESCRIPTOR):
                     info = ErrorInfo()
                     detail.Unpack(info)
-                    reason = info.reason
+                    reason = info.reason if is_reason(info.reason) else ""
                 elif detail.Is(RetryInfo.DESCRIPTOR):
                     retry = RetryInfo()
                     detail.Unpack(retry)
-                    retry_after = retry.retry_delay.ToNanoseconds() / 1e9
+                    delay = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+                    retry_after = min(max(delay, 0.0), MAX_RETRY_SECONDS)
     return reason, retry_after

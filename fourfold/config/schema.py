@@ -164,6 +164,16 @@ class RewardConfig(Table):
     """Longest time one sample may take to score; then its outcome is an error."""
     processes: int = Field(default=1, ge=1)
     """Worker processes of one service."""
+    on_error: Literal["wait", "drop", "stop"] = "wait"
+    """What the run does when a scorer fails: it is gone, hangs, answers rubbish, or has an error for every sample. A
+    missing score is never a zero. wait: samples wait until a scorer works again, at most `wait_seconds`. drop: samples
+    are dropped with the reason, once their `retry` tries are used up. stop: the run ends then. An error of single
+    samples, while others have a score, drops them under wait, too."""
+    wait_seconds: Seconds = 1800.0
+    """Longest time for which a run waits for a scorer that fails; then it ends with the first error."""
+    lost_rounds: int = Field(default=3, ge=1)
+    """Times `batch.prompts_per_step` groups that a step may lose for want of scores before any group has them; then the
+    run ends with the reasons."""
     allowed_verifiers: tuple[str, ...] = Field(default=(), strict=False)  # TOML has lists
     """Names of verifiers that a caller may ask for besides `verifier`. Where `reasoning_gym` is offered, a sample's
     metadata may name the tasks of [data] and those that are here as `reasoning_gym:TASK`."""

@@ -8,6 +8,7 @@ import grpc
 
 from fourfold import lookup
 from fourfold.channel import call
+from fourfold.model_info import check_model
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1 import reference_service_pb2_grpc as pb_grpc
 from fourfold.wire import Float32Array, Sample
@@ -22,7 +23,9 @@ class ReferenceClient:
 
     async def get_info(self, *, timeout: float) -> pb.GetInfoResponse:
         """Model, tokenizer and limits."""
-        return await call(self._stub.GetInfo, pb.GetInfoRequest(), timeout=timeout, peer=self.peer, name="GetInfo")
+        info = await call(self._stub.GetInfo, pb.GetInfoRequest(), timeout=timeout, peer=self.peer, name="GetInfo")
+        check_model(info, peer=self.peer)
+        return info
 
     async def compute_logprobs(self, samples: Sequence[Sample], *, timeout: float) -> list[Float32Array]:
         """Return one float32 [n] per sample, in order; the first value of each is NaN, the others are finite."""

@@ -8,15 +8,18 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import grpc
-from google.rpc.code_pb2 import INTERNAL
+from google.rpc.code_pb2 import INTERNAL, OK, Code
 
-from fourfold.channel import call
-from fourfold.errors import InvalidInput
+from fourfold.channel import call, require
+from fourfold.errors import PeerFault
+from fourfold.model_info import check_tokenizer
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
+from fourfold.text import MAX_COMPONENTS, MAX_ERROR, MAX_NAME, clean, is_key, is_reason
 
 # The proto allows 8 MiB; smaller calls spread their work better.
 _REQUEST_BYTES: Final = 4 << 20
+_REASON_RULE: Final = "it must be UPPER_SNAKE_CASE of at most 63 characters"
 
 
 class RewardClient:
@@ -27,16 +30,21 @@ class RewardClient:
         self.peer = peer
 
     async def get_info(self, *, timeout: float) -> pb.GetInfoResponse:
-        """Name and limits of the scorer."""
-        return await call(self._stub.GetInfo, pb.GetInfoRequest(), timeout=timeout, peer=self.peer, name="GetInfo")
+        """Name and limits of the scorer. The name is at most 200 characters."""
+        info = await call(self._stub.GetInfo, pb.GetInfoRequest(), timeout=timeout, peer=self.peer, name="GetInfo")
+        info.name = clean(info.name, MAX_NAME)
+        check_tokenizer(info.tokenizer_sha256, peer=self.peer, name="GetInfo")
+        rule = f"max_sample_count is {info.max_sample_count}; it must be at least 0"
+        require(info.max_sample_count >= 0, rule, peer=self.peer, name="GetInfo")
+        return info
 
     async def score(
         self, items: Sequence[pb.ScoreItem], *, timeout: float, max_sample_count: int = 0
     ) -> list[pb.SampleScore]:
         """Score `items`, in as few calls as the limits allow; all of them together take at most `timeout`.
 
-        Every result has an outcome: one that the service left out, or a score that is not
-        finite, comes back as an error of that sample.
+        Every result has an outcome that keeps the contract. What does not (no outcome, a score that is not finite,
+        an error with code 0, more than 64 components) comes back as an error of that sample with the code INTERNAL.
 
         Args:
             items: at least one; unique sample ids.
@@ -44,7 +52,7 @@ class RewardClient:
             max_sample_count: from GetInfo; 0: no limit.
 
         Raises:
-            InvalidInput: the answer does not fit the request.
+            PeerFault: the answer does not fit the request.
             FourfoldError: what the service raised.
         """
         end = time.monotonic() + timeout
@@ -53,15 +61,22 @@ class RewardClient:
             request = pb.ScoreRequest(items=part)
             left = max(end - time.monotonic(), 0.001)
             response = await call(self._stub.Score, request, timeout=left, peer=self.peer, name="Score")
-            asked = [item.experience.sample_id for item in part]
-            answered = [score.sample_id for score in response.scores]
-            if asked != answered:
-                raise InvalidInput(
-                    f"{self.peer}: Score answered {len(answered)} samples for {len(asked)}, or in another order; "
-                    f"a reward service must answer one score per item, in the order of the request"
-                )
+            self._check_ids([item.experience.sample_id for item in part], [s.sample_id for s in response.scores])
             scores.extend(_checked(score) for score in response.scores)
         return scores
+
+    def _check_ids(self, asked: Sequence[str], answered: Sequence[str]) -> None:
+        if asked == answered:
+            return
+        if len(asked) != len(answered):
+            kind, text = "WRONG_COUNT", f"answered {len(answered)} scores for {len(asked)} samples"
+        elif sorted(asked) == sorted(answered):
+            kind, text = "WRONG_ORDER", f"answered the {len(asked)} samples in another order"
+        else:
+            stranger = next(name for name, wanted in zip(answered, asked, strict=True) if name != wanted)
+            kind, text = "WRONG_IDS", f"answered sample {stranger[:128]!r}, which is not the one that was asked for"
+        rule = "a reward service must answer one score per item, in the order of the request"
+        raise PeerFault(self.peer, kind, f"Score: {text}; {rule}")
 
 
 def _split(items: Sequence[pb.ScoreItem], max_count: int) -> Iterator[list[pb.ScoreItem]]:
@@ -79,16 +94,33 @@ def _split(items: Sequence[pb.ScoreItem], max_count: int) -> Iterator[list[pb.Sc
 
 
 def _checked(score: pb.SampleScore) -> pb.SampleScore:
-    match score.WhichOneof("outcome"):
+    """Return a score whose outcome keeps the contract."""
+    kind = score.WhichOneof("outcome")
+    if len(score.components) > MAX_COMPONENTS:
+        return _error(score, "BAD_COMPONENTS", f"it sent {len(score.components)} components, of {MAX_COMPONENTS}")
+    for name, value in score.components.items():
+        if not is_key(name):
+            return _error(score, "BAD_COMPONENTS", f"it sent a component named {clean(name, 64)!r}")
+        if not math.isfinite(value):
+            return _error(score, "NOT_FINITE", f"it sent {value} as component {name}")
+    match kind:
         case None:
-            return _error(score, "NO_OUTCOME", "the reward service sent neither score, abstention nor error")
+            return _error(score, "NO_OUTCOME", "it sent neither score, abstention nor error")
         case "score" if not math.isfinite(score.score):
-            return _error(score, "NOT_FINITE", f"the reward service sent the score {score.score}")
-        case _:
-            return score
+            return _error(score, "NOT_FINITE", f"it sent the score {score.score}")
+        case "abstain_reason" if not is_reason(score.abstain_reason):
+            return _error(score, "BAD_REASON", f"it abstained for {score.abstain_reason[:64]!r}; {_REASON_RULE}")
+        case "error" if score.error.code not in Code.values() or score.error.code == OK:
+            return _error(score, "BAD_CODE", f"it sent an error with code {score.error.code}; 1 to 16 are errors")
+        case "error" if not is_reason(score.error.reason):
+            return _error(score, "BAD_REASON", f"it sent the reason {score.error.reason[:64]!r}; {_REASON_RULE}")
+        case "error":
+            score.error.message = clean(score.error.message, MAX_ERROR)
+    return score
 
 
 def _error(score: pb.SampleScore, reason: str, message: str) -> pb.SampleScore:
+    message = f"the reward service broke the contract: {message}"
     return pb.SampleScore(
         sample_id=score.sample_id, error=pb.SampleError(code=INTERNAL, reason=reason, message=message)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -10,13 +11,17 @@ import grpc
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
-from fourfold.channel import call, stream
-from fourfold.errors import InvalidInput
+from fourfold import lookup
+from fourfold.channel import call, require, stream
+from fourfold.model_info import LARGEST_OF_ENGINE, check_model, check_version
+from fourfold.rollout.stream_check import StreamCheck, sample_count
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
-from fourfold.wire import Float32Array, Int32Array, VersionSpan, floats, pack_ints
+from fourfold.types.v1.experience_pb2 import Experience
+from fourfold.weight_answers import MAX_DEVICES, check_devices, check_digest, check_sums
+from fourfold.wire import Float32Array, Int32Array, VersionSpan, pack_ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,15 +44,33 @@ class RolloutClient:
 
     async def get_info(self, *, timeout: float) -> pb.GetInfoResponse:
         """Model, limits and policy version."""
-        return await call(self._stub.GetInfo, pb.GetInfoRequest(), timeout=timeout, peer=self.peer, name="GetInfo")
+        info = await call(self._stub.GetInfo, pb.GetInfoRequest(), timeout=timeout, peer=self.peer, name="GetInfo")
+        check_model(info, peer=self.peer)
+        check_version(info.policy_version, peer=self.peer, name="GetInfo")
+        rule = f"max_concurrent_samples is {info.max_concurrent_samples}; it must be at least 0"
+        require(info.max_concurrent_samples >= 0, rule, peer=self.peer, name="GetInfo")
+        return info
 
     async def generate(self, request: pb.GenerateRequest, *, timeout: float) -> AsyncGenerator[pb.SampleChunk, None]:
-        """Sample and stream. Use it inside `contextlib.aclosing`: leaving early then aborts the samples at once."""
+        """Sample and stream. Use it inside `contextlib.aclosing`: leaving early then aborts the samples at once.
+
+        Every chunk was checked: its sample was asked for and is not finished, it has tokens or ends the sample, its
+        log-probabilities are finite and at most 0, its version is not below the one that was asked for or that of the
+        chunk before. No sample has more than max_tokens. The stream ends when all samples have.
+
+        Raises:
+            PeerFault: a response that cannot be, or the stream ended before its samples.
+            FourfoldError: what the service raised.
+        """
+        progress = StreamCheck(request, peer=self.peer)
         responses = stream(self._stub.Generate, request, timeout=timeout, peer=self.peer, name="Generate")
         async with aclosing(responses):
             async for response in responses:
+                progress.check_size(response)
                 for chunk in response.chunks:
+                    progress.add(chunk)
                     yield chunk
+        progress.check_end()
 
     async def complete(self, request: pb.GenerateRequest, *, timeout: float) -> list[Completion]:
         """Sample and return the whole completions, in order of their sample index.
@@ -55,18 +78,13 @@ class RolloutClient:
         Cancelling aborts the samples in the engine.
 
         Raises:
-            InvalidInput: the service's answer does not add up.
+            PeerFault: the service's answer does not add up.
             FourfoldError: what the service raised.
         """
-        count = request.sample_count if request.HasField("sample_count") else 1
-        who = f"{self.peer}, {request.request_id}"
-        parts = [_Parts(index=index, who=who) for index in range(count)]
+        parts = [_Parts(index=index) for index in range(sample_count(request))]
         async with aclosing(self.generate(request, timeout=timeout)) as chunks:
             async for chunk in chunks:
-                index = chunk.sample_index
-                if not 0 <= index < count:
-                    raise InvalidInput(f"{who}: sample_index is {index}; {count} samples were asked for")
-                parts[index].add(chunk)
+                parts[chunk.sample_index].add(chunk)
         return [part.join() for part in parts]
 
     def watch_load(
@@ -84,38 +102,25 @@ class _Parts:
     """Chunks of one sample as they come."""
 
     index: int
-    who: str
     token_ids: list[bytes] = field(default_factory=list)
     logprobs: list[bytes] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # (policy version, tokens)
     finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
 
     def add(self, chunk: pb.SampleChunk) -> None:
-        if self.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
-            raise InvalidInput(f"{self.who}: sample {self.index} goes on after its finish_reason")
         # Every access copies the bytes out of the message.
-        ids, logprobs, version = chunk.token_ids, chunk.logprobs, chunk.policy_version
-        size = len(ids)
-        if size % 4 or len(logprobs) != size:
-            raise InvalidInput(
-                f"{self.who}: sample {self.index} has {size} bytes of token_ids and {len(logprobs)} of "
-                f"logprobs; both must be 4 bytes a token"
-            )
+        ids, version = chunk.token_ids, chunk.policy_version
         self.finish_reason = chunk.finish_reason
-        if not size:
+        if not ids:
             return
-        if version < 0:
-            raise InvalidInput(f"{self.who}: sample {self.index} has policy_version {version}")
         self.token_ids.append(ids)
-        self.logprobs.append(logprobs)
+        self.logprobs.append(chunk.logprobs)
         if self.spans and self.spans[-1][0] == version:
-            self.spans[-1] = (version, self.spans[-1][1] + size // 4)
+            self.spans[-1] = (version, self.spans[-1][1] + len(ids) // 4)
         else:
-            self.spans.append((version, size // 4))
+            self.spans.append((version, len(ids) // 4))
 
     def join(self) -> Completion:
-        if self.finish_reason == pb.FINISH_REASON_UNSPECIFIED:
-            raise InvalidInput(f"{self.who}: the stream ended before sample {self.index} was finished")
         ids, logprobs = b"".join(self.token_ids), b"".join(self.logprobs)
         return Completion(
             sample_index=self.index,
@@ -136,7 +141,12 @@ class RolloutControlClient:
     async def describe(self, *, timeout: float) -> control.DescribeEngineResponse:
         """Model, host, devices, backends and state of the engine."""
         request = control.DescribeEngineRequest()
-        return await call(self._stub.DescribeEngine, request, timeout=timeout, peer=self.peer, name="DescribeEngine")
+        about = await call(self._stub.DescribeEngine, request, timeout=timeout, peer=self.peer, name="DescribeEngine")
+        check_version(about.policy_version, peer=self.peer, name="DescribeEngine", largest=LARGEST_OF_ENGINE)
+        check_devices(about.device_uuids, peer=self.peer, name="DescribeEngine")
+        rule = f"worker_count is {about.worker_count}; it must be 1 to {MAX_DEVICES}"
+        require(1 <= about.worker_count <= MAX_DEVICES, rule, peer=self.peer, name="DescribeEngine")
+        return about
 
     async def open(
         self,
@@ -173,6 +183,7 @@ class RolloutControlClient:
         response = await call(
             self._stub.ReceiveWeights, request, timeout=timeout, peer=self.peer, name="ReceiveWeights"
         )
+        check_digest(response.weights_digest, peer=self.peer, name="ReceiveWeights")
         return response.weights_digest
 
     async def commit(self, *, epoch: int, policy_version: int, hold: bool = False, timeout: float) -> float:
@@ -182,6 +193,8 @@ class RolloutControlClient:
         """
         request = control.CommitWeightsRequest(epoch=epoch, policy_version=policy_version, hold=hold)
         response = await call(self._stub.CommitWeights, request, timeout=timeout, peer=self.peer, name="CommitWeights")
+        rule = f"pause_seconds is {response.pause_seconds}; it must be finite and at least 0"
+        require(0 <= response.pause_seconds < math.inf, rule, peer=self.peer, name="CommitWeights")
         return response.pause_seconds
 
     async def release(self, *, epoch: int, policy_version: int, timeout: float) -> None:
@@ -193,18 +206,24 @@ class RolloutControlClient:
         """Give the update up; returns what the engine holds, CLEAN or DIRTY."""
         request = control.AbortWeightsRequest(epoch=epoch)
         response = await call(self._stub.AbortWeights, request, timeout=timeout, peer=self.peer, name="AbortWeights")
+        rule = f"weight_state is {response.weight_state}; after an abort it must be CLEAN or DIRTY"
+        known = (control.WEIGHT_STATE_CLEAN, control.WEIGHT_STATE_DIRTY)
+        require(response.weight_state in known, rule, peer=self.peer, name="AbortWeights")
         return response.weight_state
 
     async def probe(self, token_ids: Sequence[int] | Int32Array, *, timeout: float) -> Float32Array:
         """Log-probabilities of the n given tokens under the loaded weights: float32 [n], the first NaN."""
         request = control.ProbeLogprobsRequest(token_ids=pack_ints(token_ids))
         response = await call(self._stub.ProbeLogprobs, request, timeout=timeout, peer=self.peer, name="ProbeLogprobs")
-        return floats(response.logprobs, len(token_ids), f"probe of {self.peer}", "logprobs")
+        asked = [Experience(sample_id="probe", token_ids=request.token_ids)]
+        (row,) = lookup.unpack_rows([response.logprobs], asked, peer=self.peer, name="ProbeLogprobs")
+        return row
 
     async def sums(self, *, epoch: int, timeout: float) -> bytes:
         """Sums of every tensor that was received last, 16 bytes each; empty when they were skipped."""
         request = control.GetWeightSumsRequest(epoch=epoch)
         response = await call(self._stub.GetWeightSums, request, timeout=timeout, peer=self.peer, name="GetWeightSums")
+        check_sums(response.sums, peer=self.peer, name="GetWeightSums")
         return response.sums
 
     async def sleep(self, *, level: int, timeout: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
@@ -14,17 +15,20 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fourfold import lookup
-from fourfold.channel import call, errors, stream
-from fourfold.errors import InvalidInput
+from fourfold.channel import call, checked, errors, require, stream
+from fourfold.model_info import check_model, check_version
+from fourfold.text import clean, is_key, is_reason
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
 from fourfold.types.v1.experience_pb2 import Experience
-from fourfold.wire import Float32Array, Sample, chunks, floats, pack_floats, pack_ints
+from fourfold.weight_answers import check_devices, check_digest, check_offers, check_sums
+from fourfold.wire import Float32Array, Sample, chunks, pack_floats, pack_ints
 
 # The proto allows 4 MiB a request when more than log-probabilities is asked for.
 _FORWARD_BYTES: Final = 2 << 20
+_MAX_METRICS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,7 +64,22 @@ class TrainerClient:
         """Step, version, phase and limits."""
         request = pb.GetStatusRequest()
         response = await call(self._stub.GetStatus, request, timeout=timeout, peer=self.peer, name="GetStatus")
-        return response.status
+        return self._status(response, "GetStatus")
+
+    def _status(
+        self, response: pb.GetStatusResponse | pb.WatchStatusResponse | pb.LoadCheckpointResponse, name: str
+    ) -> pb.TrainerStatus:
+        """Return the status in a response, checked."""
+        status = response.status
+        require(response.HasField("status"), "the response has no status", peer=self.peer, name=name)
+        check_model(status, peer=self.peer, name=name)
+        check_version(status.policy_version, peer=self.peer, name=name)
+        self._check_step(status.step, name)
+        return status
+
+    def _check_step(self, step: int, name: str, *, wanted: int | None = None) -> None:
+        rule = f"the step is {step}; it must be at least 0" if wanted is None else f"answered step {step} for {wanted}"
+        require(step >= 0 and wanted in (None, step), rule, peer=self.peer, name=name, kind="WRONG_STEP")
 
     async def watch_status(self, *, timeout: float | None = None) -> AsyncGenerator[pb.TrainerStatus, None]:
         """The present status at once, then every change."""
@@ -68,7 +87,7 @@ class TrainerClient:
         watch = stream(self._stub.WatchStatus, request, timeout=timeout, peer=self.peer, name="WatchStatus")
         async with aclosing(watch) as responses:
             async for response in responses:
-                yield response.status
+                yield self._status(response, "WatchStatus")
 
     async def train_step(self, step: int, experiences: Iterable[Experience], *, timeout: float) -> pb.TrainStepResponse:
         """Train one step; the batch travels in chunks of about 1 MiB and may be a generator.
@@ -94,9 +113,27 @@ class TrainerClient:
                     await running.done_writing()
                 except asyncio.InvalidStateError:
                     pass  # the trainer has answered before it read everything: the answer says why
-                return await running
+                response: pb.TrainStepResponse | None = await running
         finally:
             running.cancel()
+        return self._trained(checked(response, peer=self.peer, name="TrainStep"), step)
+
+    def _trained(self, answer: pb.TrainStepResponse, step: int) -> pb.TrainStepResponse:
+        """Return the answer to a step, checked. A metric may be NaN: it is one that could not be measured."""
+        name = "TrainStep"
+        self._check_step(answer.step, name, wanted=step)
+        check_version(answer.policy_version, peer=self.peer, name=name)
+        self._check_reason(answer.skipped_reason, name)
+        rule = f"{len(answer.metrics)} metrics; at most {_MAX_METRICS}"
+        require(len(answer.metrics) <= _MAX_METRICS, rule, peer=self.peer, name=name)
+        wrong = next((key for key in answer.metrics if not is_key(key)), "")
+        known = not wrong and "" not in answer.metrics
+        require(known, f"a metric is named {clean(wrong, 64)!r}", peer=self.peer, name=name)
+        return answer
+
+    def _check_reason(self, reason: str, name: str) -> None:
+        rule = f"skipped_reason is {reason[:64]!r}; it must be UPPER_SNAKE_CASE or empty"
+        require(not reason or is_reason(reason), rule, peer=self.peer, name=name)
 
     async def forward(
         self,
@@ -127,12 +164,17 @@ class TrainerClient:
             answer = await call(
                 self._stub.ComputeLogprobs, request, timeout=left, peer=self.peer, name="ComputeLogprobs"
             )
-            found.logprobs.extend(_rows(answer.logprobs, part, f"logprobs of {self.peer}"))
+            found.logprobs.extend(self._rows(answer.logprobs, part, "logprobs"))
             if entropies:
-                found.entropies.extend(_rows(answer.entropies, part, f"entropies of {self.peer}"))
+                found.entropies.extend(self._rows(answer.entropies, part, "entropies"))
             if values:
-                found.values.extend(_rows(answer.values, part, f"values of {self.peer}"))
+                found.values.extend(self._rows(answer.values, part, "values"))
         return found
+
+    def _rows(
+        self, answers: Sequence[bytes], asked: Sequence[Experience], what: str, name: str = "ComputeLogprobs"
+    ) -> list[Float32Array]:
+        return lookup.unpack_rows(answers, asked, peer=self.peer, name=name, what=what)
 
     async def forward_backward(
         self,
@@ -171,7 +213,9 @@ class TrainerClient:
             self._stub.ForwardBackward, request, timeout=timeout, peer=self.peer, name="ForwardBackward"
         )
         asked = [sample.experience for sample in samples]
-        return ForwardBackward(loss=answer.loss, logprobs=_rows(answer.logprobs, asked, f"logprobs of {self.peer}"))
+        check_version(answer.policy_version, peer=self.peer, name="ForwardBackward")
+        rows = self._rows(answer.logprobs, asked, "logprobs", "ForwardBackward")
+        return ForwardBackward(loss=answer.loss, logprobs=rows)
 
     async def optim_step(
         self, step: int, *, learning_rate: float | None = None, max_grad_norm: float | None = None, timeout: float
@@ -190,7 +234,11 @@ class TrainerClient:
             AlreadyExists: the step was ended by another call.
         """
         request = pb.OptimStepRequest(step=step, learning_rate=learning_rate, max_grad_norm=max_grad_norm)
-        return await call(self._stub.OptimStep, request, timeout=timeout, peer=self.peer, name="OptimStep")
+        answer = await call(self._stub.OptimStep, request, timeout=timeout, peer=self.peer, name="OptimStep")
+        self._check_step(answer.step, "OptimStep", wanted=step)
+        check_version(answer.policy_version, peer=self.peer, name="OptimStep")
+        self._check_reason(answer.skipped_reason, "OptimStep")
+        return answer
 
     async def discard_gradient(self, *, timeout: float) -> int:
         """Forget the gradient of the parts since the last step; returns their number."""
@@ -198,6 +246,8 @@ class TrainerClient:
         response = await call(
             self._stub.DiscardGradient, request, timeout=timeout, peer=self.peer, name="DiscardGradient"
         )
+        rule = f"part_count is {response.part_count}; it must be at least 0"
+        require(response.part_count >= 0, rule, peer=self.peer, name="DiscardGradient")
         return response.part_count
 
     async def compute_logprobs(self, samples: Sequence[Sample], *, timeout: float) -> list[Float32Array]:
@@ -216,6 +266,7 @@ class TrainerClient:
         response = await call(
             self._stub.SaveCheckpoint, request, timeout=timeout, peer=self.peer, name="SaveCheckpoint"
         )
+        self._check_step(response.step, "SaveCheckpoint")
         return response.step
 
     async def load_checkpoint(self, step: int, *, timeout: float) -> pb.TrainerStatus:
@@ -224,7 +275,9 @@ class TrainerClient:
         response = await call(
             self._stub.LoadCheckpoint, request, timeout=timeout, peer=self.peer, name="LoadCheckpoint"
         )
-        return response.status
+        status = self._status(response, "LoadCheckpoint")
+        self._check_step(status.step, "LoadCheckpoint", wanted=step)
+        return status
 
     async def export_model(self, name: str, *, ema: bool = False, timeout: float) -> str:
         """Write the weights as a Hugging Face folder; returns its absolute path on the trainer's machine.
@@ -236,6 +289,7 @@ class TrainerClient:
         """
         request = pb.ExportModelRequest(name=name, ema=ema)
         response = await call(self._stub.ExportModel, request, timeout=timeout, peer=self.peer, name="ExportModel")
+        require(bool(response.path), "the response has no path", peer=self.peer, name="ExportModel")
         return response.path
 
     async def raise_policy_version(self, policy_version: int, *, timeout: float) -> int:
@@ -244,6 +298,10 @@ class TrainerClient:
         response = await call(
             self._stub.RaisePolicyVersion, request, timeout=timeout, peer=self.peer, name="RaisePolicyVersion"
         )
+        check_version(response.policy_version, peer=self.peer, name="RaisePolicyVersion")
+        rule = f"policy_version is {response.policy_version} after it was raised to {policy_version}"
+        raised = response.policy_version >= policy_version
+        require(raised, rule, peer=self.peer, name="RaisePolicyVersion", kind="BAD_VERSION")
         return response.policy_version
 
 
@@ -257,7 +315,13 @@ class TrainerWeightClient:
     async def get_manifest(self, *, timeout: float) -> weight.GetManifestResponse:
         """Layout of the weights, host and backends."""
         request = weight.GetManifestRequest()
-        return await call(self._stub.GetManifest, request, timeout=timeout, peer=self.peer, name="GetManifest")
+        found = await call(self._stub.GetManifest, request, timeout=timeout, peer=self.peer, name="GetManifest")
+        check_digest(found.manifest_sha256, peer=self.peer, name="GetManifest")
+        same = hashlib.sha256(found.manifest).digest() == found.manifest_sha256
+        require(same, "manifest_sha256 is not that of the manifest", peer=self.peer, name="GetManifest")
+        for uuids in (found.device_uuids, found.reachable_device_uuids):
+            check_devices(uuids, peer=self.peer, name="GetManifest")
+        return found
 
     async def make_offer(
         self, *, epoch: int, backend: str, receiver_count: int, group: int = 0, timeout: float
@@ -268,6 +332,7 @@ class TrainerWeightClient:
         """
         request = weight.MakeOfferRequest(epoch=epoch, backend=backend, receiver_count=receiver_count, group=group)
         response = await call(self._stub.MakeOffer, request, timeout=timeout, peer=self.peer, name="MakeOffer")
+        check_offers(response.offers, peer=self.peer, name="MakeOffer")
         return list(response.offers)
 
     async def open(self, *, epoch: int, timeout: float) -> None:
@@ -280,7 +345,12 @@ class TrainerWeightClient:
     ) -> weight.SendWeightsResponse:
         """Send the present weights; returns their digest and size, and the tensors' sums unless they are left out."""
         request = weight.SendWeightsRequest(epoch=epoch, policy_version=policy_version, skip_sums=skip_sums)
-        return await call(self._stub.SendWeights, request, timeout=timeout, peer=self.peer, name="SendWeights")
+        sent = await call(self._stub.SendWeights, request, timeout=timeout, peer=self.peer, name="SendWeights")
+        check_digest(sent.weights_digest, peer=self.peer, name="SendWeights")
+        check_sums(sent.sums, peer=self.peer, name="SendWeights")
+        rule = f"sent_bytes is {sent.sent_bytes}; it must be at least 0"
+        require(sent.sent_bytes >= 0, rule, peer=self.peer, name="SendWeights")
+        return sent
 
     async def abort(self, *, epoch: int, timeout: float) -> None:
         """Abort what is under way and close the epoch."""
@@ -294,9 +364,3 @@ def _experiences(token_ids: Sequence[ArrayLike], temperature: float) -> list[Exp
         Experience(sample_id=str(i), token_ids=pack_ints(np.asarray(ids, np.int32)), temperature=temperature)
         for i, ids in enumerate(token_ids)
     ]
-
-
-def _rows(answers: Sequence[bytes], asked: Sequence[Experience], what: str) -> list[Float32Array]:
-    if len(answers) != len(asked):
-        raise InvalidInput(f"{what}: {len(answers)} rows came for {len(asked)} samples")
-    return [floats(a, len(e.token_ids) // 4, e.sample_id, what) for a, e in zip(answers, asked, strict=True)]

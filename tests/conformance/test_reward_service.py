@@ -19,6 +19,7 @@ from google.rpc.code_pb2 import Code
 
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1.reward_service_pb2_grpc import RewardServiceStub
+from fourfold.text import MAX_COMPONENTS, MAX_ERROR, is_key
 from fourfold.types.v1.experience_pb2 import Experience
 
 CALL_SECONDS = 30.0
@@ -53,8 +54,9 @@ def check_outcome(one: pb.SampleScore) -> None:
         assert one.error.code in Code.values(), one
         assert one.error.code != Code.Value("OK"), one
         assert REASON.fullmatch(one.error.reason), one
-        assert len(one.error.message) <= 1000
-    assert all(math.isfinite(value) for value in one.components.values()), one
+        assert len(one.error.message) <= MAX_ERROR and one.error.message.isprintable()
+    assert len(one.components) <= MAX_COMPONENTS
+    assert all(is_key(name) and math.isfinite(value) for name, value in one.components.items()), one
 
 
 def refused(channel: grpc.Channel, items: list[pb.ScoreItem]) -> grpc.StatusCode:

@@ -20,12 +20,19 @@ from tests.conftest import Serve
 from tests.fakes.servicers import Reference, Reward, Rollout, Trainer, generated, sample, score_item
 
 
+def likely(logprob: float) -> rollout.SampleChunk:
+    chunk = generated(0, 1, done=True)
+    chunk.logprobs = pack_floats([logprob])
+    return chunk
+
+
 class TestRolloutClient:
     """`complete` joins chunks and trusts none of them."""
 
     async def complete(self, serve: Serve, *chunks: rollout.SampleChunk, count: int = 1) -> Any:
         client = RolloutClient(await serve(Rollout(*chunks).servicer()), peer="rollout-0")
-        request = rollout.GenerateRequest(request_id="q", sample_count=count)
+        params = rollout.SamplingParams(max_tokens=8)
+        request = rollout.GenerateRequest(request_id="q", sample_count=count, sampling_params=params)
         return await client.complete(request, timeout=5)
 
     async def test_chunks_of_all_samples_are_joined_in_order(self, serve: Serve) -> None:
@@ -56,16 +63,39 @@ class TestRolloutClient:
         odd.token_ids += b"\0"
         short = generated(0, 1, 2, done=True)
         short.logprobs = short.logprobs[:4]
-        for message, chunks in {
-            "sample_index is 1; 1 samples": [generated(1, 1, done=True)],
-            "has 5 bytes": [odd],
-            "8 bytes of token_ids and 4 of logprobs": [short],
-            "ended before sample 0": [generated(0, 1)],
-            "goes on after": [generated(0, 1, done=True), generated(0, 2)],
-            "policy_version -1": [generated(0, 1, version=-1, done=True)],
-        }.items():
-            with pytest.raises(errors.InvalidInput, match=message):
+        many = generated(0, *range(1, 10), done=True)
+        for message, kind, chunks in [
+            ("sample 1 was not asked for; there are 1", "WRONG_SAMPLE", [generated(1, 1, done=True)]),
+            ("has 5 bytes", "WRONG_LENGTH", [odd]),
+            ("8 bytes of token_ids and 4 of logprobs", "WRONG_LENGTH", [short]),
+            ("ended before sample 0", "UNFINISHED", [generated(0, 1)]),
+            ("goes on after", "WRONG_SAMPLE", [generated(0, 1, done=True), generated(0, 2)]),
+            ("policy_version -1; 0 or", "BAD_VERSION", [generated(0, 1, version=-1, done=True)]),
+            ("policy_version 3; 4 or", "BAD_VERSION", [generated(0, 1, version=4), generated(0, 1, version=3)]),
+            ("policy_version 9223372036854775807", "BAD_VERSION", [generated(0, 1, version=2**63 - 1)]),
+            ("more tokens than the 8", "TOO_MANY_TOKENS", [many]),
+            ("more tokens than the 8", "TOO_MANY_TOKENS", [generated(0, 1)] * 9),
+            ("neither tokens nor", "BAD_RESPONSE", [generated(0)]),
+            *[("NaN, -inf or above 0", "NOT_FINITE", [likely(value)]) for value in (np.nan, -np.inf, np.inf, 0.5)],
+        ]:
+            with pytest.raises(errors.PeerFault, match=message) as fault:
                 await self.complete(serve, *chunks)
+            assert (fault.value.reason, fault.value.peer) == (kind, "rollout-0")
+
+    async def test_tokens_of_a_version_before_the_wanted_one_are_refused(self, serve: Serve) -> None:
+        client = RolloutClient(await serve(Rollout(generated(0, 1, version=4, done=True)).servicer()), peer="rollout-0")
+        with pytest.raises(errors.PeerFault, match="policy_version 4; 5 or a later one is due"):
+            await client.complete(rollout.GenerateRequest(request_id="q", min_policy_version=5), timeout=5)
+
+    async def test_a_stream_of_empty_responses_is_ended(self, serve: Serve) -> None:
+        class Empty(Rollout):
+            async def Generate(self, request: rollout.GenerateRequest, context: Any) -> Any:
+                while True:
+                    yield rollout.GenerateResponse()
+
+        client = RolloutClient(await serve(Empty().servicer()), peer="rollout-0")
+        with pytest.raises(errors.PeerFault, match="rollout-0: Generate of q: a response has no chunks"):
+            await client.complete(rollout.GenerateRequest(request_id="q"), timeout=5)
 
 
 class TestRewardClient:
@@ -81,30 +111,60 @@ class TestRewardClient:
         await client.score(items[:5], timeout=10, max_sample_count=2)
         assert [len(c.items) for c in servicer.calls] == [2, 2, 1]
 
-    async def test_a_wrong_number_or_order_of_scores_is_refused(self, serve: Serve) -> None:
-        for ids in ([], ["b", "a"], ["a"], ["a", "b", "c"]):
-            answer = reward.ScoreResponse(scores=[reward.SampleScore(sample_id=i, score=1) for i in ids])
-            client = RewardClient(await serve(Reward(answer=answer).servicer()), peer="r")
-            with pytest.raises(errors.InvalidInput, match="in the order of the request"):
-                await client.score([score_item("a"), score_item("b")], timeout=5)
-
-    async def test_a_missing_outcome_and_a_score_that_is_not_finite_become_errors_of_the_sample(
-        self, serve: Serve
+    @pytest.mark.parametrize(
+        ("ids", "kind"),
+        [
+            ("", "WRONG_COUNT"),
+            ("a", "WRONG_COUNT"),
+            ("abc", "WRONG_COUNT"),
+            ("ba", "WRONG_ORDER"),
+            ("ax", "WRONG_IDS"),
+            ("aa", "WRONG_IDS"),
+        ],
+    )
+    async def test_scores_of_other_samples_or_in_another_order_are_refused(
+        self, serve: Serve, ids: str, kind: str
     ) -> None:
-        answer = reward.ScoreResponse(
-            scores=[
-                reward.SampleScore(sample_id="a"),
-                reward.SampleScore(sample_id="b", score=float("nan")),
-                reward.SampleScore(sample_id="c", score=float("inf")),
-                reward.SampleScore(sample_id="d", abstain_reason="NO_ANSWER"),
-                reward.SampleScore(sample_id="e", score=0.0),
-            ]
-        )
+        answer = reward.ScoreResponse(scores=[reward.SampleScore(sample_id=i, score=1) for i in ids])
         client = RewardClient(await serve(Reward(answer=answer).servicer()), peer="r")
-        scores = await client.score([score_item(i) for i in "abcde"], timeout=5)
-        outcomes = [s.WhichOneof("outcome") for s in scores]
-        assert outcomes == ["error", "error", "error", "abstain_reason", "score"]
-        assert [s.error.reason for s in scores[:3]] == ["NO_OUTCOME", "NOT_FINITE", "NOT_FINITE"]
+        with pytest.raises(errors.PeerFault, match=r"r: Score: .* in the order of the request") as fault:
+            await client.score([score_item("a"), score_item("b")], timeout=5)
+        assert fault.value.reason == kind
+
+    @pytest.mark.parametrize(
+        ("score", "reason"),
+        [
+            (reward.SampleScore(), "NO_OUTCOME"),
+            (reward.SampleScore(score=float("nan")), "NOT_FINITE"),
+            (reward.SampleScore(score=float("inf")), "NOT_FINITE"),
+            (reward.SampleScore(score=1, components={"a": float("nan")}), "NOT_FINITE"),
+            (reward.SampleScore(score=1, components={f"c{i}": 1.0 for i in range(65)}), "BAD_COMPONENTS"),
+            (reward.SampleScore(score=1, components={"\x1b[2J": 1.0}), "BAD_COMPONENTS"),
+            (reward.SampleScore(score=1, components={"": 1.0}), "BAD_COMPONENTS"),
+            (reward.SampleScore(abstain_reason=""), "BAD_REASON"),
+            (reward.SampleScore(abstain_reason="no idea"), "BAD_REASON"),
+            (reward.SampleScore(error=reward.SampleError(code=0, reason="RAISED")), "BAD_CODE"),
+            (reward.SampleScore(error=reward.SampleError(code=99, reason="RAISED")), "BAD_CODE"),
+            (reward.SampleScore(error=reward.SampleError(code=13, reason="x" * 64)), "BAD_REASON"),
+        ],
+    )
+    async def test_an_outcome_that_breaks_the_contract_is_an_error_of_its_sample(
+        self, serve: Serve, score: reward.SampleScore, reason: str
+    ) -> None:
+        score.sample_id = "a"
+        good = reward.SampleScore(sample_id="b", score=0.0, components={"format": 1.0})
+        answer = reward.ScoreResponse(scores=[score, good])
+        client = RewardClient(await serve(Reward(answer=answer).servicer()), peer="r")
+        bad, kept = await client.score([score_item("a"), score_item("b")], timeout=5)
+        assert bad.error.reason == reason and "broke the contract: it " in bad.error.message
+        assert kept == good and not bad.components
+
+    async def test_texts_are_made_safe_and_short(self, serve: Serve) -> None:
+        error = reward.SampleError(code=2, reason="RAISED", message="\x1b[31mred\x1b[0m\nline " + "x" * 5000)
+        scores = [reward.SampleScore(sample_id="a", error=error)]
+        client = RewardClient(await serve(Reward(answer=reward.ScoreResponse(scores=scores)).servicer()), peer="r")
+        (score,) = await client.score([score_item("a")], timeout=5)
+        assert score.error.message.startswith("red line xxx") and len(score.error.message) == 1000
 
 
 class TestTrainerClient:
@@ -180,10 +240,10 @@ class TestReferenceClient:
     async def test_rows_that_do_not_fit_are_refused(self, serve: Serve) -> None:
         nan = pack_floats(np.full(4, np.nan, np.float32))
         for message, broken in {
-            "answered 1 rows for 2": lambda rows: rows[:1],
-            "has 12 bytes": lambda rows: [rows[0][:12], rows[1]],
+            "answered 1 rows of logprobs for 2": lambda rows: rows[:1],
+            "have 12 bytes": lambda rows: [rows[0][:12], rows[1]],
             "sample b are not finite": lambda rows: [rows[0], nan],
         }.items():
             client = ReferenceClient(await serve(Reference(broken).servicer()), peer="ref")
-            with pytest.raises(errors.InvalidInput, match=message):
+            with pytest.raises(errors.PeerFault, match=message):
                 await client.compute_logprobs([sample("a"), sample("b")], timeout=5)

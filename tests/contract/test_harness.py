@@ -88,7 +88,7 @@ async def test_a_long_error_text_fits_the_trailers(serve: Serve, letter: str) ->
         with pytest.raises(errors.Overloaded) as caught:
             await client.score([score_item("a")], timeout=5)
         assert caught.value.retry_after == 2.0
-        assert caught.value.message.startswith(f"r, Score: {letter * 100}")
+        assert caught.value.message.startswith(f"r, Score: {letter.replace(chr(10), ' ') * 100}")
 
 
 async def test_an_error_carries_exactly_one_error_info(serve: Serve) -> None:
@@ -161,7 +161,7 @@ async def test_cancelling_complete_closes_the_servicer_and_is_not_swallowed(serv
 async def test_a_servicer_that_writes_faster_than_its_client_reads_is_closed_when_the_client_leaves(
     serve: Serve,
 ) -> None:
-    big = rollout.SampleChunk(token_ids=b"\0" * (1 << 20))
+    big = rollout.SampleChunk(token_ids=b"\0" * (1 << 20), logprobs=b"\0" * (1 << 20))
     servicer = Rollout(*[big] * 200)
     client = RolloutClient(await serve(servicer.servicer()), peer="r")
     async with aclosing(client.generate(rollout.GenerateRequest(), timeout=20)) as chunks:

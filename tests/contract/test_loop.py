@@ -238,18 +238,6 @@ async def test_a_lost_group_is_replaced_by_the_next_prompt(make_stage: Callable[
     ledger.close()
 
 
-async def test_a_reward_that_always_fails_ends_the_run_with_its_reason(
-    make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
-) -> None:
-    stage = make_stage()
-    error = reward.SampleError(code=13, reason="RAISED", message="KeyError: 'answer'")
-    stage.reward.outcome = lambda item: reward.SampleScore(error=error)
-    await stage.start()
-    assert await stage.finish() == 1
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "step 1: no group is left to train on" in last and "24 RAISED" in last
-
-
 async def test_a_lost_answer_of_a_step_is_asked_for_again(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=2)
     stage.trainer.lost_answers = 2

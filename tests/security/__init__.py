@@ -1,0 +1,1 @@
+"""Attacks: what no client, peer or program may bring about."""

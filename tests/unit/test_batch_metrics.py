@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fourfold import metrics as m
-from fourfold.errors import Unavailable, WrongState
+from fourfold.errors import PeerFault, Unavailable, WrongState
 from fourfold.metrics import METRICS
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
@@ -86,18 +86,21 @@ def test_truncation_comes_from_the_finish_reason() -> None:
     [
         ({"finish_reason": rollout.FINISH_REASON_ABORTED}, "gave the request up"),
         ({"finish_reason": 77}, "unknown finish_reason 77"),
-        ({"tokens": 0}, "0 tokens sampled"),
-        ({"tokens": 9}, "9 tokens sampled; asked for 1 to 8"),
+        ({"tokens": 0}, "a sample without tokens"),
         ({"token_ids": np.array([1, 2, 20], np.int32)}, "outside the vocabulary"),
         ({"token_ids": np.array([1, -2, 3], np.int32)}, "outside the vocabulary"),
-        ({"logprobs": np.array([-1, np.nan, -1], np.float32)}, "NaN, -inf or above 0"),
-        ({"logprobs": np.array([-1, -np.inf, -1], np.float32)}, "NaN, -inf or above 0"),
-        ({"logprobs": np.array([-1, 0.5, -1], np.float32)}, "NaN, -inf or above 0"),
     ],
 )
 def test_a_completion_that_cannot_be_trained_on_is_asked_of_another_engine(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(Unavailable, match=words):
-        check_completions([completion(**changes)], who="rollout-0", vocabulary_size=20, max_tokens=8)
+    with pytest.raises((Unavailable, PeerFault), match=f"rollout-0: .*{words}"):
+        check_completions([completion(**changes)], who="rollout-0", vocabulary_size=20, newest_version=2)
+
+
+def test_tokens_of_a_version_that_was_never_sent_are_refused() -> None:
+    check_completions([completion()], who="rollout-0", vocabulary_size=20, newest_version=2)
+    with pytest.raises(PeerFault, match="tokens of policy_version 2; 1 is the newest that was sent") as fault:
+        check_completions([completion()], who="rollout-0", vocabulary_size=20, newest_version=1)
+    assert fault.value.reason == "BAD_VERSION"
 
 
 def test_the_digest_sees_every_token_and_no_order() -> None:

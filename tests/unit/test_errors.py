@@ -101,3 +101,22 @@ def test_a_text_is_cut_to_what_fits_the_trailers_and_to_whole_letters() -> None:
         assert to_status(errors.NotFound(letter * 5000)).message == letter * count
     assert to_status(errors.NotFound("\udcff path")).message == "? path"
     assert to_status(errors.NotFound("short")).message == "short"
+
+
+@pytest.mark.parametrize("seconds", [-5, 315_360_000, 2**62])
+def test_a_server_cannot_ask_for_a_pause_without_end(seconds: int) -> None:
+    status = to_status(errors.Overloaded("full"))
+    retry = RetryInfo()
+    retry.retry_delay.seconds = seconds
+    status.details.add().Pack(retry)
+    metadata = ("grpc-status-details-bin", status.SerializeToString())
+    error = from_rpc(rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", metadata), peer="p")
+    assert error.retry_after == (60.0 if seconds > 0 else 0.0)
+
+
+def test_the_texts_of_a_server_are_made_safe() -> None:
+    status = Status(code=5, message="x")
+    status.details.add().Pack(ErrorInfo(reason="no\x1b[31m reason"))
+    metadata = ("grpc-status-details-bin", status.SerializeToString())
+    error = from_rpc(rpc_error(grpc.StatusCode.NOT_FOUND, "\x1b[2Jgone\nERROR forged", metadata), peer="p")
+    assert (error.message, error.reason) == ("p: gone ERROR forged", "NOT_FOUND")

@@ -21,7 +21,7 @@ from fourfold_reward.pool import Job, WorkerPool
 
 # What a function does is the sample's completion.
 FUNCTIONS = """
-import asyncio, ctypes, math, os, signal, subprocess, sys, threading, time
+import asyncio, ctypes, json, math, os, signal, subprocess, sys, threading, time
 from fourfold_reward import Abstain, Score, ScoreInput
 
 calls = 0
@@ -32,6 +32,7 @@ def reward(sample: ScoreInput):
     print("this must not reach the pipe", flush=True)
     match sample.completion:
         case "raise": raise KeyError("no such thing")
+        case "library": json.loads("{")
         case "exit": sys.exit(3)
         case "bad text": raise ValueError("\\ud800" + "x" * 5000)
         case "hang": time.sleep(1000)
@@ -132,6 +133,19 @@ def alive(mark: str) -> list[int]:
 async def test_scores_come_back_in_order(pool: WorkerPool) -> None:
     outcomes = await score(pool, *(str(i / 2) for i in range(50)))
     assert outcomes == [Outcome(score=i / 2) for i in range(50)]
+
+
+async def test_an_error_in_a_library_is_placed_where_the_function_called_it(pool: WorkerPool) -> None:
+    (only,) = await score(pool, "library")
+    line = next(i for i, text in enumerate(FUNCTIONS.splitlines(), 1) if "json.loads" in text)
+    assert only.message.startswith("JSONDecodeError: ") and only.message.endswith(f"(functions.py:{line})")
+
+
+async def test_a_long_text_keeps_its_place_and_steers_no_terminal(pool: WorkerPool) -> None:
+    (only,) = await score(pool, "bad text")
+    line = next(i for i, text in enumerate(FUNCTIONS.splitlines(), 1) if "bad text" in text)
+    assert len(only.message) == 1000 and only.message.endswith(f"...  (functions.py:{line})".replace("  ", " "))
+    assert only.message.isprintable()
 
 
 async def test_function_that_raises_is_an_error_with_type_text_and_place(pool: WorkerPool) -> None:

@@ -11,10 +11,12 @@ import pytest
 from fourfold.channel import open_channel
 from fourfold.clock import SYSTEM_CLOCK
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import InvalidInput, Overloaded, PermissionDenied, Unavailable
+from fourfold.errors import DeadlinePassed, InvalidInput, Overloaded, PeerFault, PermissionDenied, Unavailable
+from fourfold_coordinator import breaker
 from fourfold_coordinator.choice import Demand
+from fourfold_coordinator.faults import Faults
 from fourfold_coordinator.registry import Member, Registry
-from fourfold_coordinator.replica import Budget, GivenUp, Replica, ServiceMissing
+from fourfold_coordinator.replica import Budget, GivenUp, Replica, RunEnds, ServiceMissing
 from fourfold_coordinator.routing import Router
 
 ROLE = Role.ROLE_REWARD
@@ -197,14 +199,85 @@ async def test_a_replica_that_is_full_of_our_own_work_costs_no_try(bench: Bench)
     assert refused and replica.outstanding == 0
 
 
-async def test_a_call_that_nobody_may_make_is_not_repeated(bench: Bench) -> None:
+async def test_one_replica_that_refuses_us_says_nothing_of_the_others(bench: Bench) -> None:
+    for member in ("a", "b"):
+        bench.join(member)
+
+    async def work(replica: Replica) -> str:
+        if replica.member.member_id == "a":
+            raise PermissionDenied("coordinator may not call Score")
+        return "done"
+
+    assert await bench.call(work, infrastructure=1) == "done"
+
+
+async def test_an_error_that_ends_the_run_is_not_tried_again(bench: Bench) -> None:
     bench.join("a")
+    tries: list[int] = []
 
     async def work(_: Replica) -> None:
-        raise PermissionDenied("coordinator may not call Score")
+        tries.append(1)
+        raise RunEnds("the recipe says stop")
 
-    with pytest.raises(PermissionDenied):
+    with pytest.raises(RunEnds):
         await bench.call(work)
+    assert tries == [1]
+
+
+async def test_failures_are_counted_and_shown_until_a_call_works(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(breaker, "_FIRST_REST_SECONDS", 0.001)
+    shown: dict[str, str] = {}
+    bench.router.faults = Faults(report=shown.__setitem__, resolve=shown.__delitem__)
+    bench.join("a").scorer = "mine@1"
+    seen: list[str] = []
+
+    async def work(_: Replica) -> str:
+        seen.append(shown.get("a (mine@1)", ""))
+        if len(seen) <= 4:
+            raise PeerFault("a at 127.0.0.1:9", "WRONG_COUNT", f"Score: answered {len(seen)} scores")
+        return "done"
+
+    assert await bench.call(work) == "done"
+    text = "its calls fail and are tried again; the first with WRONG_COUNT: a at 127.0.0.1:9: Score: answered 1 scores"
+    assert seen == ["", "", "", text, text] and shown == {}
+    assert bench.router.faults.rows() == [
+        {"peer": "a", "kind": "WRONG_COUNT", "count": 4, "first": "a at 127.0.0.1:9: Score: answered 1 scores"}
+    ]
+
+
+async def test_a_replica_that_failed_often_gets_one_call_until_that_one_works(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "_FIRST_REST_SECONDS", 0.001)
+    replica = bench.join("a")
+    for number in range(breaker.THRESHOLD):
+        replica.breaker.failed(Unavailable("away"), float(number))
+    probed = asyncio.Event()
+    begun: list[bool] = []
+
+    async def work(one: Replica) -> None:
+        begun.append(one.breaker.probing)
+        if len(begun) == 1:
+            await probed.wait()
+
+    calls = [asyncio.create_task(bench.call(work)) for _ in range(3)]
+    while not begun:
+        await asyncio.sleep(0)
+    await bench.router.changed(timeout=0.05)
+    assert begun == [True]
+    probed.set()
+    await asyncio.gather(*calls)
+    assert begun == [True, False, False]
+
+
+async def test_what_is_shown_of_a_member_goes_with_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: dict[str, str] = {}
+    bench.router.faults = Faults(report=shown.__setitem__, resolve=shown.__delitem__)
+    replica = bench.join("a")
+    bench.router.failed(replica, DeadlinePassed("a: Score took longer than 3 s"))
+    assert "Score took longer" in shown["a"], "one that hangs is shown at once"
+    bench.registry.deregister(bench.tokens["a"])
+    assert shown == {}
 
 
 async def test_a_role_without_services_is_named_after_the_wait(bench: Bench) -> None:

@@ -151,7 +151,12 @@ BAD: list[tuple[str, Callable[[pb.Experience], object], str]] = [
         lambda m: setattr(m.version_spans[0], "token_count", 2**31 - 1),
         "version_spans cover 2147483652 tokens",
     ),
-    ("version -2", lambda m: setattr(m.version_spans[0], "policy_version", -2), "policy_version >= -1"),
+    ("version -2", lambda m: setattr(m.version_spans[0], "policy_version", -2), r"policy_version in [-1, 2^53]"),
+    (
+        "huge version",
+        lambda m: setattr(m.version_spans[1], "policy_version", 2**63 - 1),
+        r"policy_version in [-1, 2^53]",
+    ),
     ("sampled prompt", lambda m: setattr(m.version_spans[0], "policy_version", 3), "-1 exactly where action_mask is 0"),
     ("no version", lambda m: setattr(m.version_spans[1], "policy_version", -1), "-1 exactly where action_mask is 0"),
     ("no end", lambda m: m.ClearField("end_reason"), "end_reason is 0; it must be TERMINATED or TRUNCATED"),

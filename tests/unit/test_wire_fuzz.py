@@ -50,7 +50,7 @@ def samples(draw: st.DrawFn) -> Sample:
         behavior_logprobs=np.where(mask, logprobs, np.float32("nan")).astype(np.float32),
         action_mask=mask,
         loss_mask=mask & draw(stn.arrays(np.bool_, n)),
-        version_spans=spans_of(mask, draw(st.lists(st.integers(0, 2**62), min_size=1, max_size=3))),
+        version_spans=spans_of(mask, draw(st.lists(st.integers(0, 2**53), min_size=1, max_size=3))),
         temperature=draw(st.floats(0.0625, 2, width=32)),
         top_p=draw(st.floats(0.0625, 1, width=32)),
         top_k=draw(st.integers(0, 1000)),

@@ -213,7 +213,9 @@ class SampleScore(_message.Message):
 
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Parts of the score by name, for logs; dimensionless."""
+        """Parts of the score by name, for logs; dimensionless, finite, at most 64. A name is 1 to
+        64 letters, digits, spaces and ._:/@+-.
+        """
 
     def __init__(
         self,

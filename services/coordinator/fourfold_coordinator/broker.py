@@ -274,6 +274,7 @@ class Broker:
         Raises:
             WeightsRefused: it can never be, and no other engine is left to try.
         """
+        self._router.faults.saw(replica.member.member_id, error.reason, error.message)
         refused = error.reason in WEIGHTS_REFUSED
         self._plane.state(replica.member.member_id, REFUSED if refused else FENCED, error.message)
         if refused:

@@ -23,10 +23,10 @@ from fourfold.errors import WrongState
 from .filter import teaches
 from .ledger import BASELINE, FILTERED, IssuedGroup, State
 from .parts import Parts
-from .peers import Outcome
 from .prompts import Prompt, derive_seed
 from .replica import Budget, GivenUp
 from .samples import Batch, Group, Trajectory
+from .scoring import Outcome
 from .tasks import all_of
 
 log = logging.getLogger("fourfold.coordinator")
@@ -99,7 +99,10 @@ class Collector:
         batch.done = time.monotonic()
         if not batch.groups:
             reasons = ", ".join(f"{n} {reason}" for reason, n in self._ledger.dropped(step).items())
-            raise WrongState(f"step {step}: no group is left to train on; dropped samples: {reasons}; see the log")
+            raise WrongState(
+                f"step {step}: no group is left to train on; dropped samples: {reasons}; "
+                f"{self._router.faults.first_of(self._ledger.dropped(step)) or 'see the log'}"
+            )
         return batch
 
     async def _fill_a_place(self, step: int, version: int, batch: Batch) -> None:
@@ -121,7 +124,8 @@ class Collector:
         """Whether a free place may take a prompt: not when too many were lost, or filtered out."""
         if self._rule.keep != "all" and batch.prompts_drawn >= self._rule.max_rounds * self._count:
             return False
-        return batch.groups_lost <= self._count
+        rounds = 1 if batch.groups or batch.filtered else self._config.reward.lost_rounds
+        return batch.groups_lost <= self._count * rounds
 
     def _begin(self, step: int, version: int, batch: Batch) -> _Attempt:
         """Draw the next prompt of the endless order and issue its samples; the greedy answer has the last id."""

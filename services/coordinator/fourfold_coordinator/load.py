@@ -9,6 +9,7 @@ stopped may stand still, and comes after those that say that they have room. Bot
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import Final
 
 from fourfold import metrics as m
 from fourfold.clock import Clock
-from fourfold.errors import FourfoldError
+from fourfold.errors import FourfoldError, PeerFault
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 
@@ -26,6 +27,8 @@ log = logging.getLogger("fourfold.coordinator")
 
 PERIOD_SECONDS: Final = 1.0
 STALE_SECONDS: Final = 3.5 * PERIOD_SECONDS
+# In one period: a service that sends more would keep this process busy.
+_MOST_REPORTS: Final = 20
 # In which half of a speed that was once measured is forgotten.
 _HALF_LIFE_SECONDS: Final = 60.0
 
@@ -111,7 +114,11 @@ async def watch(client: RolloutClient, load: Load, clock: Clock) -> None:
     while True:
         try:
             async with aclosing(client.watch_load(period=PERIOD_SECONDS)) as reports:
-                while True:
+                began = clock.monotonic()
+                for count in itertools.count():
+                    periods = (clock.monotonic() - began) / PERIOD_SECONDS
+                    if count > _MOST_REPORTS * (periods + 1):
+                        raise PeerFault(client.peer, "FLOOD", f"WatchLoad: {count} reports in {periods:.1f} s")
                     async with asyncio.timeout(STALE_SECONDS):
                         report = await anext(reports, None)
                     if report is None:

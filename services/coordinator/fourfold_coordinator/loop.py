@@ -30,7 +30,7 @@ from fourfold import metrics as m
 from fourfold.config import Config
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import Internal
+from fourfold.errors import Internal, PeerFault
 from fourfold.metrics import MetricsWriter
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
@@ -41,6 +41,7 @@ from .diagnosis import Doctor, Finding
 from .ledger import TRAINER_RESTORED
 from .parts import Parts
 from .recovery import restore
+from .replica import Replica
 from .samples import Batch, SampleWriter
 from .trainer_session import TrainerRestarted
 from .weight_update import Update
@@ -167,18 +168,13 @@ class Loop:
         """
         self.board.phase(run_pb.RUN_PHASE_TRAINING)
         self.ledger.lease(step, batch.sample_ids())
-        timeout, sent = self.config.trainer.step_timeout_seconds, asyncio.Event()
+        sent = asyncio.Event()
         recording = asyncio.ensure_future(self._record(step, batch, sent))
         try:
-            response = await self.session.call(
-                "TrainStep",
-                lambda r: r.trainer.train_step(step, _and_then(batch.experiences(), sent.set), timeout=timeout),
-            )
+            response = await self.session.call("TrainStep", lambda r: self._train_once(r, step, batch, sent.set))
         finally:
             sent.set()
             measured = await recording  # on the disk before the ledger says TRAINED
-        if response.step != step:
-            raise Internal(f"the trainer answered step {response.step} when asked for step {step}")
         self.session.policy_version = response.policy_version
         self.ledger.acknowledge(
             step,
@@ -187,6 +183,16 @@ class Loop:
             data_position=self.collector.position,
         )
         return response, measured
+
+    async def _train_once(
+        self, replica: Replica, step: int, batch: Batch, sent: Callable[[], None]
+    ) -> TrainStepResponse:
+        timeout = self.config.trainer.step_timeout_seconds
+        response = await replica.trainer.train_step(step, _and_then(batch.experiences(), sent), timeout=timeout)
+        if response.policy_version > self.session.policy_version + 1:  # a step makes one version
+            text = f"TrainStep: policy_version {response.policy_version} after {self.session.policy_version}"
+            raise PeerFault(replica.member.peer, "BAD_VERSION", text)
+        return response
 
     async def _record(self, step: int, batch: Batch, sent: asyncio.Event) -> dict[str, float]:
         """Return the batch's metrics; its trajectories are in samples.jsonl then."""
@@ -252,6 +258,7 @@ class Loop:
             uncounted=self.memory.uncounted,
             model=model,
             model_ema=ema,
+            faults=self.router.faults.rows(),
         )
         await asyncio.to_thread(report.write, self.folder, facts, self.ledger.steps(), self.ledger.evals())
         log.info("done: %s; the model is in %s", self.folder / "report.json", model)
@@ -286,6 +293,7 @@ class Loop:
         finite = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
         words = {"diagnosis": "; ".join(f.text for f in found), "alarms": [f.text for f in news]}
         self.ledger.record_metrics(step, {**finite, **words}, seconds=seconds)
+        self.router.faults.save(self.ledger)
 
     def _show_metrics(self, step: int) -> None:
         row = self.ledger.step_row(step)

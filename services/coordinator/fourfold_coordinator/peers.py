@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import Final, Protocol
-
-import numpy as np
-from google.rpc import code_pb2
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import FourfoldError, InvalidInput, Unavailable
-from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.types.v1.experience_pb2 import Experience
-from fourfold.wire import encode
+from fourfold.wire import LARGEST_VERSION
 
 from .choice import Demand, Lengths, call_tokens, prefix_keys
 from .prompts import Prompt
-from .replica import Budget, GivenUp, Replica
+from .replica import Budget, Replica
 from .routing import Router
 from .samples import Trajectory, build_sample, check_completions, sampling_params
-
-# Time for transport and queues on top of what scoring itself may take.
-_SLACK_SECONDS: Final = 30.0
-# Of a per-sample error: the service's trouble, not the sample's. A time-out is the sample's: a function that hangs on
-# it hangs again, and another try costs the whole time once more.
-_SERVICE_TROUBLE: Final = (code_pb2.UNAVAILABLE,)
+from .scoring import Outcome, Scoring
 
 
 class Decoder(Protocol):
@@ -40,23 +28,28 @@ class Decoder(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What scoring one sample came to: a score, or a reason why there is none."""
-
-    score: float | None = None
-    scorer: str = ""
-    reason: str = ""
-    abstained: bool = False
-    error: FourfoldError | None = None
-    """What went wrong; set when another try may help."""
-
-
 class Peers:
     """Calls to the services of a run, each with its retry budget."""
 
-    def __init__(self, config: Config, router: Router, decoder: Decoder) -> None:
+    def __init__(
+        self,
+        config: Config,
+        router: Router,
+        decoder: Decoder,
+        *,
+        newest_version: Callable[[], int] = lambda: LARGEST_VERSION,
+    ) -> None:
+        """Call the replicas of a router.
+
+        Args:
+            config: of the run.
+            router: knows the replicas.
+            decoder: of the run's tokenizer.
+            newest_version: returns the highest policy version that any engine may have seen.
+        """
         self._config = config
+        self._newest_version = newest_version
+        self._scoring = Scoring(config, router)
         self._router = router
         self._decoder = decoder
         self._lengths = Lengths()
@@ -113,7 +106,7 @@ class Peers:
                     completions,
                     who=replica.member.peer,
                     vocabulary_size=replica.vocabulary_size,
-                    max_tokens=params.max_tokens,
+                    newest_version=self._newest_version(),
                 )
             return completions
 
@@ -137,30 +130,8 @@ class Peers:
         return Trajectory(prompt=prompt, sample=sample, completion=self._decoder.decode(completion.token_ids.tolist()))
 
     async def score(self, trajectories: Sequence[Trajectory], budget: Budget) -> list[Outcome]:
-        """Score trajectories, in order. Errors are tried again as far as the budget goes; a missing score is no zero.
-
-        Raises:
-            GivenUp: the services failed too often.
-            ServiceMissing: no reward service came in time.
-        """
-        outcomes: dict[str, Outcome] = {}
-        pending = list(trajectories)
-        while pending:
-            answers = await self._score_once(pending, budget)
-            outcomes |= answers
-            again = _worth_a_try({name: o.error for name, o in answers.items() if o.error is not None}, budget)
-            pending = [t for t in pending if t.sample.sample_id in again]
-        return [outcomes[t.sample.sample_id] for t in trajectories]
-
-    async def _score_once(self, trajectories: Sequence[Trajectory], budget: Budget) -> Mapping[str, Outcome]:
-        timeout = self._config.reward.timeout_seconds * self._config.batch.samples_per_step + _SLACK_SECONDS
-
-        async def work(replica: Replica) -> dict[str, Outcome]:
-            items = [_score_item(t, with_tokens=replica.reads_tokens) for t in trajectories]
-            scores = await replica.reward.score(items, timeout=timeout, max_sample_count=replica.max_items)
-            return {score.sample_id: _outcome(score, replica.scorer) for score in scores}
-
-        return await self._router.call(Role.ROLE_REWARD, work, demand=Demand(samples=len(trajectories)), budget=budget)
+        """Score trajectories, in order: `Scoring.score`."""
+        return await self._scoring.score(trajectories, budget)
 
     async def reference(self, trajectories: Sequence[Trajectory], budget: Budget) -> list[Trajectory]:
         """Return the trajectories with their log-probabilities under the frozen reference.
@@ -178,40 +149,3 @@ class Peers:
             budget=budget,
         )
         return [t.referenced(row) for t, row in zip(trajectories, rows, strict=True)]
-
-
-def _worth_a_try(errors: Mapping[str, FourfoldError], budget: Budget) -> set[str]:
-    """Take one try off the budget for each kind of error; return the samples whose kind had one left."""
-    again: set[str] = set()
-    for data in (False, True):
-        kind = {name: error for name, error in errors.items() if isinstance(error, InvalidInput) is data}
-        if kind:
-            with suppress(GivenUp):
-                budget.lose(next(iter(kind.values())))
-                again |= kind.keys()
-    return again
-
-
-def _score_item(trajectory: Trajectory, *, with_tokens: bool) -> reward.ScoreItem:
-    prompt, sample = trajectory.prompt, trajectory.sample
-    ids_alone = Experience(sample_id=sample.sample_id, group_id=sample.group_id)
-    return reward.ScoreItem(
-        experience=encode(sample) if with_tokens else ids_alone,
-        prompt_text=prompt.text,
-        completion_text=trajectory.completion,
-        answer=prompt.answer,
-        metadata_json=prompt.metadata_json,
-    )
-
-
-def _outcome(score: reward.SampleScore, scorer: str) -> Outcome:
-    match score.WhichOneof("outcome"):
-        case "score":
-            # The shortest decimal of the float32: 0.3 and not 0.30000001192092896, the same bits on the wire.
-            return Outcome(score=float(str(np.float32(score.score))), scorer=scorer)
-        case "abstain_reason":
-            return Outcome(reason=score.abstain_reason or "ABSTAINED", abstained=True)
-    reason = score.error.reason or "SCORE_ERROR"
-    text = f"sample {score.sample_id}: {reason}: {score.error.message}"
-    kind = Unavailable if score.error.code in _SERVICE_TROUBLE else InvalidInput
-    return Outcome(reason=reason, error=kind(text, reason=reason))

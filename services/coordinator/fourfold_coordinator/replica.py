@@ -6,17 +6,18 @@ import asyncio
 import inspect
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import grpc
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import FourfoldError, InvalidInput, Unavailable
+from fourfold.errors import FourfoldError, InvalidInput, Unavailable, WrongState
 from fourfold.reference.client import ReferenceClient
 from fourfold.reward.client import RewardClient
 from fourfold.rollout.client import RolloutClient, RolloutControlClient
 from fourfold.trainer.client import TrainerClient, TrainerWeightClient
 
+from .breaker import Breaker
 from .choice import Demand
 from .load import Load, Ticket
 from .registry import Member
@@ -24,17 +25,26 @@ from .registry import Member
 T = TypeVar("T")
 
 NOT_LOOKED_AT: Final = "not looked at yet"
-_FIRST_BACKOFF_SECONDS: Final = 0.25
-_MAX_BACKOFF_SECONDS: Final = 5.0
-_MAX_REST_SECONDS: Final = 30.0
 
 
 class ServiceMissing(Unavailable):
     """No service of a needed role came in time; the run cannot go on."""
 
 
+class RunEnds(WrongState):
+    """An answer after which the recipe wants the run to end; no other replica is asked."""
+
+
 class GivenUp(FourfoldError):
     """A piece of work has used its retry budget up; `reason` says why, for the ledger."""
+
+
+class Allowance(Protocol):
+    """What a piece of work may lose before it is given up."""
+
+    def lose(self, error: FourfoldError) -> None:
+        """Count one lost try; raise GivenUp or RunEnds when there was none left."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -96,14 +106,24 @@ class Replica:
         """Version of the weights that the broker vouches for; -1: none."""
         self.gone = ""
         """Why it is no member any more; empty while it is."""
-        self._failures = 0
-        self._retry_at = 0.0
+        self.breaker = Breaker()
         self._calls: set[asyncio.Timeout] = set()
 
     @property
     def key(self) -> tuple[str, str]:
         """Name and incarnation."""
         return self.member.member_id, self.member.incarnation
+
+    @property
+    def title(self) -> str:
+        """Name for people, with that of its scorer where it has one."""
+        return f"{self.member.member_id} ({self.scorer})" if self.scorer else self.member.member_id
+
+    @property
+    def trouble(self) -> str:
+        """Why it rests, for people; empty when its last call worked."""
+        error = self.breaker.first
+        return "" if error is None else f"its calls fail and are tried again; the first with {error.reason}: {error}"
 
     @property
     def cache(self) -> tuple[str, str, int]:
@@ -122,10 +142,6 @@ class Replica:
         self.outstanding_size -= demand.size
         self.load.end(ticket)
 
-    def resting(self, now: float) -> bool:
-        """Whether it failed a moment ago."""
-        return now < self._retry_at
-
     def has_room(self, samples: int) -> bool:
         """Whether it may be given that many samples more. What it refused beside other work it may take alone."""
         limits = [self.capacity, self._congested_at if self.outstanding else 0]
@@ -135,12 +151,6 @@ class Replica:
         """Note that it refused `samples` as too many; return whether what we gave it before is the reason."""
         self._congested_at = self.outstanding - samples
         return self._congested_at > 0
-
-    def failed(self, error: FourfoldError, now: float) -> None:
-        """Let it rest: for as long as it asked, else longer each time."""
-        pause = min(_FIRST_BACKOFF_SECONDS * 2.0 ** min(self._failures, 10), _MAX_BACKOFF_SECONDS)
-        self._failures += 1
-        self._retry_at = now + (min(error.retry_after, _MAX_REST_SECONDS) if error.retry_after is not None else pause)
 
     @property
     def present(self) -> bool:
@@ -154,7 +164,8 @@ class Replica:
 
     def worked(self) -> None:
         """Forget earlier failures."""
-        self._failures = self._congested_at = 0
+        self.breaker.worked()
+        self._congested_at = 0
 
     async def call(self, work: Awaitable[T]) -> T:
         """Await `work`, but not after the member's lease has ended.

@@ -14,6 +14,8 @@ report.json, all times in seconds, sizes in bytes:
     first_step                   SHA-256 of its prompts, request seeds and sampled tokens
     answers_before, answers_after  ten sampled answers to the same held-out prompts
     skipped_steps, dropped       steps that changed nothing; dropped samples by reason
+    faults                       what services did wrong: {"peer", "kind", "count", "first"} each: member, reason in
+                                 UPPER_SNAKE_CASE, number of failed calls and samples, text of the first; over all lives
     diagnosis                    what was wrong: {"text", "steps", "first", "last"} each, the most frequent first
     policy_version, model        of the last weights; folder of the export
     model_ema                    folder of the export of their moving average, or null
@@ -27,7 +29,7 @@ import json
 import math
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,7 @@ def build(
     model: str,
     model_ema: str | None = None,
     uncounted: Sequence[str] = (),
+    faults: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the report.
 
@@ -76,6 +79,7 @@ def build(
         model: folder of the export.
         model_ema: folder of the export of the average; None: none is kept.
         uncounted: services whose memory is not in that sum.
+        faults: rows of `Faults`.
     """
     steps, evals = ledger.steps(), ledger.evals()
     before = next((row for row in evals if row.step == 0), None)
@@ -94,6 +98,7 @@ def build(
         "first_step": json.loads(ledger.get(FIRST_STEP) or "{}"),
         "skipped_steps": sum(bool(step.skipped_reason) for step in steps),
         "dropped": ledger.dropped(),
+        "faults": list(faults),
         "diagnosis": history(config, steps),
         "policy_version": steps[-1].policy_version if steps else 0,
         "model": model,

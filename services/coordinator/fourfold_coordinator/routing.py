@@ -20,25 +20,20 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import grpc
 
 from fourfold.clock import Clock
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import (
-    FourfoldError,
-    InvalidInput,
-    Overloaded,
-    PermissionDenied,
-    Unauthenticated,
-)
+from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, Overloaded
 
 from .choice import Candidate, Demand, Prefixes, choose
+from .faults import Faults
 from .load import measure, watch
 from .registry import ROLE_NAMES, Change, Member, Registry
-from .replica import NOT_LOOKED_AT, Budget, Replica, ServiceMissing
+from .replica import NOT_LOOKED_AT, Allowance, Replica, RunEnds, ServiceMissing
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -46,6 +41,14 @@ T = TypeVar("T")
 
 LOOK_SECONDS: Final = 10.0
 _TICK_SECONDS: Final = 0.25
+
+
+class Wait(NamedTuple):
+    """How long a usable replica is waited for."""
+
+    seconds: float
+    key: str = "retry.service_wait_seconds"
+    """Of the recipe, for messages."""
 
 
 class Router:
@@ -60,6 +63,7 @@ class Router:
         clock: Clock,
         wait_seconds: float,
         on_wait: Callable[[str], None] = lambda _what: None,
+        faults: Faults | None = None,
     ) -> None:
         """Follow the registry.
 
@@ -70,10 +74,12 @@ class Router:
             clock: time of back-offs.
             wait_seconds: longest wait for a usable replica.
             on_wait: told what is waited for; empty: nothing.
+            faults: told what fails.
         """
         self.clock = clock
-        self.wait_seconds = wait_seconds
+        self.wait_seconds, self._wait = wait_seconds, Wait(wait_seconds)
         self.on_wait = on_wait
+        self.faults = faults or Faults()
         self._registry = registry
         self._open_channel = open_channel
         self._tokenizer_sha256 = tokenizer_sha256
@@ -99,7 +105,7 @@ class Router:
                     self._registry.expire()
                     for replica in list(self._replicas.values()):
                         busy = replica.key in looking and not looking[replica.key].done()
-                        due = replica.hindrance == NOT_LOOKED_AT and not replica.resting(self.clock.monotonic())
+                        due = replica.hindrance == NOT_LOOKED_AT and not replica.breaker.resting(self.clock.monotonic())
                         if due and not busy:
                             looking[replica.key] = tasks.create_task(self._look(replica))
                         engine = replica.member.role == Role.ROLE_ROLLOUT and replica.present
@@ -136,10 +142,13 @@ class Router:
         work: Callable[[Replica], Awaitable[T]],
         *,
         demand: Demand,
-        budget: Budget,
+        budget: Allowance,
         version: int | None = None,
+        wait: Wait | None = None,
     ) -> T:
         """Have a replica do `work`; after a failure another one, where there is one.
+
+        While `replica.breaker.probing` is set, `work` is the one call that must show that the replica works again.
 
         Args:
             role: a value of `Role`.
@@ -147,31 +156,50 @@ class Router:
             demand: what it adds to the replica's load.
             budget: what it may lose.
             version: of the weights that a rollout service must hold, or a later one; None: any.
+            wait: longest wait for a usable replica; None: the run's.
 
         Raises:
             GivenUp: the budget is used up.
+            RunEnds: `work` or the budget raised it.
             ServiceMissing: no replica came in time.
         """
         avoid: set[tuple[str, str]] = set()
         while True:
-            async with self._use(role, demand, version=version, avoid=avoid) as replica:
+            async with self._use(role, demand, wait or self._wait, version=version, avoid=avoid) as replica:
                 try:
                     result = await replica.call(work(replica))
-                except (PermissionDenied, Unauthenticated):
-                    raise  # no replica will ever answer otherwise
+                except RunEnds:
+                    raise
                 except Overloaded as error:
                     if not replica.congested(demand.samples):  # others keep it busy
-                        replica.failed(error, self.clock.monotonic())
+                        self.failed(replica, error)
                         budget.lose(error)
                 except FourfoldError as error:
                     log.warning("%s failed, trying again: %s", replica.member.member_id, error)
                     avoid.add(replica.key)
-                    if not isinstance(error, InvalidInput):
-                        replica.failed(error, self.clock.monotonic())
+                    self.failed(replica, error)
                     budget.lose(error)
                 else:
-                    replica.worked()
+                    self.worked(replica)
                     return result
+
+    def failed(self, replica: Replica, error: FourfoldError) -> None:
+        """Count a failed call, let the replica rest, and show what is wrong when it fails again and again."""
+        self.faults.saw(replica.member.member_id, error.reason, error.message)
+        breaker, now = replica.breaker, self.clock.monotonic()
+        if isinstance(error, InvalidInput):  # the request's fault, as far as anybody knows
+            return
+        if isinstance(error, DeadlinePassed):
+            breaker.trip(error, now)
+        else:
+            breaker.failed(error, now)
+        if breaker.open and not replica.gone:
+            self.faults.show(replica.member.member_id, replica.title, replica.trouble)
+
+    def worked(self, replica: Replica) -> None:
+        """Note that a call to a replica worked."""
+        replica.worked()
+        self.faults.clear(replica.title)
 
     async def wait_for(self, counts: Mapping[int, int], *, seconds: float | None = None) -> None:
         """Wait until that many services of each role are there. One of each is enough after a while.
@@ -193,7 +221,7 @@ class Router:
             if all(found.values()):
                 complete_by = min(complete_by, now + self.wait_seconds)
             elif now >= end:
-                raise self._missing(next(role for role in counts if not found[role]), patience)
+                raise self._missing(next(role for role in counts if not found[role]), Wait(patience))
             if not short or (all(found.values()) and now >= complete_by):
                 self.on_wait("")
                 return
@@ -221,35 +249,45 @@ class Router:
         replicas = self.replicas(role)
         if not replicas:
             return "none has registered"
-        return "; ".join(f"{r.member.member_id}: {r.hindrance or 'ready'}" for r in replicas)
+        return "; ".join(f"{r.title}: {', '.join(filter(None, (r.hindrance, r.trouble))) or 'ready'}" for r in replicas)
 
     @asynccontextmanager
     async def _use(
-        self, role: int, demand: Demand, *, version: int | None, avoid: set[tuple[str, str]]
+        self, role: int, demand: Demand, wait: Wait, *, version: int | None, avoid: set[tuple[str, str]]
     ) -> AsyncIterator[Replica]:
         async with self._turns[role]:
-            replica = await self._acquire(role, demand, version, avoid)
+            replica = await self._acquire(role, demand, wait, version, avoid)
             ticket = replica.give(demand)
             self._prefixes.give(demand.prefix, replica.cache)
+            probing = replica.breaker.begin()
         try:
             yield replica
         finally:
+            if probing:
+                replica.breaker.end()
             replica.end(demand, ticket)
             self.notify()
 
-    async def _acquire(self, role: int, demand: Demand, version: int | None, avoid: set[tuple[str, str]]) -> Replica:
-        end = self.clock.monotonic() + self.wait_seconds
+    async def _acquire(
+        self, role: int, demand: Demand, wait: Wait, version: int | None, avoid: set[tuple[str, str]]
+    ) -> Replica:
+        end = self.clock.monotonic() + wait.seconds
         while True:
             usable = [r for r in self.replicas(role) if self._usable(r, version)]
             free = {r.member.member_id: r for r in usable if r.has_room(demand.samples)}
             if free:
-                self.on_wait("")
-                return free[choose(self._candidates(free.values(), demand, avoid), demand.size).name]
+                chosen = free[choose(self._candidates(free.values(), demand, avoid), demand.size).name]
+                if not chosen.breaker.open:
+                    self.on_wait("")
+                return chosen
             now = self.clock.monotonic()
-            if any(r.outstanding for r in usable):  # they are busy; the deadlines of their calls bound that
-                end = now + self.wait_seconds
+            # Busy ones are bounded by the deadlines of their calls, resting ones by the budget of those who try them.
+            if any(r.outstanding for r in usable) or self._coming_back(role, version, now):
+                end = now + wait.seconds
+                if not usable:
+                    self.on_wait(f"a {ROLE_NAMES[role]} service ({self.explain(role)})")
             elif now >= end:
-                raise self._missing(role, self.wait_seconds, samples=demand.samples if usable else 0)
+                raise self._missing(role, wait, samples=demand.samples if usable else 0)
             else:
                 self.on_wait(f"a {ROLE_NAMES[role]} service ({self.explain(role)})")
             await self.changed(timeout=_TICK_SECONDS)
@@ -269,11 +307,16 @@ class Router:
         ]
 
     def _usable(self, replica: Replica, version: int | None) -> bool:
-        if replica.hindrance or replica.resting(self.clock.monotonic()):
-            return False
-        return version is None or replica.version >= version
+        return self._fits(replica, version) and replica.breaker.admits(self.clock.monotonic())
 
-    def _missing(self, role: int, seconds: float, *, samples: int = 0) -> ServiceMissing:
+    def _fits(self, replica: Replica, version: int | None) -> bool:
+        return not replica.hindrance and (version is None or replica.version >= version)
+
+    def _coming_back(self, role: int, version: int | None, now: float) -> bool:
+        """Whether a replica that fits only rests, or has the call that must show that it works again."""
+        return any(self._fits(r, version) and not r.breaker.admits(now) for r in self.replicas(role))
+
+    def _missing(self, role: int, wait: Wait, *, samples: int = 0) -> ServiceMissing:
         """Return the error that nobody can be asked; `samples`: that nobody takes so many at once, though idle."""
         name = ROLE_NAMES[role]
         if samples:
@@ -284,8 +327,8 @@ class Router:
                 reason=f"NO_{name.upper()}_SERVICE",
             )
         return ServiceMissing(
-            f"no usable {name} service for {seconds:g} s ({self.explain(role)}); look at its log, start one "
-            f"with `fourfold serve {name}`, or raise retry.service_wait_seconds",
+            f"no usable {name} service for {wait.seconds:g} s ({self.explain(role)}); look at its log, start one "
+            f"with `fourfold serve {name}`, or raise {wait.key}",
             reason=f"NO_{name.upper()}_SERVICE",
         )
 
@@ -298,6 +341,7 @@ class Router:
                 self._watches.pop(replica).cancel()
             # Who leaves of its own will finishes what it has begun; who fell silent will not answer.
             replica.leave(change.value, cut=change is not Change.LEFT)
+            self.faults.gone(member.member_id)
             self._leaving.append(replica)
             log.info("%s is gone: %s", member.member_id, change.value)
         self.notify()
@@ -312,7 +356,7 @@ class Router:
         try:
             await replica.call(self._describe(replica))
         except FourfoldError as error:
-            replica.failed(error, self.clock.monotonic())
+            self.failed(replica, error)
             log.warning("%s does not say who it is: %s", replica.member.member_id, error)
 
     async def _describe(self, replica: Replica) -> None:
@@ -333,6 +377,7 @@ class Router:
                 tokenizer = reference.tokenizer_sha256
         if tokenizer != self._tokenizer_sha256:
             hindrance = f"it has another tokenizer ({tokenizer.hex()[:12] or 'none'}) than the run"
-        replica.worked()
+        self.faults.clear(replica.member.member_id)  # it had no scorer's name before
+        self.worked(replica)
         self.hinder(replica, hindrance)
         self.notify()

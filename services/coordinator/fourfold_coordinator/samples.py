@@ -26,7 +26,7 @@ import numpy as np
 
 from fourfold import metrics as m
 from fourfold.config import Config
-from fourfold.errors import Unavailable
+from fourfold.errors import PeerFault, Unavailable
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.types.v1.experience_pb2 import Experience
@@ -165,30 +165,34 @@ def build_sample(
     )
 
 
-def check_completions(completions: Sequence[Completion], *, who: str, vocabulary_size: int, max_tokens: int) -> None:
-    """Refuse what cannot be trained on, so that another replica is asked.
+def check_completions(
+    completions: Sequence[Completion], *, who: str, vocabulary_size: int, newest_version: int
+) -> None:
+    """Refuse what cannot be trained on, so that another replica is asked. The client has checked the rest.
 
     Args:
         completions: of one call.
         who: sampled them, for messages.
         vocabulary_size: of the model.
-        max_tokens: that were asked for.
+        newest_version: highest policy version that an engine may have seen.
 
     Raises:
-        Unavailable: the engine gave a sample up, or what it sent cannot be right.
+        Unavailable: the engine gave a sample up.
+        PeerFault: what it sent cannot be right.
     """
     for completion in completions:
-        count = len(completion.token_ids)
         if completion.finish_reason == rollout.FINISH_REASON_ABORTED:
             raise Unavailable(f"{who}: the engine gave the request up", reason="ABORTED")
         if completion.finish_reason not in (rollout.FINISH_REASON_STOP, rollout.FINISH_REASON_LENGTH):
-            raise Unavailable(f"{who}: unknown finish_reason {completion.finish_reason}", reason="BAD_SAMPLE")
-        if not 1 <= count <= max_tokens:
-            raise Unavailable(f"{who}: {count} tokens sampled; asked for 1 to {max_tokens}", reason="BAD_SAMPLE")
+            raise PeerFault(who, "BAD_SAMPLE", f"unknown finish_reason {completion.finish_reason}")
+        if not len(completion.token_ids):
+            raise PeerFault(who, "BAD_SAMPLE", "a sample without tokens")
         if int(completion.token_ids.view(np.uint32).max()) >= vocabulary_size:  # a negative id is a large one
-            raise Unavailable(f"{who}: sampled ids outside the vocabulary [0, {vocabulary_size})", reason="BAD_SAMPLE")
-        if not bool(((completion.logprobs <= 0) & (completion.logprobs > -np.inf)).all()):  # NaN fails it, too
-            raise Unavailable(f"{who}: log-probabilities that are NaN, -inf or above 0", reason="BAD_SAMPLE")
+            raise PeerFault(who, "BAD_SAMPLE", f"sampled ids outside the vocabulary [0, {vocabulary_size})")
+        if (version := completion.version_spans[-1].policy_version) > newest_version:  # they never go back
+            raise PeerFault(
+                who, "BAD_VERSION", f"tokens of policy_version {version}; {newest_version} is the newest that was sent"
+            )
 
 
 def sampling_params(config: Config, prompt: Prompt, seed: int) -> rollout.SamplingParams:

@@ -36,6 +36,7 @@ from fourfold.tokenizer import Tokenizer
 from .broker import Broker
 from .certificates import Certificates
 from .evaluate import Evaluator
+from .faults import Faults
 from .ledger import Ledger
 from .loop import PEAK_MEMORY, Loop
 from .membership import MembershipServicer
@@ -110,6 +111,7 @@ class Coordinator:
             clock=SYSTEM_CLOCK,
             wait_seconds=config.retry.service_wait_seconds,
             on_wait=self._board.wait_for,
+            faults=Faults(report=self._board.report, resolve=self._board.resolve),
         )
         self._certificates = Certificates(self._host.security, self._registry, self._board, own=options.member_id)
         self._host.server.add(
@@ -173,7 +175,8 @@ class Coordinator:
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer)
         remember(prompts, ledger)
         session = TrainerSession(self._router, config, tokenizer_sha256=self._tokenizer.sha256)
-        peers = Peers(config, self._router, self._tokenizer)
+        peers = Peers(config, self._router, self._tokenizer, newest_version=ledger.highest_version)
+        self._router.faults.load(ledger)
         return Parts(
             config=config,
             folder=self._folder,

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import DeadlinePassed, Overloaded, Unavailable, WrongState
+from fourfold.errors import DeadlinePassed, Overloaded, PeerFault, Unavailable, WrongState
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
 from .replica import Replica
@@ -93,7 +93,8 @@ class TrainerSession:
             replica = await find()
             try:
                 return await replica.call(work(replica))
-            except (Unavailable, DeadlinePassed, Overloaded) as error:
+            except (Unavailable, DeadlinePassed, Overloaded, PeerFault) as error:
+                self._router.faults.saw(replica.member.member_id, error.reason, error.message)
                 tries += 1
                 first = first or self._router.clock.monotonic()
                 # A trainer that died holds its lease for a while and is started again: as much time as any service has.

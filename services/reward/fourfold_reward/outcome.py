@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
+from fourfold.text import MAX_COMPONENTS, MAX_ERROR, clean, is_key
 from fourfold_reward.sample import Abstain, Score
 
 NO_SCORE: Final = "NO_SCORE"
-MAX_COMPONENTS: Final = 64
-MAX_MESSAGE_CHARACTERS: Final = 1000
+MAX_MESSAGE_CHARACTERS: Final = MAX_ERROR
 
 # Error reason -> name of the google.rpc.Code that travels with it. UNAVAILABLE and DEADLINE_EXCEEDED tell the caller
 # that a retry may help.
@@ -48,8 +48,7 @@ class Outcome:
     @classmethod
     def error(cls, reason: str, message: str, *, code: str = "") -> Self:
         """Return an error; the message is cut to its limit, the code is the reason's own unless given."""
-        if len(message) > MAX_MESSAGE_CHARACTERS:
-            message = message[: MAX_MESSAGE_CHARACTERS - 3] + "..."
+        message = clean(message, MAX_MESSAGE_CHARACTERS)
         return cls(error_reason=reason, error_code=code or ERROR_CODES[reason], message=message)
 
     def to_json(self) -> dict[str, Any]:
@@ -128,8 +127,8 @@ def _scored(value: object, components: object) -> Outcome:
     parts: dict[str, float] = {}
     for name, raw in components.items():
         part = _number(raw)
-        if not isinstance(name, str) or not 1 <= len(name) <= 64:
-            raise ValueError(f"component name {_show(name)}: it must be a text of 1 to 64 characters")
+        if not isinstance(name, str) or not is_key(name):
+            raise ValueError(f"component name {_show(name)}: it must be 1 to 64 letters, digits, spaces and ._:/@+-")
         if part is None:
             return Outcome.error("NOT_A_NUMBER", f"component {name!r} is {_show(raw)}; it must be a number")
         if not _fits(part):

@@ -29,9 +29,10 @@ from types import TracebackType
 from typing import Any, BinaryIO, Final, NoReturn
 
 from fourfold import sandbox
+from fourfold.text import clean
 from fourfold_reward import frames, loader, verifiers
 from fourfold_reward.loader import Verifier, VerifierError
-from fourfold_reward.outcome import Outcome, from_result
+from fourfold_reward.outcome import MAX_MESSAGE_CHARACTERS, Outcome, from_result
 from fourfold_reward.sample import RewardFunction, ScoreInput
 from fourfold_reward.verifiers import BadMetadata, NotOffered
 
@@ -74,6 +75,7 @@ class Worker:
         self._pipes = pipes
         self._evaluating: set[str] = set()
         self._functions: dict[str, RewardFunction] = {}
+        self._files: dict[str, str] = {}  # in which they are written
         self._runner = asyncio.Runner()  # one loop for the worker's life: clients of async functions stay connected
         self._reported: set[str] = set()
 
@@ -94,7 +96,8 @@ class Worker:
         except VerifierError as error:
             return {"error": str(error)}
         except BaseException as error:  # user code may raise SystemExit or KeyboardInterrupt, too
-            text = self._explain(error)
+            file = request["load"]["file"] if loading else self._files.get(request["verifier"], "")
+            text = self._explain(error, file)
             return {"error": text} if loading else Outcome.error("RAISED", text).to_json()
 
     def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,6 +105,7 @@ class Worker:
         self._functions[verifier.name] = function
         if verifiers.may_evaluate_text(verifier.name, request["options"]):
             self._evaluating.add(verifier.name)
+        self._files[verifier.name] = _file_of(function)
         return {"version": verifier.version}
 
     def _score(self, request: Mapping[str, Any]) -> Outcome:
@@ -149,18 +153,22 @@ class Worker:
         finally:
             os._exit(1)
 
-    def _explain(self, error: BaseException) -> str:
-        """Return type, text and place of an error; print its traceback when it is a new one."""
-        place = _place(error.__traceback__)
-        text = f"{type(error).__name__}: {error}".rstrip(": ") + (f" ({place})" if place else "")
-        if self._policy is not None and _was_refused(error):
-            text += "; the sandbox may have refused this: see reward.network and reward.sandbox"
+    def _explain(self, error: BaseException, file: str) -> str:
+        """Return type, text and place of an error; print its traceback when it is a new one.
+
+        The text is cut before the place: a caller needs the place most.
+        """
+        place = _place(error.__traceback__, file)
         kind = f"{type(error).__name__} at {place}"
         if kind not in self._reported:
             self._reported.add(kind)
             sys.stderr.write(f"a reward function raised; this is printed once for each {kind}\n")
             traceback.print_exception(error, limit=-20)
-        return text
+        suffix = f" ({place})" if place else ""
+        if self._policy is not None and _was_refused(error):
+            suffix += "; the sandbox may have refused this: see reward.network and reward.sandbox"
+        text = clean(f"{type(error).__name__}: {error}".rstrip(": "), MAX_MESSAGE_CHARACTERS - len(suffix))
+        return text + suffix
 
 
 async def _await(result: Any) -> Any:
@@ -181,10 +189,21 @@ def _was_refused(error: BaseException) -> bool:
     return isinstance(error, PermissionError) or os.strerror(errno.EPERM) in str(error)
 
 
-def _place(trace: TracebackType | None) -> str:
-    """Return "file.py:line" of the innermost frame that is not this package's."""
-    frames_outside = [f for f in traceback.extract_tb(trace) if not f.filename.startswith((_HERE, "<"))]
-    return f"{Path(frames_outside[-1].filename).name}:{frames_outside[-1].lineno}" if frames_outside else ""
+def _place(trace: TracebackType | None, file: str) -> str:
+    """Return "file.py:line" of the innermost frame in the function's own file, or else outside of this package.
+
+    What a library raises deep inside of itself tells its user little.
+    """
+    found = [f for f in traceback.extract_tb(trace) if not f.filename.startswith((_HERE, "<"))]
+    found = [f for f in found if f.filename == file] or found
+    return clean(f"{Path(found[-1].filename).name}:{found[-1].lineno}", 200) if found else ""
+
+
+def _file_of(function: RewardFunction) -> str:
+    """Return the file that a function, or a callable object, is written in; empty where it is written in C."""
+    inner = inspect.unwrap(function)
+    code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
+    return str(code.co_filename) if code else ""
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:

@@ -1,0 +1,84 @@
+"""Checks the stream of a Generate call, chunk by chunk: what a caller reads of it can be relied on."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from fourfold.channel import require
+from fourfold.errors import PeerFault
+from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold.wire import LARGEST_VERSION
+
+_MAX_TOKENS: Final = 1 << 20
+"""Tokens of a sample whose request has no max_tokens."""
+
+
+def sample_count(request: pb.GenerateRequest) -> int:
+    """Return the samples that a request asks for."""
+    return request.sample_count if request.HasField("sample_count") else 1
+
+
+class StreamCheck:
+    """What has come of each sample of one request. Its methods raise PeerFault."""
+
+    def __init__(self, request: pb.GenerateRequest, *, peer: str) -> None:
+        count, params = sample_count(request), request.sampling_params
+        self._peer, self._name = peer, f"Generate of {request.request_id}"
+        self._most = params.max_tokens if params.HasField("max_tokens") else _MAX_TOKENS
+        self._versions = [request.min_policy_version] * count  # of the newest token of each sample
+        self._tokens = [0] * count
+        self._open = set(range(count))
+
+    def check_size(self, response: pb.GenerateResponse) -> None:
+        """Refuse a response that says nothing: a stream of them would have no end."""
+        self._require(bool(response.chunks), "a response has no chunks; it must have at least one")
+
+    def add(self, chunk: pb.SampleChunk) -> None:
+        """Take the next chunk."""
+        index, version, count = chunk.sample_index, chunk.policy_version, len(self._tokens)
+        if index not in self._open:
+            known = 0 <= index < count
+            rule = "goes on after its finish_reason" if known else f"was not asked for; there are {count}"
+            raise PeerFault(self._peer, "WRONG_SAMPLE", f"{self._name}: sample {index} {rule}")
+        what, size = f"sample {index}", self._check_tokens(chunk)
+        if size:
+            self._require(
+                self._versions[index] <= version <= LARGEST_VERSION,
+                f"{what} has tokens of policy_version {version}; {self._versions[index]} or a later one is due",
+                "BAD_VERSION",
+            )
+            self._versions[index] = version
+        self._tokens[index] += size
+        rule = f"{what} has more tokens than the {self._most} that were asked for"
+        self._require(self._tokens[index] <= self._most, rule, "TOO_MANY_TOKENS")
+        if chunk.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
+            self._open.discard(index)
+        else:
+            self._require(size > 0, f"{what} has a chunk with neither tokens nor a finish_reason")
+
+    def check_end(self) -> None:
+        """Know that the stream has ended."""
+        left = f"the stream ended before sample {min(self._open, default=0)} was finished"
+        self._require(not self._open, left, "UNFINISHED")
+
+    def _check_tokens(self, chunk: pb.SampleChunk) -> int:
+        """Return the number of a chunk's tokens."""
+        size, data = len(chunk.token_ids), chunk.logprobs
+        self._require(
+            not size % 4 and len(data) == size,
+            f"sample {chunk.sample_index} has {size} bytes of token_ids and {len(data)} of logprobs; both must be 4 "
+            f"bytes a token",
+            "WRONG_LENGTH",
+        )
+        values = np.frombuffer(data, "<f4")
+        self._require(
+            bool(((values <= 0) & (values > -np.inf)).all()),  # NaN fails it, too
+            f"sample {chunk.sample_index} has log-probabilities that are NaN, -inf or above 0",
+            "NOT_FINITE",
+        )
+        return size // 4
+
+    def _require(self, holds: bool, rule: str, kind: str = "BAD_RESPONSE") -> None:
+        require(holds, rule, peer=self._peer, name=self._name, kind=kind)

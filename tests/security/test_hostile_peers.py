@@ -1,0 +1,213 @@
+"""Answers of rollout, trainer and reference services that cannot be: another try, named in the report; not the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from fourfold.errors import DeadlinePassed, FourfoldError, PeerFault
+from fourfold.reference.v1 import reference_service_pb2 as reference
+from fourfold.rollout.client import RolloutClient
+from fourfold.rollout.v1 import rollout_control_service_pb2 as control
+from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.trainer.v1 import trainer_service_pb2 as trainer
+from fourfold.wire import pack_floats
+from fourfold_coordinator import load
+from fourfold_coordinator.load import Load
+from tests.conftest import Serve
+from tests.contract import conftest
+from tests.fakes.clock import FakeClock
+from tests.fakes.servicers import Rollout
+from tests.fakes.stage import Stage, check_books
+from tests.fakes.toy import Context
+from tests.fakes.toy_rollout import FakeRollout
+from tests.fakes.toy_scorers import FakeReference
+from tests.fakes.toy_trainer import FakeTrainer
+
+make_stage = conftest.make_stage
+
+
+def kinds(stage: Stage, peer: str) -> set[str]:
+    return {row["kind"] for row in stage.report()["faults"] if row["peer"] == peer}
+
+
+class LyingRollout(FakeRollout):
+    """Answers every second call well."""
+
+    spoil: Callable[[rollout.SampleChunk], None]
+
+    async def Generate(
+        self, request: rollout.GenerateRequest, context: Context
+    ) -> AsyncIterator[rollout.GenerateResponse]:
+        bad = len(self.requests) % 2 == 0
+        async for response in super().Generate(request, context):
+            if bad:
+                type(self).spoil(response.chunks[0])
+            yield response
+
+
+def future(chunk: rollout.SampleChunk) -> None:
+    chunk.policy_version += 1000
+
+
+def outside(chunk: rollout.SampleChunk) -> None:
+    chunk.token_ids = b"\xff\xff\xff\x7f" + chunk.token_ids[4:]
+
+
+def not_finite(chunk: rollout.SampleChunk) -> None:
+    chunk.logprobs = pack_floats(np.full(len(chunk.logprobs) // 4, np.nan, np.float32))
+
+
+def endless(chunk: rollout.SampleChunk) -> None:
+    chunk.token_ids, chunk.logprobs = chunk.token_ids * 50, chunk.logprobs * 50
+
+
+def repeated(chunk: rollout.SampleChunk) -> None:
+    chunk.sample_index = 0
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind"),
+    [
+        (future, "BAD_VERSION"),
+        (outside, "BAD_SAMPLE"),
+        (not_finite, "NOT_FINITE"),
+        (endless, "TOO_MANY_TOKENS"),
+        (repeated, "WRONG_SAMPLE"),
+    ],
+)
+async def test_samples_that_cannot_be_are_sampled_again(
+    make_stage: Callable[..., Stage], spoil: Callable[[rollout.SampleChunk], None], kind: str
+) -> None:
+    stage = make_stage(steps=1, retry={"infrastructure": 50}, evaluation={"samples_per_prompt": 1})
+    lying = LyingRollout("rollout-0", stage.config)
+    LyingRollout.spoil = staticmethod(spoil)
+    stage.rollouts = [lying]
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert kinds(stage, "rollout-0") == {kind} and stage.report()["dropped"] == {}
+
+
+async def test_an_engine_that_claims_a_huge_version_is_left_out_and_moves_no_version(
+    make_stage: Callable[..., Stage],
+) -> None:
+    class Claiming(FakeRollout):
+        async def DescribeEngine(
+            self, request: control.DescribeEngineRequest, context: Context
+        ) -> control.DescribeEngineResponse:
+            about = await super().DescribeEngine(request, context)
+            about.policy_version = 1 << 52
+            return about
+
+    stage = make_stage(steps=2, rollout={"replicas": 2})
+    stage.rollouts.append(Claiming("rollout-1", stage.config))
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert stage.trainer.version < 10 and "BAD_VERSION" in kinds(stage, "rollout-1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"step": 7}, "WRONG_STEP"),
+        ({"policy_version": 2**63 - 1}, "BAD_VERSION"),
+        ({"policy_version": 12}, "BAD_VERSION"),
+        ({"skipped_reason": "no \x1b[31mreason"}, "BAD_RESPONSE"),
+        ({"metrics": {"\x1b[2J": 1.0}}, "BAD_RESPONSE"),
+    ],
+)
+async def test_an_answer_to_a_step_that_cannot_be_is_asked_for_again(
+    make_stage: Callable[..., Stage], changes: dict[str, Any], kind: str
+) -> None:
+    class Lying(FakeTrainer):
+        lies = 1
+
+        async def TrainStep(
+            self, request_iterator: AsyncIterator[trainer.TrainStepRequest], context: Context
+        ) -> trainer.TrainStepResponse:
+            answer = await super().TrainStep(request_iterator, context)
+            if not self.lies:
+                return answer
+            self.lies -= 1
+            fields = {"step": answer.step, "policy_version": answer.policy_version, **changes}
+            return trainer.TrainStepResponse(**fields)
+
+    stage = make_stage(steps=1)
+    stage.trainer = Lying("trainer-0", stage.config)
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert kinds(stage, "trainer-0") == {kind}
+
+
+async def test_a_reference_that_answers_rubbish_is_asked_again(make_stage: Callable[..., Stage]) -> None:
+    class Lying(FakeReference):
+        lies = 3
+
+        async def ComputeLogprobs(
+            self, request: reference.ComputeLogprobsRequest, context: Context
+        ) -> reference.ComputeLogprobsResponse:
+            answer = await super().ComputeLogprobs(request, context)
+            self.lies -= 1
+            match self.lies:
+                case 2:
+                    del answer.logprobs[0]
+                case 1:
+                    answer.logprobs[0] = answer.logprobs[0][:-4]
+                case 0:
+                    answer.logprobs[0] = pack_floats(np.full(len(answer.logprobs[0]) // 4, 1e30, np.float32))
+            return answer
+
+    stage = make_stage(steps=1, algorithm={"kl": {"coef": 0.1}})
+    stage.others.append(Lying("reference-0", stage.config))
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert kinds(stage, "reference-0") == {"WRONG_COUNT", "WRONG_LENGTH", "NOT_FINITE"}
+
+
+async def test_a_flood_of_load_reports_is_ended(serve: Serve, clock: FakeClock) -> None:
+    sent = 0
+
+    class Flood(Rollout):
+        async def WatchLoad(self, request: Any, context: Any) -> AsyncIterator[rollout.WatchLoadResponse]:
+            nonlocal sent
+            while True:
+                sent += 1
+                yield rollout.WatchLoadResponse(policy_version=1)
+
+    client = RolloutClient(await serve(Flood().servicer()), peer="rollout-0")
+    taken: list[rollout.WatchLoadResponse] = []
+
+    class Counting(Load):
+        def take(self, report: rollout.WatchLoadResponse, now: float) -> None:
+            taken.append(report)
+
+    task = asyncio.create_task(load.watch(client, Counting(), clock))
+    async with asyncio.timeout(10):
+        while not clock.slept:  # it has given the stream up, and rests before it opens another one
+            await asyncio.sleep(0.01)
+    task.cancel()
+    assert len(taken) == 21 and clock.slept == [1.0]
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_deadline_that_has_not_passed_is_no_deadline(serve: Serve, late: bool) -> None:
+    class Early(Rollout):
+        async def GetInfo(self, request: rollout.GetInfoRequest, context: Context) -> rollout.GetInfoResponse:
+            if late:
+                await asyncio.sleep(30)
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")
+            raise AssertionError
+
+    client = RolloutClient(await serve(Early().servicer()), peer="rollout-0")
+    with pytest.raises(FourfoldError) as error:
+        await client.get_info(timeout=0.3 if late else 20)
+    assert isinstance(error.value, DeadlinePassed if late else PeerFault)

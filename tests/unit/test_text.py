@@ -1,0 +1,64 @@
+"""Texts of other processes: what is left of them, and which names pass."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold.coordinator.v1 import run_service_pb2 as run
+from fourfold.reward.v1 import reward_service_pb2 as reward
+from fourfold.scrub import scrub
+from fourfold.text import clean, is_key, is_reason
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("KeyError: 'answer' (scorer.py:7)", "KeyError: 'answer' (scorer.py:7)"),
+        ("gr\u00fc\u00df dich \u4f60\u597d", "gr\u00fc\u00df dich \u4f60\u597d"),
+        ("\x1b[31mred\x1b[0m", "red"),
+        ("\x1b]0;title\x07after", "after"),
+        ("\x9b2Jgone", "gone"),
+        ("a\x1b(Bb\x1bMc", "abc"),
+        ("a\r\nb\tc\u2028d\u00a0e", "a  b c d e"),
+        ("a\x00\x08\x7f\x85b", "a b"),
+        ("abc\u202edcb\u2066x\u200e\u200b\ufeff", "abcdcbx"),
+        ("half \udcff pair", "half  pair"),
+    ],
+)
+def test_a_text_is_left_without_what_steers_a_terminal(text: str, left: str) -> None:
+    assert clean(text) == left
+
+
+@given(st.text(max_size=300), st.integers(3, 40))
+def test_whatever_comes_can_be_printed_and_fits(text: str, limit: int) -> None:
+    result = clean(text, limit)
+    assert len(result) <= limit and result.isprintable()
+    assert clean(result, limit) == result
+
+
+def test_a_long_text_is_cut() -> None:
+    assert clean("x" * 50, 10) == "xxxxxxx..."
+    assert len(clean("\x1b[31m" * 1_000_000 + "x", 100)) <= 100
+
+
+def test_names_have_an_alphabet() -> None:
+    assert all(map(is_reason, ("RAISED", "A1_B")))
+    assert not any(map(is_reason, ("", "raised", "1A", "A B", "A" * 64, "RAISED\n")))
+    assert all(map(is_key, ("train/loss", "format ok", "\u00fcbung", "a.b:c@1-2+3")))
+    assert not any(map(is_key, ("", " a", "a" * 65, "a\n", "\x1b[2J", "a\u202eb", "a<b>")))
+
+
+def test_every_string_of_a_message_is_cleaned_whereever_it_is() -> None:
+    status = run.RunStatus(
+        failure="a\x1b[2Jb",
+        members=[run.Member(member_id="m\x07")],
+        steps=[run.StepRecord(step=1, alarms=["fine", "x\ny"], metrics={"loss": 1.0})],
+    )
+    scrub(status)
+    assert (status.failure, status.members[0].member_id) == ("ab", "m")
+    assert list(status.steps[0].alarms) == ["fine", "x y"]
+    score = reward.ScoreResponse(scores=[reward.SampleScore(error=reward.SampleError(code=2, message="\x1b[1mhi"))])
+    scrub(score)
+    assert score.scores[0].error.message == "hi"

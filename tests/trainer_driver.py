@@ -61,7 +61,8 @@ class Case:
     comes first. copy: load `source`, save, the third step. average: three steps; saves after the second, then back, and
     the third again. parts: a gradient is discarded, then three steps of two parts each, the second with another
     learning rate and norm, and looked up in between. stream: a step, then the weights as they are exported and as they
-    would be sent. split: the first step, again and again, of every batch of SPLITS with each of its budgets; saves
+    would be sent. export: a step, then the weights
+    twice, the second time after a pass without gradients. split: the first step, again and again, of every batch of SPLITS with each of its budgets; saves
     after each, in a folder of its own."""
     folder: str = ""
     """For the checkpoint."""
@@ -281,6 +282,26 @@ def stream(run: Run) -> dict[str, Any]:
     return seen
 
 
+def export(run: Run) -> dict[str, Any]:
+    """Return the weights right after a step and again after a pass without gradients, which prefetches parameters."""
+    run.logprobs()
+    run.train(1)
+    seen: dict[str, Any] = {"after step": run.weights("0"), "logprobs": run.logprobs()}
+    seen["in_flight"] = statuses(run.engine).count("INFLIGHT")
+    seen["after pass"] = run.weights("1")
+    seen["logprobs again"] = run.logprobs()
+    run.train(2)
+    seen["losses"] = run.losses
+    run.close()
+    return seen
+
+
+def statuses(engine: RankGroup) -> list[str]:
+    """Return what DeepSpeed says of each of the policy's parameters on rank 0."""
+    model: Any = engine._worker.policy._model  # type: ignore[attr-defined]
+    return [p.ds_status.name for p in model.parameters()]
+
+
 def offloads(engine: RankGroup) -> list[bool]:
     """Return whether DeepSpeed has the policy's optimizer, and its parameters, in main memory."""
     optimizer: Any = engine._worker.policy._engine.optimizer  # type: ignore[attr-defined]
@@ -306,7 +327,7 @@ def split(run: Run) -> dict[str, Any]:
     return {}
 
 
-WHOLE = {"copy": copy, "average": average, "split": split, "stream": stream}
+WHOLE = {"copy": copy, "average": average, "export": export, "split": split, "stream": stream}
 
 
 def perform(case: Case, folder: Path) -> dict[str, Any]:

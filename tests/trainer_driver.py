@@ -8,6 +8,7 @@ of this process, as in the service.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -61,15 +62,16 @@ class Case:
     comes first. copy: load `source`, save, the third step. average: three steps; saves after the second, then back, and
     the third again. parts: a gradient is discarded, then three steps of two parts each, the second with another
     learning rate and norm, and looked up in between. stream: a step, then the weights as they are exported and as they
-    would be sent. export: a step, then the weights
-    twice, the second time after a pass without gradients. split: the first step, again and again, of every batch of SPLITS with each of its budgets; saves
-    after each, in a folder of its own."""
+    would be sent. export: a step, then the weights twice, the second time after a pass without gradients; nothing is
+    saved. split: the first step, again and again, of every batch of SPLITS with each of its budgets; saves after each,
+    in a folder of its own."""
     folder: str = ""
     """For the checkpoint."""
     source: str = ""
     """Folder of another case's checkpoint."""
     ema: float = 0.0
     lora: dict[str, Any] = field(default_factory=dict)
+    liger: bool = False
     optimizer: str = "adamw"
     offload: str = "none"
     router_coef: float = 0.0
@@ -132,6 +134,7 @@ def config_of(case: Case) -> Config:
                 "step_timeout_seconds": 60,
                 "weight_decay": 0.01,
                 "lora": case.lora,
+                "liger_kernels": case.liger,
             },
         }
     )
@@ -286,14 +289,19 @@ def export(run: Run) -> dict[str, Any]:
     """Return the weights right after a step and again after a pass without gradients, which prefetches parameters."""
     run.logprobs()
     run.train(1)
-    seen: dict[str, Any] = {"after step": run.weights("0"), "logprobs": run.logprobs()}
+    seen: dict[str, Any] = {"after step": digest(run.weights("0")), "logprobs": run.logprobs()}
     seen["in_flight"] = statuses(run.engine).count("INFLIGHT")
-    seen["after pass"] = run.weights("1")
+    seen["after pass"] = digest(run.weights("1"))
     seen["logprobs again"] = run.logprobs()
     run.train(2)
     seen["losses"] = run.losses
     run.close()
     return seen
+
+
+def digest(weights: Float32Array) -> str:
+    """Return a short stand-in for the weights of a large model."""
+    return hashlib.sha256(weights.tobytes()).hexdigest()
 
 
 def statuses(engine: RankGroup) -> list[str]:

@@ -98,7 +98,8 @@ class DeepSpeedPolicy(Trained):
 
     def _gathered(self, parameters: list[Any]) -> AbstractContextManager[Any]:
         """Gather parameters for a block; only inside of `gathering`."""
-        return deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3 and bool(parameters))
+        whole: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(parameters)
+        return whole if self._stage == 3 and parameters else nullcontext()
 
     def _exported(self, name: str, parameter: Any) -> Tensor:
         """Return a weight on the CPU, with its adapter in it."""

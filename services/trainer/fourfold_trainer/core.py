@@ -76,9 +76,12 @@ class TrainerCore:
         self._engine: Engine | None = None
         self._store: CheckpointStore | None = None
         self._stopped = False
+        self._known_changes = 0
+        """Of the engine, when the status was last made to say what it holds."""
         self._thread = EngineThread(
             limit_seconds=config.trainer.step_timeout_seconds,
             on_phase=lambda phase: self._set(phase=phase),
+            is_known=lambda: self._engine is None or self._engine.change_count == self._known_changes,
             fatal=fatal,
         )
         self.transfers = Transfers(
@@ -329,6 +332,8 @@ class TrainerCore:
 
     def _set(self, **changes: Any) -> None:
         """Replace fields of the status, and tell the watchers."""
+        if self._engine is not None and ("state" in changes or "gradient" in changes):
+            self._known_changes = self._engine.change_count
         new = replace(self._status, **changes)
         if new == self._status:
             return

@@ -137,7 +137,7 @@ class EngineThread:
             else:
                 self._fail(job, f"the engine stopped in the middle of {job.phase.value}: {error.message}")
         except EngineFailedError as error:
-            self._fail(job, f"the engine failed while {job.phase.value}: {error}")
+            self._fail(job, str(error))
         except BaseException as error:
             _log.exception("the engine failed while %s", job.phase.value)
             self._fail(job, f"the engine failed while {job.phase.value}: {_explain(error)}")

@@ -143,7 +143,7 @@ class ProcessGroup:
         try:
             answers = self.ask(name, fields=fields or {}, arrays=arrays, timeout=self._timeout)
         except DeadlinePassed as error:
-            raise EngineFailedError(f"{name}: {error.message}") from error
+            raise EngineFailedError(f"the ranks failed at {name}: {error.message}") from error
         return checked(answers)
 
     def deal(
@@ -183,7 +183,7 @@ class ProcessGroup:
             if death := self._death_after(error):
                 raise EngineFailedError(death) from error
             if isinstance(error, Unavailable):  # of a link: what travels on it can no longer be told apart
-                raise EngineFailedError(f"{name}: {error.message}") from error
+                raise EngineFailedError(f"the ranks failed at {name}: {error.message}") from error
             raise
 
     def leave(self) -> None:

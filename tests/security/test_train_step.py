@@ -51,7 +51,7 @@ def message(step: int) -> pb.TrainStepRequest:
     return pb.TrainStepRequest(step=step, experiences=[encode(one) for one in USEFUL])
 
 
-@pytest.mark.parametrize("step", [2, 7, 2**63 - 1])
+@pytest.mark.parametrize("step", [2, 7, 2**53])
 async def test_a_batch_of_another_step_is_refused_by_its_first_message(
     trainer: Trainer, added: asyncio.Queue[int], step: int
 ) -> None:

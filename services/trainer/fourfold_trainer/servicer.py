@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from fourfold import metrics
 from fourfold.errors import InvalidInput
+from fourfold.numbers import MAX_RAISED_VERSION, check_number
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.types.v1 import experience_pb2
@@ -78,7 +79,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             first = await anext(requests, None)
             if first is None:
                 raise InvalidInput("the call has no message; send the step and its experiences")
-            step = _at_least_one(first.step, "step")
+            step = check_number(first.step, "step", least=1)
             is_new = self._core.check_step(step)
             with self._one_stream.enter(step):
                 batch = batch_stream.Batch(step, self._core.config, self._decode, keep=is_new)
@@ -108,7 +109,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def OptimStep(self, request: pb.OptimStepRequest, context: Context) -> pb.OptimStepResponse:
         """Use a gradient up."""
         call = OptimCall(
-            step=_at_least_one(request.step, "step"),
+            step=check_number(request.step, "step", least=1),
             learning_rate=_number(request, "learning_rate"),
             max_grad_norm=_number(request, "max_grad_norm"),
             sha256=_sha256(request),
@@ -150,9 +151,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Context) -> pb.LoadCheckpointResponse:
         """Restore a checkpoint."""
-        if request.step < 0:
-            raise InvalidInput(f"step is {request.step}; it must be at least 0")
-        status = await self._core.load_checkpoint(request.step, timeout=time_left(context))
+        step = check_number(request.step, "step")
+        status = await self._core.load_checkpoint(step, timeout=time_left(context))
         return pb.LoadCheckpointResponse(status=self._status(status))
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Context) -> pb.ExportModelResponse:
@@ -165,9 +165,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.RaisePolicyVersionRequest, context: Context
     ) -> pb.RaisePolicyVersionResponse:
         """Give the present weights a higher version."""
-        if request.policy_version < 0:
-            raise InvalidInput(f"policy_version is {request.policy_version}; it must be at least 0")
-        version = await self._core.raise_policy_version(request.policy_version, timeout=time_left(context))
+        asked = check_number(request.policy_version, "policy_version", most=MAX_RAISED_VERSION)
+        version = await self._core.raise_policy_version(asked, timeout=time_left(context))
         return pb.RaisePolicyVersionResponse(policy_version=version)
 
     def _status(self, status: Status) -> pb.TrainerStatus:
@@ -192,7 +191,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         )
 
     def _decode_part_of_gradient(self, request: pb.ForwardBackwardRequest) -> Part:
-        step, number = _at_least_one(request.step, "step"), _at_least_one(request.part, "part")
+        step, number = check_number(request.step, "step", least=1), check_number(request.part, "part", least=1)
         experiences = [message.experience for message in request.samples]
         _check_size(request, experiences, limit=_REQUEST_BYTES)
         samples = [self._lookup_sample(message) for message in experiences]
@@ -253,12 +252,6 @@ def _number(request: pb.OptimStepRequest, name: Literal["learning_rate", "max_gr
     value: float = getattr(request, name)
     if not (math.isfinite(value) and value >= 0):
         raise InvalidInput(f"{name} is {value}; it must be finite and at least 0, or unset for the recipe's")
-    return value
-
-
-def _at_least_one(value: int, name: str) -> int:
-    if value < 1:
-        raise InvalidInput(f"{name} is {value}; it must be at least 1")
     return value
 
 

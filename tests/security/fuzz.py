@@ -64,7 +64,7 @@ class Fuzz:
             hints: by field name: values that a service may take.
             good: by "Service.Method": makes messages of a call that a service may take.
         """
-        pool = descriptor_pool.Default()  # type: ignore[no-untyped-call]
+        pool = descriptor_pool.Default()
         self._methods = [method for name in services for method in pool.FindServiceByName(name).methods]
         self._random, self._hints, self._good = random.Random(seed), hints, good
 
@@ -171,7 +171,8 @@ class Fuzz:
                     break
                 owner = self._random.choice(inner)
             if owner.DESCRIPTOR.fields:
-                self._fill(owner, self._random.choice(owner.DESCRIPTOR.fields), 0)
+                fields: Sequence[Any] = owner.DESCRIPTOR.fields
+                self._fill(owner, self._random.choice(fields), 0)
 
     def _damage(self, data: bytes) -> bytes:
         """Cut, change or extend bytes, also by a length that is not there."""

@@ -80,7 +80,7 @@ class Fuzz:
         if pick.random() < 0.01:
             path = pick.choice((f"{path}x", "/a.B/C", f"/{method.containing_service.full_name}/", "/"))
         streams = method.client_streaming
-        count = pick.choice((0, 1, 1, 1, 2, 4)) if streams else 1
+        count = pick.choice((0, 1, 1, 1, 1, 1, 2, 4)) if streams else 1
         messages = [data for _ in range(count) for data in self._messages(method)]
         metadata = [pick.choice(_METADATA) for _ in range(pick.randrange(4))] if pick.random() < 0.2 else []
         return Call(
@@ -88,7 +88,7 @@ class Fuzz:
             streams_requests=streams,
             streams_responses=method.server_streaming,
             messages=messages if streams else messages[:1],
-            timeout=None if pick.random() < 0.03 else pick.choice((0.002, 0.05, 0.3, 0.5, 1.0, 1e6)),
+            timeout=None if pick.random() < 0.03 else pick.choice((0.002, 0.1, 0.3, 0.5, 1.0, 1e6)),
             metadata=metadata,
             ends=pick.random() < 0.97,
             cancels=pick.random() < 0.03,

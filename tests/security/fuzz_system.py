@@ -127,10 +127,12 @@ class Live:
 
     def step(self, pick: random.Random) -> list[Message]:
         samples = [encode(one) for one in group_of([0, 1, 0, 1][: pick.randrange(1, 5)], seed=pick.randrange(5))]
-        step, cut = self.core.status().state.step + pick.randrange(2), pick.randrange(len(samples) + 1)
+        step, cut = self.core.status().state.step + pick.choice((0, 1, 1, 1)), pick.randrange(len(samples) + 1)
         return [trainer_pb.TrainStepRequest(step=step, experiences=part) for part in (samples[:cut], samples[cut:])]
 
     def part(self, pick: random.Random) -> list[Message]:
+        if pick.random() < 0.5:  # while a gradient waits no TrainStep is taken
+            return [trainer_pb.ForwardBackwardRequest()]
         (sample,) = group_of([1], seed=pick.randrange(5))
         weights = np.zeros(len(sample.token_ids), np.float32)
         weights[1:] = pick.uniform(-1, 1)

@@ -52,7 +52,8 @@ LOOK_SECONDS: Final = 0.03
 # What grpc's Python client says when a call ended while it was still writing (grpc#36066): no answer of a server. What
 # a server answers with INTERNAL is in its log, which is looked at, too.
 CLIENTS_OWN: Final = "Internal error from Core"
-# Calls that only a service in the right state takes; some must have been, or the others met too few states.
+# Calls that only a service in the right state takes: among so many some are taken, or the others met too few states.
+ENOUGH: Final = 50_000
 DEEP: Final = (
     "/fourfold.trainer.v1.TrainerService/TrainStep",
     "/fourfold.trainer.v1.TrainerService/ForwardBackward",
@@ -156,7 +157,8 @@ async def test_no_call_is_answered_with_an_internal_error(system: System, caplog
     assert not system.fatal and not system.unhandled, (system.fatal, system.unhandled[:5])
     assert not (logged := [r.getMessage() for r in caplog.records if _is_ours(r)]), logged[:5]
     await _everyone_answers(system.channel)
-    assert all(taken[path] for path in DEEP), {path: taken[path] for path in DEEP}
+    if COUNT >= ENOUGH:
+        assert all(taken[path] for path in DEEP), {path: taken[path] for path in DEEP}
     assert grown < GROWTH_BYTES
     assert set(codes) >= {"OK", "INVALID_ARGUMENT", "UNIMPLEMENTED", "DEADLINE_EXCEEDED", "NOT_FOUND"}
 

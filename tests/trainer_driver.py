@@ -289,25 +289,18 @@ def export(run: Run) -> dict[str, Any]:
     """Return the weights right after a step and again after a pass without gradients, which prefetches parameters."""
     run.logprobs()
     run.train(1)
-    seen: dict[str, Any] = {"after step": digest(run.weights("0")), "logprobs": run.logprobs()}
-    seen["in_flight"] = statuses(run.engine).count("INFLIGHT")
-    seen["after pass"] = digest(run.weights("1"))
+    seen: dict[str, Any] = {
+        "after step": hashlib.sha256(run.weights("0").tobytes()).hexdigest(),
+        "logprobs": run.logprobs(),
+    }
+    model: Any = run.engine._worker.policy._model  # type: ignore[attr-defined]
+    seen["in_flight"] = sum(p.ds_status.name == "INFLIGHT" for p in model.parameters())
+    seen["after pass"] = hashlib.sha256(run.weights("1").tobytes()).hexdigest()
     seen["logprobs again"] = run.logprobs()
     run.train(2)
     seen["losses"] = run.losses
     run.close()
     return seen
-
-
-def digest(weights: Float32Array) -> str:
-    """Return a short stand-in for the weights of a large model."""
-    return hashlib.sha256(weights.tobytes()).hexdigest()
-
-
-def statuses(engine: RankGroup) -> list[str]:
-    """Return what DeepSpeed says of each of the policy's parameters on rank 0."""
-    model: Any = engine._worker.policy._model  # type: ignore[attr-defined]
-    return [p.ds_status.name for p in model.parameters()]
 
 
 def offloads(engine: RankGroup) -> list[bool]:

@@ -1,5 +1,5 @@
 # Everything a person types. `make quickstart` needs Python 3.11 or 3.12 and g++, nothing else.
-.PHONY: quickstart setup test test-slow test-again check proto fmt constraints clean
+.PHONY: quickstart setup test test-slow test-again soak check proto fmt constraints clean
 bin := .venv/bin
 
 quickstart:  ## set up, then train the recipe of the README
@@ -17,6 +17,11 @@ test-slow: setup
 
 test-again: setup  ## only what failed in the last run of either
 	$(bin)/python -m pytest --last-failed --last-failed-no-failures none tests
+
+soak: setup  ## an hour of faults, traffic and malformed calls; no part of CI. SOAK_MINUTES is for the rollout service
+	FOURFOLD_FUZZ_CALLS=100000 $(bin)/python -m pytest -s tests/security/test_fuzz.py
+	FOURFOLD_SOAK_MINUTES=$(or $(SOAK_MINUTES),30) $(bin)/python -m pytest -s -m slow tests/integration/test_rollout_soak.py
+	$(bin)/python -m pytest -s -m slow tests/integration/test_weight_soak.py
 
 check: setup  ## format, lint, types, import rules, protos
 	@scripts/check

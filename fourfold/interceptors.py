@@ -234,6 +234,8 @@ async def _read_to_the_end(context: Context) -> None:
 
 async def _abort(method: str, context: Context, error: Exception, refusals: RefusalLog) -> None:
     """End the call with the status of `error`."""
+    if isinstance(error, NotImplementedError):  # of a generated base class, such as Health.List
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented here")
     known = _known(error)
     if known is None or isinstance(known, Internal):
         log.error("%s failed", method, exc_info=error)

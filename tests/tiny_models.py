@@ -8,6 +8,7 @@ The same family, seed and dtype give the same bytes.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -94,7 +95,9 @@ _FAMILIES: Final[dict[str, tuple[str, str, dict[str, Any]]]] = {
 FAMILIES: Final = tuple(_FAMILIES)
 
 
-def write_tiny_model(folder: Path, family: str, *, seed: int = 0, dtype: str = "bfloat16") -> Path:
+def write_tiny_model(
+    folder: Path, family: str, *, seed: int = 0, dtype: str = "bfloat16", sizes: Mapping[str, int] | None = None
+) -> Path:
     """Write config.json, model.safetensors, generation_config.json and the tokenizer into `folder`; return it.
 
     Args:
@@ -102,6 +105,7 @@ def write_tiny_model(folder: Path, family: str, *, seed: int = 0, dtype: str = "
         family: one of FAMILIES.
         seed: of the weights.
         dtype: "bfloat16" or "float32".
+        sizes: entries of config.json that replace the tiny ones.
     """
     config_class, model_class, changes = _FAMILIES[family]
     shape = dict(_SHAPE)
@@ -114,7 +118,7 @@ def write_tiny_model(folder: Path, family: str, *, seed: int = 0, dtype: str = "
         "eos_token_id": tokenizer.token_to_id(TURN_END),
         "pad_token_id": tokenizer.token_to_id(END_OF_TEXT),
     }
-    config = getattr(transformers, config_class)(**{**shape, **changes, **special}, dtype=torch_dtype)
+    config = getattr(transformers, config_class)(**{**shape, **changes, **(sizes or {}), **special}, dtype=torch_dtype)
     model = getattr(transformers, model_class)(config)
     _randomise(model, seed)
     model.to(torch_dtype)

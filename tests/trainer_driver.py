@@ -8,6 +8,7 @@ of this process, as in the service.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -61,14 +62,16 @@ class Case:
     comes first. copy: load `source`, save, the third step. average: three steps; saves after the second, then back, and
     the third again. parts: a gradient is discarded, then three steps of two parts each, the second with another
     learning rate and norm, and looked up in between. stream: a step, then the weights as they are exported and as they
-    would be sent. split: the first step, again and again, of every batch of SPLITS with each of its budgets; saves
-    after each, in a folder of its own."""
+    would be sent. export: a step, then the weights twice, the second time after a pass without gradients; nothing is
+    saved. split: the first step, again and again, of every batch of SPLITS with each of its budgets; saves after each,
+    in a folder of its own."""
     folder: str = ""
     """For the checkpoint."""
     source: str = ""
     """Folder of another case's checkpoint."""
     ema: float = 0.0
     lora: dict[str, Any] = field(default_factory=dict)
+    liger: bool = False
     optimizer: str = "adamw"
     offload: str = "none"
     router_coef: float = 0.0
@@ -131,6 +134,7 @@ def config_of(case: Case) -> Config:
                 "step_timeout_seconds": 60,
                 "weight_decay": 0.01,
                 "lora": case.lora,
+                "liger_kernels": case.liger,
             },
         }
     )
@@ -281,6 +285,24 @@ def stream(run: Run) -> dict[str, Any]:
     return seen
 
 
+def export(run: Run) -> dict[str, Any]:
+    """Return the weights right after a step and again after a pass without gradients, which prefetches parameters."""
+    run.logprobs()
+    run.train(1)
+    seen: dict[str, Any] = {
+        "after step": hashlib.sha256(run.weights("0").tobytes()).hexdigest(),
+        "logprobs": run.logprobs(),
+    }
+    model: Any = run.engine._worker.policy._model  # type: ignore[attr-defined]
+    seen["in_flight"] = sum(p.ds_status.name == "INFLIGHT" for p in model.parameters())
+    seen["after pass"] = hashlib.sha256(run.weights("1").tobytes()).hexdigest()
+    seen["logprobs again"] = run.logprobs()
+    run.train(2)
+    seen["losses"] = run.losses
+    run.close()
+    return seen
+
+
 def offloads(engine: RankGroup) -> list[bool]:
     """Return whether DeepSpeed has the policy's optimizer, and its parameters, in main memory."""
     optimizer: Any = engine._worker.policy._engine.optimizer  # type: ignore[attr-defined]
@@ -306,7 +328,7 @@ def split(run: Run) -> dict[str, Any]:
     return {}
 
 
-WHOLE = {"copy": copy, "average": average, "split": split, "stream": stream}
+WHOLE = {"copy": copy, "average": average, "export": export, "split": split, "stream": stream}
 
 
 def perform(case: Case, folder: Path) -> dict[str, Any]:

@@ -22,12 +22,13 @@ have their partition in the buffer like all others; reading it does not disturb 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, ZeroParamStatus
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from fourfold.errors import WrongState
@@ -181,14 +182,37 @@ class Zero3Source:
         return Manifest(tensors=tuple(tensors), spans=tuple(spans), shard_bytes=(end,) * rank_count)
 
 
-def make_whole(parameters: Sequence[Any]) -> None:
-    """Gather those of the parameters that are not whole on this rank, until DeepSpeed partitions them again.
+@contextmanager
+def gathering(engine: Any) -> Iterator[None]:
+    """Partition all parameters, so that the block may gather them outside of a forward or backward pass.
 
-    A collective when there are any; DeepSpeed keeps those that it calls persistent whole between its steps.
+    A pass without gradients leaves parameters in flight: DeepSpeed 0.19.8 prefetches what the recorded trace needs
+    next. Gathering skips such a parameter, and partitioning it again fails ("Cannot partition a param in flight").
+    DeepSpeed's own checkpoints make these two calls for that reason: the first waits for what is in flight and
+    partitions everything, the second makes the small ("persistent") parameters whole again. Both are collectives.
+
+    Args:
+        engine: what `deepspeed.initialize` returned, stage 3.
     """
-    missing = [p for p in parameters if p.ds_status is not PartitionedParamStatus.AVAILABLE]
-    if missing:
-        missing[0].all_gather(missing)
+    engine.optimizer.checkpoint_event_prologue()
+    try:
+        yield
+    finally:
+        engine.optimizer.checkpoint_event_epilogue()
+
+
+def make_whole(engine: Any, parameters: Sequence[Any]) -> None:
+    """Make persistent parameters whole on this rank where one is not, until DeepSpeed partitions them again.
+
+    A collective when there are any; DeepSpeed keeps persistent parameters whole between its steps.
+
+    Args:
+        engine: what `deepspeed.initialize` returned, stage 3.
+        parameters: of the engine's model; not larger than its persistence threshold.
+    """
+    if any(p.ds_status is not ZeroParamStatus.AVAILABLE for p in parameters):
+        with gathering(engine):
+            pass
 
 
 def _stage3_optimizer(engine: Any) -> Any:

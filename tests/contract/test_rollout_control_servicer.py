@@ -120,7 +120,7 @@ class TestControl:
             ({"offers": []}, "0 offers"),
             ({"offers": [bytes(4097)]}, "an offer has 4097 bytes"),
             ({"first_receiver_index": 1}, "do not fit into receiver_count 1"),
-            ({"receiver_count": 0}, "do not fit into receiver_count 0"),
+            ({"receiver_count": 0}, "receiver_count is 0; it must be at least 1"),
         ],
     )
     async def test_bad_open_is_an_invalid_argument(self, service: Service, change: dict[str, Any], words: str) -> None:

@@ -16,6 +16,7 @@ from fourfold import metrics
 from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Unavailable, WrongState
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.wire import Float32Array, Sample, VersionSpan, encode
+from fourfold_trainer.engine import EngineFailedError
 from tests.conftest import Serve
 from tests.fakes.trainer_engine import VOCABULARY, FakeEngine, group_of, sample
 from tests.fakes.trainer_service import SECONDS, Start, Trainer, config, trainers
@@ -301,6 +302,54 @@ async def test_an_unexpected_error_ends_the_service_and_hides_its_text_from_the_
     assert "secret" not in caught.value.message
     assert "the engine failed while training: RuntimeError: CUDA out of memory" in trainer.fatal[0]
     assert "tokens_per_micro_batch" in trainer.fatal[0]
+
+
+async def test_an_error_after_the_weights_began_to_change_ends_the_service(trainer: Trainer) -> None:
+    await trainer.train(1, USEFUL)
+    trainer.engine.change_error = Unavailable("the link broke")
+    trainer.engine.gate.clear()
+    second = group_of([0, 1], version=1)
+    with pytest.raises(Unavailable, match="the trainer failed and is ending"):
+        await trainer.train(2, second)
+    (message,) = trainer.fatal
+    assert message == "the engine stopped in the middle of training: the link broke"
+    assert (await trainer.status()).phase == pb.TRAINER_PHASE_TRAINING, "it waits for no call any more"
+    trainer.engine.gate.set()
+    with pytest.raises(Unavailable, match="is ending"):
+        await trainer.train(2, second)
+    assert trainer.engine.order == ["update_policy", "update_policy"], "the repeated step does not begin"
+
+
+async def test_an_error_between_two_updates_of_a_step_ends_the_service(start_trainer: Start) -> None:
+    trainer = await start_trainer(batch={"mini_batches_per_step": 2})
+    update = trainer.engine.update_policy
+
+    def second_fails(*args: Any) -> Any:
+        if trainer.engine.updates:
+            raise Unavailable("the disk is full")
+        return update(*args)
+
+    trainer.engine.update_policy = second_fails  # type: ignore[assignment, method-assign]
+    with pytest.raises(Unavailable, match="is ending"):
+        await trainer.train(1, [*USEFUL, *group_of([1, 0], group="h")])
+    assert trainer.engine.updates == 1 and len(trainer.fatal) == 1
+
+
+async def test_an_error_before_anything_has_changed_goes_to_the_caller_alone(trainer: Trainer) -> None:
+    await trainer.train(1, USEFUL)
+    trainer.engine.error = Unavailable("not now")
+    second = group_of([0, 1], version=1)
+    with pytest.raises(Unavailable, match="not now"):
+        await trainer.train(2, second)
+    assert not trainer.fatal
+    assert (await trainer.train(2, second)).step == 2
+
+
+async def test_ranks_that_cannot_go_on_end_the_service_at_any_call(trainer: Trainer) -> None:
+    trainer.engine.error = EngineFailedError("rank 1: the link broke")
+    with pytest.raises(Unavailable, match="is ending"):
+        await trainer.client.compute_logprobs(USEFUL, timeout=SECONDS)
+    assert trainer.fatal == ["rank 1: the link broke"]
 
 
 async def test_a_step_that_takes_too_long_ends_the_service(start_trainer: Start) -> None:

@@ -42,7 +42,10 @@ class FakeEngine:
         """Learning rate and norm."""
         self.grad_norm = 1.5
         self.error: BaseException | None = None
-        """Raised by the next call of any kind."""
+        """Raised by the next call of any kind, before it changes anything."""
+        self.change_error: BaseException | None = None
+        """Raised by the next call that changes the engine, in the middle of the change."""
+        self.change_count = 0
         self.gate = threading.Event()
         """Every update and every part of one waits for it."""
         self.gate.set()
@@ -59,7 +62,7 @@ class FakeEngine:
         return VOCABULARY
 
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
-        self._enter("update_policy")
+        self._change("update_policy")
         self._wait()
         self.shares.append(shares)
         self.settings.append(settings)
@@ -77,7 +80,7 @@ class FakeEngine:
         )
 
     def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
-        self._enter("update_critic")
+        self._change("update_critic")
         self.critic_updates += 1
         return UpdateSums(loss=0.5, token_count=1, grad_norm=2.5)
 
@@ -90,20 +93,20 @@ class FakeEngine:
         return policy()
 
     def forward_backward(self, shares: Sequence[Sequence[WeightedBatch]]) -> list[list[Float32Array]]:
-        self._enter("forward_backward")
+        self._change("forward_backward")
         self._wait()
         self.weighted.append(shares)
         return [[self._logprobs(b.tokens) for b in share] for share in shares]
 
     def optim_step(self, *, learning_rate: float, max_grad_norm: float) -> float:
-        self._enter("optim_step")
+        self._change("optim_step")
         self.optim_steps.append((learning_rate, max_grad_norm))
         if np.isfinite(self.grad_norm):
             self.updates += 1
         return self.grad_norm
 
     def discard_gradient(self) -> None:
-        self._enter("discard_gradient")
+        self._change("discard_gradient")
 
     def compute_logprobs(
         self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False
@@ -123,7 +126,7 @@ class FakeEngine:
         (folder / "policy-000.safetensors").write_text(str(self.updates))
 
     def load(self, folder: Path) -> None:
-        self._enter("load")
+        self._change("load")
         self.updates = int((folder / "policy-000.safetensors").read_text())
 
     def export(self, folder: Path, *, ema: bool = False) -> None:
@@ -176,6 +179,14 @@ class FakeEngine:
         self.entered.set()
         if not self.gate.wait(20):
             raise RuntimeError("the test never opened the gate")
+
+    def _change(self, what: str) -> None:
+        self._enter(what)
+        self.change_count += 1
+        error, self.change_error = self.change_error, None
+        if error is not None:
+            self.updates += 1000  # some ranks have changed
+            raise error
 
     def _enter(self, what: str) -> None:
         self.order.append(what)

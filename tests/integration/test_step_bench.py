@@ -36,7 +36,9 @@ def test_the_phases_of_real_steps_add_up(tmp_path: Path) -> None:
         assert row[m.USEFUL_GROUPS] == 1, "scores differ within every group"
     assert results["tokens"] == {"sampled": 3 * 2 * 24, "trained": 3 * 2 * 40}
     assert "mfu" not in results, "there is no GPU"
-    assert not _processes(kept), "the run is ended when its steps are measured"
+    assert results["end"]["exported_bytes"] > 0 and results["end"]["restarts"] == 0
+    assert "the run ended by itself" in done.stdout
+    assert not _processes(kept)
 
 
 def test_a_run_that_fails_says_what_died_and_stays(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ The truth is a plain PyTorch loop over the whole batch: `tests/plain_trainer.py`
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.plain_trainer import Arrays, plain, plain_parts, plain_ppo
+from tests.tiny_models import write_tiny_model
 from tests.trainer_driver import Case, config_of, trainer_environment, write_cases
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -23,16 +25,19 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 REPOSITORY = Path(__file__).parents[2]
 KL = {"kl": {"coef": 0.1}}
 PPO = {"preset": "ppo"}
+# Matrices above the size that DeepSpeed keeps whole on every rank.
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
 TinyModel = Callable[..., Path]
 
 
-def run(cases: Sequence[Case], folder: Path) -> dict[str, Arrays]:
-    """Run cases in one process; return what each saw."""
+def run(cases: Sequence[Case], folder: Path, *, prepended: Path | None = None) -> dict[str, Arrays]:
+    """Run cases in one process; return what each saw. `prepended` comes first in PYTHONPATH."""
+    environment = trainer_environment()
+    if prepended is not None:
+        environment["PYTHONPATH"] = os.pathsep.join([str(prepended), environment["PYTHONPATH"]])
     write_cases(folder / "cases.json", cases)
     argv = [sys.executable, "-m", "tests.trainer_driver", str(folder / "cases.json"), str(folder)]
-    result = subprocess.run(
-        argv, env=trainer_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=280
-    )
+    result = subprocess.run(argv, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-4000:]
     return {case.name: np.load(folder / f"{case.name}.npz") for case in cases}
 
@@ -203,3 +208,27 @@ def test_a_step_of_parts_on_two_ranks_learns_the_same(
 ) -> None:
     case = Case(name="two", model=str(llama), stage=stage, ranks=2, budget=64, does="parts")
     check_parts(run([case], tmp_path)["two"], truth_of_parts)
+
+
+# ---- exports while parameters are in flight ------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "lora"),
+    [
+        pytest.param(1, {}, marks=pytest.mark.slow, id="1"),
+        pytest.param(2, {}, id="2"),
+        pytest.param(2, {"rank": 4}, marks=pytest.mark.slow, id="2-adapters"),
+    ],
+)
+def test_an_export_after_a_pass_without_gradients_has_all_weights(
+    tmp_path: Path, ranks: int, lora: dict[str, int]
+) -> None:
+    model = write_tiny_model(tmp_path / "model", "llama_tied", sizes=WIDE, dtype="float32")
+    more: dict[str, Any] = {"budget": 32, "algorithm": KL, "lora": lora, "folder": str(tmp_path / "folder")}
+    case = Case(name="export", model=str(model), ranks=ranks, does="export", **more)
+    found = run([case], tmp_path, prepended=REPOSITORY / "tests" / "prefetch")["export"]
+    assert found["in_flight"] > 0, "or this tests nothing: see tests/prefetch"
+    assert found["after pass"] == found["after step"]
+    np.testing.assert_array_equal(found["logprobs again"], found["logprobs"])
+    assert np.isfinite(found["losses"]).all()

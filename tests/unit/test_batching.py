@@ -168,3 +168,32 @@ def test_batches_survive_the_way_to_another_rank() -> None:
     ):
         assert [a.tolist() for a in to_arrays(back)] == [a.tolist() for a in to_arrays(batch)]
         assert type(back) is type(batch)
+
+
+@pytest.mark.parametrize(
+    ("tables", "ranks", "passes"),
+    [
+        ({}, 1, [[128, 128]]),  # four times the budget of 32
+        ({}, 2, [[128], [128]]),
+        ({"gradient_checkpointing": True}, 1, [[32] * 8]),  # a pass with gradients keeps as little
+        ({"gradient_checkpointing": True}, 2, [[32] * 4] * 2),
+    ],
+)
+def test_a_pass_without_gradients_takes_more_tokens_where_it_keeps_less(
+    tables: dict[str, bool], ranks: int, passes: list[list[int]]
+) -> None:
+    batch = samples([(8, 8)] * 16)
+    config = loss_tokens(batch, [1.0] * 16, ranks=ranks, budget=32).config
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update=tables)})
+    seen: list[list[int]] = []
+
+    def compute(shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
+        seen.extend([b.token_count for b in share] for share in shares)
+        return [[b.targets.astype(np.float32) for b in share] for share in shares]
+
+    rows = look_up(compute, batch, [np.arange(1, 16)] * 16, config)
+    assert seen == passes
+    assert [row.tolist() for row in rows] == [one.token_ids[1:].tolist() for one in batch]
+    seen.clear()
+    look_up(compute, batch, [np.arange(1, 16)] * 16, config, ranks=4)  # those of the critic
+    assert len(seen) == 4 and {sum(share) for share in seen} == {64}

@@ -14,6 +14,8 @@ import pytest
 from fourfold import cli
 from fourfold import metrics as m
 from fourfold.bench import devices, result
+from fourfold.bench.children import Children
+from fourfold.bench.memory import GpuMemory
 from fourfold.bench.shapes import SHAPES
 from fourfold.bench.step import command, measure, phases, recipe, table
 from fourfold.bench.step.flops import parameters, step_flops
@@ -148,6 +150,11 @@ def test_layouts_put_services_where_they_say(tmp_path: Path, monkeypatch: pytest
         "reference-0": ("0",),
         "reference-1": ("1",),
     }
+    assert places(replace(GPU, layout="shared")) == {
+        "rollout-0": ("0",),
+        "trainer-0": ("0",),
+        "reference-0": ("0",),
+    }
     assert measure.environment(_settings("--device", "cpu"))["CUDA_VISIBLE_DEVICES"] == ""
 
 
@@ -192,6 +199,35 @@ def test_the_table_is_side_by_side_with_openrlhf() -> None:
         assert part in text, part
     small = replace(GPU, prompts=8)
     assert "OpenRLHF" not in "\n".join(table.lines({"parameters": small.document(), "results": results}))
+
+
+def _finish(folder: Path, *, log: str, weights: bytes) -> dict[str, Any]:
+    """Return what the benchmark says of a run that exits with 0 and leaves this."""
+    watch = measure.Watch(GPU, folder / "run", GpuMemory([], every=1.0))
+    for name in ("logs", "model"):
+        (watch.run_dir / name).mkdir(parents=True)
+    (watch.run_dir / "logs" / "trainer-0.log").write_text(log)
+    if weights:
+        (watch.run_dir / "model" / "model.safetensors").write_bytes(weights)
+    children = Children(folder)
+    try:
+        children.start("run", "-c", "pass")
+        return measure._finish(children, watch)
+    finally:
+        children.stop()
+
+
+def test_a_run_must_end_with_an_export_and_without_a_restart(tmp_path: Path) -> None:
+    ready = "READY 127.0.0.1:1\n"
+    end = _finish(tmp_path / "whole", log=ready, weights=b"1234")
+    assert (end["exported_bytes"], end["restarts"]) == (4, 0)
+    row = _row(2, generate=3.0, train=2.6) | {phases.WALL: 6.2}
+    results = measure.summarise(GPU, [row]) | {"gpu_mib": {}, "first_step_after_seconds": 80.0, "end": end}
+    assert "no service was started again" in "\n".join(table.lines({"parameters": GPU.document(), "results": results}))
+    with pytest.raises(Internal, match="there are no weights in"):
+        _finish(tmp_path / "none", log=ready, weights=b"")
+    with pytest.raises(Internal, match="trainer-0 was started 2 times"):
+        _finish(tmp_path / "again", log=f"{ready}died\n{ready}", weights=b"1234")
 
 
 def test_a_result_says_how_to_measure_again_without_places_of_this_machine() -> None:

@@ -205,6 +205,114 @@ def test_a_disk_that_refuses_is_one_clear_error(tmp_path: Path) -> None:
         store(tmp_path).save(state(1), write)
 
 
+class Model:
+    """What `write_model` asks of a Hugging Face model."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def save_pretrained(self, folder: Path, *, state_dict: dict[str, torch.Tensor]) -> None:
+        """Write config and weights, or fail half way."""
+        (folder / "config.json").write_text("the model's")
+        if self.error is not None:
+            raise self.error
+        safetensors.torch.save_file(state_dict, folder / "model.safetensors")
+
+
+def source(folder: Path) -> Path:
+    folder.mkdir()
+    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "spiece.model", "merges.txt")
+    others = ("config.json", "model.safetensors", "model.safetensors.index.json", "README.md")
+    for name in (*names, *others):
+        (folder / name).write_text(f"{name} of the source")
+    (folder / "original.json").mkdir()
+    return folder
+
+
+def test_an_export_has_the_tokenizers_files_and_the_trained_weights(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    with whole(target) as partial:
+        checkpoint.write_model(Model(), {"w": torch.ones(2)}, partial, source=source(tmp_path / "source"))
+    copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "spiece.model", "merges.txt"}
+    assert {path.name for path in target.iterdir()} == copied | {"config.json", "model.safetensors"}
+    assert all((target / name).read_text() == f"{name} of the source" for name in copied)
+    assert (target / "config.json").read_text() == "the model's"
+    assert safetensors.torch.load_file(target / "model.safetensors")["w"].tolist() == [1, 1]
+
+
+FULL = [OSError(28, "No space left on device"), safetensors.SafetensorError("I/O error: No space left on device")]
+
+
+@pytest.mark.parametrize("error", FULL)
+def test_weights_that_cannot_be_written_leave_the_old_export(tmp_path: Path, error: Exception) -> None:
+    target, tokenizer = tmp_path / "model", source(tmp_path / "source")
+    with whole(target) as partial:
+        checkpoint.write_model(Model(), {"w": torch.ones(2)}, partial, source=tokenizer)
+    with pytest.raises(Unavailable, match=r"No space left on device.*make room"), whole(target) as partial:
+        checkpoint.write_model(Model(error), {"w": torch.zeros(2)}, partial, source=tokenizer)
+    assert safetensors.torch.load_file(target / "model.safetensors")["w"].tolist() == [1, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "source"]
+
+
+@pytest.mark.parametrize("error", FULL)
+def test_tensors_that_cannot_be_written_are_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    ours = store(tmp_path)
+    ours.save(state(1), write)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(safetensors.torch, "save_file", fail)
+    with pytest.raises(Unavailable, match=r"policy-000\.safetensors cannot be written .*No space left"):
+        ours.save(state(2), write)
+    assert ours.newest_step == 1 and steps(tmp_path) == [1]
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """Return what is flushed, and what is put in its place, in order: (what, name)."""
+    events: list[tuple[str, str]] = []
+    fsync, rename, exchange = os.fsync, Path.rename, checkpoint._exchange
+
+    def noted_fsync(descriptor: int) -> None:
+        events.append(("flush", Path(f"/proc/self/fd/{descriptor}").readlink().name))
+        fsync(descriptor)
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        events.append(("place", target.name))
+        return rename(path, target)
+
+    def noted_exchange(first: Path, second: Path) -> None:
+        events.append(("place", second.name))
+        exchange(first, second)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    monkeypatch.setattr(checkpoint, "_exchange", noted_exchange)
+    return events
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_is_in_its_place(tmp_path: Path, disk: list[tuple[str, str]]) -> None:
+    store(tmp_path).save(state(1), write)
+    hidden = f".partial-step-000001-{os.getpid()}"
+    flushed = [("flush", name) for name in ("policy-000.safetensors", "trainer.json", hidden)]
+    assert disk == [*flushed, ("place", "step-000001"), ("flush", "checkpoints")]
+
+
+def test_an_export_is_on_the_disk_before_it_is_in_its_place(tmp_path: Path, disk: list[tuple[str, str]]) -> None:
+    tokenizer = source(tmp_path / "source")
+    for _ in range(2):  # the second one takes the place of the first
+        disk.clear()
+        with whole(tmp_path / "model") as partial:
+            checkpoint.write_model(Model(), {"w": torch.ones(2)}, partial, source=tokenizer)
+            names = {path.name for path in partial.iterdir()}
+        place = disk.index(("place", "model"))
+        assert {name for what, name in disk[:place] if what == "flush"} == names | {partial.name}
+        assert disk[place - 1] == ("flush", partial.name) and disk[place + 1 :] == [("flush", tmp_path.name)]
+
+
 def steps(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").iterdir())
 

@@ -74,3 +74,12 @@ def test_an_error_keeps_its_class_over_the_link() -> None:
     assert isinstance(error, Overloaded) and not isinstance(error, InvalidInput)
     assert (error.message, error.reason, error.retry_after) == ("full", "QUEUE", 2.0)
     assert read_error(Message(name="answer")) is None
+
+
+def test_an_end_that_stops_in_the_middle_of_a_message_has_broken_the_link() -> None:
+    """What follows would be read as the beginning of a message."""
+    left, right = socket.socketpair()
+    with left, right:
+        left.sendall(b"\x00\x00\x00")
+        with pytest.raises(Unavailable, match="stopped in the middle of a message"):
+            Link(right).receive(timeout=0.05)

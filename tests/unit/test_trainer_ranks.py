@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 
 from fourfold.config import Config
-from fourfold.errors import Unavailable
-from fourfold_trainer.processes import environment, places
+from fourfold.errors import DeadlinePassed, Unavailable
+from fourfold_trainer import processes
+from fourfold_trainer.engine import EngineFailedError
+from fourfold_trainer.link import Link
+from fourfold_trainer.processes import ProcessGroup, environment, places
 from fourfold_trainer.ranks import RankGroup
 
 
@@ -77,3 +81,37 @@ def test_calls_in_shared_ranks_take_turns_the_critic_first() -> None:
     order: list[str] = []
     group(None).beside(lambda: order.append("critic"), lambda: order.append("policy"))
     assert order == ["critic", "policy"]
+
+
+def process_group(*links: Link) -> ProcessGroup:
+    """Return a group whose ranks are the other ends of these links."""
+    made = object.__new__(ProcessGroup)
+    made._config, made._timeout, made._sequence, made._death = recipe(), 0.05, 0, ""
+    made._places = places(recipe(), critic=False)[1:]
+    made.links, made.worker, made.change_count = list(links), None, 0
+    return made
+
+
+def test_a_broken_link_without_a_death_is_no_error_for_a_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_BLAME_SECONDS", 0.0)
+    left, right = socket.socketpair()
+    group = process_group(Link(left))
+    right.close()
+    with pytest.raises(EngineFailedError, match="compute_logprobs: the link broke while sending"):
+        group.call("compute_logprobs")
+    assert group.change_count == 0
+    with pytest.raises(EngineFailedError, match="update_policy: the link broke"):
+        group.call("update_policy")
+    assert group.change_count == 1, "some rank may have got the command"
+    left.close()
+
+
+def test_a_rank_that_does_not_answer_ends_all_but_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_BLAME_SECONDS", 0.0)
+    left, right = socket.socketpair()
+    with left, right:
+        group = process_group(Link(left))
+        with pytest.raises(EngineFailedError, match="save: the other end of the link did not answer in time"):
+            group.call("save")
+        with pytest.raises(DeadlinePassed):  # aborted, and the next epoch may do
+            group.ask("send_weights", fields={}, timeout=0.05)

@@ -20,7 +20,12 @@ _GPU: Final = {"shape": "0.43b", "prompts": 64, "group_size": 8, "prompt_tokens"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("--layout", choices=["separate", "hybrid"], default="separate", help="who shares a GPU")
+    parser.add_argument(
+        "--layout",
+        choices=["separate", "hybrid", "shared"],
+        default="separate",
+        help="who shares a GPU; shared: one for all",
+    )
     parser.add_argument("--sleep", action="store_true", help="engines give their memory up while the trainer works")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default cuda where there are GPUs")
     sizes = "default as OpenRLHF was measured; on CPU something small"
@@ -39,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="auto", choices=backends, help="of the weights")
     parser.add_argument("--kv-cache-gib", type=int, default=0, help="of an engine; 0: what its samples need")
     parser.add_argument("--peak-tflops", type=float, default=790.0, help="that one GPU does, for the MFU")
+    parser.add_argument("--stop", action="store_true", help="stop after the measured steps: no checkpoint, no export")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for the whole run")
     result.add_arguments(parser, profiled="one more step")
 
@@ -106,6 +112,7 @@ def make_settings(args: argparse.Namespace) -> Settings:
         kv_cache_gib=args.kv_cache_gib,
         peak_tflops=args.peak_tflops,
         profiled=args.profile is not None,
+        stop=args.stop,
         timeout=args.timeout,
         **sizes,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +18,14 @@ from fourfold.bench.sampler import Profile
 from fourfold.bench.step import phases, recipe
 from fourfold.bench.step.flops import step_flops
 from fourfold.bench.step.settings import Settings
-from fourfold.errors import Unavailable
+from fourfold.errors import Internal, Unavailable
 
 _MODEL_SECONDS: Final = 600.0
 _MEMORY_SECONDS: Final = 0.05
 _TERA: Final = 1e12
 _FAILED: Final = "The run failed."
+# What a service prints each time that it is started.
+_READY: Final = re.compile(r"^READY ", re.MULTILINE)
 
 
 def run(settings: Settings, folder: Path, profile: Profile | None = None) -> dict[str, Any]:
@@ -36,7 +39,7 @@ def run(settings: Settings, folder: Path, profile: Profile | None = None) -> dic
     Raises:
         ConfigError: no recipe may say what the settings ask for.
         Unavailable: the run failed; with the end of what it said.
-        Internal: its metrics are not those of the steps that were asked for.
+        Internal: its metrics are not those of the steps that were asked for, or it did not end as it should.
     """
     children = Children(folder)
     memory = GpuMemory([f"cuda:{index}" for index in range(settings.gpus)], every=_MEMORY_SECONDS)
@@ -53,6 +56,7 @@ def run(settings: Settings, folder: Path, profile: Profile | None = None) -> dic
             watch.on_profile = [lambda: own.begin(pid), own.end]
         try:
             children.wait("run", timeout=settings.timeout, until=watch.look)
+            end = {} if settings.stop else {"end": _finish(children, watch)}
         except Unavailable as error:
             raise Unavailable(_why(children.log("run")) or error.message) from None
     finally:
@@ -63,7 +67,27 @@ def run(settings: Settings, folder: Path, profile: Profile | None = None) -> dic
         "first_step_after_seconds": watch.first_step_seconds,
         "gpu_mib": watch.peak,
         "steps": rows,
+        **end,
     }
+
+
+def _finish(children: Children, watch: Watch) -> dict[str, Any]:
+    """Wait until the run has ended by itself, with exit code 0; return what its end was.
+
+    Raises:
+        Internal: it exported nothing, or a service was started again.
+    """
+    began = time.monotonic()
+    children.wait("run", timeout=watch.seconds_left)
+    model = watch.run_dir / "model"
+    written = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    if not written:
+        raise Internal(f"the run ended, but there are no weights in {model}")
+    for log in sorted((watch.run_dir / "logs").glob("*.log")):
+        starts = len(_READY.findall(log.read_text(encoding="utf-8", errors="replace")))
+        if starts > 1:
+            raise Internal(f"{log.stem} was started {starts} times; its log is {log}")
+    return {"seconds": round(time.monotonic() - began, 3), "exported_bytes": written, "restarts": 0}
 
 
 def _why(log: Path) -> str:
@@ -127,6 +151,11 @@ class Watch:
         self._settings, self._memory = settings, memory
         self._began, self._done = time.monotonic(), 0
         self._path = run_dir / "metrics.jsonl"
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the run must have ended."""
+        return self._began + self._settings.timeout - time.monotonic()
 
     def look(self) -> bool:
         """Look once; return whether all steps are done."""

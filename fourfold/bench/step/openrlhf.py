@@ -21,4 +21,4 @@ SECONDS: Final[dict[str, dict[str, float]]] = {
 def same_work(settings: Settings) -> bool:
     """Whether a benchmark does what these numbers were measured on."""
     sizes = (settings.shape, settings.prompts, settings.group_size, settings.prompt_tokens, settings.new_tokens)
-    return settings.on_gpus and sizes == ("0.43b", 64, 8, 64, 512) and settings.kl_coef > 0
+    return settings.gpus == 2 and sizes == ("0.43b", 64, 8, 64, 512) and settings.kl_coef > 0

@@ -29,7 +29,7 @@ def score(sample):
 def write(settings: Settings, folder: Path) -> Config:
     """Write prompts and reward function into `folder`, which will have the model; return the recipe.
 
-    The recipe has one step more than are of use: the last one of a run writes the checkpoint and the export.
+    The recipe has one step more than are measured: after it the run writes a checkpoint and exports the model.
 
     Raises:
         ConfigError: no recipe may say what the settings ask for.
@@ -60,7 +60,7 @@ def _tables(settings: Settings, folder: Path, total: int) -> dict[str, Any]:
         },
         "sampling": {"max_new_tokens": settings.new_tokens, "temperature": 1.0},
         "algorithm": {"kl": {"coef": settings.kl_coef, "placement": "loss", "estimator": "k3"}},
-        "placement": {"colocated": True if settings.on_gpus and settings.layout == "hybrid" else None},
+        "placement": {"colocated": True if settings.on_gpus and settings.shares_gpus else None},
         "rollout": {
             "replicas": settings.replicas,
             "gpus_per_replica": int(settings.on_gpus),

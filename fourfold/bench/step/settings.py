@@ -22,7 +22,7 @@ class Settings:
     """"cpu" or "cuda"."""
     layout: str
     """separate: trainer and reference on the first GPU, the engine on the second. hybrid: on both GPUs a rank of the
-    trainer, an engine and a reference."""
+    trainer, an engine and a reference. shared: the same on one GPU."""
     sleep: bool
     """Engines give their memory up while the trainer works."""
     prompts: int
@@ -48,6 +48,8 @@ class Settings:
     """Of one GPU; what it does at most, in TFLOP/s."""
     profiled: bool
     """The run is profiled in one more step, which does not count."""
+    stop: bool = False
+    """The run is stopped when its steps are measured, before its last step, checkpoint and export."""
     timeout: float
     """Seconds for the whole run."""
 
@@ -65,8 +67,10 @@ class Settings:
             raise ConfigError(f"--group-size {self.group_size}: advantages compare the samples of a prompt; at least 2")
         if self.peak_tflops <= 0:
             raise ConfigError(f"--peak-tflops {self.peak_tflops}: it must be above 0")
-        if self.sleep and (self.layout != "hybrid" or not self.on_gpus):
-            raise ConfigError("--sleep is for engines that share GPUs with the trainer: --layout hybrid --device cuda")
+        if self.sleep and not (self.shares_gpus and self.on_gpus):
+            raise ConfigError(
+                "--sleep is for engines that share GPUs with the trainer: --layout hybrid or shared, --device cuda"
+            )
         if self.liger and not self.on_gpus:
             raise ConfigError("--liger: these kernels run on GPUs alone; leave it out, or take --device cuda")
 
@@ -86,13 +90,20 @@ class Settings:
         return 2 if self.layout == "hybrid" else 1
 
     @property
+    def shares_gpus(self) -> bool:
+        """Whether engines and trainer take turns on the same GPUs."""
+        return self.layout != "separate"
+
+    @property
     def gpus(self) -> int:
         """That the whole run has."""
-        return 2 if self.on_gpus else 0
+        if not self.on_gpus:
+            return 0
+        return 1 if self.layout == "shared" else 2
 
     @property
     def last_step(self) -> int:
-        """After which the benchmark ends the run."""
+        """Of those that are measured or profiled; one more follows, which writes the checkpoint."""
         return self.warm_up + self.steps + self.profiled
 
     @property
@@ -119,7 +130,7 @@ class Settings:
     @property
     def dealt_gpus(self) -> list[int]:
         """GPUs of this machine as the run numbers them: engine, trainer, reference, where they are separate."""
-        return [0, 1] if self.layout == "hybrid" else [1, 0, 0]
+        return list(range(self.gpus)) if self.shares_gpus else [1, 0, 0]
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""

@@ -12,6 +12,7 @@ from fourfold.bench.text import aligned
 
 _ORDER: Final = (*PHASES, OTHER, WALL)
 _TERA: Final = 1e12
+_MIB: Final = 1 << 20
 _REFERENCE: Final = (
     "reference: what sampling did not hide; OpenRLHF's are the whole passes over old and reference log-probabilities"
 )
@@ -69,6 +70,11 @@ def _others(settings: Settings, results: Mapping[str, Any]) -> list[str]:
         )
     for device, most in results["gpu_mib"].items():
         found.append(f"most memory on {device}: {most} MiB")
+    if end := results.get("end"):
+        found.append(
+            f"the run ended by itself {end['seconds']:.1f} s after these steps: one more, a checkpoint, an export of "
+            f"{end['exported_bytes'] / _MIB:,.1f} MiB; no service was started again"
+        )
     found.append(f"the first step was done {results['first_step_after_seconds']:.1f} s after the start")
     return found
 

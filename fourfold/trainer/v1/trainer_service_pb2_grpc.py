@@ -131,8 +131,11 @@ class TrainerServiceServicer(object):
         """Trains one step on the streamed batch and answers when the weights are updated.
         Idempotent by step: the last step plus 1 trains; the last step with the same bytes
         returns the stored answer; with other bytes it is refused with ALREADY_EXISTS; any
-        other step with FAILED_PRECONDITION. INVALID_ARGUMENT names the sample that is
-        malformed. A refused call changes nothing.
+        other step with FAILED_PRECONDITION, by the first message. INVALID_ARGUMENT names the
+        sample that is malformed, or says that the batch is larger than the recipe's largest.
+        One call at a time: RESOURCE_EXHAUSTED with reason TRAIN_STEP_RUNNING until the other has
+        its answer or is gone. DEADLINE_EXCEEDED when no message came for 30 s. A refused call
+        changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,7 +207,7 @@ class TrainerServiceServicer(object):
 
     def RaisePolicyVersion(self, request, context):
         """Raises the number of the present weights' version, after a restore, above every
-        version that was ever published. Never lowers it. Idempotent.
+        version that was ever published. Never lowers it. Idempotent. INVALID_ARGUMENT above 2^52.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,8 +52,11 @@ class TrainerServiceStub:
     """Trains one step on the streamed batch and answers when the weights are updated.
     Idempotent by step: the last step plus 1 trains; the last step with the same bytes
     returns the stored answer; with other bytes it is refused with ALREADY_EXISTS; any
-    other step with FAILED_PRECONDITION. INVALID_ARGUMENT names the sample that is
-    malformed. A refused call changes nothing.
+    other step with FAILED_PRECONDITION, by the first message. INVALID_ARGUMENT names the
+    sample that is malformed, or says that the batch is larger than the recipe's largest.
+    One call at a time: RESOURCE_EXHAUSTED with reason TRAIN_STEP_RUNNING until the other has
+    its answer or is gone. DEADLINE_EXCEEDED when no message came for 30 s. A refused call
+    changes nothing.
     """
     ForwardBackward: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ForwardBackwardRequest, _trainer_service_pb2.ForwardBackwardResponse]
     """Adds the gradient of `sum over tokens of loss_weight * log-probability` under the present
@@ -92,7 +95,7 @@ class TrainerServiceStub:
     """Writes the weights as a Hugging Face model folder, whole or not at all."""
     RaisePolicyVersion: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.RaisePolicyVersionRequest, _trainer_service_pb2.RaisePolicyVersionResponse]
     """Raises the number of the present weights' version, after a restore, above every
-    version that was ever published. Never lowers it. Idempotent.
+    version that was ever published. Never lowers it. Idempotent. INVALID_ARGUMENT above 2^52.
     """
 
 @_typing.type_check_only
@@ -119,8 +122,11 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Trains one step on the streamed batch and answers when the weights are updated.
     Idempotent by step: the last step plus 1 trains; the last step with the same bytes
     returns the stored answer; with other bytes it is refused with ALREADY_EXISTS; any
-    other step with FAILED_PRECONDITION. INVALID_ARGUMENT names the sample that is
-    malformed. A refused call changes nothing.
+    other step with FAILED_PRECONDITION, by the first message. INVALID_ARGUMENT names the
+    sample that is malformed, or says that the batch is larger than the recipe's largest.
+    One call at a time: RESOURCE_EXHAUSTED with reason TRAIN_STEP_RUNNING until the other has
+    its answer or is gone. DEADLINE_EXCEEDED when no message came for 30 s. A refused call
+    changes nothing.
     """
     ForwardBackward: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ForwardBackwardRequest, _trainer_service_pb2.ForwardBackwardResponse]  # type: ignore[assignment]
     """Adds the gradient of `sum over tokens of loss_weight * log-probability` under the present
@@ -159,7 +165,7 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """Writes the weights as a Hugging Face model folder, whole or not at all."""
     RaisePolicyVersion: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.RaisePolicyVersionRequest, _trainer_service_pb2.RaisePolicyVersionResponse]  # type: ignore[assignment]
     """Raises the number of the present weights' version, after a restore, above every
-    version that was ever published. Never lowers it. Idempotent.
+    version that was ever published. Never lowers it. Idempotent. INVALID_ARGUMENT above 2^52.
     """
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -201,8 +207,11 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Trains one step on the streamed batch and answers when the weights are updated.
         Idempotent by step: the last step plus 1 trains; the last step with the same bytes
         returns the stored answer; with other bytes it is refused with ALREADY_EXISTS; any
-        other step with FAILED_PRECONDITION. INVALID_ARGUMENT names the sample that is
-        malformed. A refused call changes nothing.
+        other step with FAILED_PRECONDITION, by the first message. INVALID_ARGUMENT names the
+        sample that is malformed, or says that the batch is larger than the recipe's largest.
+        One call at a time: RESOURCE_EXHAUSTED with reason TRAIN_STEP_RUNNING until the other has
+        its answer or is gone. DEADLINE_EXCEEDED when no message came for 30 s. A refused call
+        changes nothing.
         """
 
     @_abc_1.abstractmethod
@@ -289,7 +298,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.RaisePolicyVersionResponse, _abc.Awaitable[_trainer_service_pb2.RaisePolicyVersionResponse]]:
         """Raises the number of the present weights' version, after a restore, above every
-        version that was ever published. Never lowers it. Idempotent.
+        version that was ever published. Never lowers it. Idempotent. INVALID_ARGUMENT above 2^52.
         """
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -9,6 +9,7 @@ import grpc
 import numpy as np
 
 from fourfold.errors import InvalidInput
+from fourfold.numbers import check_number
 from fourfold.rollout.v1 import rollout_control_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import RolloutControlServiceServicer
 from fourfold.wire import pack_floats
@@ -21,6 +22,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _MAX_MANIFEST_BYTES: Final = 8 << 20
 _MAX_OFFER_BYTES: Final = 4 << 10
 _MAX_OFFERS: Final = 4096
+_MAX_RECEIVERS: Final = 4096
 _PROBE_TOKENS: Final = (2, 4096)
 _DIGEST_BYTES: Final = 32
 # The engine's worker stops waiting this long before the caller does, so that its reason arrives.
@@ -187,8 +189,8 @@ class RolloutControlServicer(RolloutControlServiceServicer):
 def _check_open(request: pb.OpenWeightsRequest, engine: Engine) -> None:
     """Check lengths and ranges before anything is parsed."""
     backends = engine.description.backends
-    if request.epoch < 0:
-        raise InvalidInput(f"epoch is {request.epoch}; it must be at least 0")
+    check_number(request.epoch, "epoch")
+    check_number(request.receiver_count, "receiver_count", least=1, most=_MAX_RECEIVERS)
     if request.backend not in backends:
         raise InvalidInput(f"backend is {request.backend[:40]!r}; this engine can use {', '.join(backends)}")
     if not 0 < len(request.manifest) <= _MAX_MANIFEST_BYTES:

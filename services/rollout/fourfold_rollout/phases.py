@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from enum import Enum
 
-from fourfold.errors import InvalidInput, WrongState
+from fourfold.errors import WrongState
+from fourfold.numbers import check_number
 
 
 class PauseMode(Enum):
@@ -89,8 +90,7 @@ class Update:
             InvalidInput: it is no version.
             WrongState: another update is open, or the version is not above the served one.
         """
-        if version < 0:
-            raise InvalidInput(f"policy_version is {version}; it must be at least 0")
+        check_number(version, "policy_version")
         if self.phase is Phase.COMMITTED:
             raise WrongState(
                 f"version {self.version} is committed but not released; release or abort it before version {version} "

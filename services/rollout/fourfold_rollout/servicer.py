@@ -98,6 +98,8 @@ class RolloutServicer(RolloutServiceServicer):
                 if not work.done():
                     work.cancel()
                     await asyncio.wait({work})
+                if not work.cancelled():
+                    work.exception()  # a caller that left does not await it, and asyncio would log it as lost
 
     async def WatchLoad(self, request: pb.WatchLoadRequest, context: Context) -> AsyncIterator[pb.WatchLoadResponse]:
         """Report the load at once and then every period."""

@@ -76,9 +76,12 @@ class TrainerCore:
         self._engine: Engine | None = None
         self._store: CheckpointStore | None = None
         self._stopped = False
+        self._known_changes = 0
+        """Of the engine, when the status was last made to say what it holds."""
         self._thread = EngineThread(
             limit_seconds=config.trainer.step_timeout_seconds,
             on_phase=lambda phase: self._set(phase=phase),
+            is_known=lambda: self._engine is None or self._engine.change_count == self._known_changes,
             fatal=fatal,
         )
         self.transfers = Transfers(
@@ -135,12 +138,31 @@ class TrainerCore:
         finally:
             self._watchers.discard(changed)
 
-    async def train_step(self, step: int, samples: list[Sample], batch_sha256: str, *, timeout: float) -> StepAnswer:
+    def check_step(self, step: int) -> bool:
+        """Return whether `step` would be trained now; False: it is the last one, whose answer is stored.
+
+        Raises:
+            Unavailable: the model is not loaded yet.
+            WrongState: neither the last step nor the next.
+        """
+        state = self._status.state
+        if self._running and step == state.step and state.answer is not None:
+            return False
+        self._status.gradient.refuse(f"step {step} cannot be trained")
+        if step != state.step + 1:
+            raise WrongState(
+                f"step {step} cannot be trained; the trainer is at step {state.step}: send {state.step + 1}"
+            )
+        return True
+
+    async def train_step(
+        self, step: int, samples: list[Sample] | None, batch_sha256: str, *, timeout: float
+    ) -> StepAnswer:
         """Train one step, or return the stored answer of the last one.
 
         Args:
             step: 1 for the first.
-            samples: decoded, in the caller's order.
+            samples: decoded, in the caller's order; None for the last step, whose answer is stored.
             batch_sha256: digest of the batch, hexadecimal.
             timeout: seconds.
 
@@ -207,17 +229,15 @@ class TrainerCore:
         self._release_memory()
         self._set(checkpoint_step=self._store.newest_step, vocabulary_size=engine.vocabulary_size)
 
-    def _do_train_step(self, step: int, samples: list[Sample], batch_sha256: str) -> StepAnswer:
+    def _do_train_step(self, step: int, samples: list[Sample] | None, batch_sha256: str) -> StepAnswer:
         state = self._status.state
-        if step == state.step and state.answer is not None:
+        if not self.check_step(step):
+            assert state.answer is not None, "the last step has an answer"
             if batch_sha256 != state.batch_sha256:
                 raise AlreadyExists(f"step {step} was trained with another batch; train step {step + 1}")
             return state.answer
-        self._status.gradient.refuse(f"step {step} cannot be trained")
-        if step != state.step + 1:
-            raise WrongState(
-                f"step {step} cannot be trained; the trainer is at step {state.step}: send {state.step + 1}"
-            )
+        if samples is None:
+            raise Unavailable(f"a checkpoint before step {step} was loaded while the batch travelled; send it again")
         config = self._config
         steps.check(samples, config.algorithm, policy_version=state.policy_version)
         began = time.monotonic()
@@ -329,6 +349,8 @@ class TrainerCore:
 
     def _set(self, **changes: Any) -> None:
         """Replace fields of the status, and tell the watchers."""
+        if self._engine is not None and ("state" in changes or "gradient" in changes):
+            self._known_changes = self._engine.change_count
         new = replace(self._status, **changes)
         if new == self._status:
             return

@@ -98,6 +98,10 @@ class Sent:
     """Of every tensor, over all ranks (`fourfold.weights.digest`); empty when they were left out."""
 
 
+class EngineFailedError(Exception):
+    """The ranks cannot go on: a link to one broke, or one died. Not for callers: it ends the service."""
+
+
 class Engine(Protocol):
     """All ranks as one. Every method blocks and belongs to one thread, except `abort_weights`.
 
@@ -111,6 +115,10 @@ class Engine(Protocol):
     @property
     def machine(self) -> Machine:
         """What the ranks run on, and the sizes of the models."""
+
+    @property
+    def change_count(self) -> int:
+        """Number of calls so far that have begun to change weights, optimizers or gradients."""
 
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
         """Make one optimizer step: each rank its share, the same number of batches on every rank."""

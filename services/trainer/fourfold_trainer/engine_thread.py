@@ -6,8 +6,11 @@
         result, error        <------------
 
 A job whose caller has gone or is out of time before it began is dropped; one that has begun
-runs to its end. A job that takes longer than the limit, or raises what is not meant for
-callers, ends the service: the ranks may be anywhere inside of a collective.
+runs to its end. These end the service, and no further job begins:
+
+- a job takes longer than the limit, or raises what is not meant for callers: a rank may be anywhere in a collective;
+- a job raises an error for its caller after it began to change the engine. Its step, run again, would train on weights
+  that have already changed; the service that is started next has the weights of a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from fourfold.errors import DeadlinePassed, FourfoldError, Unavailable
+from fourfold_trainer.engine import EngineFailedError
 
 _log = logging.getLogger("fourfold.trainer")
 
@@ -51,16 +55,24 @@ class EngineThread:
     """Runs jobs. `run` belongs to the event loop, `stop` to anybody."""
 
     def __init__(
-        self, *, limit_seconds: float, on_phase: Callable[[Phase], None], fatal: Callable[[str], None]
+        self,
+        *,
+        limit_seconds: float,
+        on_phase: Callable[[Phase], None],
+        is_known: Callable[[], bool],
+        fatal: Callable[[str], None],
     ) -> None:
         """Prepare; `start` starts the thread.
 
         Args:
             limit_seconds: longest time one job may take.
             on_phase: told of every change, in the engine thread.
+            is_known: returns whether the engine's state is the one that was noted last; called in the engine thread.
             fatal: ends the service with a message; called from any thread.
         """
-        self._limit, self._on_phase, self._fatal = limit_seconds, on_phase, fatal
+        self._limit, self._on_phase, self._is_known, self._fatal = limit_seconds, on_phase, is_known, fatal
+        self._failed = False
+        """No further job begins."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._phase = Phase.STARTING
         # A daemon: a thread inside of a collective that never returns must not keep the process alive.
@@ -98,28 +110,46 @@ class EngineThread:
             ) from None
 
     def _work(self) -> None:
-        """Run jobs until told to stop. The one place that catches every error: it ends the service."""
+        """Run jobs until told to stop."""
         while (job := self._jobs.get()) is not None:
             if not job.future.set_running_or_notify_cancel():
+                continue
+            if self._failed:
+                job.future.set_exception(_ended())
                 continue
             self._set(job.phase)
             timer = threading.Timer(self._limit, self._stuck, (job.phase,))
             timer.daemon = True
             timer.start()
             try:
-                result = job.run()
-            except FourfoldError as error:
-                self._set(Phase.WAITING)
-                job.future.set_exception(error)
-            except BaseException as error:
-                _log.exception("the engine failed while %s", job.phase.value)
-                self._fatal(f"the engine failed while {job.phase.value}: {_explain(error)}")
-                job.future.set_exception(Unavailable("the trainer failed and is ending; its log says why"))
-            else:
-                self._set(Phase.WAITING)
-                job.future.set_result(result)
+                self._run(job)
             finally:
                 timer.cancel()
+
+    def _run(self, job: _Job) -> None:
+        """Run one job. The one place that catches every error: those that are not for the caller end the service."""
+        try:
+            result = job.run()
+        except FourfoldError as error:
+            if self._is_known():
+                self._set(Phase.WAITING)
+                job.future.set_exception(error)
+            else:
+                self._fail(job, f"the engine stopped in the middle of {job.phase.value}: {error.message}")
+        except EngineFailedError as error:
+            self._fail(job, str(error))
+        except BaseException as error:
+            _log.exception("the engine failed while %s", job.phase.value)
+            self._fail(job, f"the engine failed while {job.phase.value}: {_explain(error)}")
+        else:
+            self._set(Phase.WAITING)
+            job.future.set_result(result)
+
+    def _fail(self, job: _Job, message: str) -> None:
+        """End the service. The phase stays: the engine waits for no call any more. Callers do not get the message."""
+        self._failed = True
+        self._fatal(message)
+        job.future.set_exception(_ended())
 
     def _set(self, phase: Phase) -> None:
         self._phase = phase
@@ -130,6 +160,10 @@ class EngineThread:
             f"the engine is {phase.value} for more than trainer.step_timeout_seconds = {self._limit:g}; a rank may be "
             f"stuck: raise it, or lower batch.tokens_per_micro_batch"
         )
+
+
+def _ended() -> Unavailable:
+    return Unavailable("the trainer failed and is ending; its log says why")
 
 
 def _explain(error: BaseException) -> str:

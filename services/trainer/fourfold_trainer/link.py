@@ -82,10 +82,12 @@ class Link:
         """Return the next message.
 
         Raises:
-            DeadlinePassed: none came in `timeout` seconds.
-            Unavailable: the other end is gone.
+            DeadlinePassed: none began in `timeout` seconds.
+            Unavailable: the other end is gone, or stopped in the middle of a message.
         """
         end = None if timeout is None else time.monotonic() + timeout
+        if end is not None and not self._readable(timeout or 0.0):
+            raise DeadlinePassed("the other end of the link did not answer in time")
         header_size, body_size = _SIZES.unpack(self._read(_SIZES.size, end))
         if header_size > _MAX_HEADER:
             raise Unavailable(f"the link carries no message: a header of {header_size} bytes")
@@ -110,7 +112,7 @@ class Link:
         view = memoryview(data)
         while view:
             if end is not None and not self._readable(end - time.monotonic()):
-                raise DeadlinePassed("the other end of the link did not answer in time")
+                raise Unavailable("the other end of the link stopped in the middle of a message")
             try:
                 size = self._socket.recv_into(view)
             except OSError as error:

@@ -34,12 +34,17 @@ from fourfold.config import Config
 from fourfold.errors import ConfigError, DeadlinePassed, Unavailable
 from fourfold.process import Command, Supervisor
 from fourfold.scratch import Scratch
+from fourfold_trainer.engine import EngineFailedError
 from fourfold_trainer.link import Array, Link, Message
 from fourfold_trainer.worker import RankWorker, read_error
 
 _WATCH_SECONDS: Final = 0.2
 # After an error on this rank the reason is often a peer that died: its death is looked for this long.
 _BLAME_SECONDS: Final = 2.0
+# Commands that change weights, optimizers or gradients.
+_CHANGING: Final = frozenset(
+    {"update_policy", "update_critic", "forward_backward", "optim_step", "discard_gradient", "restore"}
+)
 # A rank has nothing to finish: it ends when its link does.
 _STOP_SECONDS: Final = 0.2
 
@@ -102,6 +107,8 @@ class ProcessGroup:
         """Rank 0, where it is here."""
         self.links: list[Link] = []
         """To the children."""
+        self.change_count = 0
+        """Number of commands that have begun to change what the ranks hold."""
         self._closing = threading.Event()
         self._death = ""
         self._sequence = 0
@@ -128,8 +135,16 @@ class ProcessGroup:
     def call(
         self, name: str, *, fields: dict[str, Any] | None = None, arrays: Sequence[Sequence[Array]] = ()
     ) -> list[Message]:
-        """Run a command on all ranks; return the answers in rank order, or raise the first error among them."""
-        return checked(self.ask(name, fields=fields or {}, arrays=arrays, timeout=self._timeout))
+        """Run a command on all ranks; return the answers in rank order, or raise the first error among them.
+
+        Raises:
+            EngineFailedError: a rank died, its link broke, or it has not answered within trainer.step_timeout_seconds.
+        """
+        try:
+            answers = self.ask(name, fields=fields or {}, arrays=arrays, timeout=self._timeout)
+        except DeadlinePassed as error:
+            raise EngineFailedError(f"the ranks failed at {name}: {error.message}") from error
+        return checked(answers)
 
     def deal(
         self, name: str, shares: Sequence[Sequence[Array]], *, fields: dict[str, Any] | None = None
@@ -150,10 +165,11 @@ class ProcessGroup:
             timeout: of the children's answers, counted from the end of rank 0's part where it is here.
 
         Raises:
-            Unavailable: a rank died.
+            EngineFailedError: a rank died, or its link broke.
             DeadlinePassed: a rank has not answered.
         """
         self._sequence += 1
+        self.change_count += name in _CHANGING
         commands = [
             Message(name=name, fields=fields, arrays=part, sequence=self._sequence)
             for part in (arrays or [()] * len(self._places))
@@ -164,7 +180,10 @@ class ProcessGroup:
             own = [] if self.worker is None else [self.worker.handle(commands[0])]
             return own + self._collect(self._sequence, timeout)
         except BaseException as error:
-            self._raise_death(error)
+            if death := self._death_after(error):
+                raise EngineFailedError(death) from error
+            if isinstance(error, Unavailable):  # of a link: what travels on it can no longer be told apart
+                raise EngineFailedError(f"the ranks failed at {name}: {error.message}") from error
             raise
 
     def leave(self) -> None:
@@ -194,10 +213,10 @@ class ProcessGroup:
             self.close()
             raise
         except BaseException as error:
-            try:
-                self._raise_death(error)
-            finally:
-                self.close()
+            death = self._death_after(error)
+            self.close()
+            if death:
+                raise Unavailable(death) from error
             raise
 
     def _start_children(self, name: str) -> None:
@@ -274,13 +293,12 @@ class ProcessGroup:
             answers.append(answer)
         return answers
 
-    def _raise_death(self, error: BaseException) -> None:
-        """Raise the death of a peer instead of `error`, when there was one."""
+    def _death_after(self, error: BaseException) -> str:
+        """Explain the death of a peer that may have led to `error`; empty when none died."""
         end = time.monotonic() + _BLAME_SECONDS
         while self.links and not self._death and time.monotonic() < end:
             time.sleep(_WATCH_SECONDS / 4)  # the watcher notes it
-        if self._death:
-            raise Unavailable(self._death) from error
+        return self._death
 
 
 def checked(answers: list[Message]) -> list[Message]:

@@ -106,6 +106,11 @@ class RankGroup:
         """What the ranks run on, and the sizes of the models."""
         return self._machine
 
+    @property
+    def change_count(self) -> int:
+        """Number of commands so far that have begun to change what the ranks hold."""
+        return sum(group.change_count for group in self._groups)
+
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
         """Make one optimizer step: each rank its share."""
         return _update(self._policy, "update_policy", shares, settings)

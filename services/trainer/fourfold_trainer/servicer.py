@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any, Final, Literal
 
 import grpc
@@ -14,6 +15,7 @@ from google.protobuf.message import Message
 
 from fourfold import metrics
 from fourfold.errors import InvalidInput
+from fourfold.numbers import MAX_RAISED_VERSION, check_number
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.types.v1 import experience_pb2
@@ -28,14 +30,13 @@ from fourfold.wire import (
     floats,
     pack_floats,
 )
+from fourfold_trainer import batch_stream
 from fourfold_trainer.core import Status, TrainerCore
 from fourfold_trainer.engine_thread import Phase
 from fourfold_trainer.gradients import OptimCall, Part
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-_MESSAGE_BYTES: Final = 4 << 20
-_BATCH_BYTES: Final = 2 << 30
 _REQUEST_BYTES: Final = 8 << 20
 _NO_FLOATS: Final[Float32Array] = np.empty(0, np.float32)
 _NO_FLAGS: Final[BoolArray] = np.empty(0, np.bool_)
@@ -54,6 +55,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
     def __init__(self, core: TrainerCore, *, tokenizer_sha256: bytes = b"") -> None:
         self._core = core
+        self._one_stream = batch_stream.OneStream()
         self.tokenizer_sha256 = tokenizer_sha256
         """32 bytes; empty until the model folder is known."""
 
@@ -71,21 +73,22 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def TrainStep(
         self, request_iterator: AsyncIterator[pb.TrainStepRequest], context: Context
     ) -> pb.TrainStepResponse:
-        """Read and check the whole batch, train. A message is decoded while the next one travels."""
-        step, size = 0, 0
-        samples: list[Sample] = []
-        # Of the batch; it does not depend on how that was cut into messages.
-        digest = hashlib.sha256()
-        async for request in request_iterator:
-            step = _check_step(request.step, step)
-            part, part_size = await asyncio.to_thread(self._decode_part, request.experiences, digest)
-            samples += part
-            size += part_size
-            if size > _BATCH_BYTES:
-                raise InvalidInput(f"the batch has more than {_BATCH_BYTES} bytes; train on fewer samples a step")
-        if not step:
-            raise InvalidInput("the call has no message; send the step and its experiences")
-        answer = await self._core.train_step(step, samples, digest.hexdigest(), timeout=time_left(context))
+        """Check the first message, then read the rest and train."""
+        requests = batch_stream.messages(request_iterator, timeout=self._core.config.trainer.step_timeout_seconds)
+        async with aclosing(requests):
+            first = await anext(requests, None)
+            if first is None:
+                raise InvalidInput("the call has no message; send the step and its experiences")
+            step = check_number(first.step, "step", least=1)
+            is_new = self._core.check_step(step)
+            with self._one_stream.enter(step):
+                batch = batch_stream.Batch(step, self._core.config, self._decode, keep=is_new)
+                await asyncio.to_thread(batch.add, first)
+                async for request in requests:
+                    await asyncio.to_thread(batch.add, request)
+                answer = await self._core.train_step(
+                    step, batch.samples if is_new else None, batch.sha256, timeout=time_left(context)
+                )
         return pb.TrainStepResponse(
             step=answer.step,
             policy_version=answer.policy_version,
@@ -106,7 +109,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def OptimStep(self, request: pb.OptimStepRequest, context: Context) -> pb.OptimStepResponse:
         """Use a gradient up."""
         call = OptimCall(
-            step=_at_least_one(request.step, "step"),
+            step=check_number(request.step, "step", least=1),
             learning_rate=_number(request, "learning_rate"),
             max_grad_norm=_number(request, "max_grad_norm"),
             sha256=_sha256(request),
@@ -148,9 +151,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Context) -> pb.LoadCheckpointResponse:
         """Restore a checkpoint."""
-        if request.step < 0:
-            raise InvalidInput(f"step is {request.step}; it must be at least 0")
-        status = await self._core.load_checkpoint(request.step, timeout=time_left(context))
+        step = check_number(request.step, "step")
+        status = await self._core.load_checkpoint(step, timeout=time_left(context))
         return pb.LoadCheckpointResponse(status=self._status(status))
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Context) -> pb.ExportModelResponse:
@@ -163,9 +165,8 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request: pb.RaisePolicyVersionRequest, context: Context
     ) -> pb.RaisePolicyVersionResponse:
         """Give the present weights a higher version."""
-        if request.policy_version < 0:
-            raise InvalidInput(f"policy_version is {request.policy_version}; it must be at least 0")
-        version = await self._core.raise_policy_version(request.policy_version, timeout=time_left(context))
+        asked = check_number(request.policy_version, "policy_version", most=MAX_RAISED_VERSION)
+        version = await self._core.raise_policy_version(asked, timeout=time_left(context))
         return pb.RaisePolicyVersionResponse(policy_version=version)
 
     def _status(self, status: Status) -> pb.TrainerStatus:
@@ -182,29 +183,15 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             gradient_part_count=status.gradient.part_count,
         )
 
-    def _decode_part(
-        self, experiences: Iterable[experience_pb2.Experience], digest: hashlib._Hash
-    ) -> tuple[list[Sample], int]:
-        """Return one message's samples and their bytes, and add them to the batch's SHA-256."""
-        samples, size = [], 0
-        for message in experiences:
-            data = message.SerializeToString(deterministic=True)
-            digest.update(len(data).to_bytes(8, "little"))
-            digest.update(data)
-            size += len(data)
-            if size > _MESSAGE_BYTES:
-                raise InvalidInput(f"a message has more than {_MESSAGE_BYTES} bytes of experiences; send several")
-            samples.append(
-                decode(
-                    message,
-                    vocabulary_size=self._core.vocabulary_size,
-                    max_tokens=self._core.config.model.max_context_tokens,
-                )
-            )
-        return samples, size
+    def _decode(self, message: experience_pb2.Experience) -> Sample:
+        return decode(
+            message,
+            vocabulary_size=self._core.vocabulary_size,
+            max_tokens=self._core.config.model.max_context_tokens,
+        )
 
     def _decode_part_of_gradient(self, request: pb.ForwardBackwardRequest) -> Part:
-        step, number = _at_least_one(request.step, "step"), _at_least_one(request.part, "part")
+        step, number = check_number(request.step, "step", least=1), check_number(request.part, "part", least=1)
         experiences = [message.experience for message in request.samples]
         _check_size(request, experiences, limit=_REQUEST_BYTES)
         samples = [self._lookup_sample(message) for message in experiences]
@@ -268,23 +255,8 @@ def _number(request: pb.OptimStepRequest, name: Literal["learning_rate", "max_gr
     return value
 
 
-def _at_least_one(value: int, name: str) -> int:
-    if value < 1:
-        raise InvalidInput(f"{name} is {value}; it must be at least 1")
-    return value
-
-
 def _sha256(request: Message) -> str:
     return hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
-
-
-def _check_step(step: int, before: int) -> int:
-    """Return the step of one message of a batch; `before` is that of the message before it, 0 for the first."""
-    if step < 1 or before not in (0, step):
-        raise InvalidInput(
-            f"step is {step}; it must be at least 1, and the same in every message of a call ({before or step})"
-        )
-    return step
 
 
 def time_left(context: Context) -> float:

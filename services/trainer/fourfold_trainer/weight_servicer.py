@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
 from fourfold.errors import InvalidInput
+from fourfold.numbers import check_number
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as pb_grpc
 from fourfold.weights.devices import reachable_gpus
 from fourfold.weights.host import host_id
 from fourfold_trainer.core import TrainerCore
 from fourfold_trainer.servicer import time_left
+
+# Each takes memory that is made before the first one comes.
+_MAX_RECEIVERS: Final = 4096
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -44,13 +48,13 @@ class TrainerWeightServicer(pb_grpc.TrainerWeightServiceServicer):
         """Start an epoch, or add a group of receivers to it."""
         backends = self._transfers.backends
         if request.backend not in backends:
-            raise InvalidInput(f"backend is {request.backend!r}; the trainer has {', '.join(backends)}")
-        if request.receiver_count < 1:
-            raise InvalidInput(f"receiver_count is {request.receiver_count}; it must be at least 1")
-        if request.group < 0:
-            raise InvalidInput(f"group is {request.group}; it must be at least 0")
+            raise InvalidInput(f"backend is {request.backend[:40]!r}; the trainer has {', '.join(backends)}")
         offers = await self._transfers.make_offers(
-            request.epoch, request.backend, request.receiver_count, group=request.group, timeout=time_left(context)
+            check_number(request.epoch, "epoch"),
+            request.backend,
+            check_number(request.receiver_count, "receiver_count", least=1, most=_MAX_RECEIVERS),
+            group=check_number(request.group, "group", most=_MAX_RECEIVERS),
+            timeout=time_left(context),
         )
         return pb.MakeOfferResponse(offers=offers)
 

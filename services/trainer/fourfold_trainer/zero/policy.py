@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from fourfold.nn.batching import TokenBatch
 from fourfold.nn.sequence import Exchange
 from fourfold.weights.merged import MergedSource, merged
 from fourfold.weights.source import DenseSource, ParameterSource, WeightSource, named_weights
-from fourfold.weights.zero3 import Zero3Source, make_whole
+from fourfold.weights.zero3 import Zero3Source, gathering, make_whole
 from fourfold_trainer import checkpoint
 from fourfold_trainer.zero import lora
 from fourfold_trainer.zero.engine import Trained
@@ -82,16 +83,23 @@ class DeepSpeedPolicy(Trained):
             self._refresh()
 
     def _export(self, folder: Path) -> None:
-        state: dict[str, Tensor] = {}
-        self._make_adapters_whole()
-        for names, parameters in self._gather_groups():
-            with deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
-                if self._rank == 0:
-                    state.update({n: self._exported(n, p) for n, p in zip(names, parameters, strict=True)})
+        with gathering(self._engine) if self._stage == 3 else nullcontext():
+            state: dict[str, Tensor] = {}
+            # Adapters are part of every group's weights; they are small.
+            with self._gathered(self._adapters.parameters if self._adapters is not None else []):
+                for names, parameters in self._gather_groups():
+                    with self._gathered(parameters):
+                        if self._rank == 0:
+                            state.update({n: self._exported(n, p) for n, p in zip(names, parameters, strict=True)})
+                if self._rank == 0 and self._adapters is not None:
+                    self._adapters.write(folder / _ADAPTER_FOLDER)
         if self._rank == 0:
             checkpoint.write_model(self._model, state, folder, source=self._source_folder)
-            if self._adapters is not None:
-                self._adapters.write(folder / _ADAPTER_FOLDER)
+
+    def _gathered(self, parameters: list[Any]) -> AbstractContextManager[Any]:
+        """Gather parameters for a block; only inside of `gathering`."""
+        whole: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(parameters)
+        return whole if self._stage == 3 and parameters else nullcontext()
 
     def _exported(self, name: str, parameter: Any) -> Tensor:
         """Return a weight on the CPU, with its adapter in it."""
@@ -103,7 +111,7 @@ class DeepSpeedPolicy(Trained):
 
     def _make_adapters_whole(self) -> None:
         if self._adapters is not None and self._stage == 3:
-            make_whole(self._adapters.parameters)
+            make_whole(self._engine, self._adapters.parameters)
 
     def weight_source(self) -> WeightSource:
         """Return where this rank's weights are."""

@@ -1,0 +1,24 @@
+"""Makes DeepSpeed prefetch few parameters at once, on every rank. Python imports this at its start, from PYTHONPATH.
+
+A tiny model fits into DeepSpeed's default prefetch bucket (50 million elements), and nothing stays in flight after a
+pass. With a small bucket it behaves as a large model does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import fourfold_trainer.zero.engine
+from fourfold_trainer.zero import settings
+
+_BUCKET_ELEMENTS: Final = 100_000
+_deepspeed_settings = settings.deepspeed_settings
+
+
+def _small_prefetch(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    found = _deepspeed_settings(*args, **kwargs)
+    found["zero_optimization"]["stage3_prefetch_bucket_size"] = _BUCKET_ELEMENTS
+    return found
+
+
+fourfold_trainer.zero.engine.deepspeed_settings = _small_prefetch  # type: ignore[attr-defined]

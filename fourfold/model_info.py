@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final, Protocol
 
 from fourfold.channel import require
-from fourfold.wire import LARGEST_VERSION
+from fourfold.numbers import MAX_NUMBER
 
 LARGEST_OF_ENGINE: Final = 1 << 40
 """A run gives its weights a higher version than any engine claims to hold: engines must leave room for that."""
@@ -41,7 +41,7 @@ def check_tokenizer(digest: bytes, *, peer: str, name: str) -> None:
     require(len(digest) in (0, 32), rule, peer=peer, name=name)
 
 
-def check_version(version: int, *, peer: str, name: str, largest: int = LARGEST_VERSION) -> None:
+def check_version(version: int, *, peer: str, name: str, largest: int = MAX_NUMBER) -> None:
     """Check a policy version.
 
     Raises:

@@ -20,11 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.errors import InvalidInput
+from fourfold.numbers import MAX_NUMBER
 from fourfold.types.v1 import experience_pb2 as pb
 
 ID_PATTERN: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
-LARGEST_VERSION: Final = 1 << 53
-"""Policy versions grow by one with every step: a larger number is a mistake or a lie, and would overflow an int64."""
 # One message of a stream; the gRPC limit is 16 MiB. 1 MiB chunks are the fastest measured.
 CHUNK_BYTES: Final = 1 << 20
 
@@ -276,7 +275,7 @@ def _check_sampling(message: pb.Experience, who: str) -> None:
 
 
 def _check_spans(spans: tuple[VersionSpan, ...], action_bytes: bytes, who: str) -> None:
-    if any(s.token_count < 1 or not -1 <= s.policy_version <= LARGEST_VERSION for s in spans):
+    if any(s.token_count < 1 or not -1 <= s.policy_version <= MAX_NUMBER for s in spans):
         raise InvalidInput(f"sample {who}: version_spans must have token_count >= 1 and policy_version in [-1, 2^53]")
     total = sum(s.token_count for s in spans)
     if total != len(action_bytes):

@@ -8,8 +8,8 @@ import numpy as np
 
 from fourfold.channel import require
 from fourfold.errors import PeerFault
+from fourfold.numbers import MAX_NUMBER
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold.wire import LARGEST_VERSION
 
 _MAX_TOKENS: Final = 1 << 20
 """Tokens of a sample whose request has no max_tokens."""
@@ -45,7 +45,7 @@ class StreamCheck:
         what, size = f"sample {index}", self._check_tokens(chunk)
         if size:
             self._require(
-                self._versions[index] <= version <= LARGEST_VERSION,
+                self._versions[index] <= version <= MAX_NUMBER,
                 f"{what} has tokens of policy_version {version}; {self._versions[index]} or a later one is due",
                 "BAD_VERSION",
             )

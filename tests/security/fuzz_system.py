@@ -37,7 +37,7 @@ from fourfold_coordinator.run_service import RunBoard, RunServicer
 from fourfold_reward import loader
 from fourfold_reward.pool import WorkerPool
 from fourfold_reward.reference.servicer import Loaded, ReferenceServicer
-from fourfold_reward.serve import find_offered
+from fourfold_reward.serve import Offered
 from fourfold_reward.servicer import RewardServicer
 from fourfold_rollout.admission import Limits
 from fourfold_rollout.control_servicer import Identity, RolloutControlServicer
@@ -49,6 +49,7 @@ from fourfold_trainer.weight_servicer import TrainerWeightServicer
 from tests.conftest import Serve
 from tests.fakes.engine import CONTEXT, STOP_TOKEN, VOCABULARY
 from tests.fakes.engine import FakeEngine as FakeSampler
+from tests.fakes.rollout import NO_QUOTAS
 from tests.fakes.trainer_engine import FakeEngine as FakeTrainerEngine
 from tests.fakes.trainer_engine import group_of
 from tests.fakes.trainer_service import config
@@ -281,17 +282,18 @@ async def serve_all(serve: Serve, tmp_path: Path) -> AsyncIterator[System]:
         kv_cache_tokens=engine.description.kv_cache_tokens, stop_token_ids=(STOP_TOKEN,),
     )  # fmt: skip
     weights = EngineWeights(engine, update_timeout=0.5)
-    rollout = RolloutServicer(ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits), engine, weights)
+    model = ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits)
+    rollout = RolloutServicer(model, engine, weights, NO_QUOTAS)
     control = RolloutControlServicer(Identity(model_sha256=SHA256, host_id="here"), engine, weights, update_timeout=0.5)
     core = TrainerCore(config(), run_dir=tmp_path, make_engine=lambda: trainer, fatal=fatal.append)
     registry = Registry(clock=SystemClock(), tokenizer_sha256=SHA256)
     board = RunBoard(name="fuzz", step_count=4, clock=SystemClock())
     (tmp_path / "mine.py").write_text("def reward(sample):\n    return float(len(sample.completion))\n")
+    offered = Offered(configured=loader.find("mine.py:reward", directory=tmp_path), others={}, tasks={})
     pool = WorkerPool(
-        verifier=loader.find("mine.py:reward", directory=tmp_path), options={}, processes=1, timeout_seconds=1.0,
-        on_failure=fatal.append,
-    )  # fmt: skip
-    reward = RewardServicer(pool, lambda name: find_offered(name, pool.verifier))
+        verifier=offered.configured, options={}, processes=1, timeout_seconds=1.0, on_failure=fatal.append
+    )
+    reward = RewardServicer(pool, offered.find)
     reference = ReferenceServicer(name="tiny", max_context_tokens=CONTEXT)
     reference.set_ready(Loaded(model=Reference(), tokenizer_sha256=SHA256))  # type: ignore[arg-type]
     added = [

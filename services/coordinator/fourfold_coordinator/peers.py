@@ -8,9 +8,9 @@ from typing import Protocol
 
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.numbers import MAX_NUMBER
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.wire import LARGEST_VERSION
 
 from .choice import Demand, Lengths, call_tokens, prefix_keys
 from .prompts import Prompt
@@ -37,7 +37,7 @@ class Peers:
         router: Router,
         decoder: Decoder,
         *,
-        newest_version: Callable[[], int] = lambda: LARGEST_VERSION,
+        newest_version: Callable[[], int] = lambda: MAX_NUMBER,
     ) -> None:
         """Call the replicas of a router.
 

@@ -38,6 +38,9 @@ async def test_a_killed_run_goes_on_from_its_checkpoint(make_stage: Callable[...
         await reached.wait()
     await stage.kill()
     before = stage.ledger()
+    done = [row.step for row in before.steps()]
+    written = {row["step"] for row in stage.lines("samples.jsonl")}
+    assert written == set(done), "a stopped run has no samples of a step that was under way"
     published, evals = before.highest_version(), before.evals()
     before.close()
     await fresh_processes(stage)
@@ -54,6 +57,7 @@ async def test_a_killed_run_goes_on_from_its_checkpoint(make_stage: Callable[...
     assert [row.step for row in after.evals()] == [0, 2, 4, 6]
     if moment != "checkpoint":
         assert after.dropped()["TRAINER_RESTORED"] >= 12
+    assert (stage.report()["restarts"], stage.report()["resumes"]) == ({}, 1)
     positions = [row.data_position for row in steps]
     assert positions == [3, 6, 9, 12, 15, 18], "the prompts of lost steps are issued again"
     after.close()
@@ -145,6 +149,7 @@ async def test_a_trainer_that_comes_back_is_brought_to_the_checkpoint(
     check_books(stage)
     assert stage.trainer.loaded == [2]
     assert stage.report()["dropped"]["TRAINER_RESTORED"] >= 12
+    assert (stage.report()["restarts"], stage.report()["resumes"]) == ({"trainer-0": 1}, 0)
 
 
 async def test_a_trainer_that_dies_while_it_sends_is_waited_for(make_stage: Callable[..., Stage]) -> None:

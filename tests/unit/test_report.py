@@ -39,6 +39,8 @@ def build(root: Path, ledger: Ledger, **changes: Any) -> dict[str, Any]:
         seconds=12.3456,
         peak_memory_bytes=5,
         uncounted=["trainer-0"],
+        restarts={"trainer-0": 2},
+        resumes=1,
         model="/runs/toy/model",
     )
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from fourfold.config import Config
 
 from .broker import Broker
+from .disk_wait import DiskWait
 from .evaluate import Evaluator
 from .ledger import Ledger
+from .lifetime import Lifetime
 from .memory import MemoryMeter
 from .peers import Peers
 from .prompts import Prompts
@@ -27,6 +29,8 @@ class Parts:
     """runs/<name>."""
     prompts: Prompts
     ledger: Ledger
+    disk: DiskWait
+    """Makes every write to the ledger and to the run's files."""
     board: RunBoard
     router: Router
     session: TrainerSession
@@ -34,5 +38,6 @@ class Parts:
     peers: Peers
     evaluator: Evaluator
     memory: MemoryMeter
+    lifetime: Lifetime
     start_seconds: float
     """Longest wait for the services at the start."""

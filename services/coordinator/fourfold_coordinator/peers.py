@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -75,7 +75,7 @@ class Peers:
         version: int,
         budget: Budget,
         greedy: bool = False,
-        on_try: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_try: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> list[Trajectory]:
         """Sample answers to one prompt, one for each id, in one call; each try runs in `on_try()`.
 
@@ -107,7 +107,7 @@ class Peers:
                 sample_count=len(sample_ids),
                 min_policy_version=version,
             )
-            with on_try():
+            async with on_try():
                 completions = await replica.rollout.complete(request, timeout=timeout)
                 check_completions(
                     completions,

@@ -36,6 +36,7 @@ from fourfold.errors import (
 )
 
 from .choice import Candidate, Demand, Prefixes, choose
+from .disk_wait import DiskFull
 from .load import measure, watch
 from .registry import ROLE_NAMES, Change, Member, Registry
 from .replica import NOT_LOOKED_AT, Budget, Replica, ServiceMissing
@@ -157,7 +158,7 @@ class Router:
             async with self._use(role, demand, version=version, avoid=avoid) as replica:
                 try:
                     result = await replica.call(work(replica))
-                except (PermissionDenied, Unauthenticated):
+                except (DiskFull, PermissionDenied, Unauthenticated):
                     raise  # no replica will ever answer otherwise
                 except Overloaded as error:
                     if not replica.congested(demand.samples):  # others keep it busy

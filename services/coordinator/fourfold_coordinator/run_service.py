@@ -28,6 +28,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _PERIOD_SECONDS: Final = 0.1
 # Keeps a state of 50 metrics a step below the limit of a message; the oldest rows are left out.
 _MAX_STEP_ROWS: Final = 5000
+_MAX_RECOVERIES: Final = 100
 
 
 class RunBoard:
@@ -83,6 +84,19 @@ class RunBoard:
                 del self.status.conditions[index]
                 self._changed()
                 return
+
+    def went_on(self, step: int, reason: str) -> None:
+        """Say that the run goes on from a checkpoint.
+
+        Args:
+            step: steps done.
+            reason: why, for people; empty: this coordinator took the run up.
+        """
+        recovery = self.status.recoveries.add(step=step, reason=reason)
+        self._stamp(recovery.time)
+        if len(self.status.recoveries) > _MAX_RECOVERIES:
+            del self.status.recoveries[0]
+        self._changed()
 
     def begin(self) -> None:
         """Say that the first step begins."""

@@ -55,6 +55,7 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
     before, after = report.get("eval_before"), report.get("eval_after")
     if before and after:
         lines.append(f"Held-out accuracy: {_interval(before)} before, {_interval(after)} after training (95 %).")
+    lines += _interruptions(report)
     if dropped := report.get("dropped"):
         lines.append("Dropped samples: " + ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())))
     if twin := report.get("distance"):
@@ -75,6 +76,14 @@ def _headline(report: dict[str, Any]) -> str:
         f"{report['name']} is done: {report['steps']} steps{each} in {clock(report['seconds'])}, seed {report['seed']}"
         f", {memory}."
     )
+
+
+def _interruptions(report: dict[str, Any]) -> list[str]:
+    """Return how often a part of the run came back; nothing for a run that nothing disturbed."""
+    words = [f"{name} {count}x" for name, count in sorted((report.get("restarts") or {}).items())]
+    resumes = report.get("resumes") or 0
+    lines = [f"Resumed {resumes} time{'s' if resumes > 1 else ''}."] if resumes else []
+    return lines + ([f"Started again while the run went on: {', '.join(words)}."] if words else [])
 
 
 def _diagnosis(report: dict[str, Any]) -> list[str]:

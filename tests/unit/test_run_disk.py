@@ -13,7 +13,9 @@ from fourfold import cli
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("words", [["run", "r.toml"], ["run", "--resume", "runs/r"], ["serve", "coordinator", "r.toml"]])
+@pytest.mark.parametrize(
+    "words", [["run", "r.toml"], ["run", "--resume", "runs/r"], ["serve", "coordinator", "r.toml"]]
+)
 def test_a_run_that_cannot_begin_for_want_of_room_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:

@@ -25,6 +25,8 @@ from fourfold.errors import ConfigError, InvalidInput, NotFound, WrongState
 from fourfold.wire import check_id
 
 TTL_SECONDS: Final = 15.0
+# Members renew their leases every third of the ttl, and a call takes its time.
+_OVERDUE_SHARE: Final = 1 / 3 + 1 / 10
 ROLE_NAMES: Final[dict[int, str]] = {
     Role.ROLE_ROLLOUT: "rollout",
     Role.ROLE_TRAINER: "trainer",
@@ -69,6 +71,12 @@ class _Lease:
     member: Member
     token: bytes
     ends: float
+    heard: float
+    """When it was renewed last."""
+    heard_at: float
+    """The same as seconds since the epoch."""
+    live_since: float
+    """Since when it is renewed in time, in seconds since the epoch."""
     drain_requested: bool = False
 
 
@@ -119,15 +127,16 @@ class Registry:
                 f"another --member-id",
                 reason="INCARNATION_FENCED",
             )
-        ends = self._clock.monotonic() + self.ttl
         if held is not None and held.member == member:
-            held.ends = ends
+            self._renew(held)
             return held.token
         if held is not None:
             if held.member.incarnation != member.incarnation:
                 self._fenced.setdefault(member.member_id, set()).add(held.member.incarnation)
             self._remove(held, Change.REPLACED)
-        lease = _Lease(member=member, token=secrets.token_bytes(16), ends=ends)
+        now, at = self._clock.monotonic(), self._clock.now()
+        token = secrets.token_bytes(16)
+        lease = _Lease(member=member, token=token, ends=now + self.ttl, heard=now, heard_at=at, live_since=at)
         self._leases[member.member_id] = lease
         self._tell(member, Change.JOINED)
         return lease.token
@@ -141,8 +150,19 @@ class Registry:
         lease = self._find(token)
         if lease is None:
             raise NotFound("this lease is gone: it expired or was replaced; stop work and register again")
-        lease.ends = self._clock.monotonic() + self.ttl
+        self._renew(lease)
         return lease.drain_requested
+
+    def overdue(self, member_id: str) -> tuple[bool, float]:
+        """Return whether a live member should have renewed its lease by now, and since when that is so.
+
+        The time is in seconds since the epoch: of its last renewal when it is overdue, else of the first one in time.
+        """
+        lease = self._leases.get(member_id)
+        if lease is None:  # its lease ended a moment ago
+            return True, self._clock.now()
+        late = self._late(lease)
+        return late, lease.heard_at if late else lease.live_since
 
     def deregister(self, token: bytes) -> None:
         """End a lease; nothing happens when it is gone already."""
@@ -162,6 +182,16 @@ class Registry:
         for lease in late:
             self._remove(lease, Change.EXPIRED)
         return [lease.member for lease in late]
+
+    def _late(self, lease: _Lease) -> bool:
+        return self._clock.monotonic() - lease.heard > self.ttl * _OVERDUE_SHARE
+
+    def _renew(self, lease: _Lease) -> None:
+        late, lease.heard_at = self._late(lease), self._clock.now()
+        lease.heard = self._clock.monotonic()
+        lease.ends = lease.heard + self.ttl
+        if late:
+            lease.live_since = lease.heard_at
 
     def _find(self, token: bytes) -> _Lease | None:
         """Return the live lease with this token. One that ran out is gone, whether `expire` has seen it or not."""

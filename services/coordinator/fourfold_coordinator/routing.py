@@ -203,15 +203,20 @@ class Router:
 
     def members(self) -> list[run_pb.Member]:
         """Return the live members for people."""
-        return [
-            run_pb.Member(
-                member_id=replica.member.member_id,
-                role=replica.member.role_name,
-                target=replica.member.target,
-                policy_version=replica.version if replica.member.role == Role.ROLE_ROLLOUT else -1,
-            )
-            for _, replica in sorted(self._replicas.items())
-        ]
+        return [self._row(replica) for _, replica in sorted(self._replicas.items())]
+
+    def _row(self, replica: Replica) -> run_pb.Member:
+        member = replica.member
+        late, since = self._registry.overdue(member.member_id)
+        row = run_pb.Member(
+            member_id=member.member_id,
+            role=member.role_name,
+            target=member.target,
+            policy_version=replica.version if member.role == Role.ROLE_ROLLOUT else -1,
+            state=run_pb.MEMBER_STATE_SILENT if late else run_pb.MEMBER_STATE_LIVE,
+        )
+        row.state_since.FromNanoseconds(int(since * 1e9))
+        return row
 
     def engine_metrics(self) -> dict[str, float]:
         """Return what the engines said of themselves since this was asked last, by the names of metrics."""

@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from fourfold.config import Config
 from fourfold.errors import ConfigError
-
-from .dashboard import clock
+from fourfold.text import clock, printable
 
 _SPECIAL: Final = re.compile(r"<\|[^|<>]*\|>|</?s>|<[a-z_]+_of_turn>")
 _ROLES: Final = frozenset({"", "assistant", "model", "user", "system"})
@@ -179,11 +178,6 @@ def _split(texts: list[str]) -> tuple[str, list[str]]:
 def _answer(row: dict[str, Any]) -> str:
     mark = f"{_NO_BREAK}*" if row.get("score") == 1 else ""
     return printable(" ".join(row["completion"].split())) + mark
-
-
-def printable(text: str) -> str:
-    """Replace what could steer a terminal: a model writes anything."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def _cut(text: str, width: int) -> str:

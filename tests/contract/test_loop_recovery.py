@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -152,7 +153,9 @@ async def test_a_trainer_that_comes_back_is_brought_to_the_checkpoint(
     assert (stage.report()["restarts"], stage.report()["resumes"]) == ({"trainer-0": 1}, 0)
 
 
-async def test_a_trainer_that_dies_while_it_sends_is_waited_for(make_stage: Callable[..., Stage]) -> None:
+async def test_a_trainer_that_dies_while_it_sends_is_waited_for_and_its_version_is_not_tried_again(
+    make_stage: Callable[..., Stage], caplog: pytest.LogCaptureFixture
+) -> None:
     stage = make_stage(steps=6)
     died = asyncio.Event()
 
@@ -165,7 +168,9 @@ async def test_a_trainer_that_dies_while_it_sends_is_waited_for(make_stage: Call
     await stage.start()
     async with asyncio.timeout(10):
         await died.wait()
-    old = stage.trainer
+    old, lost = stage.trainer, stage.trainer.version
+    begun = stage.rollouts[0].begun.count(lost)
+    caplog.clear()
     await old.kill()
     await asyncio.sleep(1.0)
     stage.trainer = FakeTrainer("trainer-0", stage.config, checkpoints=old.checkpoints)
@@ -174,6 +179,14 @@ async def test_a_trainer_that_dies_while_it_sends_is_waited_for(make_stage: Call
     assert await stage.finish() == 0
     check_books(stage)
     assert stage.rollouts[0].weights == stage.trainer.weights
+    assert stage.rollouts[0].begun.count(lost) == begun, "a version that died with its trainer is not tried again"
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    told = [text.partition(": ")[0] for text in warnings if not text.startswith("step ")]
+    assert [" ".join(text.split()[:5]) for text in told] == [
+        "GetStatus",  # no answer from the trainer, asking again
+        f"trainer-0 at {stage.trainer.target} is a",  # new process
+        "going on after step 2",
+    ]
 
 
 async def test_trainer_and_engine_that_die_in_an_evaluation_cost_no_more_than_in_a_step(

@@ -151,7 +151,7 @@ class RunStatus(_message.Message):
 
     @_builtins.property
     def waiting_since(self) -> _timestamp_pb2.Timestamp:
-        """Since when it waits for that; unset while it waits for nothing."""
+        """Since when it waits, pauses of a second left out; unset while it waits for nothing."""
 
     @_builtins.property
     def conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Condition]:

@@ -120,7 +120,10 @@ class TrainerSession:
                 if tries > self._config.retry.infrastructure and lasted > self._config.retry.service_wait_seconds:
                     raise
                 log.log(
-                    logging.WARNING if tries == 1 else logging.DEBUG, "%s: no answer, asking again: %s", name, error
+                    logging.WARNING if tries == 1 else logging.DEBUG,
+                    "%s: no answer from the trainer, asking again: %s",
+                    name,
+                    error,
                 )
                 self._board.report(SUBJECT, f"{name} is asked again: {error}")
                 pause = min(_FIRST_BACKOFF_SECONDS * 2.0**tries, _MAX_BACKOFF_SECONDS)

@@ -24,6 +24,7 @@ from fourfold.coordinator.client import RunClient
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.errors import ConfigError
 from fourfold.security import Security
+from fourfold.text import one_line
 
 from .fleet import ADDRESS_FILE
 
@@ -94,12 +95,13 @@ def table(plane: pb.GetWeightPlaneResponse) -> list[str]:
 
 
 def _row(party: pb.WeightParty) -> tuple[str, ...]:
-    return (
+    cells = (
         party.member_id,
         party.state,
         f"{party.state_seconds:.1f} s",
         "-" if party.policy_version < 0 else str(party.policy_version),
         party.backend or "-",
         ", ".join(party.waits_for) or "-",
-        " ".join(party.last_error.split()),
+        party.last_error,
     )
+    return tuple(map(one_line, cells))  # texts of other processes

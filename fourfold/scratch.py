@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-# Younger ones are left alone: their owner may be about to take the lock.
+# A folder has this name until its owner has the lock. A young one is left alone: the owner may be about to take it.
+_UNLOCKED: Final = "fourfold-new-"
 _YOUNG_SECONDS: Final = 60.0
 
 
@@ -33,9 +34,12 @@ class Scratch:
         """
         prefix = f"fourfold-{purpose}-"
         _sweep(prefix)
-        self.path = Path(tempfile.mkdtemp(prefix=prefix))  # mode 0700
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        _sweep(_UNLOCKED, younger_than=_YOUNG_SECONDS)
+        made = Path(tempfile.mkdtemp(prefix=_UNLOCKED))  # mode 0700
+        self._lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # The random part is not in use: `mkdtemp` chose it, and 8 characters do not come twice in one folder.
+        self.path = made.rename(made.with_name(prefix + made.name.removeprefix(_UNLOCKED)))
 
     def remove(self) -> None:
         """Remove the folder with all that is in it. Idempotent."""
@@ -45,12 +49,12 @@ class Scratch:
             self._lock = -1
 
 
-def _sweep(prefix: str) -> None:
-    """Remove the folders of this user that nobody holds."""
+def _sweep(prefix: str, *, younger_than: float = 0.0) -> None:
+    """Remove the folders of this user that nobody holds, but for those younger than so many seconds."""
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError):  # held, gone meanwhile, or not ours
             status = path.lstat()
-            if status.st_uid != os.getuid() or time.time() - status.st_mtime < _YOUNG_SECONDS:
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < younger_than:
                 continue
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -198,16 +198,19 @@ class Run:
         """Tend the processes and the display until the run ends, or a signal comes (None)."""
         self._fleet.start()
         watching: asyncio.Task[None] | None = None
-        ticks = 0
+        ticks, over = 0, asyncio.Event()
         try:
             while not self._interrupt.number:
                 if (ending := self._fleet.tick()) is not None:
+                    over.set()
                     if watching is not None:  # the coordinator's last words may be on their way
                         await asyncio.wait({watching}, timeout=_LAST_STATUS_SECONDS)
                     return ending
                 if self._fleet.address and watching is None:
                     self._tell_what_to_start()
-                    watching = asyncio.create_task(follow(self._fleet.address, self._security, self._dashboard))
+                    watching = asyncio.create_task(
+                        follow(self._fleet.address, self._security, self._dashboard, over=over)
+                    )
                 if ticks % round(1 / _TICK_SECONDS / _DRAWINGS_PER_SECOND) == 0:
                     self._dashboard.set_services(self._fleet.states())
                     self._dashboard.refresh()

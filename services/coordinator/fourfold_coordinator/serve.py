@@ -142,6 +142,9 @@ class Coordinator:
             log.exception("the loop failed")
             self._board.close(failure=f"internal error: {error!r}")
             raise Internal(f"internal error: {error!r}; the log has the traceback") from error
+        except asyncio.CancelledError:  # a signal; the watchers' streams end with this state, and so does the server
+            self._board.close(failure="the coordinator was stopped")
+            raise
         finally:
             if ledger is not None:
                 ledger.close()

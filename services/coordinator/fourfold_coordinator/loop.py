@@ -54,6 +54,7 @@ MODEL_FOLDER: Final = "model"
 EMA_FOLDER: Final = "model-ema"
 SAMPLES_FILE: Final = "samples.jsonl"
 METRICS_FILE: Final = "metrics.jsonl"
+_LAST_METRICS_SECONDS: Final = 0.5
 
 
 class Loop:
@@ -78,21 +79,24 @@ class Loop:
             FourfoldError: why the run cannot go on.
         """
         restarts, why = 0, ""
-        while True:
-            try:
-                await self.begin(why)
-                while self.step < self.config.steps:
-                    await self.one_step()
-                await self.finish()
-                return
-            except TrainerRestarted as error:
-                restarts, why = restarts + 1, error.message
-                if restarts > self.config.retry.restarts:
-                    raise
-                log.warning("%s", error)
-                self.broker.forget()
-                # The others were there: from now on one of each is enough.
-                self.needed, self.start_seconds = dict.fromkeys(self.needed, 1), self.router.wait_seconds
+        try:
+            while True:
+                try:
+                    await self.begin(why)
+                    while self.step < self.config.steps:
+                        await self.one_step()
+                    await self.finish()
+                    return
+                except TrainerRestarted as error:
+                    restarts, why = restarts + 1, error.message
+                    if restarts > self.config.retry.restarts:
+                        raise
+                    log.warning("%s", error)
+                    self.broker.forget()
+                    # The others were there: from now on one of each is enough.
+                    self.needed, self.start_seconds = dict.fromkeys(self.needed, 1), self.router.wait_seconds
+        finally:
+            self.metrics_file.close(timeout=_LAST_METRICS_SECONDS)
 
     async def begin(self, why: str) -> None:
         """Wait for the services, take up where the run was, and bring every engine to its weights.
@@ -104,7 +108,7 @@ class Loop:
         self.board.phase(run_pb.RUN_PHASE_RECOVERING if known else run_pb.RUN_PHASE_WAITING_FOR_SERVICES)
         await self.router.wait_for(self.needed, seconds=self.start_seconds)
         await self.session.connect()
-        self.metrics_file.close()
+        await asyncio.to_thread(self.metrics_file.close)
         restored = await restore(self.config, self.folder, self.ledger, self.session, self.disk)
         self.metrics_file = MetricsWriter(self.folder / METRICS_FILE)
         self.step, self.collector.position = restored.step, restored.data_position

@@ -217,10 +217,12 @@ def test_text_of_other_processes_is_drawn_as_text(live: bool) -> None:
     status.steps[0].alarms.append(evil)
     output = io.StringIO()
     console = Console(file=output, width=400, force_terminal=live, color_system=None, highlight=False)
-    with Dashboard(name="demo", run_dir=Path("runs/demo"), console=console, live=live) as display:
+    with Dashboard(name="[b]demo[/b]", run_dir=Path("runs/[b]"), console=console, live=live) as display:
+        display.refresh()
         display.update(status)
         display.refresh()
     text = output.getvalue()
     assert "\x1b[2J" not in text and "\r\n" not in text
     # Markup would be taken out, or raise and switch the display off.
     assert "[bold red]x[/bold red] [/] ?[2J second line" in text
+    assert not live or ("[b]demo[/b]" in text and "runs/[b]/logs" in text)

@@ -40,6 +40,8 @@ class _Trouble:
     began: float
     ended: float | None = None
     told: bool = False
+    what: str = ""
+    """What is waited for."""
 
 
 class EventLines:
@@ -112,18 +114,22 @@ class EventLines:
                 yield f"{subject}: right again ({clock(now - trouble.began)})"
 
     def _of_waits(self, status: pb.RunStatus, now: float) -> Iterator[str]:
-        if status.waiting_for:
-            self._wait = self._wait or _Trouble(began=now)
-            self._wait.ended = None
-            if not self._wait.told and now - self._wait.began >= PATIENCE_SECONDS:
-                self._wait.told = True
-                yield f"waiting for {status.waiting_for}"
-        elif self._wait is not None:
-            self._wait.ended = now if self._wait.ended is None else self._wait.ended
-            if now - self._wait.ended >= _SETTLED_SECONDS or status.phase in OVER:
-                if self._wait.told:
-                    yield f"waited {clock(self._wait.ended - self._wait.began)}"
+        what, wait = status.waiting_for.partition(" (")[0], self._wait  # what comes in parentheses changes
+        if wait is not None and not what and wait.ended is None:
+            wait.ended = now
+        if wait is not None and wait.ended is not None:
+            if not what and now - wait.ended < _SETTLED_SECONDS and status.phase not in OVER:
+                return
+            if what != wait.what:
                 self._wait = None
+                if wait.told:
+                    yield f"waited {clock(wait.ended - wait.began)} for {wait.what}"
+        if what:
+            self._wait = wait = self._wait or _Trouble(began=now)
+            wait.ended, wait.what = None, what
+            if not wait.told and now - wait.began >= PATIENCE_SECONDS:
+                wait.told = True
+                yield f"waiting for {status.waiting_for}"
 
     def _of_recoveries(self, status: pb.RunStatus) -> Iterator[str]:
         """Tell where the run went on; steps up to there are old, and later ones will be new again."""

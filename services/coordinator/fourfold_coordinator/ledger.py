@@ -154,9 +154,8 @@ class Ledger:
             yield self._db
             self._db.execute("COMMIT")
         except BaseException:
-            if self._db.in_transaction:  # a full disk may have ended it already
-                with suppress(sqlite3.Error):
-                    self._db.execute("ROLLBACK")
+            with suppress(sqlite3.Error):  # a full disk may have ended it already
+                self._db.execute("ROLLBACK")
             raise
 
     # -- samples ------------------------------------------------------------------------------------------------

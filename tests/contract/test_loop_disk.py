@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Callable
 
+from fourfold.errors import Unavailable
 from fourfold_coordinator.serve import ADDRESS_FILE
 from tests.fakes.stage import Stage, check_books, until, watch_for
 
@@ -44,4 +45,24 @@ async def test_a_full_disk_is_waited_for_and_costs_no_row(make_stage: Callable[.
             await process.wait()
     assert process.returncode == 0, errors.decode()
     assert "Traceback" not in errors.decode()
+    check_books(stage)
+
+
+async def test_a_checkpoint_that_waits_for_the_trainers_disk_is_shown(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=2)
+    full = True
+
+    async def refuse(step: int) -> None:
+        if full:
+            raise Unavailable("checkpoints/step-000002 cannot be written (No space left on device); make room")
+
+    stage.trainer.on_saved = refuse
+    await stage.start()
+    status = await watch_for(stage, lambda status: bool(status.conditions))
+    (condition,) = status.conditions
+    assert condition.subject == "trainer"
+    assert condition.text.startswith("SaveCheckpoint is asked again: ") and "No space left" in condition.text
+    full = False
+    await watch_for(stage, lambda status: not status.conditions)
+    assert await stage.finish() == 0
     check_books(stage)

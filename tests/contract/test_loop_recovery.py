@@ -6,7 +6,9 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -187,6 +189,53 @@ async def test_a_trainer_that_dies_while_it_sends_is_waited_for_and_its_version_
         f"trainer-0 at {stage.trainer.target} is a",  # new process
         "going on after step 2",
     ]
+
+
+class SlowlyRestored(FakeTrainer):
+    """Restores its checkpoint when an engine was asked for something, or after many turns of the broker."""
+
+    def __init__(self, *arguments: Any, **words: Any) -> None:
+        super().__init__(*arguments, **words)
+        self.asked = asyncio.Event()
+
+    async def LoadCheckpoint(self, request: Any, context: Any) -> Any:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self.asked.wait()
+        return await super().LoadCheckpoint(request, context)
+
+
+async def test_an_engine_that_comes_during_a_recovery_waits_for_the_restored_weights(
+    make_stage: Callable[..., Stage],
+) -> None:
+    stage = make_stage(steps=6)
+    died = asyncio.Event()
+
+    async def die(step: int) -> None:
+        if step == 4 and not died.is_set():
+            died.set()
+            await asyncio.sleep(30)
+
+    stage.trainer.on_train = die
+    await stage.start()
+    async with asyncio.timeout(10):
+        await died.wait()
+    old, lost = stage.trainer, stage.trainer.version
+    await old.kill()
+    late = FakeRollout("rollout-1", stage.config)
+    stage.trainer = trainer = SlowlyRestored("trainer-0", stage.config, checkpoints=old.checkpoints)
+
+    async def told() -> None:
+        trainer.asked.set()
+
+    late.on_describe = told
+    trainer.batches = {step: ids for step, ids in old.batches.items() if step <= 2}
+    stage.rollouts.append(late)
+    await late.join(stage.address)
+    await trainer.join(stage.address)
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert min(late.begun) > lost, "the version of the dead trainer is not published from the one that is restored"
 
 
 async def test_trainer_and_engine_that_die_in_an_evaluation_cost_no_more_than_in_a_step(

@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 import traceback
@@ -53,8 +54,8 @@ _QUANTIZATIONS: Final = {"fp8": "fp8_per_tensor"}
 _NO_UTILISATION: Final = 0.01
 _READ_BYTES: Final = 2 * _NOTE_BYTES
 _SOCKET_FOLDER: Final = "VLLM_RPC_BASE_PATH"
-_SOCKET_NAME_BYTES: Final = 107
-_SOCKET_FOLDER_BYTES: Final = _SOCKET_NAME_BYTES - len(f"/{uuid.UUID(int=0)}")
+_SHORT_ROOT: Final = Path("/tmp")
+_ROOT_BYTES: Final = 107 - len(f"/fourfold-engine-12345678/{uuid.UUID(int=0)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,17 +192,10 @@ def meet_in_a_folder() -> Scratch:
     Its workers meet in a file: vLLM before 0.32 has them meet at a TCP port of all interfaces, and later ones leave
     their file in the system's temporary folder. There vLLM also leaves three Unix sockets of each engine, between the
     front end and the core process.
-
-    Raises:
-        ConfigError: the system's temporary folder has too long a name for a socket in it.
     """
-    scratch = Scratch("engine")
-    if len(os.fsencode(scratch.path)) > _SOCKET_FOLDER_BYTES:
-        scratch.remove()
-        raise ConfigError(
-            f"TMPDIR = {scratch.path.parent}: {len(os.fsencode(scratch.path.parent))} bytes, and the name of a Unix "
-            f"socket in a folder there may have {_SOCKET_NAME_BYTES}; set TMPDIR to a folder with a shorter name"
-        )
+    root = Path(tempfile.gettempdir())
+    # The name of a Unix socket is short.
+    scratch = Scratch("engine", root=root if len(os.fsencode(root)) <= _ROOT_BYTES else _SHORT_ROOT)
     os.environ[_SOCKET_FOLDER] = str(scratch.path)  # vLLM reads it when it makes a socket
     for module in (uniproc_executor, multiproc_executor):
         by_file = hasattr(module, "get_file_store_init_method")

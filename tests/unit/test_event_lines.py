@@ -52,7 +52,7 @@ def test_a_long_wait_is_told_when_it_begins_and_when_it_ends() -> None:
     assert console.after(36) == []
     console.status.waiting_for = ""
     assert console.after(1) == [], "another wait may follow at once"
-    assert console.after(5) == ["waited 40 s for a rollout service"]
+    assert console.after(5) == ["waited 40 s for rollout"]
 
 
 def test_short_waits_and_those_that_follow_each_other_are_no_lines_of_their_own() -> None:

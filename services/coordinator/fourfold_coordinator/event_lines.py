@@ -7,6 +7,7 @@ troubles are told when they last for some seconds; short ones are in the log.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -19,6 +20,8 @@ OVER: Final = (pb.RUN_PHASE_DONE, pb.RUN_PHASE_FAILED)
 PATIENCE_SECONDS: Final = 3.0
 # The end of a wait is told when no other one follows at once: callers that wait take turns.
 _SETTLED_SECONDS: Final = 1.0
+# What changes while the run waits for the same thing: reasons in parentheses, and counts.
+_DETAILS: Final = re.compile(r" \([^)]*\)| \d+ of \d+")
 # Metric, word on the display: the parts of a step, in the order in which they happen.
 _PARTS: Final = (
     (metrics.TIME_GENERATE, "generate"),
@@ -41,7 +44,7 @@ class _Trouble:
     ended: float | None = None
     told: bool = False
     what: str = ""
-    """What is waited for."""
+    """What is waited for, without details."""
 
 
 class EventLines:
@@ -114,7 +117,7 @@ class EventLines:
                 yield f"{subject}: right again ({clock(now - trouble.began)})"
 
     def _of_waits(self, status: pb.RunStatus, now: float) -> Iterator[str]:
-        what, wait = status.waiting_for.partition(" (")[0], self._wait  # what comes in parentheses changes
+        what, wait = _DETAILS.sub("", status.waiting_for), self._wait
         if wait is not None and not what and wait.ended is None:
             wait.ended = now
         if wait is not None and wait.ended is not None:
@@ -125,8 +128,8 @@ class EventLines:
                 if wait.told:
                     yield f"waited {clock(wait.ended - wait.began)} for {wait.what}"
         if what:
-            self._wait = wait = self._wait or _Trouble(began=now)
-            wait.ended, wait.what = None, what
+            self._wait = wait = self._wait or _Trouble(began=now, what=what)
+            wait.ended = None
             if not wait.told and now - wait.began >= PATIENCE_SECONDS:
                 wait.told = True
                 yield f"waiting for {status.waiting_for}"

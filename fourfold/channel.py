@@ -74,7 +74,8 @@ PUBLIC_SERVER_OPTIONS: Final[Options] = (
 )
 
 # Methods that the protos call idempotent and that answer fast or can be repeated at no harm.
-# An update phase or a training step is not here: its caller decides.
+# An update phase or a training step is not here: its caller decides. Nor is Deregister: a service that ends would wait
+# for a coordinator that is gone, and a lease that is not given back expires.
 RETRIED_METHODS: Final[dict[str, tuple[str, ...]]] = {
     "fourfold.rollout.v1.RolloutService": ("GetInfo",),
     "fourfold.rollout.v1.RolloutControlService": ("DescribeEngine",),
@@ -82,7 +83,7 @@ RETRIED_METHODS: Final[dict[str, tuple[str, ...]]] = {
     "fourfold.reference.v1.ReferenceService": ("GetInfo", "ComputeLogprobs"),
     "fourfold.trainer.v1.TrainerService": ("GetStatus", "ComputeLogprobs"),
     "fourfold.trainer.v1.TrainerWeightService": ("GetManifest",),
-    "fourfold.coordinator.v1.MembershipService": ("Register", "KeepAlive", "Deregister"),
+    "fourfold.coordinator.v1.MembershipService": ("Register", "KeepAlive"),
     "fourfold.coordinator.v1.RunService": ("GetRun",),
 }
 

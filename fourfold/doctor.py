@@ -24,12 +24,12 @@ from typing import Final
 
 from fourfold import models, sandbox
 from fourfold.cpu import multiplies_bfloat16
+from fourfold.disk import RUN_GIB, free_gib
 from fourfold.errors import ConfigError
 from fourfold.gpus import machine_gpus, visible_gpus
 
 _GIB: Final = 1 << 30
 _MEMORY_GIB: Final = 12  # what recipes/quickstart.toml takes at most, and some room
-_DISK_GIB: Final = 6  # three checkpoints while the oldest goes, the export, and the converted model
 _PYTHONS: Final = ((3, 11), (3, 12))
 _VLLM: Final = ((0, 26), (0, 32))
 _IMPORT_TIMEOUT_SECONDS: Final = 180.0
@@ -155,14 +155,13 @@ def _disk() -> Check:
     cache = models.cache_folder("x", next(iter(models.BUILTINS.values())))
     existing = next(path for path in cache.parents if path.exists())
     for folder in (runs, existing):
-        free = shutil.disk_usage(folder).free / _GIB
-        if free < _DISK_GIB:
+        if (free := free_gib(folder)) < RUN_GIB:
             return Check(
                 state="missing",
-                text=f"{free:.1f} GiB of disk free at {folder}; runs and models take about {_DISK_GIB} GiB",
+                text=f"{free:.1f} GiB of disk free at {folder}; runs and models take about {RUN_GIB} GiB",
                 fix="work in another folder, or set XDG_CACHE_HOME to one with more room",
             )
-    return Check(state="ok", text=f"{shutil.disk_usage(runs).free / _GIB:.0f} GiB of disk free at {runs}")
+    return Check(state="ok", text=f"{free_gib(runs):.0f} GiB of disk free at {runs}")
 
 
 def _compiler() -> Check:

@@ -11,8 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from fourfold.text import clean, printable
+
 _TAIL_LINES: Final = 30
 _TAIL_BYTES: Final = 16 << 10
+_SAID_BYTES: Final = 64 << 10  # a cause may be followed by the last lines of another process
+_SAID_CHARACTERS: Final = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,23 +35,26 @@ class Death:
     was_ready: bool
     log: str
     last_lines: tuple[str, ...]
+    said: str = ""
+    """Why, in its own last words (`said`); empty when it said nothing."""
 
     @property
     def brief(self) -> str:
-        """A few words: "killed by SIGKILL" or "ended with exit code 1"."""
-        return f"killed by {signal_name(self.signal)}" if self.signal else f"ended with exit code {self.exit_code}"
+        """One line: "killed by SIGKILL" or "ended with exit code 1", and its own last words."""
+        return self._end + self._words
 
     @property
     def cause(self) -> str:
         """The same, with what is known of a SIGKILL."""
-        if self.signal != signal.SIGKILL:
-            return self.brief
-        if self.oom_kills:
-            return (
-                f"{self.brief}: the kernel's out-of-memory killer struck while it ran. `fourfold plan RECIPE` shows "
-                f"what each role needs; batch.tokens_per_micro_batch, rollout.kv_cache_gib and a smaller model lower it"
-            )
-        return f"{self.brief}, by somebody's kill -9 or by a memory limit that cannot be seen from here"
+        return self._end + (why_killed(self.oom_kills) if self.signal == signal.SIGKILL else "") + self._words
+
+    @property
+    def _end(self) -> str:
+        return f"killed by {signal_name(self.signal)}" if self.signal else f"ended with exit code {self.exit_code}"
+
+    @property
+    def _words(self) -> str:
+        return f": {self.said}" if self.said else ""
 
     def explain(self) -> str:
         """Several lines for people: name, cause, the end of the log, where the log is."""
@@ -60,6 +67,20 @@ class Death:
         return "\n".join(lines)
 
 
+def why_killed(oom_kills: int) -> str:
+    """Return what is known of a SIGKILL, to be put after the words that name it.
+
+    Args:
+        oom_kills: times the kernel's out-of-memory killer struck here while the process ran.
+    """
+    if oom_kills:
+        return (
+            ": the kernel's out-of-memory killer struck while it ran. `fourfold plan RECIPE` shows what each role "
+            "needs; batch.tokens_per_micro_batch, rollout.kv_cache_gib and a smaller model lower it"
+        )
+    return ", by somebody's kill -9 or by a memory limit that cannot be seen from here"
+
+
 def signal_name(number: int) -> str:
     """Return e.g. "SIGSEGV"; "signal 42" for one without a name."""
     try:
@@ -70,15 +91,33 @@ def signal_name(number: int) -> str:
 
 def tail(log: Path, start: int = 0) -> tuple[str, ...]:
     """Return the last 30 lines of a log from byte `start` on, for people; empty when it cannot be read."""
+    raw = _end_of(log, start, _TAIL_BYTES)[-_TAIL_LINES:]
+    lines = [printable(part) for line in raw for part in _readable(line.rstrip())]
+    return tuple(lines[-_TAIL_LINES:])
+
+
+def said(log: Path, name: str, start: int = 0) -> str:
+    """Return why a service ended, in its own words: what follows "NAME: " in the last such line of its log.
+
+    Args:
+        log: of the service; `fourfold.serve` writes that line on stderr, perhaps with more lines after it.
+        name: member id.
+        start: byte at which the log of this process begins.
+    """
+    beginning = f"{name}: "
+    words = [line for line in _end_of(log, start, _SAID_BYTES) if line.startswith(beginning)]
+    return clean(words[-1].removeprefix(beginning), _SAID_CHARACTERS).rstrip(".") if words else ""
+
+
+def _end_of(log: Path, start: int, size: int) -> list[str]:
+    """Return the lines in the last `size` bytes of a log, none from before `start`."""
     try:
         with log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
-            file.seek(max(start, end - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
+            file.seek(max(start, end - size))
+            return file.read().decode(errors="replace").splitlines()
     except OSError:
-        return ()
-    lines = [part for line in text.splitlines()[-_TAIL_LINES:] for part in _readable(line.rstrip())]
-    return tuple(lines[-_TAIL_LINES:])
+        return []
 
 
 def _readable(line: str) -> list[str]:

@@ -33,7 +33,7 @@ from typing import Final
 
 from fourfold import log_rotation
 from fourfold.errors import DeadlinePassed, Unavailable
-from fourfold.postmortem import Death, oom_kill_count, tail
+from fourfold.postmortem import Death, oom_kill_count, said, tail
 
 PARENT_PID_VARIABLE: Final = "FOURFOLD_PARENT_PID"
 TAGS_VARIABLE: Final = "FOURFOLD_SUPERVISORS"
@@ -143,6 +143,7 @@ class Child:
             was_ready=was_ready,
             log=str(self.log),
             last_lines=tail(self.log, self._log_start),
+            said=said(self.log, self.command.name, self._log_start),
         )
         self._changed.set()
 

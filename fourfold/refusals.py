@@ -12,6 +12,7 @@ from typing import Final
 from fourfold.clock import SYSTEM_CLOCK, Clock
 from fourfold.errors import FourfoldError
 from fourfold.log import shorten
+from fourfold.text import clean
 
 log = logging.getLogger("fourfold.server")
 
@@ -55,7 +56,7 @@ class RefusalLog:
             window.count += 1
             return
         self._windows[kind] = _Window(self._clock.monotonic())
-        texts = (_one_line(text) for text in (caller, peer, error.message))
+        texts = (clean(shorten(text, _MAX_TEXT)) for text in (caller, peer, error.message))
         log.warning("%s refused to %s at %r: %s", method, *texts)
 
     def flush(self, *, ended_only: bool = False) -> None:
@@ -71,12 +72,7 @@ class RefusalLog:
                     "%s refused %d more times to %s in %.0f s: %s",
                     method,
                     window.count,
-                    _one_line(caller),
+                    clean(shorten(caller, _MAX_TEXT)),
                     now - window.start,
                     reason,
                 )
-
-
-def _one_line(text: str) -> str:
-    """Return a text that may quote a caller: bounded, and without control characters."""
-    return "".join(letter if letter.isprintable() else "?" for letter in shorten(text, _MAX_TEXT))

@@ -170,8 +170,7 @@ class Host:
         finally:
             if work is None and inspect.iscoroutine(until):
                 until.close()
-            if self._fatal:
-                _say(f"{self.options.member_id}: {self._fatal}")
+            self._say_why()
 
     async def _make_ready(self, start: Callable[[], Awaitable[None]] | None) -> bool:
         """Listen, run `start`, report ready; False when the end came first."""
@@ -218,7 +217,7 @@ class Host:
         for server in self._extra_servers:
             server.set_ready(False)
         if self._signal is not None or (self._fatal and PARENT_PID_VARIABLE in os.environ):
-            _exit_later(1 if self._signal is None else 128 + self._signal)
+            _exit_later(1 if self._signal is None else 128 + self._signal, self._say_why)
         if member is not None:
             await member.leave(timeout=_DEREGISTER_SECONDS)
         for name, step in [(getattr(c, "__qualname__", "on_drain"), c) for c in self.on_drain]:
@@ -294,6 +293,11 @@ class Host:
             return work.result()
         return 128 + self._signal if self._signal is not None and work is not None else 0
 
+    def _say_why(self) -> None:
+        """Write the fatal error on stderr, if there is one: a launcher reads it there."""
+        if self._fatal:
+            _say(f"{self.options.member_id}: {self._fatal}")
+
     def _wake(self) -> None:
         if self._loop is None:
             self._stop.set()
@@ -333,9 +337,10 @@ def _say(line: str) -> None:
         sys.stderr.flush()
 
 
-def _exit_later(code: int) -> None:
+def _exit_later(code: int, say_why: Callable[[], None]) -> None:
     def leave() -> None:
         _say(f"still here {_HARD_EXIT_SECONDS} s after the drain began; leaving")
+        say_why()
         os._exit(code)
 
     timer = threading.Timer(_HARD_EXIT_SECONDS, leave)

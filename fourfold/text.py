@@ -51,3 +51,18 @@ def is_key(text: str) -> bool:
     Letters may be of any language.
     """
     return _KEY.fullmatch(text) is not None
+
+
+def printable(text: str) -> str:
+    """Replace characters that could steer a terminal; line feeds and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+
+
+def clock(seconds: float) -> str:
+    """Return e.g. "42 s", "3:07 min" or "1:02 h"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02d} min"
+    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"

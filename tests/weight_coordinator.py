@@ -36,9 +36,11 @@ from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1.trainer_weight_service_pb2_grpc import TrainerWeightServiceStub
 from fourfold_coordinator import backends, weight_calls, weight_update
 from fourfold_coordinator.broker import Broker
+from fourfold_coordinator.disk_wait import DiskWait
 from fourfold_coordinator.ledger import Ledger
 from fourfold_coordinator.registry import Member, Registry
 from fourfold_coordinator.routing import Router
+from fourfold_coordinator.run_service import RunBoard
 from fourfold_coordinator.trainer_session import TrainerSession
 from fourfold_coordinator.weight_plane import WeightPlane
 
@@ -124,10 +126,19 @@ class Coordinator:
             clock=SYSTEM_CLOCK,
             wait_seconds=config.retry.service_wait_seconds,
         )
-        self.session = TrainerSession(self.router, config, tokenizer_sha256=tokenizer)
+        board = RunBoard(name=config.name, step_count=config.steps)
+        self.session = TrainerSession(self.router, config, tokenizer_sha256=tokenizer, board=board)
         self._ledger = Ledger(ledger)
         probe = np.random.default_rng(7).integers(3, 500, 24).astype(np.int32)
-        self.broker = Broker(config, self.router, self.session, self._ledger, probe_ids=probe, plane=WeightPlane())
+        self.broker = Broker(
+            config,
+            self.router,
+            self.session,
+            self._ledger,
+            disk=DiskWait(ledger.parent, board, wait_seconds=config.retry.service_wait_seconds),
+            probe_ids=probe,
+            plane=WeightPlane(),
+        )
         self._tokens: dict[str, bytes] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._patched = ExitStack()

@@ -252,7 +252,7 @@ class RetryConfig(Table):
     data: int = Field(default=1, ge=0)
     """Tries that a group may lose to its own content, such as a reward that raises."""
     service_wait_seconds: Seconds = 120.0
-    """Longest wait for a service of a needed role before the run stops and says which."""
+    """Longest wait for a service of a needed role, or for room on a full disk, before the run stops and says which."""
     restarts: int = Field(default=3, ge=0)
     """Times the launcher starts a dead service again, and the run goes back to its last checkpoint for a trainer that
     died. A coordinator that dies ends the run."""

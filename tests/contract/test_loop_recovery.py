@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +41,9 @@ async def test_a_killed_run_goes_on_from_its_checkpoint(make_stage: Callable[...
         await reached.wait()
     await stage.kill()
     before = stage.ledger()
+    done = [row.step for row in before.steps()]
+    written = {row["step"] for row in stage.lines("samples.jsonl")}
+    assert written == set(done), "a stopped run has no samples of a step that was under way"
     published, evals = before.highest_version(), before.evals()
     before.close()
     await fresh_processes(stage)
@@ -54,6 +60,7 @@ async def test_a_killed_run_goes_on_from_its_checkpoint(make_stage: Callable[...
     assert [row.step for row in after.evals()] == [0, 2, 4, 6]
     if moment != "checkpoint":
         assert after.dropped()["TRAINER_RESTORED"] >= 12
+    assert (stage.report()["restarts"], stage.report()["resumes"]) == ({}, 1)
     positions = [row.data_position for row in steps]
     assert positions == [3, 6, 9, 12, 15, 18], "the prompts of lost steps are issued again"
     after.close()
@@ -145,9 +152,12 @@ async def test_a_trainer_that_comes_back_is_brought_to_the_checkpoint(
     check_books(stage)
     assert stage.trainer.loaded == [2]
     assert stage.report()["dropped"]["TRAINER_RESTORED"] >= 12
+    assert (stage.report()["restarts"], stage.report()["resumes"]) == ({"trainer-0": 1}, 0)
 
 
-async def test_a_trainer_that_dies_while_it_sends_is_waited_for(make_stage: Callable[..., Stage]) -> None:
+async def test_a_trainer_that_dies_while_it_sends_is_waited_for_and_its_version_is_not_tried_again(
+    make_stage: Callable[..., Stage], caplog: pytest.LogCaptureFixture
+) -> None:
     stage = make_stage(steps=6)
     died = asyncio.Event()
 
@@ -160,7 +170,9 @@ async def test_a_trainer_that_dies_while_it_sends_is_waited_for(make_stage: Call
     await stage.start()
     async with asyncio.timeout(10):
         await died.wait()
-    old = stage.trainer
+    old, lost = stage.trainer, stage.trainer.version
+    begun = stage.rollouts[0].begun.count(lost)
+    caplog.clear()
     await old.kill()
     await asyncio.sleep(1.0)
     stage.trainer = FakeTrainer("trainer-0", stage.config, checkpoints=old.checkpoints)
@@ -169,6 +181,61 @@ async def test_a_trainer_that_dies_while_it_sends_is_waited_for(make_stage: Call
     assert await stage.finish() == 0
     check_books(stage)
     assert stage.rollouts[0].weights == stage.trainer.weights
+    assert stage.rollouts[0].begun.count(lost) == begun, "a version that died with its trainer is not tried again"
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    told = [text.partition(": ")[0] for text in warnings if not text.startswith("step ")]
+    assert [" ".join(text.split()[:5]) for text in told] == [
+        "GetStatus",  # no answer from the trainer, asking again
+        f"trainer-0 at {stage.trainer.target} is a",  # new process
+        "going on after step 2",
+    ]
+
+
+class SlowlyRestored(FakeTrainer):
+    """Restores its checkpoint when an engine was asked for something, or after many turns of the broker."""
+
+    def __init__(self, *arguments: Any, **words: Any) -> None:
+        super().__init__(*arguments, **words)
+        self.asked = asyncio.Event()
+
+    async def LoadCheckpoint(self, request: Any, context: Any) -> Any:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await self.asked.wait()
+        return await super().LoadCheckpoint(request, context)
+
+
+async def test_an_engine_that_comes_during_a_recovery_waits_for_the_restored_weights(
+    make_stage: Callable[..., Stage],
+) -> None:
+    stage = make_stage(steps=6)
+    died = asyncio.Event()
+
+    async def die(step: int) -> None:
+        if step == 4 and not died.is_set():
+            died.set()
+            await asyncio.sleep(30)
+
+    stage.trainer.on_train = die
+    await stage.start()
+    async with asyncio.timeout(10):
+        await died.wait()
+    old, lost = stage.trainer, stage.trainer.version
+    await old.kill()
+    late = FakeRollout("rollout-1", stage.config)
+    stage.trainer = trainer = SlowlyRestored("trainer-0", stage.config, checkpoints=old.checkpoints)
+
+    async def told() -> None:
+        trainer.asked.set()
+
+    late.on_describe = told
+    trainer.batches = {step: ids for step, ids in old.batches.items() if step <= 2}
+    stage.rollouts.append(late)
+    await late.join(stage.address)
+    await trainer.join(stage.address)
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert min(late.begun) > lost, "the version of the dead trainer is not published from the one that is restored"
 
 
 async def test_trainer_and_engine_that_die_in_an_evaluation_cost_no_more_than_in_a_step(

@@ -11,7 +11,7 @@ import pytest
 from fourfold.coordinator.client import Lease, MembershipClient
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
-from fourfold.errors import InvalidInput, NotFound, WrongState
+from fourfold.errors import InvalidInput, NotFound, Unavailable, WrongState
 from fourfold.membership import Membership
 from fourfold_coordinator.membership import MembershipServicer
 from fourfold_coordinator.registry import Registry
@@ -147,3 +147,19 @@ async def settle(condition: Any) -> None:
     async with asyncio.timeout(5):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+async def test_a_lease_is_given_back_with_one_try(serve: Serve) -> None:
+    class Leaving(MembershipServicer):
+        tries = 0
+
+        async def Deregister(self, request: pb.DeregisterRequest, context: Any) -> pb.DeregisterResponse:
+            self.tries += 1
+            raise Unavailable("the coordinator is ending, too")
+
+    servicer = Leaving(Registry(clock=FakeClock(), tokenizer_sha256=TOKENIZER))
+    service = pb.DESCRIPTOR.services_by_name["MembershipService"]
+    channel = await serve((service, add_MembershipServiceServicer_to_server, servicer))
+    with pytest.raises(Unavailable):
+        await MembershipClient(channel, peer="coordinator").deregister(b"token", timeout=5.0)
+    assert servicer.tries == 1, "a service that ends waits for nobody"

@@ -71,6 +71,26 @@ async def test_waits_and_conditions_tell_since_when(client: RunClient, board: Ru
     assert [c.subject for c in status.conditions] == ["disk"]
 
 
+async def test_a_wait_that_goes_on_after_a_moment_is_the_same_wait(board: RunBoard, clock: FakeClock) -> None:
+    board.wait_for("a reward service")
+    await clock.advance(20)
+    board.wait_for("")
+    await clock.advance(0.5)
+    board.wait_for("a reward service (reward-0: not looked at yet)")
+    assert board.status.waiting_since.seconds == 1000
+    board.wait_for("")
+    await clock.advance(2)
+    board.wait_for("a reward service")
+    assert board.status.waiting_since.seconds == 1022
+
+
+async def test_returns_to_a_checkpoint_are_told_the_newest_ones(board: RunBoard) -> None:
+    for step in range(150):
+        board.went_on(step, "" if step == 0 else "the trainer is a new process")
+    assert [r.step for r in board.status.recoveries] == list(range(50, 150))
+    assert board.status.recoveries[-1].reason == "the trainer is a new process"
+
+
 async def test_the_weight_plane_is_reported_as_it_is(serve: Serve, board: RunBoard, client: RunClient) -> None:
     assert await client.get_weight_plane(timeout=5) == pb.GetWeightPlaneResponse(), "nobody tells: nothing is known"
     service = pb.DESCRIPTOR.services_by_name["RunService"]

@@ -64,6 +64,8 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         """Awaited before each probe of weights whose tokens are held back."""
         self.commits: list[int] = []
         """Versions that were given out."""
+        self.begun: list[int] = []
+        """Versions of every update that was begun."""
         self.pause_modes: list[int] = []
         self.pause_seconds = 0.0001
         """What it says of every commit."""
@@ -178,6 +180,7 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         self, request: control.BeginWeightsRequest, context: Context
     ) -> control.BeginWeightsResponse:
         self._check(request.epoch)
+        self.begun.append(request.policy_version)
         if self.state == control.WEIGHT_STATE_CLEAN and request.policy_version <= self.version:
             raise WrongState(f"version {self.version} is served")
         async with self._turn:

@@ -389,12 +389,12 @@ async def test_a_fresh_engine_repeats_the_samples_and_dies_with_its_service(
         folder = tmp_path_factory.mktemp(ending.name)
         service = start(tiny_model("qwen2"), folder, temporary, program="tests.slow_rollout")
         engine = service.engine
-        (place,) = temporary.glob("fourfold-engine-*")  # what the killed one left is gone
-        os.utime(place, (0, 0))  # a minute later
+        (place,) = temporary.iterdir()  # what the killed one left is gone
+        assert place.name.startswith("fourfold-engine-") and len([*place.glob("*-*-*-*-*")]) >= 3, "sockets are in it"
         results.append(await sample(service))
         service.process.send_signal(ending)
         assert gone(engine, 5)
         assert service.process.wait(5) == (0 if ending == signal.SIGTERM else -signal.SIGKILL)
         service.close()
     assert results[0] == results[1]
-    assert [*temporary.glob("fourfold-engine-*"), *temporary.glob("vllm_dist_*")] == []
+    assert [*temporary.iterdir()] == []

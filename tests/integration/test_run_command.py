@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,10 +45,14 @@ def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[.
 
     for name in ("rollout-0", "reward-0", "trainer-0"):
         assert re.search(rf"\d\d:\d\d:\d\d {name} died \(killed by SIGKILL\); starting it again", output), output
+        assert re.search(rf"^{name} is back \(\d+ s\)$", output, re.MULTILINE), output
+    assert re.search(r"^back to step \d: trainer-0 at \S+ is a new process", output, re.MULTILINE), output
     assert "step 6/6  reward " in output
     assert "toy is done: 6 steps" in output
     assert "Held-out accuracy: " in output and "fourfold chat runs/toy/model" in output
-    assert json.loads((stage.run_dir / "report.json").read_text())["steps"] == 6
+    report = json.loads((stage.run_dir / "report.json").read_text())
+    assert report["steps"] == 6 and report["resumes"] == 0
+    assert report["restarts"] == {"reward-0": 1, "rollout-0": 1, "trainer-0": 1}
     assert configuration.load(stage.run_dir / "config.toml").name == "toy"
 
     again = stage.start("--resume", "runs/toy")
@@ -58,6 +63,30 @@ def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[.
     longer = stage.start("--resume", "runs/toy")
     output, errors = longer.communicate(timeout=40)
     assert longer.returncode == 0 and "toy is done: 7 steps" in output, errors
+    assert "resumed after step 6" in output and "step 7/7  " in output
+    assert "step 6/7  " not in output, "old steps are not told again"
+    assert "Resumed 1 time." in output
+
+
+@pytest.mark.slow
+def test_a_frozen_service_is_told_and_so_is_its_return(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=40)
+    process = stage.start("toy.toml", delay=0.1)
+    lines: list[str] = []
+    assert process.stdout is not None
+    reader = threading.Thread(target=lambda out: lines.extend(out), args=(process.stdout,), daemon=True)
+    reader.start()
+    stage.wait_for_step(process, 1)
+    pid = stage.pid_of("rollout")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: any(line.startswith("rollout-0 is silent") for line in lines), 15)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: any(line.startswith("rollout-0 is heard of again") for line in lines), 15)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 130
+    reader.join(5)
 
 
 def test_interrupt_ends_everything_soon_and_resume_goes_on(make_stage: Callable[..., Stage]) -> None:

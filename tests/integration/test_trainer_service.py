@@ -226,7 +226,7 @@ async def test_two_ranks_train_send_weights_save_export_and_say_who_died(
     rank.kill()
     assert trainer.process.wait(8) == 1
     last = trainer.log.read_text()[-1500:]
-    assert "trainer-0: trainer-0-rank-1 died" in last and "SIGKILL" in last
+    assert "trainer-0: trainer-0-rank-1 died: killed by SIGKILL" in last, "it was ready"
 
 
 def test_the_example_trains_with_a_loss_of_its_own(service: Callable[..., Service], llama: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ import pytest
 from rich.console import Console
 
 from fourfold.coordinator.v1 import run_service_pb2 as pb
-from fourfold_coordinator.dashboard import Dashboard, Pace, clock, facts, sparkline
+from fourfold.scrub import scrub
+from fourfold.text import clock
+from fourfold_coordinator.dashboard import Dashboard, Pace, facts, sparkline
 
 
 def snapshot(steps: int) -> pb.RunStatus:
@@ -176,3 +180,51 @@ def test_engines_say_how_fast_and_how_full_they_are() -> None:
     status.steps[-1].metrics["rollout/engine_tokens_per_second_max"] = 2400.0
     status.steps[-1].metrics["rollout/kv_cache_use_max"] = 0.354
     assert dict(facts(status))["engines"] == "812 to 2400 tokens/s each, KV cache 35% full at most"
+
+
+def test_lease_wait_condition_and_return_are_on_the_panel_with_their_times() -> None:
+    output, now = io.StringIO(), time.time()
+    status = snapshot(8)
+    status.waiting_for = "a rollout service (none has registered)"
+    status.waiting_since.FromSeconds(int(now) - 90)
+    silent = status.members.add(member_id="trainer-0", role="trainer", state=pb.MEMBER_STATE_SILENT)
+    silent.state_since.FromSeconds(int(now) - 70)
+    status.members.add(member_id="reward-0", role="reward", state=pb.MEMBER_STATE_LIVE)
+    condition = status.conditions.add(subject="disk", text="runs/demo cannot be written")
+    condition.since.FromSeconds(int(now) - 130)
+    status.recoveries.add(step=6, reason="trainer-0 at x:1 is a new process")
+    with dashboard(output, live=True) as display:
+        names = ("coordinator-0", "rollout-0", "trainer-0", "reward-0")
+        display.set_services([(name, "ready") for name in names])
+        display.update(status)
+    text = " ".join(output.getvalue().replace("\u2502", "").split())
+    for words in (
+        r"training 50%: a rollout service \(none has registered\) \(1:3\d min\)",
+        r"coordinator-0, rollout-0 \(no lease\), trainer-0 \(silent for 1:1\d min\), reward-0, reward-7",
+        r"! disk: runs/demo cannot be written \(2:1\d min\)",
+        r"back to step 6: trainer-0 at x:1 is a new process",
+    ):
+        assert re.search(words, text), words
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_text_of_other_processes_is_drawn_as_text(live: bool) -> None:
+    evil = "[bold red]x[/bold red] [/] \x1b[2J\r\nsecond line"
+    status = snapshot(1)
+    status.name = status.waiting_for = status.failure = evil
+    status.members.add(member_id=evil, state=pb.MEMBER_STATE_SILENT)
+    status.conditions.add(subject=evil, text=evil)
+    status.recoveries.add(step=1, reason=evil)
+    status.steps[0].alarms.append(evil)
+    scrub(status)  # as the client does with every response
+    output = io.StringIO()
+    console = Console(file=output, width=400, force_terminal=live, color_system=None, highlight=False)
+    with Dashboard(name="[b]demo[/b]", run_dir=Path("runs/[b]"), console=console, live=live) as display:
+        display.refresh()
+        display.update(status)
+        display.refresh()
+    text = output.getvalue()
+    assert "\x1b[2J" not in text and "\r\n" not in text
+    # Markup would be taken out, or raise and switch the display off.
+    assert "[bold red]x[/bold red] [/]   second line" in text
+    assert not live or ("[b]demo[/b]" in text and "runs/[b]/logs" in text)

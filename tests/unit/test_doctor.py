@@ -21,7 +21,7 @@ READ_MEMORY = doctor.available_memory
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other tests may be using this machine's memory and disk."""
     monkeypatch.setattr(doctor, "available_memory", lambda: 16 << 30)
-    monkeypatch.setattr(doctor, "_DISK_GIB", 0)
+    monkeypatch.setattr(doctor, "RUN_GIB", 0)
 
 
 def run(*words: str) -> int:

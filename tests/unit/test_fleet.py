@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -340,3 +341,26 @@ def test_bad_input_of_run_is_refused_before_anything_starts(
 
 def test_every_phase_of_a_run_has_words() -> None:
     assert set(_PHASES) == set(run_pb.RunPhase.values()) - {run_pb.RUN_PHASE_UNSPECIFIED}
+
+
+def test_the_return_of_a_service_is_told_with_its_time(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, notes = started(tmp_path, recipe(), clock)
+    for number in (1, 2):
+        launcher.ready.discard("rollout-0")
+        launcher.dying = [death("rollout-0")]
+        fleet.tick()
+        clock.seconds += 12
+        fleet.tick()
+        assert len(notes) == 2 * number - 1
+        launcher.ready.add("rollout-0")
+        fleet.tick()
+        fleet.tick()
+        assert notes[-1] == "rollout-0 is back (12 s)" and len(notes) == 2 * number
+
+
+def test_the_line_of_a_death_has_the_cause_in_the_services_own_words(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, notes = started(tmp_path, recipe(), clock)
+    words = "trainer-0-rank-1 died: killed by SIGKILL, by somebody's kill -9"
+    launcher.dying = [replace(death("trainer-0"), said=words)]
+    fleet.tick()
+    assert f"trainer-0 died (ended with exit code 1: {words}); starting it again" in notes[0]

@@ -259,3 +259,26 @@ def test_child_whose_parent_is_gone_already_ends_itself() -> None:
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=20, check=False)
     assert done.returncode == -signal.SIGKILL
     assert done.stdout == b""
+
+
+def test_a_service_that_ends_by_itself_says_why_in_its_last_words(supervisor: Supervisor) -> None:
+    script = (
+        "echo READY a:1; echo 'rollout-0: an earlier trouble'; echo 'rollout-0: its engine was killed by SIGKILL.' >&2;"
+        "for i in $(seq 1 100); do echo '  | a line of its engine'; done; exit 1"
+    )
+    supervisor.start(shell("rollout-0", script))
+    wait_for(lambda: not supervisor.children["rollout-0"].alive)
+    (death,) = supervisor.deaths()
+    assert death.said == "its engine was killed by SIGKILL"
+    assert death.brief == "ended with exit code 1: its engine was killed by SIGKILL"
+    assert death.explain().startswith("rollout-0 died: ended with exit code 1: its engine was killed by SIGKILL.")
+
+
+def test_last_words_are_those_of_this_process_and_cannot_steer_a_terminal(supervisor: Supervisor) -> None:
+    supervisor.start(shell("reward-0", "echo 'reward-0: of the first one'; exit 1"))
+    wait_for(lambda: not supervisor.children["reward-0"].alive)
+    supervisor.start(shell("reward-0", "printf '\\033[2J\\n'; exit 1"))
+    wait_for(lambda: not supervisor.children["reward-0"].alive)
+    first, second = supervisor.deaths()
+    assert (first.said, second.said) == ("of the first one", "")
+    assert second.last_lines == ("?[2J",)

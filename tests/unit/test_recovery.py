@@ -73,7 +73,7 @@ def test_metrics_are_written_again_as_the_ledger_has_them(tmp_path: Path, ledger
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "reward/mean": 0.9}\n{"step": 7}\n{"st')
     ledger.restore(2)
-    rewrite_metrics(path, ledger)
+    rewrite_metrics(path, ledger.steps())
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows == [{"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.2}]
     assert not list(tmp_path.glob("*.new"))

@@ -187,3 +187,21 @@ async def test_a_second_trainer_is_refused_while_the_first_lives(registry: Regis
     await clock.advance(TTL_SECONDS)
     registry.register(second)
     assert [m.member_id for m in registry.members(Role.ROLE_TRAINER)] == ["trainer-1"]
+
+
+async def test_a_member_that_does_not_renew_its_lease_is_overdue_before_it_expires(
+    registry: Registry, clock: FakeClock
+) -> None:
+    token = registry.register(member())
+    began = clock.now()
+    await clock.advance(TTL_SECONDS / 3 + 1)  # a KeepAlive that takes a second is in time
+    assert registry.overdue("rollout-0") == (False, began)
+    registry.keep_alive(token)
+    heard = clock.now()
+    assert registry.overdue("rollout-0") == (False, began)
+    await clock.advance(TTL_SECONDS / 2)
+    assert registry.overdue("rollout-0") == (True, heard)
+    assert registry.expire() == []
+    registry.keep_alive(token)
+    assert registry.overdue("rollout-0") == (False, clock.now())
+    assert registry.overdue("nobody") == (True, clock.now())

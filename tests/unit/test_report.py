@@ -39,6 +39,8 @@ def build(root: Path, ledger: Ledger, **changes: Any) -> dict[str, Any]:
         seconds=12.3456,
         peak_memory_bytes=5,
         uncounted=["trainer-0"],
+        restarts={"trainer-0": 2},
+        resumes=1,
         model="/runs/toy/model",
     )
 
@@ -48,6 +50,7 @@ def test_a_report_says_before_and_after(tmp_path: Path, ledger: Ledger) -> None:
     assert facts["eval_before"] == {"step": 0, "score": 0.1, "half_width": 0.1, "n": 16, "missing": 0}
     assert facts["eval_after"]["score"] == 0.6
     assert (facts["steps"], facts["seconds"], facts["seconds_per_step"], facts["seed"]) == (2, 12.346, 3.0, 3)
+    assert (facts["restarts"], facts["resumes"]) == ({"trainer-0": 2}, 1)
     assert facts["peak_memory_without"] == ["trainer-0"]
     assert (facts["skipped_steps"], facts["policy_version"], facts["peak_memory_bytes"]) == (1, 1, 5)
     assert facts["answers_after"][0]["completion"] == "6"

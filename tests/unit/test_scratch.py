@@ -15,12 +15,10 @@ HOLD = "import sys; from fourfold.scratch import Scratch; print(Scratch('test').
 
 
 def hold() -> tuple[subprocess.Popen[str], Path]:
-    """A process that holds a folder, and the folder, old enough to be looked at."""
+    """A process that holds a folder, and the folder."""
     process = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    path = Path(process.stdout.readline().strip())
-    os.utime(path, (0, 0))
-    return process, path
+    return process, Path(process.stdout.readline().strip())
 
 
 def end(process: subprocess.Popen[str]) -> None:
@@ -35,15 +33,17 @@ def test_what_killed_processes_left_goes_and_what_living_ones_hold_stays(
     monkeypatch.setattr("tempfile.tempdir", None)
     (dead, left), (living, held) = hold(), hold()
     (left / "file").touch()
-    os.utime(left, (0, 0))
     end(dead)
     other = tmp_path / "fourfold-other-1"
     other.mkdir()
     os.utime(other, (0, 0))
-    young = tmp_path / "fourfold-test-young"
+    young, old = tmp_path / "fourfold-new-young", tmp_path / "fourfold-new-old"
     young.mkdir()
+    old.mkdir()
+    os.utime(old, (0, 0))
     mine = Scratch("test")
-    assert not left.exists(), "nobody holds it any more"
+    assert not left.exists(), "nobody holds it any more, however young it is"
+    assert not old.exists(), "of a process that was killed before it had its lock"
     assert held.exists() and young.exists() and other.exists()
     assert mine.path.parent == tmp_path and mine.path.stat().st_mode & 0o777 == 0o700
     mine.remove()

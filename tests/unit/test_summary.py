@@ -32,7 +32,10 @@ def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path:
     assert "8.3 GB of memory (without trainer-0: not on the coord" in "\n".join(summary_lines(away, tmp_path))
     assert "Held-out accuracy: 0.11 +- 0.07 (160 answers) before, 0.63 (160 answers) after training (95 %)." in text
     assert "Dropped samples: 3 REWARD_ERROR" in text
-    assert "What to look at" not in text
+    assert "What to look at" not in text and "Resumed" not in text and "Started again" not in text
+    disturbed = summary_lines({**report, "resumes": 2, "restarts": {"trainer-0": 2, "rollout-0": 1}}, tmp_path)
+    assert "Resumed 2 times." in disturbed
+    assert "Started again while the run went on: rollout-0 1x, trainer-0 2x." in disturbed
     wrong = [
         {"text": "82% were cut off; raise it", "steps": 20, "first": 2, "last": 24},
         {"text": "nothing was learned: every sample scored 0", "steps": 1, "first": 3, "last": 3},

@@ -5,12 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from fourfold.config import Config
 from fourfold.errors import DeadlinePassed, Unavailable
+from fourfold.postmortem import Death
 from fourfold_trainer import processes
 from fourfold_trainer.engine import EngineFailedError
 from fourfold_trainer.link import Link
@@ -115,3 +116,26 @@ def test_a_rank_that_does_not_answer_ends_all_but_transfers(monkeypatch: pytest.
             group.call("save")
         with pytest.raises(DeadlinePassed):  # aborted, and the next epoch may do
             group.ask("send_weights", fields={}, timeout=0.05)
+
+
+class Dying:
+    """A supervisor one of whose children has died."""
+
+    def deaths(self) -> list[Death]:
+        return [
+            Death(
+                name="trainer-0-rank-1", time=0.0, exit_code=0, signal=9, oom_kills=0, was_ready=False, log="x.log",
+                last_lines=(),
+            )
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loaded", "words"), [(True, "died: "), (False, "died before it was ready: ")])
+def test_a_rank_that_dies_in_training_was_ready(loaded: bool, words: str) -> None:
+    made, told = object.__new__(ProcessGroup), list[str]()
+    made._closing, made._loaded = threading.Event(), threading.Event()
+    made._supervisor, made._on_death = cast(Any, Dying()), told.append
+    if loaded:
+        made._loaded.set()
+    made._watch()
+    assert told[0].startswith(f"trainer-0-rank-1 {words}killed by SIGKILL, by somebody's kill -9")

@@ -116,6 +116,7 @@ class RunStatus(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     WAITING_SINCE_FIELD_NUMBER: _builtins.int
     CONDITIONS_FIELD_NUMBER: _builtins.int
+    RECOVERIES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the run."""
     phase: Global___RunPhase.ValueType
@@ -150,11 +151,15 @@ class RunStatus(_message.Message):
 
     @_builtins.property
     def waiting_since(self) -> _timestamp_pb2.Timestamp:
-        """Since when it waits for that; unset while it waits for nothing."""
+        """Since when it waits, pauses of a second left out; unset while it waits for nothing."""
 
     @_builtins.property
     def conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Condition]:
         """What is wrong now although the run goes on, the oldest first."""
+
+    @_builtins.property
+    def recoveries(self) -> _containers.RepeatedCompositeFieldContainer[Global___Recovery]:
+        """Each time this coordinator took the run up at a checkpoint, the newest 100, in order."""
 
     def __init__(
         self,
@@ -173,14 +178,47 @@ class RunStatus(_message.Message):
         waiting_for: _builtins.str = ...,
         waiting_since: _timestamp_pb2.Timestamp | None = ...,
         conditions: _abc.Iterable[Global___Condition] | None = ...,
+        recoveries: _abc.Iterable[Global___Recovery] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time", "waiting_since", b"waiting_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conditions", b"conditions", "evals", b"evals", "failure", b"failure", "members", b"members", "name", b"name", "phase", b"phase", "phase_progress", b"phase_progress", "policy_version", b"policy_version", "start_time", b"start_time", "step", b"step", "step_count", b"step_count", "steps", b"steps", "waiting_for", b"waiting_for", "waiting_since", b"waiting_since"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["conditions", b"conditions", "evals", b"evals", "failure", b"failure", "members", b"members", "name", b"name", "phase", b"phase", "phase_progress", b"phase_progress", "policy_version", b"policy_version", "recoveries", b"recoveries", "start_time", b"start_time", "step", b"step", "step_count", b"step_count", "steps", b"steps", "waiting_for", b"waiting_for", "waiting_since", b"waiting_since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RunStatus: _TypeAlias = RunStatus  # noqa: Y015
+
+@_typing.final
+class Recovery(_message.Message):
+    """The run went on from a checkpoint: what was trained after it was lost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Steps done then; steps up to it were not trained again."""
+    reason: _builtins.str
+    """Why, for people; empty: a new coordinator took the run up."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When."""
+
+    def __init__(
+        self,
+        *,
+        step: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "step", b"step", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Recovery: _TypeAlias = Recovery  # noqa: Y015
 
 @_typing.final
 class Condition(_message.Message):

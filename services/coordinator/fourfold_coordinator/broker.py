@@ -25,12 +25,13 @@ from fourfold.errors import WEIGHTS_REFUSED, FourfoldError, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.wire import Int32Array
 
+from .disk_wait import DiskFull, DiskWait
 from .ledger import Ledger
 from .probe import Key, Probe
 from .replica import Replica
 from .routing import LOOK_SECONDS, Router
 from .sleeping import Sleepers
-from .trainer_session import TrainerSession
+from .trainer_session import TrainerRestarted, TrainerSession
 from .weight_calls import Engine, UpdateFailed, at_once
 from .weight_plane import FENCED, REFUSED, SERVING, WeightPlane
 from .weight_update import Update, WeightUpdater
@@ -60,6 +61,7 @@ class Broker:
         session: TrainerSession,
         ledger: Ledger,
         *,
+        disk: DiskWait,
         probe_ids: Int32Array,
         plane: WeightPlane,
     ) -> None:
@@ -70,6 +72,7 @@ class Broker:
             router: knows the engines.
             session: of the trainer.
             ledger: keeps the published versions.
+            disk: makes the writes to it.
             probe_ids: int32 [n], n >= 1: tokens whose log-probabilities are compared after each update.
             plane: told what happens.
         """
@@ -79,7 +82,7 @@ class Broker:
         """Version published last; -1 before `settle`."""
         self._router = router
         self._session = session
-        self._ledger = ledger
+        self._ledger, self._disk = ledger, disk
         probe = Probe(probe_ids, tolerance=config.weights.probe_tolerance)
         self._probe = probe
         self._plane = plane
@@ -114,9 +117,13 @@ class Broker:
             WeightsRefused: no engine can ever take the weights.
             FourfoldError: the trainer cannot send.
         """
-        self._note(version, step)
+        await self._note(version, step)
         async with self._telling():
             return await self._fill(self._next())
+
+    def forget(self) -> None:
+        """Publish nothing until `settle`: the present version died with its trainer."""
+        self.version = -1
 
     async def keep(self) -> None:
         """Check or fill engines that come late or failed, until cancelled."""
@@ -125,17 +132,21 @@ class Broker:
             if self.version < 0 or not self._unsettled():
                 continue
             async with self.lock:
+                if self.version < 0:  # its trainer died while the lock was held
+                    continue
                 try:
                     await self._fill(self._next())
-                except WeightsRefused:
+                except (DiskFull, WeightsRefused):
                     raise  # the run's end: no later try can do better
+                except TrainerRestarted:
+                    self.forget()  # the loop meets it, too, and settles the next version
                 except FourfoldError as error:  # the trainer's trouble: the loop meets it with its next call
                     log.warning("engines wait for weights: %s", error)
                     await self._router.clock.sleep(1.0)
 
-    def _note(self, version: int, step: int) -> None:
+    async def _note(self, version: int, step: int) -> None:
         if version > 0:
-            self._ledger.publishing(version, step)
+            await self._disk.write(self._ledger.publishing, version, step)
         self.version, self._step = version, step
         self._plane.policy_version = version
 
@@ -160,12 +171,18 @@ class Broker:
         return well or sorted(unsettled, key=lambda replica: self._failures[replica.key][1])[:1]
 
     async def _fill(self, replicas: Sequence[Replica]) -> Update:
-        """Bring replicas to the current version. A failure leaves its engines out and tries the others again."""
+        """Bring replicas to the current version. A failure leaves its engines out and tries the others again.
+
+        Raises:
+            TrainerRestarted: the weights are lost.
+        """
         trainer_failed = False
         while replicas := [replica for replica in replicas if not replica.gone]:
             try:
                 return await self._try(replicas)
             except UpdateFailed as failed:
+                if failed.trainer is not None:
+                    await self._session.check()  # a version that died with its trainer is not tried again
                 log.warning("weight update to version %d: %s", self.version, failed)
                 if failed.trainer is not None and not trainer_failed:
                     trainer_failed = True  # whose fault it was shows the second time
@@ -255,7 +272,7 @@ class Broker:
         ]
         if strange:
             version = max(strange) + 1
-            self._note(await self._session.raise_policy_version(version), self._step)
+            await self._note(await self._session.raise_policy_version(version), self._step)
             log.warning("an engine holds weights that are not this run's; ours go on as version %d", self.version)
 
     async def _vouch(self, engines: Sequence[Engine]) -> Update:

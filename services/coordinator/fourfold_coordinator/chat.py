@@ -33,9 +33,8 @@ from fourfold.process import Command, Supervisor
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.security import ROLLOUT, Security
+from fourfold.text import printable
 from fourfold.tokenizer import Tokenizer
-
-from .summary import printable
 
 _MEMBER: Final = "chat-rollout"
 _START_SECONDS: Final = 600.0

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from fourfold.errors import WrongState
@@ -69,7 +69,7 @@ class Collector:
         """Prompts drawn since the start of the run."""
         self._config, self._prompts, self._ledger = parts.config, parts.prompts, parts.ledger
         self._peers, self._board, self._session = parts.peers, parts.board, parts.session
-        self._router = parts.router
+        self._router, self._disk = parts.router, parts.disk
         self._count = parts.config.batch.prompts_per_step
         self._rule = parts.config.algorithm.filter
         self._fewest = 2 if parts.config.algorithm.compares_samples else 1
@@ -94,7 +94,8 @@ class Collector:
                 "step %d goes on with %d of %d groups: of %d prompts %d were lost and %d taught nothing",
                 step, len(batch.groups), self._count, batch.prompts_drawn, batch.groups_lost, len(batch.filtered),
             )  # fmt: skip
-        self._ledger.drop([s.sample_id for group in batch.filtered for s in group.samples], FILTERED)
+        filtered = [s.sample_id for group in batch.filtered for s in group.samples]
+        await self._disk.write(self._ledger.drop, filtered, FILTERED)
         batch.groups.sort(key=lambda group: group.position)
         batch.done = time.monotonic()
         if not batch.groups:
@@ -108,11 +109,11 @@ class Collector:
     async def _fill_a_place(self, step: int, version: int, batch: Batch) -> None:
         """Add one group to the batch; one that is lost or filtered out is replaced by the next prompt."""
         while self._may_draw(batch):
-            attempt = self._begin(step, version, batch)
+            attempt = await self._begin(step, version, batch)
             try:
                 group = await self._make(attempt, batch)
             except GivenUp as error:
-                self._lose(attempt, batch, error)
+                await self._lose(attempt, batch, error)
                 continue
             if group is None:
                 continue
@@ -127,13 +128,14 @@ class Collector:
         rounds = 1 if batch.groups or batch.filtered else self._config.reward.lost_rounds
         return batch.groups_lost <= self._count * rounds
 
-    def _begin(self, step: int, version: int, batch: Batch) -> _Attempt:
+    async def _begin(self, step: int, version: int, batch: Batch) -> _Attempt:
         """Draw the next prompt of the endless order and issue its samples; the greedy answer has the last id."""
         position, size = self.position, self._config.batch.group_size
         self.position += 1
         batch.prompts_drawn += 1
         prompt = self._prompts.at(position)
-        issued = self._ledger.issue(step=step, position=position, count=size + self._baselines)
+        count = size + self._baselines
+        issued = await self._disk.write(self._ledger.issue, step=step, position=position, count=count)
         return _Attempt(
             prompt=prompt,
             position=position,
@@ -155,7 +157,7 @@ class Collector:
         if attempt.baseline_ids:
             sampled = self._answer(attempt, attempt.sample_ids, batch)
             await all_of([sampled, self._answer(attempt, attempt.baseline_ids, batch, greedy=True)])
-            self._compare(attempt)
+            await self._compare(attempt)
         else:
             await self._answer(attempt, attempt.sample_ids, batch)
         if len(attempt.alive) < self._fewest:
@@ -165,7 +167,7 @@ class Collector:
             batch.filtered.append(group)
             return None
         group = await self._referenced(group, attempt.budget)
-        self._ledger.move(sorted(attempt.alive), State.READY)
+        await self._disk.write(self._ledger.move, sorted(attempt.alive), State.READY)
         return group
 
     async def _answer(
@@ -183,22 +185,22 @@ class Collector:
             on_try=lambda: self._running(sample_ids),
         )
         batch.rolled = time.monotonic()
-        self._ledger.move(sample_ids, State.ROLLED)
+        await self._disk.write(self._ledger.move, sample_ids, State.ROLLED)
         attempt.answers |= zip(sample_ids, trajectories, strict=True)
         outcomes = await self._peers.score(trajectories, attempt.budget)
         batch.scored = time.monotonic()
         for name, trajectory, outcome in zip(sample_ids, trajectories, outcomes, strict=True):
-            attempt.answers[name] = self._judge(trajectory, outcome, attempt.alive)
+            attempt.answers[name] = await self._judge(trajectory, outcome, attempt.alive)
 
-    def _judge(self, trajectory: Trajectory, outcome: Outcome, alive: set[str]) -> Trajectory:
+    async def _judge(self, trajectory: Trajectory, outcome: Outcome, alive: set[str]) -> Trajectory:
         """Return a trajectory with its score, or drop it with the reason why it has none: no score is no zero."""
         if outcome.score is not None:
             return trajectory.scored(outcome.score, outcome.scorer)
         alive.discard(trajectory.sample.sample_id)
-        self._ledger.drop([trajectory.sample.sample_id], outcome.reason)
+        await self._disk.write(self._ledger.drop, [trajectory.sample.sample_id], outcome.reason)
         return trajectory.without_score(outcome.reason, abstained=outcome.abstained)
 
-    def _compare(self, attempt: _Attempt) -> None:
+    async def _compare(self, attempt: _Attempt) -> None:
         """Give every sample the score of the greedy answer, which has then served its purpose."""
         (name,) = attempt.baseline_ids
         baseline = attempt.answers[name]
@@ -208,7 +210,7 @@ class Collector:
             attempt.answers[sample_id] = attempt.answers[sample_id].compared_with(baseline.sample.score)
         attempt.answers[name] = baseline.given_up(BASELINE)
         attempt.alive.discard(name)
-        self._ledger.drop([name], BASELINE)
+        await self._disk.write(self._ledger.drop, [name], BASELINE)
 
     async def _referenced(self, group: Group, budget: Budget) -> Group:
         """Return the group, what is trained on with its reference log-probabilities if the algorithm needs them."""
@@ -217,10 +219,10 @@ class Collector:
         kept = iter(await self._peers.reference([t for t in group.trajectories if not t.dropped], budget))
         return replace(group, trajectories=tuple(t if t.dropped else next(kept) for t in group.trajectories))
 
-    def _lose(self, attempt: _Attempt, batch: Batch, error: GivenUp) -> None:
+    async def _lose(self, attempt: _Attempt, batch: Batch, error: GivenUp) -> None:
         """Drop what is left of a group."""
         log.warning("group %s is lost: %s", attempt.issued.group_id, error, extra={"reason": error.reason})
-        self._ledger.drop(sorted(attempt.alive), error.reason)
+        await self._disk.write(self._ledger.drop, sorted(attempt.alive), error.reason)
         batch.lost += [t.given_up(error.reason) for t in attempt.answers.values()]
         batch.groups_lost += 1
 
@@ -241,18 +243,20 @@ class Collector:
         except GivenUp:
             batch.filtered.append(group)  # as it was going to be
             return
-        self._ledger.move([sample.sample_id for sample in group.samples], State.READY)
+        kept = [sample.sample_id for sample in group.samples]
+        await self._disk.write(self._ledger.move, kept, State.READY)
         muted = tuple(t if t.dropped else t.without_loss() for t in group.trajectories)
         batch.groups.append(replace(group, trajectories=muted))
 
-    @contextmanager
-    def _running(self, sample_ids: Sequence[str]) -> Iterator[None]:
-        """One try of sampling: RUNNING within; ISSUED again when it is lost."""
-        self._ledger.move(sample_ids, State.RUNNING)
-        arrived = False
+    @asynccontextmanager
+    async def _running(self, sample_ids: Sequence[str]) -> AsyncIterator[None]:
+        """One try of sampling: RUNNING within; ISSUED again when it is lost.
+
+        After a cancellation the samples stay RUNNING: the run ends or goes back, and a restore drops them.
+        """
+        await self._disk.write(self._ledger.move, sample_ids, State.RUNNING)
         try:
             yield
-            arrived = True
-        finally:
-            if not arrived:
-                self._ledger.move(sample_ids, State.ISSUED)
+        except Exception:
+            await self._disk.write(self._ledger.move, sample_ids, State.ISSUED)
+            raise

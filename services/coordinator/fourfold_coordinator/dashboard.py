@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -22,6 +23,10 @@ from rich.text import Text
 
 from fourfold import metrics
 from fourfold.coordinator.v1 import run_service_pb2 as pb
+from fourfold.text import clock
+
+from .event_lines import OVER, EventLines, phase_times, recovery_line
+from .fleet import COORDINATOR
 
 _log = logging.getLogger("fourfold.dashboard")
 
@@ -29,6 +34,7 @@ _BLOCKS: Final = "".join(chr(0x2581 + i) for i in range(8))
 _ASCII_BLOCKS: Final = "_.-=+*%#"
 _NOTES: Final = 5
 _ALARMS: Final = 4
+_RECOVERIES: Final = 2
 # What was told longer ago than so many steps is told again if it lasts.
 _ALARM_STEPS: Final = 50
 _PHASES: Final = {
@@ -42,19 +48,6 @@ _PHASES: Final = {
     pb.RUN_PHASE_DONE: "done",
     pb.RUN_PHASE_FAILED: "failed",
 }
-_OVER: Final = (pb.RUN_PHASE_DONE, pb.RUN_PHASE_FAILED)
-# Metric, word on the display: the parts of a step, in the order in which they happen.
-_PARTS: Final = (
-    (metrics.TIME_GENERATE, "generate"),
-    (metrics.TIME_REWARD, "reward"),
-    (metrics.TIME_REFERENCE, "reference"),
-    (metrics.TIME_SLEEP, "sleep"),
-    (metrics.TIME_TRAIN, "train"),
-    (metrics.TIME_WAKE, "wake"),
-    (metrics.TIME_PUBLISH, "publish"),
-    (metrics.TIME_EVALUATE, "evaluate"),
-    (metrics.TIME_CHECKPOINT, "checkpoint"),
-)
 
 
 class Dashboard:
@@ -80,7 +73,7 @@ class Dashboard:
         self._status = pb.RunStatus()
         self._services: list[tuple[str, str]] = []
         self._notes: list[str] = []
-        self._told: set[str] = set()
+        self._lines = EventLines(self._began)
         self._pace = Pace()
 
     def __enter__(self) -> Self:
@@ -103,7 +96,7 @@ class Dashboard:
             self._guarded(lambda: self._console.show_cursor(True))
 
     def update(self, status: pb.RunStatus) -> None:
-        """Take a snapshot of the run."""
+        """Take a snapshot of the run, whose texts the client has made fit for a terminal."""
         self._status = status
         self._pace.saw(status.step, time.monotonic())
 
@@ -137,7 +130,7 @@ class Dashboard:
         if self._live is not None:
             self._live.update(self._panel(), refresh=True)
             return
-        for line in self._new_lines():
+        for line in self._lines.new(self._status, self._services, self._notes, time.monotonic()):
             self._console.print(line, markup=False, soft_wrap=True)
         self._console.file.flush()
 
@@ -152,39 +145,19 @@ class Dashboard:
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column()
         for label, value in facts(self._status, self._blocks):
-            rows.add_row(label, value)
-        rows.add_row("services", services_line(self._services, self._status))
-        rows.add_row("logs", str(self._run_dir / "logs"))
+            rows.add_row(label, Text(value))  # a plain str would be read as markup
+        rows.add_row("services", Text(services_line(self._services, self._status)))
+        rows.add_row("logs", Text(str(self._run_dir / "logs")))
         parts: list[RenderableType] = [rows]
         if self._status.step_count:
             bar = Table.grid(expand=True)  # a bar alone does not end its line
             bar.add_row(ProgressBar(total=self._status.step_count, completed=self._status.step))
             parts.insert(0, bar)
+        parts += [Text(line, style="bold red") for line in condition_lines(self._status)]
         parts += [Text(line, style="bold yellow") for line in alarm_lines(self._status)[-_ALARMS:]]
+        parts += [Text(recovery_line(r), style="yellow") for r in self._status.recoveries[-_RECOVERIES:]]
         parts += [Text(note, style="yellow") for note in self._notes[-_NOTES:]]
-        return Panel(Group(*parts), title=title, subtitle=footer, title_align="left", subtitle_align="left")
-
-    def _new_lines(self) -> list[str]:
-        """Return one line for each service that got ready, evaluation, step and note that was not told yet."""
-        status, lines = self._status, {}
-        seconds = clock(time.monotonic() - self._began)
-        for name, state in self._services:
-            if state == "ready":
-                lines[f"ready {name}"] = f"{name} is ready ({seconds})"
-        for note in self._notes:
-            lines[f"note {note}"] = note
-        # An evaluation is told after its step, whose record comes a little later.
-        last = status.step_count if status.phase in _OVER else max((record.step for record in status.steps), default=0)
-        done = [(record.step, 0, eval_line(record)) for record in status.evals if record.step <= last]
-        done += [(record.step, -2, step_line(record, status.step_count)) for record in status.steps]
-        for record in status.steps:
-            if record.alarms:
-                done.append((record.step, -1, "\n".join(f"  ! {text}" for text in record.alarms)))
-        for step, kind, line in sorted(done):
-            lines[f"{kind} {step}"] = line
-        new = [line for key, line in lines.items() if key not in self._told]
-        self._told.update(lines)
-        return new
+        return Panel(Group(*parts), title=Text(title), subtitle=footer, title_align="left", subtitle_align="left")
 
 
 class Pace:
@@ -220,7 +193,10 @@ def facts(status: pb.RunStatus, blocks: str = _BLOCKS) -> list[tuple[str, str]]:
     phase = _PHASES.get(status.phase, "starting")
     if 0 < status.phase_progress < 1:
         phase += f" {status.phase_progress:.0%}"
-    rows = [("now", f"{phase}: {status.waiting_for}" if status.waiting_for else phase)]
+    if status.waiting_for:
+        since = f" ({_age(status.waiting_since)})" if status.HasField("waiting_since") else ""
+        phase += f": {status.waiting_for}{since}"
+    rows = [("now", phase)]
     if status.evals:
         shown = [status.evals[0], *status.evals[1:][-3:]]
         rows.append(("held-out accuracy", " -> ".join(f"{e.mean_score:.2f} (step {e.step})" for e in shown)))
@@ -267,47 +243,43 @@ def engines_text(last: Mapping[str, float]) -> str:
     return text
 
 
-def step_line(record: pb.StepRecord, step_count: int) -> str:
-    """Return the plain line of a step."""
-    words = [f"step {record.step}/{step_count}"]
-    for metric, form in (
-        (metrics.REWARD_MEAN, "reward {:.2f}"),
-        (metrics.USEFUL_GROUPS, "useful groups {:.0%}"),
-        (metrics.MISMATCH_MEAN, "drift {:.4f}"),
-        (metrics.MFU, "MFU {:.0%}"),
-        (metrics.POLICY_LAG_MAX, "lag {:.0f}"),
-        (metrics.TIME_STEP, "{:.1f} s"),
-    ):
-        if metric in record.metrics:
-            words.append(form.format(record.metrics[metric]))
-    parts = phase_times(record)
-    return "  ".join(words) + (f" ({parts})" if parts else "")
-
-
 def alarm_lines(status: pb.RunStatus) -> list[str]:
     """Return what was found to be wrong not long ago, in order."""
     recent = [record for record in status.steps if record.step > status.step - _ALARM_STEPS]
     return [f"step {record.step}: {text}" for record in recent for text in record.alarms]
 
 
-def eval_line(record: pb.EvalRecord) -> str:
-    """Return the plain line of an evaluation."""
-    interval = f"{record.mean_score:.2f} +- {record.half_width:.2f}"
-    return f"step {record.step}: held-out accuracy {interval} ({record.answer_count} answers)"
-
-
-def phase_times(record: pb.StepRecord) -> str:
-    """Return the seconds of each part of a step; parts that took no time are left out."""
-    named = [(word, record.metrics.get(metric, 0.0)) for metric, word in _PARTS]
-    return ", ".join(f"{word} {seconds:.1f}" for word, seconds in named if seconds >= 0.05)
-
-
 def services_line(states: Sequence[tuple[str, str]], status: pb.RunStatus) -> str:
     """Return the processes with what is not normal about them, and members that were started by hand."""
-    names = {name for name, _ in states}
-    words = [name if state == "ready" else f"{name} ({state})" for name, state in states]
-    words += [member.member_id for member in status.members if member.member_id not in names]
-    return ", ".join(words) or "none yet"
+    members = {member.member_id: member for member in status.members}
+    words = [_process_words(name, state, members.pop(name, None), status) for name, state in states]
+    return ", ".join([*words, *map(_member_words, members.values())]) or "none yet"
+
+
+def _process_words(name: str, state: str, member: pb.Member | None, status: pb.RunStatus) -> str:
+    """Return a process with its state; that of a process that lives is the state of its lease."""
+    if state != "ready":
+        return f"{name} ({state})"
+    if member is not None:
+        return _member_words(member)
+    # The coordinator is no member of its own run.
+    running = status.phase not in (pb.RUN_PHASE_UNSPECIFIED, *OVER)
+    return f"{name} (no lease)" if running and name != COORDINATOR else name
+
+
+def _member_words(member: pb.Member) -> str:
+    if member.state != pb.MEMBER_STATE_SILENT:
+        return member.member_id
+    return f"{member.member_id} (silent for {_age(member.state_since)})"
+
+
+def condition_lines(status: pb.RunStatus) -> list[str]:
+    """Return what is wrong now, and for how long."""
+    return [f"! {c.subject}: {c.text} ({_age(c.since)})" for c in status.conditions]
+
+
+def _age(since: Timestamp) -> str:
+    return clock(max(time.time() - since.ToNanoseconds() / 1e9, 0.0))
 
 
 def sparkline(values: Sequence[float], blocks: str = _BLOCKS, width: int = 32) -> str:
@@ -319,13 +291,3 @@ def sparkline(values: Sequence[float], blocks: str = _BLOCKS, width: int = 32) -
     if high <= low:
         return blocks[0] * len(shown)
     return "".join(blocks[min(int((v - low) / (high - low) * len(blocks)), len(blocks) - 1)] for v in shown)
-
-
-def clock(seconds: float) -> str:
-    """Return e.g. "42 s", "3:07 min" or "1:02 h"."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}:{whole % 60:02d} min"
-    return f"{whole // 3600}:{whole % 3600 // 60:02d} h"

@@ -21,6 +21,7 @@ from fourfold.clock import SYSTEM_CLOCK, Clock
 from fourfold.config import Config, gpu_places
 from fourfold.postmortem import Death
 from fourfold.process import Command
+from fourfold.text import clock
 
 COORDINATOR: Final = "coordinator-0"
 ADDRESS_FILE: Final = "coordinator.address"
@@ -148,6 +149,7 @@ class Fleet:
         self._restarts: dict[str, int] = {}
         self._due: dict[str, float] = {}  # when to start a dead service again
         self._lost: set[str] = set()
+        self._away: dict[str, float] = {}  # when a service that is started again died
         self._deadline = 0.0
 
     def start(self) -> None:
@@ -165,6 +167,7 @@ class Fleet:
             if self._clock.monotonic() >= due:
                 del self._due[name]
                 self._launch(self._services[name])
+        self._tell_who_is_back()
         if not self.address:
             self._look_for_coordinator()
         if self._deadline and self._clock.monotonic() > self._deadline:
@@ -210,7 +213,8 @@ class Fleet:
             done = death.exit_code == 0 and death.signal == 0
             return Ending(done=done, text="" if done else death.explain())
         count = self._restarts.get(death.name, 0)
-        clock = time.strftime("%H:%M:%S", time.localtime(death.time))
+        at = time.strftime("%H:%M:%S", time.localtime(death.time))
+        self._away[death.name] = self._clock.monotonic()
         if not death.was_ready and count == 0:
             return Ending(done=False, text=death.explain())
         if count < self.config.retry.restarts:
@@ -219,15 +223,21 @@ class Fleet:
                 2.0**count - 1
             )  # at once, then after 1, 3, 7 ... seconds
             self._deadline = 0.0  # the coordinator keeps the time from here on
-            self._survived(f"{clock} {death.name} died ({death.brief}); starting it again. Its log: {death.log}")
+            self._survived(f"{at} {death.name} died ({death.brief}); starting it again. Its log: {death.log}")
             return None
         role = self._services[death.name].role
         self._lost.add(death.name)
         if all(name in self._lost for name, service in self._services.items() if service.role == role):
             limit = f"It was started again {count} times already (retry.restarts = {self.config.retry.restarts})."
             return Ending(done=False, text=f"{death.explain()}\n{limit}")
-        self._survived(f"{clock} {death.name} died again ({death.brief}) and is given up. Its log: {death.log}")
+        self._survived(f"{at} {death.name} died again ({death.brief}) and is given up. Its log: {death.log}")
         return None
+
+    def _tell_who_is_back(self) -> None:
+        for name, died in list(self._away.items()):
+            if name not in self._due and name not in self._lost and self._launcher.is_ready(name):
+                del self._away[name]
+                self._notify(f"{name} is back ({clock(self._clock.monotonic() - died)})")
 
     def _survived(self, line: str) -> None:
         self.earlier.append(line)

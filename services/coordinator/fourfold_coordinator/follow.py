@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from fourfold.channel import open_channel
 from fourfold.coordinator.client import RunClient
@@ -15,7 +15,14 @@ from .dashboard import Dashboard
 _RETRY_SECONDS = 0.5
 
 
-async def follow(address: str, security: Security | None, dashboard: Dashboard, *, attempts: int | None = None) -> None:
+async def follow(
+    address: str,
+    security: Security | None,
+    dashboard: Dashboard,
+    *,
+    attempts: int | None = None,
+    over: asyncio.Event | None = None,
+) -> None:
     """Take every state from the coordinator until the run is over; call again when the connection is lost.
 
     Args:
@@ -23,10 +30,12 @@ async def follow(address: str, security: Security | None, dashboard: Dashboard, 
         security: our certificates, or None.
         dashboard: is fed.
         attempts: failures in a row after which to give up; None: never, somebody cancels us.
+        over: set when the coordinator has ended: a lost connection is then the end, too.
 
     Raises:
         FourfoldError: of the last attempt.
     """
+    over = over or asyncio.Event()
     channel = open_channel(address, security, server=COORDINATOR)
     client = RunClient(channel, peer=f"coordinator at {address}")
     failures = 0
@@ -42,6 +51,10 @@ async def follow(address: str, security: Security | None, dashboard: Dashboard, 
                 failures += 1
                 if failures == attempts:
                     raise
-            await asyncio.sleep(_RETRY_SECONDS)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_RETRY_SECONDS):
+                    await over.wait()
+            if over.is_set():
+                return
     finally:
         await channel.close()

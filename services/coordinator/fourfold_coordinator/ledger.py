@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -125,16 +125,23 @@ class CheckpointRow:
 
 
 class Ledger:
-    """The run's database. Used by one thread of one process."""
+    """The run's database. Used by one thread of one process.
+
+    A write that fails for want of room raises `sqlite3.Error` and changes nothing: it may be repeated.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open the ledger, or make an empty one."""
         self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
-        self._db.execute("PRAGMA journal_mode = WAL")
-        # A killed process loses nothing with NORMAL; only a machine that loses power may lose the newest rows,
-        # and `commit_checkpoint` syncs what a restore needs.
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        self._db.executescript(_SCHEMA)
+        try:
+            self._db.execute("PRAGMA journal_mode = WAL")
+            # A killed process loses nothing with NORMAL; only a machine that loses power may lose the newest rows,
+            # and `commit_checkpoint` syncs what a restore needs.
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.executescript(_SCHEMA)
+        except sqlite3.Error:  # the disk is full: the caller tries again
+            self._db.close()
+            raise
 
     def close(self) -> None:
         """Close the file."""
@@ -145,10 +152,11 @@ class Ledger:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield self._db
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            with suppress(sqlite3.Error):  # a full disk may have ended it already
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     # -- samples ------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from fourfold import metrics as m
 from fourfold.config import Config
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.disk import append_lines
 from fourfold.errors import Internal, PeerFault
 from fourfold.metrics import MetricsWriter
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
@@ -40,9 +41,9 @@ from .collect import Collector
 from .diagnosis import Doctor, Finding
 from .ledger import TRAINER_RESTORED
 from .parts import Parts
-from .recovery import restore
+from .recovery import restore, rewrite_metrics
 from .replica import Replica
-from .samples import Batch, SampleWriter
+from .samples import Batch, to_lines
 from .trainer_session import TrainerRestarted
 from .weight_update import Update
 
@@ -52,8 +53,9 @@ T = TypeVar("T")
 
 MODEL_FOLDER: Final = "model"
 EMA_FOLDER: Final = "model-ema"
-_SECONDS: Final = "seconds"  # of the run's earlier lives, in the ledger
-PEAK_MEMORY: Final = "peak_memory_bytes"
+SAMPLES_FILE: Final = "samples.jsonl"
+METRICS_FILE: Final = "metrics.jsonl"
+_LAST_METRICS_SECONDS: Final = 0.5
 
 
 class Loop:
@@ -64,14 +66,12 @@ class Loop:
         self.ledger, self.board, self.router = parts.ledger, parts.board, parts.router
         self.session, self.broker = parts.session, parts.broker
         self.evaluator, self.memory, self.certificates = parts.evaluator, parts.memory, parts.certificates
+        self.lifetime, self.disk = parts.lifetime, parts.disk
         self.needed, self.start_seconds = needed_services(parts.config), parts.start_seconds
-        self.samples_file = SampleWriter(parts.folder / "samples.jsonl")
-        self.metrics_file = MetricsWriter(parts.folder / "metrics.jsonl")
+        self.metrics_file = MetricsWriter(parts.folder / METRICS_FILE)
         self.doctor = Doctor.of(parts.config)
         self.step = 0
         """Steps done."""
-        self._life_began = time.monotonic()
-        self._seconds_before = float(self.ledger.get(_SECONDS) or 0.0)
 
     async def run(self) -> None:
         """Train to the last step and write the report. A restarted trainer costs the steps since its checkpoint.
@@ -79,35 +79,44 @@ class Loop:
         Raises:
             FourfoldError: why the run cannot go on.
         """
-        restarts = 0
-        while True:
-            try:
-                await self.begin()
-                while self.step < self.config.steps:
-                    await self.one_step()
-                await self.finish()
-                self.metrics_file.close()
-                return
-            except TrainerRestarted as error:
-                restarts += 1
-                if restarts > self.config.retry.restarts:
-                    raise
-                log.warning("%s", error)
-                # The others were there: from now on one of each is enough.
-                self.needed, self.start_seconds = dict.fromkeys(self.needed, 1), self.router.wait_seconds
+        restarts, why = 0, ""
+        try:
+            while True:
+                try:
+                    await self.begin(why)
+                    while self.step < self.config.steps:
+                        await self.one_step()
+                    await self.finish()
+                    return
+                except TrainerRestarted as error:
+                    restarts, why = restarts + 1, error.message
+                    if restarts > self.config.retry.restarts:
+                        raise
+                    log.warning("%s", error)
+                    self.broker.forget()
+                    # The others were there: from now on one of each is enough.
+                    self.needed, self.start_seconds = dict.fromkeys(self.needed, 1), self.router.wait_seconds
+        finally:
+            self.metrics_file.close(timeout=_LAST_METRICS_SECONDS)
 
-    async def begin(self) -> None:
-        """Wait for the services, take up where the run was, and bring every engine to its weights."""
+    async def begin(self, why: str) -> None:
+        """Wait for the services, take up where the run was, and bring every engine to its weights.
+
+        Args:
+            why: the run goes back to its checkpoint; empty when this process begins.
+        """
         known = bool(self.ledger.counts())
         self.board.phase(run_pb.RUN_PHASE_RECOVERING if known else run_pb.RUN_PHASE_WAITING_FOR_SERVICES)
         await self.router.wait_for(self.needed, seconds=self.start_seconds)
         await self.session.connect()
-        self.metrics_file.close()
-        restored = await restore(self.config, self.folder, self.ledger, self.session)
-        self.metrics_file = MetricsWriter(self.folder / "metrics.jsonl")
+        await asyncio.to_thread(self.metrics_file.close)
+        restored = await restore(self.config, self.folder, self.ledger, self.session, self.disk)
+        self.metrics_file = MetricsWriter(self.folder / METRICS_FILE)
         self.step, self.collector.position = restored.step, restored.data_position
         self.doctor = Doctor.of(self.config)
         self.doctor.remember(self.ledger.steps())
+        if why or self.lifetime.resumes:
+            self.board.went_on(restored.step, why)
         self.board.set_history(((row.step, row.metrics) for row in self.ledger.steps()), self.ledger.evals())
         await self.broker.settle(self.session.policy_version, step=self.step)
         self.board.begin()
@@ -142,12 +151,12 @@ class Loop:
         found, news = self.doctor.examine(
             step, metrics, skipped_reason=trained.skipped_reason, dropped=self._dropped(step)
         )
-        self._keep_metrics(step, metrics, found, news, seconds)
+        await self._keep_metrics(step, metrics, found, news, seconds)
         if last or step % self.config.checkpoint.every_steps == 0:
             with timed(metrics, m.TIME_CHECKPOINT):
                 await self.checkpoint(step)
             _add_up(metrics, time.monotonic() - began)
-            self._keep_metrics(step, metrics, found, news, seconds)
+            await self._keep_metrics(step, metrics, found, news, seconds)
         self._show_metrics(step)
 
     # -- collect, train, publish ----------------------------------------------------------------------------------
@@ -157,31 +166,34 @@ class Loop:
         self.board.phase(run_pb.RUN_PHASE_GENERATING)
         batch = await self.collector.collect(step, version=self.broker.version)
         if step == 1:
-            self.ledger.put({report.FIRST_STEP: report.first_step_facts(batch.groups)})
+            await self.disk.write(self.ledger.put, {report.FIRST_STEP: report.first_step_facts(batch.groups)})
         return batch
 
     async def train(self, step: int, batch: Batch) -> tuple[TrainStepResponse, dict[str, float]]:
         """Train one step; return the trainer's answer, and the batch's own metrics.
 
-        After a lost answer the same step is sent again with the same bytes. The batch is measured and written to
-        samples.jsonl while the trainer works.
+        After a lost answer the same step is sent again with the same bytes. The batch is measured and made into
+        lines while the trainer works. They are written when the ledger says that the step is done; a process that
+        dies between the two goes back to a checkpoint before the step.
         """
         self.board.phase(run_pb.RUN_PHASE_TRAINING)
-        self.ledger.lease(step, batch.sample_ids())
+        await self.disk.write(self.ledger.lease, step, batch.sample_ids())
         sent = asyncio.Event()
         recording = asyncio.ensure_future(self._record(step, batch, sent))
         try:
             response = await self.session.call("TrainStep", lambda r: self._train_once(r, step, batch, sent.set))
         finally:
             sent.set()
-            measured = await recording  # on the disk before the ledger says TRAINED
+            measured, lines = await recording
         self.session.policy_version = response.policy_version
-        self.ledger.acknowledge(
+        await self.disk.write(
+            self.ledger.acknowledge,
             step,
             policy_version=response.policy_version,
             skipped_reason=response.skipped_reason,
             data_position=self.collector.position,
         )
+        await self.disk.write_in_thread(append_lines, self.folder / SAMPLES_FILE, lines, sync=True)
         return response, measured
 
     async def _train_once(
@@ -194,12 +206,11 @@ class Loop:
             raise PeerFault(replica.member.peer, "BAD_VERSION", text)
         return response
 
-    async def _record(self, step: int, batch: Batch, sent: asyncio.Event) -> dict[str, float]:
-        """Return the batch's metrics; its trajectories are in samples.jsonl then."""
+    async def _record(self, step: int, batch: Batch, sent: asyncio.Event) -> tuple[dict[str, float], bytes]:
+        """Return the batch's metrics, and its lines of samples.jsonl."""
         await sent.wait()  # a batch that is on its way to the trainer needs this process for itself
         measured = await asyncio.to_thread(summarize, batch, policy_version=self.broker.version)
-        await asyncio.to_thread(self.samples_file.write, step, batch.trajectories())
-        return measured
+        return measured, await asyncio.to_thread(to_lines, step, batch.trajectories())
 
     async def publish(self, trained: TrainStepResponse) -> Update:
         """Bring the new weights to every engine. A skipped step made none, but whoever slept has lost the old ones."""
@@ -222,7 +233,7 @@ class Loop:
         )
         if row is None:
             return {}
-        self.ledger.add_eval(row)
+        await self.disk.write(self.ledger.add_eval, row)
         self.board.add_eval(row)
         half_width = math.nan if row.half_width is None else row.half_width
         return {m.EVAL_SCORE: row.score, m.EVAL_HALF_WIDTH: half_width}
@@ -238,9 +249,12 @@ class Loop:
             )
         if saved != step:
             raise Internal(f"the trainer wrote a checkpoint of step {saved} after step {step}")
-        self._keep_facts()
-        self.ledger.commit_checkpoint(
-            step=step, data_position=self.collector.position, policy_version=self.session.policy_version
+        await self.disk.write(self.lifetime.save)
+        await self.disk.write(
+            self.ledger.commit_checkpoint,
+            step=step,
+            data_position=self.collector.position,
+            policy_version=self.session.policy_version,
         )
 
     async def finish(self) -> None:
@@ -249,18 +263,22 @@ class Loop:
         await self.memory.look()
         model = await self.export(MODEL_FOLDER)
         ema = await self.export(EMA_FOLDER, ema=True) if self.config.trainer.ema_decay else None
-        self._keep_facts()
+        await self.disk.write(self.lifetime.save)
+        if not await asyncio.to_thread(self.metrics_file.close):
+            await self.disk.write_in_thread(rewrite_metrics, self.folder / METRICS_FILE, self.ledger.steps())
         facts = report.build(
             self.config,
             self.ledger,
-            seconds=self._seconds(),
+            seconds=self.lifetime.seconds,
+            restarts=self.lifetime.restarts,
+            resumes=self.lifetime.resumes,
             peak_memory_bytes=self.memory.peak_bytes,
             uncounted=self.memory.uncounted,
             model=model,
             model_ema=ema,
             faults=self.router.faults.rows(),
         )
-        await asyncio.to_thread(report.write, self.folder, facts, self.ledger.steps(), self.ledger.evals())
+        await self.disk.write_in_thread(report.write, self.folder, facts, self.ledger.steps(), self.ledger.evals())
         log.info("done: %s; the model is in %s", self.folder / "report.json", model)
 
     async def export(self, name: str, *, ema: bool = False) -> str:
@@ -287,13 +305,13 @@ class Loop:
         """Return the samples dropped in this step by reason; those of a step that was lost later are not its own."""
         return {reason: count for reason, count in self.ledger.dropped(step).items() if reason != TRAINER_RESTORED}
 
-    def _keep_metrics(
+    async def _keep_metrics(
         self, step: int, metrics: dict[str, float], found: list[Finding], news: list[Finding], seconds: float
     ) -> None:
         finite = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
         words = {"diagnosis": "; ".join(f.text for f in found), "alarms": [f.text for f in news]}
-        self.ledger.record_metrics(step, {**finite, **words}, seconds=seconds)
-        self.router.faults.save(self.ledger)
+        await self.disk.write(self.ledger.record_metrics, step, {**finite, **words}, seconds=seconds)
+        await self.disk.write(self.router.faults.save, self.ledger)
 
     def _show_metrics(self, step: int) -> None:
         row = self.ledger.step_row(step)
@@ -302,12 +320,6 @@ class Loop:
         log.info("step %d of %d is done", step, self.config.steps, extra={"reward": row.metrics.get(m.REWARD_MEAN)})
         for text in row.metrics["alarms"]:
             log.warning("step %d: %s", step, text)
-
-    def _seconds(self) -> float:
-        return self._seconds_before + time.monotonic() - self._life_began
-
-    def _keep_facts(self) -> None:
-        self.ledger.put({_SECONDS: repr(self._seconds()), PEAK_MEMORY: str(self.memory.peak_bytes)})
 
 
 def needed_services(config: Config) -> dict[int, int]:

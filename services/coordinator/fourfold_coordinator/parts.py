@@ -9,8 +9,10 @@ from fourfold.config import Config
 
 from .broker import Broker
 from .certificates import Certificates
+from .disk_wait import DiskWait
 from .evaluate import Evaluator
 from .ledger import Ledger
+from .lifetime import Lifetime
 from .memory import MemoryMeter
 from .peers import Peers
 from .prompts import Prompts
@@ -28,6 +30,8 @@ class Parts:
     """runs/<name>."""
     prompts: Prompts
     ledger: Ledger
+    disk: DiskWait
+    """Makes every write to the ledger and to the run's files."""
     board: RunBoard
     router: Router
     session: TrainerSession
@@ -36,5 +40,6 @@ class Parts:
     evaluator: Evaluator
     memory: MemoryMeter
     certificates: Certificates
+    lifetime: Lifetime
     start_seconds: float
     """Longest wait for the services at the start."""

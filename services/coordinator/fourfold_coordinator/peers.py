@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol
 
 from fourfold.config import Config
@@ -68,7 +68,7 @@ class Peers:
         version: int,
         budget: Budget,
         greedy: bool = False,
-        on_try: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_try: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> list[Trajectory]:
         """Sample answers to one prompt, one for each id, in one call; each try runs in `on_try()`.
 
@@ -100,7 +100,7 @@ class Peers:
                 sample_count=len(sample_ids),
                 min_policy_version=version,
             )
-            with on_try():
+            async with on_try():
                 completions = await replica.rollout.complete(request, timeout=timeout)
                 check_completions(
                     completions,

@@ -273,6 +273,7 @@ class RayLauncher:
                 was_ready=was_ready,
                 log=str(self._run_dir / "logs" / f"{name}.log"),
                 last_lines=("its Ray actor is lost:", *str(error).strip().splitlines()[-20:]),
+                said="its Ray actor is lost, and its node perhaps",
             )
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,8 @@ from fourfold.config import Config
 from fourfold.errors import NotFound, WrongState
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
-from .ledger import Ledger
+from .disk_wait import DiskWait
+from .ledger import Ledger, StepRow
 from .trainer_session import TrainerSession
 
 log = logging.getLogger("fourfold.coordinator")
@@ -35,7 +36,7 @@ class Restored:
     """Prompts drawn."""
 
 
-async def restore(config: Config, folder: Path, ledger: Ledger, session: TrainerSession) -> Restored:
+async def restore(config: Config, folder: Path, ledger: Ledger, session: TrainerSession, disk: DiskWait) -> Restored:
     """Bring trainer, ledger and files back to the last checkpoint.
 
     Args:
@@ -43,6 +44,7 @@ async def restore(config: Config, folder: Path, ledger: Ledger, session: Trainer
         folder: of the run.
         ledger: of the run.
         session: connected to the trainer.
+        disk: makes the writes.
 
     Raises:
         WrongState: there is no checkpoint and the trainer is not at its start.
@@ -58,13 +60,16 @@ async def restore(config: Config, folder: Path, ledger: Ledger, session: Trainer
             f"to; start the trainer anew"
         )
     session.policy_version = status.policy_version
-    dropped = ledger.restore(point.step)
+    dropped = await disk.write(ledger.restore, point.step)
     if point.step > 0:
-        ledger.commit_checkpoint(
-            step=point.step, data_position=point.data_position, policy_version=status.policy_version
+        await disk.write(
+            ledger.commit_checkpoint,
+            step=point.step,
+            data_position=point.data_position,
+            policy_version=status.policy_version,
         )
-    rewrite_metrics(folder / "metrics.jsonl", ledger)
-    cut_after(folder / "samples.jsonl", point.step)
+    await disk.write_in_thread(rewrite_metrics, folder / "metrics.jsonl", ledger.steps())
+    await disk.write_in_thread(cut_after, folder / "samples.jsonl", point.step)
     highest = ledger.highest_version()
     if highest > 0:
         await session.raise_policy_version(highest + 1)
@@ -105,9 +110,9 @@ async def _load(config: Config, session: TrainerSession, step: int) -> pb.Traine
         ) from None
 
 
-def rewrite_metrics(path: Path, ledger: Ledger) -> None:
+def rewrite_metrics(path: Path, steps: Sequence[StepRow]) -> None:
     """Write metrics.jsonl as the ledger has it: one line per step done."""
-    lines = (json.dumps({"step": row.step, **row.metrics}) + "\n" for row in ledger.steps() if row.metrics)
+    lines = (json.dumps({"step": row.step, **row.metrics}) + "\n" for row in steps if row.metrics)
     _replace(path, lines)
 
 

@@ -38,6 +38,8 @@ MAX_MEMBERS: Final = 1024
 """Live members of one run; each costs the coordinator a channel."""
 MAX_FENCED: Final = 16 * MAX_MEMBERS
 """Replaced incarnations that are remembered; the oldest is forgotten first."""
+# Members renew their leases every third of the ttl, and a call takes its time.
+_OVERDUE_SHARE: Final = 1 / 3 + 1 / 10
 ROLE_NAMES: Final[dict[int, str]] = {
     Role.ROLE_ROLLOUT: "rollout",
     Role.ROLE_TRAINER: "trainer",
@@ -83,6 +85,12 @@ class _Lease:
     owner: Principal
     token: bytes
     ends: float
+    heard: float
+    """When it was renewed last."""
+    heard_at: float
+    """The same as seconds since the epoch."""
+    live_since: float
+    """Since when it is renewed in time, in seconds since the epoch."""
     drain_requested: bool = False
 
 
@@ -156,15 +164,18 @@ class Registry:
                 f"{member.member_id}: this run has {len(self._leases)} members, and no more than {self._max_members} "
                 f"are accepted; stop one of them"
             )
-        ends = self._clock.monotonic() + self.ttl
         if held is not None and held.member == member and held.owner == owner:
-            held.ends = ends
+            self._renew(held)
             return held.token
         if held is not None:
             if held.member.incarnation != member.incarnation:
                 self._fence(held.member)
             self._remove(held, Change.REPLACED)
-        lease = _Lease(member=member, owner=owner, token=secrets.token_bytes(16), ends=ends)
+        now, at = self._clock.monotonic(), self._clock.now()
+        token = secrets.token_bytes(16)
+        lease = _Lease(
+            member=member, owner=owner, token=token, ends=now + self.ttl, heard=now, heard_at=at, live_since=at
+        )
         self._leases[member.member_id] = lease
         self._tell(member, Change.JOINED)
         return lease.token
@@ -178,8 +189,19 @@ class Registry:
         lease = self._find(token, owner)
         if lease is None:
             raise NotFound("this lease is gone: it expired or was replaced; stop work and register again")
-        lease.ends = self._clock.monotonic() + self.ttl
+        self._renew(lease)
         return lease.drain_requested
+
+    def overdue(self, member_id: str) -> tuple[bool, float]:
+        """Return whether a live member should have renewed its lease by now, and since when that is so.
+
+        The time is in seconds since the epoch: of its last renewal when it is overdue, else of the first one in time.
+        """
+        lease = self._leases.get(member_id)
+        if lease is None:  # its lease ended a moment ago
+            return True, self._clock.now()
+        late = self._late(lease)
+        return late, lease.heard_at if late else lease.live_since
 
     def deregister(self, token: bytes, owner: Principal = LOCAL) -> None:
         """End a lease of `owner`; nothing happens when it is gone already."""
@@ -199,6 +221,16 @@ class Registry:
         for lease in late:
             self._remove(lease, Change.EXPIRED)
         return [lease.member for lease in late]
+
+    def _late(self, lease: _Lease) -> bool:
+        return self._clock.monotonic() - lease.heard > self.ttl * _OVERDUE_SHARE
+
+    def _renew(self, lease: _Lease) -> None:
+        late, lease.heard_at = self._late(lease), self._clock.now()
+        lease.heard = self._clock.monotonic()
+        lease.ends = lease.heard + self.ttl
+        if late:
+            lease.live_since = lease.heard_at
 
     def _find(self, token: bytes, owner: Principal) -> _Lease | None:
         """Return the live lease with this token. One that ran out is gone, whether `expire` has seen it or not."""

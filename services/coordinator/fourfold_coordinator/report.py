@@ -5,7 +5,10 @@
 report.json, all times in seconds, sizes in bytes:
 
     name, seed, steps            of the recipe; steps done
-    seconds                      of the whole run, over all its lives
+    seconds                      of the whole run, over all coordinator processes, work that was lost included; of a
+                                 process that was killed all but its last 5 seconds
+    resumes                      coordinator processes that took the run up again (`fourfold run --resume`)
+    restarts                     {service: times}: processes that took the place of a dead one while the run went on
     seconds_per_step             mean, from the first prompt of a step to its published weights
     peak_memory_bytes            largest sum of the PSS of the run's processes on the coordinator's machine
     peak_memory_without          services that are not in that sum: on other machines, or in other containers
@@ -65,6 +68,8 @@ def build(
     seconds: float,
     peak_memory_bytes: int,
     model: str,
+    restarts: Mapping[str, int],
+    resumes: int,
     model_ema: str | None = None,
     uncounted: Sequence[str] = (),
     faults: Sequence[Mapping[str, Any]] = (),
@@ -77,6 +82,8 @@ def build(
         seconds: that the run took.
         peak_memory_bytes: largest sum over its processes.
         model: folder of the export.
+        restarts: of services, by name.
+        resumes: of the run.
         model_ema: folder of the export of the average; None: none is kept.
         uncounted: services whose memory is not in that sum.
         faults: rows of `Faults`.
@@ -89,6 +96,8 @@ def build(
         "seed": config.seed,
         "steps": len(steps),
         "seconds": round(seconds, 3),
+        "resumes": resumes,
+        "restarts": dict(sorted(restarts.items())),
         "seconds_per_step": round(math.fsum(s.seconds for s in steps) / len(steps), 3) if steps else None,
         "peak_memory_bytes": peak_memory_bytes,
         "peak_memory_without": list(uncounted),

@@ -30,6 +30,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, Overloaded
 
 from .choice import Candidate, Demand, Prefixes, choose
+from .disk_wait import DiskFull
 from .faults import Faults
 from .load import measure, watch
 from .registry import ROLE_NAMES, Change, Member, Registry
@@ -168,8 +169,8 @@ class Router:
             async with self._use(role, demand, wait or self._wait, version=version, avoid=avoid) as replica:
                 try:
                     result = await replica.call(work(replica))
-                except RunEnds:
-                    raise
+                except (DiskFull, RunEnds):
+                    raise  # no replica can change that
                 except Overloaded as error:
                     if not replica.congested(demand.samples):  # others keep it busy
                         self.failed(replica, error)
@@ -230,15 +231,20 @@ class Router:
 
     def members(self) -> list[run_pb.Member]:
         """Return the live members for people."""
-        return [
-            run_pb.Member(
-                member_id=replica.member.member_id,
-                role=replica.member.role_name,
-                target=replica.member.target,
-                policy_version=replica.version if replica.member.role == Role.ROLE_ROLLOUT else -1,
-            )
-            for _, replica in sorted(self._replicas.items())
-        ]
+        return [self._row(replica) for _, replica in sorted(self._replicas.items())]
+
+    def _row(self, replica: Replica) -> run_pb.Member:
+        member = replica.member
+        late, since = self._registry.overdue(member.member_id)
+        row = run_pb.Member(
+            member_id=member.member_id,
+            role=member.role_name,
+            target=member.target,
+            policy_version=replica.version if member.role == Role.ROLE_ROLLOUT else -1,
+            state=run_pb.MEMBER_STATE_SILENT if late else run_pb.MEMBER_STATE_LIVE,
+        )
+        row.state_since.FromNanoseconds(int(since * 1e9))
+        return row
 
     def engine_metrics(self) -> dict[str, float]:
         """Return what the engines said of themselves since this was asked last, by the names of metrics."""

@@ -26,6 +26,7 @@ from fourfold import models, sequence_parallel
 from fourfold.adapters import adapter_plan
 from fourfold.config import Config
 from fourfold.cpu import multiplies_bfloat16
+from fourfold.disk import check_room
 from fourfold.errors import ConfigError
 from fourfold.gpu_plan import refuse_unless_fits
 from fourfold.gpus import smallest_memory, visible_gpus
@@ -66,9 +67,11 @@ def main(args: argparse.Namespace) -> int:
     with interrupt.installed():
         if args.resume is not None:
             run_dir, config = args.resume, _resumed_config(args.resume, args.name)
+            _check_room(run_dir)
             sequence_parallel.check(config)
         else:
             config = configuration.load(args.recipe)
+            _check_room(Path.cwd())
             models.check(config.model.source)  # a missing model is found before a folder is made
             sequence_parallel.check(config)
             adapter_plan(config)  # and so is a layer that it does not have
@@ -82,6 +85,11 @@ def main(args: argparse.Namespace) -> int:
             models.resolve(config.model.source)
             launcher = _launcher(args, config, run_dir)
             return Run(args, config, run_dir, launcher, interrupt).execute()
+
+
+def _check_room(folder: Path) -> None:
+    if warning := check_room(folder):
+        print(warning, file=sys.stderr)
 
 
 def make_run_dir(config: Config, name: str, root: Path = Path("runs")) -> tuple[Path, Config]:
@@ -104,7 +112,10 @@ def make_run_dir(config: Config, name: str, root: Path = Path("runs")) -> tuple[
             number += 1
         except OSError as error:
             raise ConfigError(f"{root / candidate}: cannot make the folder of the run ({error.strerror})") from None
-    (root / candidate / "config.toml").write_text(configuration.dump(named), encoding="utf-8")
+    try:
+        (root / candidate / "config.toml").write_text(configuration.dump(named), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{root / candidate}: cannot be written ({error.strerror}); make room there") from None
     return root / candidate, named
 
 
@@ -187,16 +198,19 @@ class Run:
         """Tend the processes and the display until the run ends, or a signal comes (None)."""
         self._fleet.start()
         watching: asyncio.Task[None] | None = None
-        ticks = 0
+        ticks, over = 0, asyncio.Event()
         try:
             while not self._interrupt.number:
                 if (ending := self._fleet.tick()) is not None:
+                    over.set()
                     if watching is not None:  # the coordinator's last words may be on their way
                         await asyncio.wait({watching}, timeout=_LAST_STATUS_SECONDS)
                     return ending
                 if self._fleet.address and watching is None:
                     self._tell_what_to_start()
-                    watching = asyncio.create_task(follow(self._fleet.address, self._security, self._dashboard))
+                    watching = asyncio.create_task(
+                        follow(self._fleet.address, self._security, self._dashboard, over=over)
+                    )
                 if ticks % round(1 / _TICK_SECONDS / _DRAWINGS_PER_SECOND) == 0:
                     self._dashboard.set_services(self._fleet.states())
                     self._dashboard.refresh()

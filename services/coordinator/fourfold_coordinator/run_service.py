@@ -28,6 +28,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _PERIOD_SECONDS: Final = 0.1
 # Keeps a state of 50 metrics a step below the limit of a message; the oldest rows are left out.
 _MAX_STEP_ROWS: Final = 5000
+_MAX_RECOVERIES: Final = 100
+_SETTLED_SECONDS: Final = 1.0
 
 
 class RunBoard:
@@ -40,6 +42,7 @@ class RunBoard:
         self.closed = False
         self._clock = clock
         self._change = asyncio.Event()
+        self._wait_began, self._wait_ended = Timestamp(), -math.inf
 
     def phase(self, phase: pb.RunPhase.ValueType, *, progress: float = 0.0) -> None:
         """Say what the run does now."""
@@ -52,13 +55,20 @@ class RunBoard:
         self._changed()
 
     def wait_for(self, what: str) -> None:
-        """Say what the run waits for; empty: for nothing."""
+        """Say what the run waits for; empty: for nothing.
+
+        Callers that wait take turns: a wait that goes on within a second is the same one.
+        """
         if self.status.waiting_for != what:
-            self.status.waiting_for = what
+            now = self._clock.monotonic()
+            if not self.status.waiting_for and now - self._wait_ended > _SETTLED_SECONDS:
+                self._stamp(self._wait_began)
             if what:
-                self._stamp(self.status.waiting_since)
+                self.status.waiting_since.CopyFrom(self._wait_began)
             else:
                 self.status.ClearField("waiting_since")
+                self._wait_ended = now
+            self.status.waiting_for = what
             self._changed()
 
     def report(self, subject: str, text: str) -> None:
@@ -83,6 +93,19 @@ class RunBoard:
                 del self.status.conditions[index]
                 self._changed()
                 return
+
+    def went_on(self, step: int, reason: str) -> None:
+        """Say that the run goes on from a checkpoint.
+
+        Args:
+            step: steps done.
+            reason: why, for people; empty: this coordinator took the run up.
+        """
+        recovery = self.status.recoveries.add(step=step, reason=reason)
+        self._stamp(recovery.time)
+        if len(self.status.recoveries) > _MAX_RECOVERIES:
+            del self.status.recoveries[0]
+        self._changed()
 
     def begin(self) -> None:
         """Say that the first step begins."""

@@ -1,4 +1,4 @@
-"""From completions to samples, and samples.jsonl: every trajectory of the run on a line of its own.
+"""From completions to samples, and samples.jsonl: every trajectory of the steps done on a line of its own.
 
     {"step": 3, "sample_id": "p0000031-0-4", "group_id": "p0000031-0", "prompt": "...", "completion": "12",
      "answer": "12", "prompt_tokens": 41, "token_ids": [...], "logprobs": [...], "version_spans": [[-1, 41], [2, 3]],
@@ -7,6 +7,9 @@
 `logprobs` are those of the sampled tokens alone, in nats, rounded to 6 decimals; a span is
 (policy version, tokens), -1 for the prompt. A trajectory that was dropped has its reason in
 `dropped`, and a score when it came that far: FILTERED and BASELINE always do.
+The lines of a step are appended when the ledger says that the trainer has done it, never before: a
+run that was stopped holds no sample of a step that was under way. After a restore the file holds
+the steps up to the checkpoint. What was dropped before it was sampled has no line.
 Where every group of a step was filtered out, the last of them go to the trainer, which skips the
 step, and have no reason here: the step's `skipped_reason` is theirs.
 """
@@ -15,11 +18,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -215,18 +216,9 @@ def digest(trajectories: Iterable[Trajectory]) -> str:
     return result.hexdigest()
 
 
-class SampleWriter:
-    """Appends to samples.jsonl. Its methods block: call them in a thread."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def write(self, step: int, trajectories: Iterable[Trajectory]) -> None:
-        """Append the trajectories of one step, and sync."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(_line(step, t), ensure_ascii=False) + "\n" for t in trajectories)
-            file.flush()
-            os.fsync(file.fileno())
+def to_lines(step: int, trajectories: Iterable[Trajectory]) -> bytes:
+    """Return the lines of one step. Takes long for a large batch: call it in a thread."""
+    return "".join(json.dumps(_line(step, t), ensure_ascii=False) + "\n" for t in trajectories).encode()
 
 
 def _line(step: int, trajectory: Trajectory) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from fourfold.coordinator.v1 import membership_service_pb2, run_service_pb2
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
+from fourfold.disk import check_room
 from fourfold.errors import ConfigError, FourfoldError, Internal
 from fourfold.principal import Principal
 from fourfold.serve import Host, ServeOptions
@@ -35,10 +36,12 @@ from fourfold.tokenizer import Tokenizer
 
 from .broker import Broker
 from .certificates import Certificates
+from .disk_wait import DiskWait
 from .evaluate import Evaluator
 from .faults import Faults
 from .ledger import Ledger
-from .loop import PEAK_MEMORY, Loop
+from .lifetime import PEAK_MEMORY, Lifetime
+from .loop import Loop
 from .membership import MembershipServicer
 from .memory import MemoryMeter
 from .parts import Parts
@@ -75,6 +78,8 @@ def main(options: ServeOptions) -> int:
                 f"or give --run-dir for another run.\n"
             )
             return 0
+        if warning := check_room(folder):
+            log.warning("%s", warning)
         if not (folder / _CONFIG_FILE).exists():  # started by hand, not by the launcher
             write_atomically(folder / _CONFIG_FILE, dump(options.config))
         return asyncio.run(Coordinator(options, folder).run())
@@ -100,6 +105,7 @@ class Coordinator:
         self._host = Host(options, role=None)
         self._tokenizer = Tokenizer.load(models.resolve(config.model.source))
         self._board = RunBoard(name=config.name, step_count=config.steps)
+        self._disk = DiskWait(folder, self._board, wait_seconds=config.retry.service_wait_seconds)
         self._plane = WeightPlane()
         self._registry = Registry(
             clock=SYSTEM_CLOCK, tokenizer_sha256=self._tokenizer.sha256, security=self._host.security
@@ -134,12 +140,13 @@ class Coordinator:
         return await self._host.run(start=self._announce, until=self._drive())
 
     async def _announce(self) -> None:
-        write_atomically(self._folder / ADDRESS_FILE, self._host.target + "\n")
+        await self._disk.write(write_atomically, self._folder / ADDRESS_FILE, self._host.target + "\n")
 
     async def _drive(self) -> int:
         """Run the loop to its end, and tell the watchers how it went."""
-        ledger = Ledger(self._folder / _LEDGER_FILE)
+        ledger: Ledger | None = None
         try:
+            ledger = await self._disk.write(Ledger, self._folder / _LEDGER_FILE)
             await self._loop(ledger)
         except FourfoldError as error:
             self._board.close(failure=error.message)
@@ -148,21 +155,29 @@ class Coordinator:
             log.exception("the loop failed")
             self._board.close(failure=f"internal error: {error!r}")
             raise Internal(f"internal error: {error!r}; the log has the traceback") from error
+        except asyncio.CancelledError:  # a signal; the watchers' streams end with this state, and so does the server
+            self._board.close(failure="the coordinator was stopped")
+            raise
         finally:
-            ledger.close()
+            if ledger is not None:
+                ledger.close()
         self._board.close()
         return 0
 
     async def _loop(self, ledger: Ledger) -> None:
         memory = MemoryMeter(peak_bytes=int(ledger.get(PEAK_MEMORY) or 0), members=self._registry.members)
+        lifetime = Lifetime(ledger, memory)
+        self._registry.listen(lifetime.on_member)
+        await self._disk.write(lifetime.save)
         background = [
             asyncio.create_task(self._router.run()),
             asyncio.create_task(self._show_members()),
             asyncio.create_task(memory.run()),
             asyncio.create_task(self._certificates.run()),
+            asyncio.create_task(lifetime.run()),
         ]
         try:
-            parts = await self._parts(ledger, memory)
+            parts = await self._parts(ledger, memory, lifetime)
             background.append(asyncio.create_task(parts.broker.keep()))
             await first_of(Loop(parts).run(), background)
         finally:
@@ -170,11 +185,12 @@ class Coordinator:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
 
-    async def _parts(self, ledger: Ledger, memory: MemoryMeter) -> Parts:
+    async def _parts(self, ledger: Ledger, memory: MemoryMeter, lifetime: Lifetime) -> Parts:
         config = self._config
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer)
-        remember(prompts, ledger)
-        session = TrainerSession(self._router, config, tokenizer_sha256=self._tokenizer.sha256)
+        await self._disk.write(remember, prompts, ledger)
+        sha256 = self._tokenizer.sha256
+        session = TrainerSession(self._router, config, tokenizer_sha256=sha256, board=self._board)
         peers = Peers(config, self._router, self._tokenizer, newest_version=ledger.highest_version)
         self._router.faults.load(ledger)
         return Parts(
@@ -182,16 +198,24 @@ class Coordinator:
             folder=self._folder,
             prompts=prompts,
             ledger=ledger,
+            disk=self._disk,
             board=self._board,
             router=self._router,
             session=session,
             broker=Broker(
-                config, self._router, session, ledger, probe_ids=prompts.train[0].token_ids, plane=self._plane
+                config,
+                self._router,
+                session,
+                ledger,
+                disk=self._disk,
+                probe_ids=prompts.train[0].token_ids,
+                plane=self._plane,
             ),
             peers=peers,
             evaluator=Evaluator(config, peers, prompts.held_out),
             memory=memory,
             certificates=self._certificates,
+            lifetime=lifetime,
             start_seconds=self._start_seconds,
         )
 

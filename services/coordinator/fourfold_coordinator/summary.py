@@ -12,8 +12,7 @@ from typing import Any, Final
 
 from fourfold.config import Config
 from fourfold.errors import ConfigError
-
-from .dashboard import clock
+from fourfold.text import clock, printable
 
 _SPECIAL: Final = re.compile(r"<\|[^|<>]*\|>|</?s>|<[a-z_]+_of_turn>")
 _ROLES: Final = frozenset({"", "assistant", "model", "user", "system"})
@@ -55,6 +54,7 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
     before, after = report.get("eval_before"), report.get("eval_after")
     if before and after:
         lines.append(f"Held-out accuracy: {_interval(before)} before, {_interval(after)} after training (95 %).")
+    lines += _interruptions(report)
     if dropped := report.get("dropped"):
         lines.append("Dropped samples: " + ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())))
     if twin := report.get("distance"):
@@ -75,6 +75,14 @@ def _headline(report: dict[str, Any]) -> str:
         f"{report['name']} is done: {report['steps']} steps{each} in {clock(report['seconds'])}, seed {report['seed']}"
         f", {memory}."
     )
+
+
+def _interruptions(report: dict[str, Any]) -> list[str]:
+    """Return how often a part of the run came back; nothing for a run that nothing disturbed."""
+    words = [f"{name} {count}x" for name, count in sorted((report.get("restarts") or {}).items())]
+    resumes = report.get("resumes") or 0
+    lines = [f"Resumed {resumes} time{'s' if resumes > 1 else ''}."] if resumes else []
+    return lines + ([f"Started again while the run went on: {', '.join(words)}."] if words else [])
 
 
 def _diagnosis(report: dict[str, Any]) -> list[str]:
@@ -170,11 +178,6 @@ def _split(texts: list[str]) -> tuple[str, list[str]]:
 def _answer(row: dict[str, Any]) -> str:
     mark = f"{_NO_BREAK}*" if row.get("score") == 1 else ""
     return printable(" ".join(row["completion"].split())) + mark
-
-
-def printable(text: str) -> str:
-    """Replace what could steer a terminal: a model writes anything."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
 def _cut(text: str, width: int) -> str:

@@ -18,10 +18,13 @@ from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
 from .replica import Replica
 from .routing import LOOK_SECONDS, Router
+from .run_service import RunBoard
 
 log = logging.getLogger("fourfold.coordinator")
 
 T = TypeVar("T")
+
+SUBJECT: Final = "trainer"
 
 _MAX_BACKOFF_SECONDS: Final = 5.0
 _FIRST_BACKOFF_SECONDS: Final = 0.25
@@ -34,8 +37,16 @@ class TrainerRestarted(Unavailable):
 class TrainerSession:
     """Calls to the trainer of this run."""
 
-    def __init__(self, router: Router, config: Config, *, tokenizer_sha256: bytes) -> None:
-        self._router = router
+    def __init__(self, router: Router, config: Config, *, tokenizer_sha256: bytes, board: RunBoard) -> None:
+        """Prepare; `connect` follows.
+
+        Args:
+            router: knows the trainer.
+            config: of the run.
+            tokenizer_sha256: of the run.
+            board: shows a call that is repeated.
+        """
+        self._router, self._board = router, board
         self._config = config
         self._tokenizer_sha256 = tokenizer_sha256
         self.name = ""
@@ -88,6 +99,14 @@ class TrainerSession:
         self, name: str, find: Callable[[], Awaitable[Replica]], work: Callable[[Replica], Awaitable[T]]
     ) -> T:
         """Make a call to the trainer that `find` returns; after a lost answer make it again."""
+        try:
+            return await self._tries(name, find, work)
+        finally:
+            self._board.resolve(SUBJECT)
+
+    async def _tries(
+        self, name: str, find: Callable[[], Awaitable[Replica]], work: Callable[[Replica], Awaitable[T]]
+    ) -> T:
         tries, first = 0, 0.0
         while True:
             replica = await find()
@@ -101,7 +120,13 @@ class TrainerSession:
                 lasted = self._router.clock.monotonic() - first
                 if tries > self._config.retry.infrastructure and lasted > self._config.retry.service_wait_seconds:
                     raise
-                log.warning("%s: no answer, asking again: %s", name, error)
+                log.log(
+                    logging.WARNING if tries == 1 else logging.DEBUG,
+                    "%s: no answer from the trainer, asking again: %s",
+                    name,
+                    error,
+                )
+                self._board.report(SUBJECT, f"{name} is asked again: {error}")
                 pause = min(_FIRST_BACKOFF_SECONDS * 2.0**tries, _MAX_BACKOFF_SECONDS)
                 await self._router.clock.sleep(error.retry_after or pause)
 
@@ -116,6 +141,16 @@ class TrainerSession:
         if not found:
             raise Unavailable("the trainer is gone")
         return await found[0].call(work(self._same(found[0])))
+
+    async def check(self) -> None:
+        """Return when the trainer answers; one that died is waited for.
+
+        Raises:
+            TrainerRestarted: another process answers now.
+            ServiceMissing: the trainer is gone and none came.
+            FourfoldError: a failure that lasted.
+        """
+        await self.call("GetStatus", lambda r: r.trainer.get_status(timeout=LOOK_SECONDS))
 
     async def watch(self) -> None:
         """Return never; raise as soon as the trainer is another process.

@@ -26,7 +26,7 @@ from typing import Any, Final, TypeVar
 
 from fourfold import metrics as m
 from fourfold.config import Config
-from fourfold.errors import FourfoldError, Internal, StaleEpoch, WrongState
+from fourfold.errors import FourfoldError, Internal, StaleEpoch, Unavailable, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.weight_sums import differing_tensors, naming
@@ -37,7 +37,7 @@ from .backends import Group, make_groups
 from .probe import Key, Probe
 from .replica import Replica
 from .routing import LOOK_SECONDS
-from .trainer_session import TrainerSession
+from .trainer_session import TrainerRestarted, TrainerSession
 from .weight_calls import Engine, UpdateFailed, at_once, at_once_trainer
 from .weight_plane import WeightPlane
 from .weight_times import Stopwatch
@@ -330,7 +330,7 @@ class WeightUpdater:
             trainer, *(self._abort_engine(engine) for engine in engines), return_exceptions=True
         )
         self._status.end()
-        if isinstance(sender, FourfoldError) and not isinstance(sender, StaleEpoch):
+        if isinstance(sender, FourfoldError) and not isinstance(sender, StaleEpoch | TrainerRestarted | Unavailable):
             log.warning("the trainer could not abort the update: %s", sender)
         for error in others:
             if error is not None:
@@ -349,7 +349,7 @@ class WeightUpdater:
                 log.warning("%s could not abort the update: %s", engine.name, error)
         if state != control.WEIGHT_STATE_CLEAN:
             engine.replica.version = -1
-            log.warning("%s may hold mixed weights; it is filled again", engine.name)
+            log.info("%s holds parts of a version; it serves again when it is filled", engine.name)
 
     # -- calls ----------------------------------------------------------------------------------------------------
 

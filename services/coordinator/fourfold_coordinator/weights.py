@@ -101,5 +101,5 @@ def _row(party: pb.WeightParty) -> tuple[str, ...]:
         "-" if party.policy_version < 0 else str(party.policy_version),
         party.backend or "-",
         ", ".join(party.waits_for) or "-",
-        " ".join(party.last_error.split()),
+        party.last_error,
     )

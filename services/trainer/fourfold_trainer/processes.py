@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -110,6 +110,7 @@ class ProcessGroup:
         self.change_count = 0
         """Number of commands that have begun to change what the ranks hold."""
         self._closing = threading.Event()
+        self._loaded = threading.Event()
         self._death = ""
         self._sequence = 0
         with self._starting():
@@ -131,6 +132,7 @@ class ProcessGroup:
         """
         with self._starting():
             self._collect(0, self._timeout)
+        self._loaded.set()
 
     def call(
         self, name: str, *, fields: dict[str, Any] | None = None, arrays: Sequence[Sequence[Array]] = ()
@@ -278,7 +280,8 @@ class ProcessGroup:
         """Wait for the first death of a child and report it."""
         while not self._closing.wait(_WATCH_SECONDS):
             if deaths := self._supervisor.deaths():
-                self._death = deaths[0].explain()
+                # A rank prints no READY line: it is ready when its model is loaded.
+                self._death = replace(deaths[0], was_ready=self._loaded.is_set()).explain()
                 if not self._closing.is_set():
                     self._on_death(self._death)
                 return

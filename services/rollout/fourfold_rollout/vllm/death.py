@@ -13,6 +13,8 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
+from fourfold.postmortem import oom_kill_count, signal_name, why_killed
+
 if TYPE_CHECKING:
     from fourfold_rollout.vllm.launch import LaunchedEngine
 
@@ -38,6 +40,7 @@ class DeathWatch:
         self.reason: asyncio.Future[str] = loop.create_future()
         """There half a second after the death at the latest."""
         self._launched = launched
+        self._oom_kills = oom_kill_count()
         self._on_death = on_death
         self._failure: Exception | None = None
         self._search: asyncio.Task[None] | None = None
@@ -87,7 +90,9 @@ class DeathWatch:
                 f"the log of this service has the traceback"
             )
         for _ in range(_LOOKS):
-            if end := _end_of_process(self._launched):  # what the process died of comes first: the rest follows from it
+            if end := _end_of_process(
+                self._launched, self._oom_kills
+            ):  # what the process died of comes first: the rest follows from it
                 reason = end
                 break
             await asyncio.sleep(_LOOK_SECONDS)
@@ -96,7 +101,7 @@ class DeathWatch:
         self._on_death(reason)
 
 
-def _end_of_process(engine: LaunchedEngine) -> str:
+def _end_of_process(engine: LaunchedEngine, oom_kills_before: int) -> str:
     """Return why the engine's process is gone: its first error, or its exit code or signal. Empty: it is not known."""
     if cause := engine.note.read():
         return f"the engine died: {cause}"
@@ -105,6 +110,6 @@ def _end_of_process(engine: LaunchedEngine) -> str:
             continue
         if code >= 0:
             return f"the engine's process {process.pid} ended with exit code {code}; its log says more"
-        hint = "; was it the kernel, out of memory?" if -code == signal.SIGKILL else "; its log says more"
-        return f"the engine's process {process.pid} was killed by {signal.Signals(-code).name}{hint}"
+        hint = why_killed(oom_kill_count() - oom_kills_before) if -code == signal.SIGKILL else "; its log says more"
+        return f"the engine's process {process.pid} was killed by {signal_name(-code)}{hint}"
     return ""

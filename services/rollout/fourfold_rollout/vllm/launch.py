@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 import traceback
@@ -52,6 +53,9 @@ _CPU_BLOCK_TOKENS: Final = 32
 _QUANTIZATIONS: Final = {"fp8": "fp8_per_tensor"}
 _NO_UTILISATION: Final = 0.01
 _READ_BYTES: Final = 2 * _NOTE_BYTES
+_SOCKET_FOLDER: Final = "VLLM_RPC_BASE_PATH"
+_SHORT_ROOT: Final = Path("/tmp")
+_ROOT_BYTES: Final = 107 - len(f"/fourfold-engine-12345678/{uuid.UUID(int=0)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,7 @@ class LaunchedEngine:
     """Direct children: the core process."""
     note: CrashNote
     scratch: Scratch
-    """Where its workers met."""
+    """Where its processes meet: files and sockets."""
     vocabulary_size: int
     kv_cache_tokens: int
     """0: not known."""
@@ -96,14 +100,16 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
     before = set(multiprocessing.active_children())
     # vLLM itself chose in the lines above: "spawn" on CPU, "fork" with CUDA.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if fork and threading.active_count() == 1 else "spawn"
-    scratch = meet_by_file()
+    scratch = meet_in_a_folder()
     _ForkGuard.arm()
     try:
         with _compiled_once(config):
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-    except (RuntimeError, ValueError, OSError) as error:
-        cause = note.read() or _one_line(error)
+    except BaseException as error:
         scratch.remove()
+        if not isinstance(error, RuntimeError | ValueError | OSError):
+            raise
+        cause = note.read() or _one_line(error)
         raise Unavailable(f"the engine of model {settings.folder} did not start: {cause}") from error
     finally:
         _ForkGuard.disarm()
@@ -180,13 +186,17 @@ def end_processes(engine: LaunchedEngine, *, timeout: float) -> None:
     engine.llm.shutdown = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
 
 
-def meet_by_file() -> Scratch:
-    """Let the workers of an engine meet in a file; return its folder, to be removed after the engine's end.
+def meet_in_a_folder() -> Scratch:
+    """Let the processes of an engine meet in a private folder; return it, to be removed after the engine's end.
 
-    vLLM before 0.32 has them meet at a TCP port of all interfaces, and later ones leave their file in the system's
-    temporary folder.
+    Its workers meet in a file: vLLM before 0.32 has them meet at a TCP port of all interfaces, and later ones leave
+    their file in the system's temporary folder. There vLLM also leaves three Unix sockets of each engine, between the
+    front end and the core process.
     """
-    scratch = Scratch("engine")
+    root = Path(tempfile.gettempdir())
+    # The name of a Unix socket is short.
+    scratch = Scratch("engine", root=root if len(os.fsencode(root)) <= _ROOT_BYTES else _SHORT_ROOT)
+    os.environ[_SOCKET_FOLDER] = str(scratch.path)  # vLLM reads it when it makes a socket
     for module in (uniproc_executor, multiproc_executor):
         by_file = hasattr(module, "get_file_store_init_method")
         name = "get_file_store_init_method" if by_file else "get_distributed_init_method"

@@ -55,6 +55,33 @@ class TestCut:
         versions.end(3, 1)
         assert plain(versions.cut(output(3, 3, Finish.ABORTED), 2)) == [(2, [], [], Finish.ABORTED)]
 
+    def test_outputs_in_parts_across_a_boundary(self) -> None:
+        versions = SampleVersions()
+        versions.end(4, 1)  # none of the four tokens has come out of the engine yet
+        assert plain(versions.cut(output(0, 2), 2)) == plain([(1, output(0, 2))])
+        assert plain(versions.cut(output(2, 6), 2)) == plain([(1, output(2, 4)), (2, output(4, 6))])
+        versions.end(6, 2)  # all of them are out: nothing remains to be counted
+        versions.end(8, 3)
+        assert plain(versions.cut(output(6, 7), 4)) == plain([(3, output(6, 7))])
+        last = output(7, 9, Finish.STOP)
+        assert plain(versions.cut(last, 4)) == plain([(3, output(7, 8)), (4, output(8, 9, Finish.STOP))])
+        assert plain(versions.cut(output(9, 10), 5)) == plain([(5, output(9, 10))])
+
+    def test_two_boundaries_ahead_of_what_has_come_out(self) -> None:
+        versions = SampleVersions()
+        versions.end(4, 1)
+        versions.end(8, 2)
+        assert plain(versions.cut(output(0, 2), 3)) == plain([(1, output(0, 2))])
+        whole = output(2, 9, Finish.LENGTH)
+        pieces = [(1, output(2, 4)), (2, output(4, 8)), (3, output(8, 9, Finish.LENGTH))]
+        assert plain(versions.cut(whole, 3)) == plain(pieces)
+
+    def test_a_finish_whose_last_tokens_never_came_is_of_the_present_version(self) -> None:
+        versions = SampleVersions()
+        versions.end(4, 1)
+        versions.cut(output(0, 2), 2)
+        assert plain(versions.cut(output(2, 2, Finish.ABORTED), 2)) == [(2, [], [], Finish.ABORTED)]
+
     @given(
         steps=st.lists(st.sampled_from(["sample", "give", "update"]), max_size=60),
         finishes=st.booleans(),

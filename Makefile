@@ -1,5 +1,5 @@
 # Everything a person types. `make quickstart` needs Python 3.11 or 3.12 and g++, nothing else.
-.PHONY: quickstart setup test test-slow test-again check proto fmt constraints clean
+.PHONY: quickstart setup test test-slow test-again mutants check proto fmt constraints clean
 bin := .venv/bin
 
 quickstart:  ## set up, then train the recipe of the README
@@ -17,6 +17,10 @@ test-slow: setup
 
 test-again: setup  ## only what failed in the last run of either
 	$(bin)/python -m pytest --last-failed --last-failed-no-failures none tests
+
+mutants:  ## small faults in the central modules: which do the tests miss? about half an hour
+	@scripts/setup mutants
+	nice -n 10 $(bin)/python -m tests.mutants
 
 check: setup  ## format, lint, types, import rules, protos
 	@scripts/check

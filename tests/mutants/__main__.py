@@ -37,6 +37,7 @@ IMPORT_FOLDERS = (".", "services/rollout", "services/trainer", "services/reward"
 BASELINE_SECONDS = 300.0
 TEST_SECONDS = 30
 TARGET = 0.95
+_NO_REASON = "no reason: write a test that finds it, or judge it in tests/mutants/verdicts.toml"
 
 
 def main() -> int:
@@ -58,7 +59,7 @@ def main() -> int:
         with ThreadPoolExecutor(options.jobs) as pool:
             seconds = dict(zip(modules, pool.map(lambda m: _baseline(trees, m), modules), strict=True))
             work = [(module, mutant) for module in modules for mutant in mutants[module]]
-            rows = list(pool.map(lambda pair: _try(trees, *pair, seconds[pair[0]]), work))
+            rows = list(pool.map(lambda pair: _try(trees, pair[0], pair[1], seconds[pair[0]]), work))
     result = _result(modules, seconds, rows, time.monotonic() - started)
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return _say(result, options.out)
@@ -184,16 +185,10 @@ def _say(result: Any, out: Path) -> int:
     """Print the survivors and the sums; return the exit code."""
     survivors = [row for row in result["mutants"] if row["outcome"] == "survived"]
     for row in survivors:
-        print(
-            f"\n{row['id']} {row['module']}:{row['line']} in {row['definition']}\n  - {row['before']}\n  + {row['after']}"
-        )
-        print(
-            f"  {row.get('reason', 'no reason: write a test that finds it, or judge it in tests/mutants/verdicts.toml')}"
-        )
+        print(f"\n{row['id']} {row['module']}:{row['line']} in {row['definition']}")
+        print(f"  - {row['before']}\n  + {row['after']}\n  {row.get('reason', _NO_REASON)}")
     for line in result["modules"]:
-        print(
-            f"{line['module']:58} {line['killed']:3} killed {line['survived']:3} survived {line['equivalent']:3} equivalent"
-        )
+        print(f"{line['module']:58} {', '.join(f'{line[k]} {k}' for k in ('killed', 'survived', 'equivalent'))}")
     total = result["total"]
     print(
         f"{total['mutants']} mutants, {total['equivalent']} equivalent; of the others {total['killed']} killed "

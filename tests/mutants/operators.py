@@ -12,7 +12,7 @@ from parso.python.tree import Keyword
 Position = tuple[tuple[int, int], tuple[int, int]]
 
 
-class RemoveStatement(Operator):
+class RemoveStatement(Operator):  # type: ignore[misc]  # Cosmic Ray has no types
     """Replaces a call whose result is not used, or an assignment to an attribute or an item, by `pass`."""
 
     def mutation_positions(self, node: Any) -> Iterator[Position]:
@@ -36,7 +36,7 @@ class RemoveStatement(Operator):
         return (Example("f(1)\n", "pass\n"), Example("x.y = 1\n", "pass\n"), Example("await f()\n", "pass\n"))
 
 
-class KeywordArgumentToNone(Operator):
+class KeywordArgumentToNone(Operator):  # type: ignore[misc]
     """Replaces the value of a keyword argument of a call by None."""
 
     def mutation_positions(self, node: Any) -> Iterator[Position]:

@@ -1,4 +1,4 @@
-"""Draws the mutants of a module: the same ones for the same source and seed, spread over kinds of faults and over lines."""
+"""Draws the mutants of a module: the same for one source and seed, spread over kinds of faults and over lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two tables of `make mutants`: which tests must notice a fault of a module, and the faults that none can notice."""
+"""The two tables of `make mutants`: the tests that must notice a fault of a module, and the verdicts on survivors."""
 
 from __future__ import annotations
 

@@ -47,6 +47,7 @@ def main() -> int:
     mutants = {module: draw(ROOT, module.path, options.count) for module in modules}
     if options.only:
         mutants = {module: [m for m in drawn if m.id in options.only] for module, drawn in mutants.items()}
+        modules = [module for module in modules if mutants[module]]
     if options.list:
         for mutant in (m for drawn in mutants.values() for m in drawn):
             print(f"{mutant.id} {mutant.module}:{mutant.line} {mutant.family}\n  - {mutant.before}\n  + {mutant.after}")

@@ -148,10 +148,32 @@ class TestGate:
         gate.pass_on(log, 2, 1, output(0, 1))
         gate.pass_on(log, 0, 2, output(2, 2, Finish.ABORTED))
         gate.release()  # too late
+        gate.pass_on(log, 4, 2, output(0, 1))
+        gate.drop()  # again
         assert log.seen == [(1, 2, "dropped"), (2, 1, "0"), (0, 2, "dropped")]
+        assert gate.holding
         gate.end()
         gate.pass_on(log, 3, 2, output(0, 1))  # the same number again, after a new update
         assert log.seen[-1] == (3, 2, "0")
+
+    def test_a_hold_after_a_drop_is_like_any_other(self) -> None:
+        gate, log = Gate(), Log()
+        gate.end()  # without a drop: does nothing
+        for _ in range(2):
+            gate.hold()
+            gate.drop()
+            gate.end()
+            gate.hold()
+            gate.end()  # without a drop: the hold goes on
+            gate.pass_on(log, 0, 0, output(0, 1))
+            assert gate.holding and log.seen == []
+            gate.release()
+            assert log.seen == [(0, 0, "0")] and not gate.holding
+            log.seen.clear()
+        gate.release()  # without a hold: does nothing
+        gate.drop()
+        gate.pass_on(log, 0, 0, output(1, 2, Finish.STOP))
+        assert log.seen == [(0, 0, "1.")]
 
     def test_nothing_comes_out_to_who_has_gone(self) -> None:
         gate, gone, log = Gate(), Log(), Log()

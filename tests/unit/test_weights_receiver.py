@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -42,17 +44,20 @@ class PlainModel:
         self.loading = True
 
     def load(self, tensors: NamedTensors) -> None:
+        assert self.loading, "begun"
         for count, (name, tensor) in enumerate(tensors):
             if count == self.fail_after:
                 raise RuntimeError("the loader failed")
             self.parameters[name].copy_(tensor)
 
     def finish_load(self) -> None:
+        assert self.loading, "begun"
         if self.fail_finish:
             raise RuntimeError("finishing failed")
         self.loading = False
 
     def cancel_load(self) -> None:
+        assert self.loading, "begun"
         self.loading = False
 
 
@@ -127,6 +132,45 @@ def test_received_but_not_committed_is_dirty_until_the_next_update_succeeds(pair
     with pytest.raises(DeadlinePassed):
         pair.receiver.receive(4, 5, 0.05)  # version 4 was not committed, and is what the model holds
     assert pair.receiver.abort(4) == "dirty"
+
+
+def test_an_epoch_in_which_nothing_was_sent_is_clean(pair: Pair) -> None:
+    pair.open(0)
+    assert pair.receiver.abort(0) == "clean"
+    pair.receiver.abort(0)
+    with pytest.raises(StaleEpoch, match="epoch -1 is not above the last one, 0"):
+        pair.receiver.open(-1, "shm", b"", [], 1, 0, 1)
+    with pytest.raises(StaleEpoch, match="epoch -1 is not above the last one, -1"):
+        Pair().receiver.open(-1, "shm", b"", [], 1, 0, 1)
+
+
+def test_the_parts_of_a_receive_are_timed(pair: Pair) -> None:
+    pair.open(1)
+    pair.update(1, 1)
+    began = time.perf_counter()
+    pair.update(1, 2)
+    took = time.perf_counter() - began
+    seconds = pair.receiver.timings(1)
+    assert list(seconds) == ["begin", "transfer", "apply", "sums"]
+    assert all(part >= 0 for part in seconds.values()) and sum(seconds.values()) <= took
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_the_applier_is_told_whether_the_memory_stays(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, stable: bool
+) -> None:
+    told: list[bool] = []
+    begin = ReloadApplier.begin
+
+    def note(self: ReloadApplier, *, stable: bool) -> None:
+        told.append(stable)
+        begin(self, stable=stable)
+
+    monkeypatch.setattr(ReloadApplier, "begin", note)
+    monkeypatch.setattr("fourfold.weights.shm.ShmReceiver.stable", stable)
+    pair.open(1)
+    pair.update(1, 1)
+    assert told == [stable] and pair.holds(1)
 
 
 def test_nothing_arrived_leaves_the_old_weights_clean(pair: Pair) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from fourfold.errors import WrongState
 from fourfold_coordinator import broker
 from fourfold_coordinator.weight_update import WeightUpdater
-from tests.fakes.stage import Stage, check_books, until, watch_for
+from tests.fakes.stage import Stage, check_books, watch_for
 
 ENGINE_CALLS = ("OpenWeights", "BeginWeights", "ReceiveWeights", "CommitWeights", "ProbeLogprobs", "ReleaseWeights")
 TRAINER_CALLS = ("MakeOffer", "OpenWeights", "SendWeights")
@@ -83,14 +84,18 @@ async def test_a_fault_of_ours_in_an_abort_is_not_lost(
     assert "ZeroDivisionError: a fault of ours" in caplog.text
 
 
-@pytest.mark.parametrize("deaf", [False, True])
+@pytest.mark.parametrize("refuses", [False, True])
 async def test_a_trainer_that_could_not_abort_is_told_and_no_other(
-    make_stage: Callable[..., Stage], caplog: pytest.LogCaptureFixture, deaf: bool
+    make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refuses: bool
 ) -> None:
+    async def refuse(request: Any, context: Any) -> Any:
+        raise WrongState("the trainer does not know that epoch")
+
     stage = make_stage(steps=1)
     stage.rollouts[0].wrong_digests = 1
-    stage.trainer.deaf = deaf
+    if refuses:
+        monkeypatch.setattr(stage.trainer, "AbortWeights", refuse)
     await stage.start()
-    await until(lambda: "trainer-0 abort" in stage.trainer.journal)
     assert await stage.finish() == 0
-    assert ("the trainer could not abort the update" in caplog.text) == deaf
+    assert stage.rollouts[0].aborts == 1
+    assert ("the trainer could not abort the update" in caplog.text) == refuses

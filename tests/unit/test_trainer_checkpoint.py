@@ -105,6 +105,25 @@ def test_the_best_do_not_stay_unless_asked_for(tmp_path: Path) -> None:
     assert steps(tmp_path) == [6]
 
 
+def test_an_old_one_that_cannot_be_removed_costs_no_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(f"{path} cannot be removed")
+
+    ours = store(tmp_path, keep=1)
+    ours.save(state(1), write)
+    monkeypatch.setattr("fourfold_trainer.checkpoint.shutil.rmtree", refuse)
+    ours.save(state(2), write)
+    assert ours.newest_step == 2 and ours.read(2)[0] == state(2)
+
+
+def test_a_sync_holds_nothing_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    for _ in range(5):
+        checkpoint.sync(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
 def test_an_adapter_is_settings_and_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[Path] = []
     monkeypatch.setattr(checkpoint, "sync", synced.append)

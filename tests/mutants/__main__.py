@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,50 +104,61 @@ def _tree(trees: queue.SimpleQueue[Path]) -> Iterator[Path]:
         trees.put(tree)
 
 
-def _run(tree: Path, module: Module, timeout: float) -> tuple[TestOutcome, str, float]:
-    """Run the tests of a module in a tree; return outcome, output and seconds."""
+def _run(tree: Path, tests: Sequence[str], timeout: float) -> tuple[TestOutcome, str]:
+    """Run tests in a tree; return the outcome and the output."""
     path = os.pathsep.join(str(tree / folder) for folder in IMPORT_FOLDERS)
     pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
-    limit = [f"--timeout={TEST_SECONDS}"]
-    command = ["env", "-C", str(tree), f"PYTHONPATH={path}", *pytest, *limit, *module.tests]
-    started = time.monotonic()
-    outcome, output = run_tests(shlex.join(command), timeout)
-    return outcome, output, round(time.monotonic() - started, 1)
+    command = ["env", "-C", str(tree), f"PYTHONPATH={path}", *pytest, f"--timeout={TEST_SECONDS}", *tests]
+    return run_tests(shlex.join(command), timeout)  # type: ignore[no-any-return]
 
 
 def _baseline(trees: queue.SimpleQueue[Path], module: Module) -> float:
-    """Return the seconds of a module's tests without a fault.
+    """Return the seconds of a module's tests without a fault. A test that fails gets a second chance.
 
     Raises:
         RuntimeError: they fail.
     """
     with _tree(trees) as tree:
-        outcome, output, seconds = _run(tree, module, BASELINE_SECONDS)
-    if outcome is not TestOutcome.SURVIVED:
-        raise RuntimeError(f"the tests of {module.path} fail without a fault; repair them first:\n{output[-4000:]}")
-    return seconds
+        for _ in range(2):
+            started = time.monotonic()
+            outcome, output = _run(tree, module.tests, BASELINE_SECONDS)
+            if outcome is TestOutcome.SURVIVED:
+                return round(time.monotonic() - started, 1)
+    raise RuntimeError(f"the tests of {module.path} fail without a fault; repair them first:\n{output[-4000:]}")
 
 
 def _try(trees: queue.SimpleQueue[Path], module: Module, mutant: Mutant, baseline: float) -> dict[str, Any]:
     """Run a module's tests against one mutant and return its row of the result."""
+    started = time.monotonic()
     with _tree(trees) as tree:
         path = tree / mutant.module
         original = path.read_bytes()
         path.write_text(mutant.code, encoding="utf-8")
         try:
-            outcome, output, seconds = _run(tree, module, 3 * baseline + TEST_SECONDS)
+            outcome, killed_by = _judge(tree, module, 3 * baseline + TEST_SECONDS)
         finally:
             path.write_bytes(original)
-    found_by = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
     row: dict[str, Any] = {
         "id": mutant.id, "module": mutant.module, "line": mutant.line, "definition": mutant.definition,
         "operator": mutant.operator.partition("/")[2], "before": mutant.before, "after": mutant.after,
-        "outcome": {TestOutcome.KILLED: "killed", TestOutcome.SURVIVED: "survived"}[outcome], "seconds": seconds,
+        "outcome": outcome, "killed_by": killed_by, "seconds": round(time.monotonic() - started, 1),
     }  # fmt: skip
-    if outcome is TestOutcome.KILLED:
-        row["killed_by"] = found_by[1] if found_by else "a timeout" if output == "timeout" else "the end of pytest"
-    print(f"{row['outcome']:9} {mutant.id} {mutant.module}:{mutant.line} ({seconds} s)", flush=True)
+    print(f"{outcome:9} {mutant.id} {mutant.module}:{mutant.line} ({row['seconds']} s)", flush=True)
     return row
+
+
+def _judge(tree: Path, module: Module, timeout: float) -> tuple[str, str]:
+    """Return "killed" or "survived", and what killed it. A failure counts when it comes again: tests may be flaky."""
+    for _ in range(2):
+        outcome, output = _run(tree, module.tests, timeout)
+        if outcome is TestOutcome.SURVIVED:
+            break
+        failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", output, re.MULTILINE)
+        if failed is None:
+            return "killed", "a timeout" if output == "timeout" else "the end of pytest"
+        if _run(tree, [failed[1]], timeout)[0] is not TestOutcome.SURVIVED:
+            return "killed", failed[1]
+    return "survived", ""
 
 
 def _result(modules: list[Module], seconds: dict[Module, float], rows: list[dict[str, Any]], took: float) -> Any:

@@ -1,5 +1,5 @@
 # Everything a person types. `make quickstart` needs Python 3.11 or 3.12 and g++, nothing else.
-.PHONY: quickstart setup test test-slow test-again soak check proto fmt constraints clean
+.PHONY: quickstart setup test test-slow test-again soak mutants check proto fmt constraints clean
 bin := .venv/bin
 
 quickstart:  ## set up, then train the recipe of the README
@@ -22,6 +22,10 @@ soak: setup  ## an hour of faults, traffic and malformed calls; no part of CI. S
 	FOURFOLD_FUZZ_CALLS=100000 $(bin)/python -m pytest -s tests/security/test_fuzz.py
 	FOURFOLD_SOAK_MINUTES=$(or $(SOAK_MINUTES),30) $(bin)/python -m pytest -s -m slow tests/integration/test_rollout_soak.py
 	$(bin)/python -m pytest -s -m slow tests/integration/test_weight_soak.py
+
+mutants:  ## small faults in the central modules: which do the tests miss? about half an hour
+	@scripts/setup mutants
+	nice -n 10 $(bin)/python -m tests.mutants
 
 check: setup  ## format, lint, types, import rules, protos
 	@scripts/check

@@ -299,6 +299,21 @@ async def test_people_are_told_who_waits_for_whom(
     assert await stage.finish() == 0
 
 
+async def test_a_transfer_to_one_engine_is_a_phase_of_its_own(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=1)
+    phases: list[str] = []
+
+    async def look() -> None:
+        await until(lambda: "rollout-0 receive" in stage.rollouts[0].journal)
+        plane = await RunClient(open_channel(stage.address, None), peer="coordinator").get_weight_plane(timeout=5)
+        phases.append(plane.phase)
+
+    stage.trainer.on_send = look
+    await stage.start()
+    assert await stage.finish() == 0
+    assert phases == ["transfer"] * len(phases) and phases
+
+
 async def test_an_engine_of_another_run_is_filled_under_a_higher_version(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=1)
     stage.rollouts[0].version, stage.rollouts[0].weights = 7, 99

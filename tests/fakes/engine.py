@@ -103,6 +103,8 @@ class FakeEngine:
         """Cleared by a test that wants the senders not to come."""
         self.open_gate.set()
         self.stopped_epoch = -1
+        self.timeouts: dict[str, float] = {}
+        """Deadline that the last call of each kind was given, in seconds."""
         self.pause_seconds = 0.0
         self.paused = False
         self.loaded = 0
@@ -182,6 +184,7 @@ class FakeEngine:
 
     async def open_weights(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
         """Note it, or raise `open_error`."""
+        self.timeouts["open"] = timeout
         if self.open_error is not None:
             raise self.open_error
         await self.open_gate.wait()
@@ -192,6 +195,7 @@ class FakeEngine:
 
     async def receive_weights(self, *, epoch: int, policy_version: int, skip_sums: bool, timeout: float) -> bytes:
         """Note it when the gate opens, or raise `receive_error`."""
+        self.timeouts["receive"] = timeout
         assert not self.running or self.paused, "weights change under running samples"
         assert "weights" not in self.asleep, "weights are written to memory that is not there"
         await self.receive_gate.wait()
@@ -222,6 +226,7 @@ class FakeEngine:
 
     async def sleep(self, level: int, *, timeout: float) -> None:
         """Give all memory up."""
+        self.timeouts["sleep"] = timeout
         assert not self.running
         self.log.append(f"sleep {level}")
         self.asleep = {"weights", "kv_cache"}
@@ -230,6 +235,7 @@ class FakeEngine:
 
     async def wake(self, tags: Sequence[str], *, timeout: float) -> None:
         """Take memory again; as vLLM, none when a part of it is awake already."""
+        self.timeouts["wake"] = timeout
         self.log.append(f"wake {' '.join(tags)}")
         if self.asleep.issuperset(tags):
             self.asleep.difference_update(tags)

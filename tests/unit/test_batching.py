@@ -124,6 +124,18 @@ def test_every_loss_token_is_in_exactly_one_micro_batch(
     assert sorted(seen) == sorted(wanted)
 
 
+def test_samples_without_a_gradient_need_no_pass() -> None:
+    batch = samples([(3, 2), (2, 2), (2, 3)])
+    batch[2] = replace(batch[2], loss_mask=np.zeros_like(batch[2].loss_mask))
+    plain = loss_tokens(batch, [0.0, 1.0, 1.0], ranks=1, budget=32)
+    assert plain.to_train([0, 1, 2]) == [1]
+    algorithm = plain.config.algorithm.model_copy(update={"entropy_coef": 0.01})
+    with_entropy = replace(plain, config=plain.config.model_copy(update={"algorithm": algorithm}))
+    assert with_entropy.to_train([0, 1, 2]) == [0, 1], "entropy moves tokens without advantage, too"
+    with_kl = loss_tokens(samples([(3, 2), (2, 2)], reference=True), [0.0, 1.0], ranks=1, budget=32)
+    assert with_kl.to_train([0, 1]) == [0, 1], "so does the distance to the reference"
+
+
 def test_ranks_without_samples_run_dummies_that_weigh_nothing() -> None:
     tokens = loss_tokens(samples([(3, 2)]), [1.0], ranks=3, budget=32)
     shares = tokens.policy_passes([0], tokens.weights([0]))

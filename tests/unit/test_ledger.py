@@ -230,3 +230,9 @@ def test_the_file_is_in_wal_mode(tmp_path: Path) -> None:
     Ledger(tmp_path / "ledger.sqlite")
     with sqlite3.connect(tmp_path / "ledger.sqlite") as other:
         assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_step_0_cannot_be_acknowledged(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    with pytest.raises(WrongState, match="step 0 cannot be acknowledged: 0 steps are done"):
+        ledger.acknowledge(0, policy_version=0, skipped_reason="", data_position=0)

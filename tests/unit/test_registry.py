@@ -119,6 +119,12 @@ def test_another_tokenizer_is_refused(registry: Registry, role: int, tokenizer: 
     assert registry.members() == []
 
 
+@pytest.mark.parametrize(("tokenizer", "named"), [(b"", "none"), (b"\xab" * 32, "abababababab")])
+def test_a_refused_tokenizer_is_named_beside_that_of_the_run(registry: Registry, tokenizer: bytes, named: str) -> None:
+    with pytest.raises(WrongState, match=f"has tokenizer {named}, this run has {TOKENIZER.hex()[:12]};"):
+        registry.register(member(tokenizer_sha256=tokenizer))
+
+
 def test_a_reward_service_needs_no_tokenizer_but_no_other_one_either(registry: Registry) -> None:
     registry.register(member(role=Role.ROLE_REWARD, tokenizer_sha256=b""))
     with pytest.raises(WrongState):

@@ -58,6 +58,9 @@ class TestParse:
         assert message.sampling_params.temperature < MIN_TEMPERATURE  # float32
         assert parse(message, LIMITS, COORDINATOR).temperature == MIN_TEMPERATURE
 
+    def test_the_highest_temperature_is_allowed(self) -> None:
+        assert parse(params(temperature=2.0), LIMITS).temperature == 2.0
+
     def test_max_tokens_is_cut_to_the_context(self) -> None:
         assert parse(params(max_tokens=1000), LIMITS, COORDINATOR).max_tokens == 29
         assert parse(params(max_tokens=5), LIMITS, COORDINATOR).max_tokens == 5

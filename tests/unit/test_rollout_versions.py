@@ -55,6 +55,33 @@ class TestCut:
         versions.end(3, 1)
         assert plain(versions.cut(output(3, 3, Finish.ABORTED), 2)) == [(2, [], [], Finish.ABORTED)]
 
+    def test_outputs_in_parts_across_a_boundary(self) -> None:
+        versions = SampleVersions()
+        versions.end(4, 1)  # none of the four tokens has come out of the engine yet
+        assert plain(versions.cut(output(0, 2), 2)) == plain([(1, output(0, 2))])
+        assert plain(versions.cut(output(2, 6), 2)) == plain([(1, output(2, 4)), (2, output(4, 6))])
+        versions.end(6, 2)  # all of them are out: nothing remains to be counted
+        versions.end(8, 3)
+        assert plain(versions.cut(output(6, 7), 4)) == plain([(3, output(6, 7))])
+        last = output(7, 9, Finish.STOP)
+        assert plain(versions.cut(last, 4)) == plain([(3, output(7, 8)), (4, output(8, 9, Finish.STOP))])
+        assert plain(versions.cut(output(9, 10), 5)) == plain([(5, output(9, 10))])
+
+    def test_two_boundaries_ahead_of_what_has_come_out(self) -> None:
+        versions = SampleVersions()
+        versions.end(4, 1)
+        versions.end(8, 2)
+        assert plain(versions.cut(output(0, 2), 3)) == plain([(1, output(0, 2))])
+        whole = output(2, 9, Finish.LENGTH)
+        pieces = [(1, output(2, 4)), (2, output(4, 8)), (3, output(8, 9, Finish.LENGTH))]
+        assert plain(versions.cut(whole, 3)) == plain(pieces)
+
+    def test_a_finish_whose_last_tokens_never_came_is_of_the_present_version(self) -> None:
+        versions = SampleVersions()
+        versions.end(4, 1)
+        versions.cut(output(0, 2), 2)
+        assert plain(versions.cut(output(2, 2, Finish.ABORTED), 2)) == [(2, [], [], Finish.ABORTED)]
+
     @given(
         steps=st.lists(st.sampled_from(["sample", "give", "update"]), max_size=60),
         finishes=st.booleans(),
@@ -121,10 +148,32 @@ class TestGate:
         gate.pass_on(log, 2, 1, output(0, 1))
         gate.pass_on(log, 0, 2, output(2, 2, Finish.ABORTED))
         gate.release()  # too late
+        gate.pass_on(log, 4, 2, output(0, 1))
+        gate.drop()  # again
         assert log.seen == [(1, 2, "dropped"), (2, 1, "0"), (0, 2, "dropped")]
+        assert gate.holding
         gate.end()
         gate.pass_on(log, 3, 2, output(0, 1))  # the same number again, after a new update
         assert log.seen[-1] == (3, 2, "0")
+
+    def test_a_hold_after_a_drop_is_like_any_other(self) -> None:
+        gate, log = Gate(), Log()
+        gate.end()  # without a drop: does nothing
+        for _ in range(2):
+            gate.hold()
+            gate.drop()
+            gate.end()
+            gate.hold()
+            gate.end()  # without a drop: the hold goes on
+            gate.pass_on(log, 0, 0, output(0, 1))
+            assert gate.holding and log.seen == []
+            gate.release()
+            assert log.seen == [(0, 0, "0")] and not gate.holding
+            log.seen.clear()
+        gate.release()  # without a hold: does nothing
+        gate.drop()
+        gate.pass_on(log, 0, 0, output(1, 2, Finish.STOP))
+        assert log.seen == [(0, 0, "1.")]
 
     def test_nothing_comes_out_to_who_has_gone(self) -> None:
         gate, gone, log = Gate(), Log(), Log()

@@ -70,8 +70,8 @@ class TestUpdate:
             await begin(weights, 3)
         for _ in range(2):
             assert await weights.receive(epoch=1, policy_version=3, timeout=1) == DIGEST
-        for _ in range(2):
-            await weights.commit(epoch=1, policy_version=3, timeout=1)
+        assert await weights.commit(epoch=1, policy_version=3, timeout=1) > 0.0, "the pause"
+        assert await weights.commit(epoch=1, policy_version=3, timeout=1) == 0.0
         assert engine.log.count("receive 3") == engine.log.count("commit 3") == 1
         for _ in range(2):
             assert await weights.abort(epoch=1, timeout=1)
@@ -236,6 +236,18 @@ class TestFailure:
         await begin(weights)
         await weights.receive(epoch=1, policy_version=1, timeout=1)
         assert not await weights.abort(epoch=1, timeout=1)
+
+    async def test_an_abort_without_an_update_tells_what_the_worker_says(self) -> None:
+        engine, weights = make()
+        await open_epoch(weights)
+        assert await weights.abort(epoch=1, timeout=1)
+        assert await served(weights) == 0
+        await open_epoch(weights, 2)
+        engine.abort_is_clean = False
+        assert not await weights.abort(epoch=2, timeout=1)
+        assert weights.dirty
+        with pytest.raises(Unavailable, match="serves nothing"):
+            await served(weights)
 
     async def test_abandoned_update_is_aborted_by_itself(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_WATCHDOG_EXTRA_SECONDS", 0.0)

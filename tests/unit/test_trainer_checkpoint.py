@@ -98,6 +98,46 @@ def test_the_best_stay_besides_the_newest(tmp_path: Path) -> None:
     assert steps(tmp_path) == [4, 14, 16]
 
 
+def test_the_best_do_not_stay_unless_asked_for(tmp_path: Path) -> None:
+    ours = CheckpointStore(tmp_path / "checkpoints", keep=1, layout=LAYOUT)
+    for step, score in ((2, 0.9), (4, 0.1), (6, None)):
+        ours.save(state(step), write, score=score)
+    assert steps(tmp_path) == [6]
+
+
+def test_an_old_one_that_cannot_be_removed_costs_no_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise PermissionError(f"{path} cannot be removed")
+
+    ours = store(tmp_path, keep=1)
+    ours.save(state(1), write)
+    monkeypatch.setattr("fourfold_trainer.checkpoint.shutil.rmtree", refuse)
+    ours.save(state(2), write)
+    assert ours.newest_step == 2 and ours.read(2)[0] == state(2)
+
+
+def test_a_sync_holds_nothing_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    for _ in range(5):
+        checkpoint.sync(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_an_adapter_is_settings_and_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(checkpoint, "sync", synced.append)
+    folder = tmp_path / "adapter"
+    for rank in (4, 8):  # the second takes the place of the first
+        checkpoint.write_adapter(folder, f'{{"r": {rank}}}', {"a.lora_A.weight": torch.full((rank, 2), 0.5)})
+        assert json.loads((folder / "adapter_config.json").read_text()) == {"r": rank}
+        tensors = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+        assert {name: tensor.shape for name, tensor in tensors.items()} == {"a.lora_A.weight": (rank, 2)}
+        with safetensors.safe_open(folder / "adapter_model.safetensors", "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+        assert synced[-1] == folder, "the names last"
+
+
 def test_the_best_of_a_lost_future_go(tmp_path: Path) -> None:
     ours = store(tmp_path, keep=1, keep_best=2)
     for step, score in ((2, 0.5), (4, 0.9)):

@@ -57,6 +57,18 @@ def test_rectangles_are_recognised() -> None:
     assert as_rectangle(wide.view(6, 2, 4)[:, :, :3], torch.empty(6, 2, 3, device="meta")) == (12, 3, 4, 3)
 
 
+def test_the_first_copy_that_is_no_rectangle_is_named() -> None:
+    sources = {name: torch.empty(4, 2, device="meta") for name in ("a", "b", "c")}
+    target = torch.empty(3, 2, 4, device="meta")
+    with CopyRecorder(sources.items(), [("p", target)]) as recorder:
+        target[0].view(4, 2).copy_(sources["a"])
+        target[1].copy_(sources["b"].t())
+        target[2].copy_(sources["c"].t())
+    assert [region.tensor for region in recorder.copies] == ["a"]
+    assert recorder.irregular.startswith("b goes into p by a copy of torch.float32 (2, 4), strides (1, 2)")
+    assert recorder.written["p"] == 24, "it is written, even if not in place"
+
+
 class SlicedModel:
     """The second of two tensor-parallel workers: fused query and key, half an output, half a padded embedding."""
 

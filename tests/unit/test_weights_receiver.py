@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from fourfold.errors import WEIGHTS_REFUSED, DeadlinePassed, InvalidInput, Stale
 from fourfold.weight_sums import differing_tensors
 from fourfold.weights.applier import CopyRecorder, NamedTensors, ReloadApplier, Trace
 from fourfold.weights.digest import combine_digest
+from fourfold.weights.manifest import Manifest, Span, TensorSpec
 from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source import DenseSource
@@ -41,17 +44,20 @@ class PlainModel:
         self.loading = True
 
     def load(self, tensors: NamedTensors) -> None:
+        assert self.loading, "begun"
         for count, (name, tensor) in enumerate(tensors):
             if count == self.fail_after:
                 raise RuntimeError("the loader failed")
             self.parameters[name].copy_(tensor)
 
     def finish_load(self) -> None:
+        assert self.loading, "begun"
         if self.fail_finish:
             raise RuntimeError("finishing failed")
         self.loading = False
 
     def cancel_load(self) -> None:
+        assert self.loading, "begun"
         self.loading = False
 
 
@@ -126,6 +132,45 @@ def test_received_but_not_committed_is_dirty_until_the_next_update_succeeds(pair
     with pytest.raises(DeadlinePassed):
         pair.receiver.receive(4, 5, 0.05)  # version 4 was not committed, and is what the model holds
     assert pair.receiver.abort(4) == "dirty"
+
+
+def test_an_epoch_in_which_nothing_was_sent_is_clean(pair: Pair) -> None:
+    pair.open(0)
+    assert pair.receiver.abort(0) == "clean"
+    pair.receiver.abort(0)
+    with pytest.raises(StaleEpoch, match="epoch -1 is not above the last one, 0"):
+        pair.receiver.open(-1, "shm", b"", [], 1, 0, 1)
+    with pytest.raises(StaleEpoch, match="epoch -1 is not above the last one, -1"):
+        Pair().receiver.open(-1, "shm", b"", [], 1, 0, 1)
+
+
+def test_the_parts_of_a_receive_are_timed(pair: Pair) -> None:
+    pair.open(1)
+    pair.update(1, 1)
+    began = time.perf_counter()
+    pair.update(1, 2)
+    took = time.perf_counter() - began
+    seconds = pair.receiver.timings(1)
+    assert list(seconds) == ["begin", "transfer", "apply", "sums"]
+    assert all(part >= 0 for part in seconds.values()) and sum(seconds.values()) <= took
+
+
+@pytest.mark.parametrize("stable", [True, False])
+def test_the_applier_is_told_whether_the_memory_stays(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, stable: bool
+) -> None:
+    told: list[bool] = []
+    begin = ReloadApplier.begin
+
+    def note(self: ReloadApplier, *, stable: bool) -> None:
+        told.append(stable)
+        begin(self, stable=stable)
+
+    monkeypatch.setattr(ReloadApplier, "begin", note)
+    monkeypatch.setattr("fourfold.weights.shm.ShmReceiver.stable", stable)
+    pair.open(1)
+    pair.update(1, 1)
+    assert told == [stable] and pair.holds(1)
 
 
 def test_nothing_arrived_leaves_the_old_weights_clean(pair: Pair) -> None:
@@ -249,3 +294,60 @@ def test_the_recorder_executes_nothing_on_watched_tensors_and_refuses_what_it_ca
     with pytest.raises(WrongState, match="something else"), CopyRecorder([("s", source)], [("d", watched)]):
         watched.copy_(torch.zeros(4))
     assert torch.equal(watched, torch.ones(4))
+
+
+def _three_spans() -> tuple[Manifest, list[Span]]:
+    """A manifest of all tensors, the first one in three spans."""
+    specs = tuple(TensorSpec(name=name, dtype="bfloat16", shape=shape) for name, shape in SHAPES.items())
+    counts = [[100, 1, specs[0].count - 101], *([spec.count] for spec in specs[1:])]
+    spans: list[Span] = []
+    offset = 0
+    for tensor, parts in enumerate(counts):
+        for index, count in enumerate(parts):
+            spans.append(Span(tensor=tensor, start=sum(parts[:index]), count=count, rank=0, offset=offset))
+            offset += -(-2 * count // 64) * 64
+    return Manifest(tensors=specs, spans=tuple(spans), shard_bytes=(offset,)), spans[:3]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+@pytest.mark.parametrize("stable", [True, False])
+def test_a_tensor_that_arrives_in_several_spans_is_loaded_when_it_is_whole(
+    order: tuple[int, ...], stable: bool
+) -> None:
+    model, (manifest, parts) = PlainModel(), _three_spans()
+    applier = ReloadApplier(model)
+    applier.bake(manifest)
+    new = dict(make_model(3).named_parameters())
+    for _ in range(2):  # nothing of one version is left for the next
+        for parameter in model.parameters.values():
+            parameter.zero_()
+        applier.begin(stable=stable)
+        for number, index in enumerate(order):
+            assert not model.loading, "nothing is loaded before the tensor is whole"
+            span = parts[index]
+            arrived = new["embed.weight"].data.flatten()[span.start : span.start + span.count].clone()
+            applier.take(span, arrived)
+            arrived.fill_(0)  # the buffer is used again for the next part
+            if number < 2:
+                applier.flush()
+        for span in manifest.spans[3:]:
+            values = new[manifest.tensors[span.tensor].name].data.flatten().clone()
+            applier.take(span, values)
+            if not stable:
+                values.fill_(0)
+        applier.finish()
+        assert all(torch.equal(model.parameters[name], new[name].data) for name in SHAPES)
+        assert not model.loading and applier.abort() == "clean"
+
+
+def test_an_update_whose_tensor_lacks_a_span_does_not_end_well() -> None:
+    model, (manifest, parts) = PlainModel(), _three_spans()
+    applier = ReloadApplier(model)
+    applier.bake(manifest)
+    applier.begin(stable=True)
+    for span in (*parts[:2], *manifest.spans[3:]):
+        applier.take(span, torch.ones(span.count, dtype=torch.bfloat16))
+    with pytest.raises(WrongState, match="1 tensors did not arrive whole"):
+        applier.finish()
+    assert applier.abort() == "dirty"
+    assert not model.loading

@@ -202,6 +202,8 @@ def test_chunks_keep_order_and_size() -> None:
     assert [m.sample_id for group in groups for m in group] == [f"s{i}" for i in range(100)]
     assert max(sum(m.ByteSize() for m in group) for group in groups) <= 10 * size
     assert [len(g) for g in wire.chunks(messages[:3], limit=1)] == [1, 1, 1]
+    assert [len(g) for g in wire.chunks(messages[:6], limit=3 * size)] == [3, 3]
+    assert [len(g) for g in wire.chunks(messages[:6], limit=3 * size - 1)] == [2, 2, 2]
     assert list(wire.chunks([])) == []
 
 

@@ -1,0 +1,1 @@
+"""`make mutants`: how many small faults in the central modules do the tests find? See CONTRIBUTING.md."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -128,8 +128,8 @@ async def test_every_try_is_a_request_with_an_id_of_its_own() -> None:
     router.tries = 3
     entered: list[int] = []
 
-    @contextmanager
-    def on_try() -> Iterator[None]:
+    @asynccontextmanager
+    async def on_try() -> AsyncIterator[None]:
         entered.append(len(router.requests))
         yield
 

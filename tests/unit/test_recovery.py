@@ -14,8 +14,10 @@ import pytest
 from fourfold.config import Config
 from fourfold.errors import NotFound, WrongState
 from fourfold.trainer.v1.trainer_service_pb2 import TrainerStatus
+from fourfold_coordinator.disk_wait import DiskWait
 from fourfold_coordinator.ledger import Ledger
 from fourfold_coordinator.recovery import Restored, cut_after, newest_checkpoint, restore, rewrite_metrics
+from fourfold_coordinator.run_service import RunBoard
 from fourfold_coordinator.trainer_session import TrainerSession
 
 CONFIG = Config.model_validate(
@@ -59,7 +61,8 @@ class Session:
 
 
 async def restored(folder: Path, ledger: Ledger, session: Session) -> Restored:
-    return await restore(CONFIG, folder, ledger, cast(TrainerSession, session))
+    disk = DiskWait(folder, RunBoard(name="t", step_count=9), wait_seconds=1.0)
+    return await restore(CONFIG, folder, ledger, cast(TrainerSession, session), disk)
 
 
 @pytest.fixture

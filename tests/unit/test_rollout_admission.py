@@ -59,7 +59,7 @@ class TestParse:
         assert parse(message, LIMITS, COORDINATOR).temperature == MIN_TEMPERATURE
 
     def test_the_highest_temperature_is_allowed(self) -> None:
-        assert parse(params(temperature=2.0), LIMITS).temperature == 2.0
+        assert parse(params(temperature=2.0), LIMITS, COORDINATOR).temperature == 2.0
 
     def test_max_tokens_is_cut_to_the_context(self) -> None:
         assert parse(params(max_tokens=1000), LIMITS, COORDINATOR).max_tokens == 29
@@ -175,6 +175,34 @@ class TestAdmission:
             assert task.cancelled() or task.cancelling()
         with pytest.raises(asyncio.CancelledError):
             await task
+
+    async def test_a_second_retry_does_not_interrupt_the_end_of_the_first_attempt(self) -> None:
+        admission = Admission(LIMITS, NO_QUOTAS)
+        entered, ending, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def first() -> None:
+            async with admission.enter(call("a"), is_retry=False):
+                entered.set()
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    await ending.wait()  # its samples are taken out of the engine
+                    ended.set()
+
+        async def again() -> None:
+            async with admission.enter(call("a"), is_retry=True):
+                assert ended.is_set()
+
+        tasks = [asyncio.create_task(first())]
+        await entered.wait()
+        for _ in range(2):
+            tasks.append(asyncio.create_task(again()))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        ending.set()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        assert ended.is_set() and isinstance(results[0], asyncio.CancelledError)
+        assert None in results[1:], "one of the retries has the place, or has had it"
 
     async def test_wait_empty_tells_whether_all_calls_have_left(self) -> None:
         admission = Admission(LIMITS, NO_QUOTAS)

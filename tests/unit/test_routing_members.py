@@ -50,8 +50,8 @@ class Scene:
         self.watched: list[Load] = []
         self.unwatched: list[Load] = []
 
-    def _open(self, target: str) -> Any:
-        return self.channels.setdefault(target, Channel())
+    def _open(self, member: Member) -> Any:
+        return self.channels.setdefault(member.target, Channel())
 
     async def watch(self, client: Any, load: Load, clock: Any) -> None:
         self.watched.append(load)
@@ -88,7 +88,7 @@ async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
 
 async def test_only_engines_are_watched_for_load(scene: Scene) -> None:
     roles = (Role.ROLE_TRAINER, Role.ROLE_REWARD, Role.ROLE_REFERENCE)
-    for number, role in enumerate(roles):
+    for number, role in enumerate(roles, 1):
         scene.join(f"{number}-other", role, number)
     engine, _ = scene.join("9-engine", Role.ROLE_ROLLOUT, 9)
     await until(lambda: engine.load in scene.watched)

@@ -216,7 +216,8 @@ async def test_a_sample_that_hangs_the_reward_function_is_dropped_after_one_more
     assert stage.report()["dropped"] == {"TIMEOUT": 6}
     assert [len(ids) for ids in stage.trainer.batches.values()] == [9, 9]
     assert {n for name, n in tries.items() if name.endswith("-1") and not name.startswith("eval")} == {2}
-    assert {n for name, n in tries.items() if name.endswith("-2") and not name.startswith("eval")} == {4}
+    # One that has a score may be scored again, to tell a scorer that fails from samples that do.
+    assert min(n for name, n in tries.items() if name.endswith("-2") and not name.startswith("eval")) == 4
 
 
 async def test_a_lost_group_is_replaced_by_the_next_prompt(make_stage: Callable[..., Stage]) -> None:

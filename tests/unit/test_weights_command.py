@@ -29,7 +29,7 @@ def test_the_table_says_who_waits_for_whom() -> None:
                 policy_version=-1,
                 state="fenced",
                 state_seconds=61.25,
-                last_error="it died\nin the middle",
+                last_error="it died in the middle",
             ),
         ],
     )

@@ -22,6 +22,7 @@ soak: setup  ## an hour of faults, traffic and malformed calls; no part of CI. S
 	FOURFOLD_FUZZ_CALLS=100000 $(bin)/python -m pytest -s tests/security/test_fuzz.py
 	FOURFOLD_SOAK_MINUTES=$(or $(SOAK_MINUTES),30) $(bin)/python -m pytest -s -m slow tests/integration/test_rollout_soak.py
 	$(bin)/python -m pytest -s -m slow tests/integration/test_weight_soak.py
+	FOURFOLD_SOAK_MINUTES=1 $(bin)/python -m pytest -s -m slow tests/integration/test_hostile_reward_run.py
 
 mutants:  ## small faults in the central modules: which do the tests miss? about half an hour
 	@scripts/setup mutants

@@ -2,7 +2,7 @@
 
     Score --> some samples have a score: the scorer works
       |         a sample with an error: once more (retry.data, retry.infrastructure), then it is dropped with its reason
-      '-----> none has: is it the scorer, or are it the samples? The sample that had a score last is scored again
+      '-----> none has: is it the scorer, or the samples? The sample that had a score last is scored again
                 it has one: the samples are at fault, as above
                 it has none: a failed call, like one that was refused, hung or was answered with rubbish
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from fourfold.clock import SYSTEM_CLOCK
+from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import Unavailable
 from fourfold_coordinator import routing
@@ -139,3 +140,15 @@ async def test_the_channel_of_a_departed_replica_is_closed_after_its_last_call(s
     scene.router.notify()
     await until(lambda: scene.channels["127.0.0.1:1"].closed == 1)
     assert other.gone
+
+
+@pytest.mark.parametrize(("late", "state"), [(False, pb.MEMBER_STATE_LIVE), (True, pb.MEMBER_STATE_SILENT)])
+async def test_a_member_is_shown_with_the_state_of_its_lease(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, late: bool, state: int
+) -> None:
+    scene.join("scorer", Role.ROLE_REWARD, 1)
+    monkeypatch.setattr(scene.registry, "overdue", lambda _member_id: (late, 1_795_000_000.0))
+    (row,) = scene.router.members()
+    assert (row.member_id, row.role, row.target) == ("scorer", "reward", "127.0.0.1:1")
+    assert (row.policy_version, row.state) == (-1, state)
+    assert row.state_since.ToNanoseconds() == 1_795_000_000 * 10**9

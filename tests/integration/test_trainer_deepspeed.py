@@ -213,13 +213,10 @@ def test_a_step_of_parts_on_two_ranks_learns_the_same(
 # ---- exports while parameters are in flight ------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "lora"),
-    [
-        pytest.param(1, {}, marks=pytest.mark.slow, id="1"),
-        pytest.param(2, {}, id="2"),
-        pytest.param(2, {"rank": 4}, marks=pytest.mark.slow, id="2-adapters"),
-    ],
+    [pytest.param(1, {}, id="1"), pytest.param(2, {}, id="2"), pytest.param(2, {"rank": 4}, id="2-adapters")],
 )
 def test_an_export_after_a_pass_without_gradients_has_all_weights(
     tmp_path: Path, ranks: int, lora: dict[str, int]

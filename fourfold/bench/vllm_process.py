@@ -22,6 +22,8 @@ _ENVIRONMENT: Final = {
     "TOKENIZERS_PARALLELISM": "false",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
+# The name of a Unix socket has at most 107 bytes, and vLLM's end with a UUID.
+_SOCKET_FOLDER_BYTES: Final = 107 - len(f"/{uuid.UUID(int=0)}")
 _CPU: Final = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
@@ -43,9 +45,11 @@ def prepare(*, on_gpus: bool) -> None:
 
 
 def meet_in(scratch: Path) -> None:
-    """Let the engine's workers meet in a file; vLLM before 0.32 has them meet at a port of all interfaces."""
+    """Let the engine's processes meet in a folder; vLLM before 0.32 has workers meet at a port of all interfaces."""
     from vllm.v1.executor import multiproc_executor, uniproc_executor
 
+    if len(os.fsencode(scratch)) <= _SOCKET_FOLDER_BYTES:
+        os.environ["VLLM_RPC_BASE_PATH"] = str(scratch)  # or vLLM leaves its sockets in the temporary folder
     for module in (uniproc_executor, multiproc_executor):
         by_file = hasattr(module, "get_file_store_init_method")
         name = "get_file_store_init_method" if by_file else "get_distributed_init_method"

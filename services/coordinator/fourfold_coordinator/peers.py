@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol
@@ -90,7 +91,7 @@ class Peers:
         name = group_id
         if greedy:  # runs beside the sampled answers of its group
             params.temperature, name = 0.0, f"{group_id}-greedy"
-        tries = iter(range(1 << 30))  # every try has an id of its own: the lost one may still be live
+        tries = itertools.count()  # every try has an id of its own: the lost one may still be live
 
         async def work(replica: Replica) -> list[Completion]:
             request = rollout.GenerateRequest(

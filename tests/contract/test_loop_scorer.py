@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fourfold import metrics as m
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold_coordinator import breaker, routing, scoring
 from fourfold_coordinator.ledger import Ledger
@@ -29,7 +30,8 @@ def broken(_: reward.ScoreItem) -> reward.SampleScore:
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> str:
-    return capsys.readouterr().err.strip().splitlines()[-1]
+    """Return the coordinator's last words; the other services of a stage log JSON to the same stderr."""
+    return [line for line in capsys.readouterr().err.splitlines() if not line.startswith("{")][-1]
 
 
 async def test_samples_wait_for_a_scorer_that_fails_and_watchers_see_why(make_stage: Callable[..., Stage]) -> None:
@@ -68,6 +70,36 @@ async def test_a_scorer_that_breaks_after_it_has_worked_loses_no_sample(make_sta
     assert await stage.finish() == 0
     check_books(stage)
     assert stage.report()["dropped"] == {}
+
+
+async def test_the_first_error_of_a_call_is_its_fault(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=1)
+    mended = False
+
+    def outcome(item: reward.ScoreItem) -> reward.SampleScore | None:
+        name = item.experience.sample_id
+        if mended:
+            return None
+        if name.startswith("eval"):  # no sample has had a score
+            return reward.SampleScore(abstain_reason="NO_IDEA")
+        reason = "FIRST" if name.endswith("-0") else "OTHER"
+        return reward.SampleScore(error=reward.SampleError(code=2, reason=reason, message="why"))
+
+    stage.reward.outcome = outcome
+    await stage.start()
+    await watch_for(stage, lambda s: len(s.conditions) > 0)
+    mended = True
+    assert await stage.finish() == 0
+    assert {fault["kind"] for fault in stage.report()["faults"]} == {"FIRST"}
+
+
+async def test_a_sample_with_an_error_did_not_abstain(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=1)
+    stage.reward.outcome = lambda item: broken(item) if item.experience.sample_id.endswith("-0") else None
+    await stage.start()
+    assert await stage.finish() == 0
+    assert stage.report()["dropped"] == {"RAISED": 3}
+    assert stage.lines("metrics.jsonl")[0][m.ABSTAIN_COUNT] == 0
 
 
 async def test_the_wait_for_a_scorer_ends_with_its_name_and_the_first_error(

@@ -18,7 +18,6 @@ from fourfold_coordinator.faults import Faults
 from fourfold_coordinator.registry import Member, Registry
 from fourfold_coordinator.replica import Budget, GivenUp, Replica, RunEnds, ServiceMissing
 from fourfold_coordinator.routing import Router
-from tests.fakes.rollout import until
 
 ROLE = Role.ROLE_REWARD
 
@@ -352,17 +351,6 @@ async def test_waiting_for_services_says_what_is_missing(bench: Bench) -> None:
     with pytest.raises(ServiceMissing, match=r"no usable trainer service for 0.05 s"):
         await bench.router.wait_for({ROLE: 1, Role.ROLE_TRAINER: 1}, seconds=0.05)
     assert "trainer 0 of 1 (none has registered)" in bench.waits
-
-
-async def test_a_run_waits_for_all_the_services_that_it_wants_although_one_is_there() -> None:
-    bench = Bench(wait_seconds=30)
-    bench.join("a")
-    waiting = asyncio.create_task(bench.router.wait_for({ROLE: 2}))
-    await until(lambda: any("1 of 2" in what for what in bench.waits))
-    assert not waiting.done()
-    bench.join("b")
-    await asyncio.wait_for(waiting, 5)
-    assert bench.waits[-1] == ""
 
 
 async def test_what_was_refused_beside_other_work_is_asked_again_when_that_work_has_failed() -> None:

@@ -152,3 +152,15 @@ async def test_a_member_is_shown_with_the_state_of_its_lease(
     assert (row.member_id, row.role, row.target) == ("scorer", "reward", "127.0.0.1:1")
     assert (row.policy_version, row.state) == (-1, state)
     assert row.state_since.ToNanoseconds() == 1_795_000_000 * 10**9
+
+
+async def test_a_run_waits_for_all_the_services_that_it_wants_although_one_is_there(scene: Scene) -> None:
+    waits: list[str] = []
+    scene.router.on_wait = waits.append
+    scene.join("a", Role.ROLE_REWARD, 1)
+    waiting = asyncio.create_task(scene.router.wait_for({Role.ROLE_REWARD: 2}))
+    await until(lambda: any("reward 1 of 2" in what for what in waits))
+    assert not waiting.done()
+    scene.join("b", Role.ROLE_REWARD, 2)
+    await asyncio.wait_for(waiting, 5)
+    assert waits[-1] == ""

@@ -234,7 +234,8 @@ async def _read_to_the_end(context: Context) -> None:
 
 async def _abort(method: str, context: Context, error: Exception, refusals: RefusalLog) -> None:
     """End the call with the status of `error`."""
-    if isinstance(error, NotImplementedError):  # of a generated base class, such as Health.List
+    # A generated base class, such as that of Health.List, sets this code and raises; PyTorch raises the same class.
+    if isinstance(error, NotImplementedError) and context.code() is grpc.StatusCode.UNIMPLEMENTED:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented here")
     known = _known(error)
     if known is None or isinstance(known, Internal):
@@ -242,7 +243,7 @@ async def _abort(method: str, context: Context, error: Exception, refusals: Refu
         known = Internal("internal error")
     elif isinstance(known, Unauthenticated | PermissionDenied | Overloaded):
         peer = context.peer()
-        # Nobody is known before authentication; the address without its port is the next best.
+        # Before authentication only the caller's address is known; its port differs from call to call.
         caller = peer.rpartition(":")[0] if current() == LOCAL else str(current())
         refusals.add(method, known, caller=caller, peer=peer)
     status = to_status(known)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 MAX_BYTES: Final = 32 << 20
-"""A log may have so many bytes, and NAME.log.1 as many again."""
+"""Largest log; NAME.log.1 has as many bytes again."""
 KEPT_BYTES: Final = 64 << 10
-"""What is left of a log that was cut off, from the beginning of a line on."""
+"""Bytes at the end of a log that stay in it when it is cut; the first line of them is whole."""
 
 
 def rotate(log: Path) -> bool:

@@ -59,7 +59,8 @@ async def test_an_error_arrives_as_the_class_that_was_raised(serve: Serve, raise
 async def test_an_unexpected_exception_says_nothing_to_the_caller_and_everything_to_the_log(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for raised in (ValueError("secret path /etc/x"), errors.Internal("secret state")):
+    unsupported = NotImplementedError("a kernel of a library, which is not the generated base class")
+    for raised in (ValueError("secret path /etc/x"), errors.Internal("secret state"), unsupported):
         caplog.clear()
         client = RewardClient(await serve(Reward(raises=raised).servicer()), peer="reward-0")
         with caplog.at_level(logging.ERROR), pytest.raises(errors.Internal) as caught:
@@ -67,6 +68,13 @@ async def test_an_unexpected_exception_says_nothing_to_the_caller_and_everything
         assert caught.value.message == "reward-0, Score: internal error"
         assert "RewardService/Score failed" in caplog.text
         assert str(raised) in caplog.text
+
+
+async def test_a_method_that_a_servicer_lacks_is_unimplemented(serve: Serve) -> None:
+    stub = health_pb2_grpc.HealthStub(await serve(Reward().servicer()))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.List(health_pb2.HealthListRequest(), timeout=5)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_a_group_of_user_errors_is_the_first_of_them(serve: Serve) -> None:

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from fourfold import metrics as m
+from fourfold.config import from_tables
+from fourfold.errors import Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold_coordinator import breaker, routing, scoring
 from fourfold_coordinator.ledger import Ledger
+from fourfold_coordinator.replica import Budget, GivenUp
 from tests.fakes.stage import Stage, check_books, until, watch_for
 
 TEXT = "KeyError: 'answer' (scorer.py:7)"
@@ -297,3 +300,24 @@ async def test_faults_are_counted_over_the_lives_of_a_run(make_stage: Callable[.
     await stage.start()
     assert await stage.finish() == 0
     assert [(row["kind"], row["count"]) for row in stage.report()["faults"]] == [("FIRST", 1), ("SECOND", 1)]
+
+
+async def test_calls_that_fail_while_no_scorer_is_registered_use_up_their_own_tries() -> None:
+    class NoReplicas:
+        def replicas(self, _role: int) -> list[Any]:
+            return []
+
+    config = from_tables(
+        {
+            "name": "x", "steps": 1, "model": {"source": "m"}, "data": {"train": {"path": "x.jsonl"}},
+            "batch": {"prompts_per_step": 1, "group_size": 2}, "sampling": {"max_new_tokens": 4},
+            "reward": {"on_error": "drop"},
+        },
+        source="this test",
+    )  # fmt: skip
+    budget = Budget(infrastructure=1, data=0)
+    calls = scoring.Scoring(config, NoReplicas())  # type: ignore[arg-type]
+    calls.failed(Unavailable("the lease of the only scorer expired"), budget)
+    assert budget.infrastructure == 0
+    with pytest.raises(GivenUp):
+        calls.failed(Unavailable("again"), budget)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,6 +58,13 @@ class TestParse:
         message = params(temperature=MIN_TEMPERATURE)
         assert message.sampling_params.temperature < MIN_TEMPERATURE  # float32
         assert parse(message, LIMITS, COORDINATOR).temperature == MIN_TEMPERATURE
+
+    def test_the_share_of_agents_does_not_limit_the_coordinator(self) -> None:
+        limits = replace(LIMITS, agent_token_share=0.25)  # of 200 tokens that are promised
+        large = request(sample_count=8, sampling_params=pb.SamplingParams(max_tokens=29))
+        assert parse(large, limits, COORDINATOR).token_count == 256, "a call that is alone always fits"
+        with pytest.raises(InvalidInput, match="agents may have 50 in flight"):
+            parse(large, limits, AGENT)
 
     def test_the_highest_temperature_is_allowed(self) -> None:
         assert parse(params(temperature=2.0), LIMITS, COORDINATOR).temperature == 2.0

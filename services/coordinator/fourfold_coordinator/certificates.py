@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Final
 
 from fourfold import metrics as m
@@ -73,4 +72,4 @@ class Certificates:
         """Check once a minute, until cancelled."""
         while True:
             self.check()
-            await asyncio.sleep(_PERIOD_SECONDS)
+            await self._clock.sleep(_PERIOD_SECONDS)

@@ -214,7 +214,8 @@ class Scoring:
         """
         if self._config.on_error != "wait":
             replicas = self._router.replicas(Role.ROLE_REWARD)
-            if all(r.breaker.failures > self._tries for r in replicas):
+            # Without replicas the tries are counted as for any other failure.
+            if replicas and all(r.breaker.failures > self._tries for r in replicas):
                 # One call at a time is made now: were each to use its own tries up, that would take hours.
                 lost, self._lost = self._lost, asyncio.get_running_loop().create_future()
                 lost.set_result(error)

@@ -37,7 +37,7 @@ from .backends import Group, make_groups
 from .probe import Key, Probe
 from .replica import Replica
 from .routing import LOOK_SECONDS
-from .trainer_session import TrainerRestarted, TrainerSession
+from .trainer_session import TrainerSession
 from .weight_calls import Engine, UpdateFailed, at_once, at_once_trainer
 from .weight_plane import WeightPlane
 from .weight_times import Stopwatch
@@ -330,7 +330,7 @@ class WeightUpdater:
             trainer, *(self._abort_engine(engine) for engine in engines), return_exceptions=True
         )
         self._status.end()
-        if isinstance(sender, FourfoldError) and not isinstance(sender, StaleEpoch | TrainerRestarted | Unavailable):
+        if isinstance(sender, FourfoldError) and not isinstance(sender, StaleEpoch | Unavailable):
             log.warning("the trainer could not abort the update: %s", sender)
         for error in others:
             if error is not None:

@@ -126,14 +126,17 @@ class Worker:
             os.close(writer)
             return Outcome.error("WORKER_DIED", f"no process could be started to evaluate this sample: {error}")
         if child == 0:
+            os.close(reader)
             self._end_with_outcome(request, writer, parent=own)
         os.close(writer)
         outcome = None
-        with os.fdopen(reader, "rb") as replies, contextlib.suppress(ValueError):
-            reply = frames.read(replies, most=frames.MAX_REPLY_BYTES)
-            outcome = Outcome.from_json(reply) if reply is not None else None
-        os.kill(child, signal.SIGKILL)  # it has said what counts
-        _, status = os.waitpid(child, 0)
+        try:
+            with os.fdopen(reader, "rb") as replies, contextlib.suppress(ValueError):
+                reply = frames.read(replies, most=frames.MAX_REPLY_BYTES)
+                outcome = Outcome.from_json(reply) if reply is not None else None
+        finally:
+            os.kill(child, signal.SIGKILL)  # its reply is all that is needed of it
+            _, status = os.waitpid(child, 0)
         code = os.waitstatus_to_exitcode(status)
         return outcome or Outcome.error("WORKER_DIED", f"the process that evaluated this sample ended ({code})")
 

@@ -1,4 +1,4 @@
-"""Who may sample what, and how much at once.
+"""Checks Generate requests and limits the samples and tokens in flight.
 
 `parse` turns a request into a checked `GenerateCall`; `Admission` keeps the limits over all
 calls in flight. Tokens count at their worst case, prompt plus max_tokens: most samples stop
@@ -33,7 +33,7 @@ MAX_SAMPLES_PER_CALL: Final = 256
 _MAX_STOP_TOKENS: Final = 64
 _MAX_SEED: Final = 2**53
 _MAX_FLUSH_SECONDS: Final = 10.0
-# Who wants tokens sooner gets each as it comes: to ask for them so often would cost more.
+# Below this interval each token is sent at once: polling so often would cost more.
 _PULL_SECONDS: Final = 0.01
 _TOKENS_PROMISED_PER_CACHED: Final = 2
 _RETRY_SECONDS: Final = 0.5
@@ -165,7 +165,7 @@ def parse(request: pb.GenerateRequest, limits: Limits, caller: Principal) -> Gen
         min_policy_version=request.min_policy_version,
         flush_seconds=_flush_seconds(request),
     )
-    if limits.agent_token_share < 1 and call.token_count > limits.max_tokens(caller):
+    if caller.is_agent and limits.agent_token_share < 1 and call.token_count > limits.max_tokens(caller):
         raise InvalidInput(
             f"the call asks for {call.token_count} tokens (sample_count times prompt plus max_tokens) and agents may "
             f"have {limits.max_tokens(caller):.0f} in flight together; lower sample_count or max_tokens"

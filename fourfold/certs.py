@@ -104,11 +104,12 @@ def make(
         ConfigError: a host is malformed, or there is an authority already: nothing is overwritten.
     """
     _check(members, hosts)
-    existing = [path for path in (directory / "ca.pem", directory / _KEY_FILE) if path.exists()]
+    names = ("ca.pem", _KEY_FILE, _ISSUED_FILE, TOKENS_FILE)
+    existing = [path for name in names if (path := directory / name).exists()]
     if existing:
         raise ConfigError(
-            f"{existing[0]}: exists, and an authority is never overwritten; `fourfold certs add {directory} MEMBER` "
-            f"makes one more certificate, `fourfold certs renew {directory}` new ones"
+            f"{existing[0]}: exists, and no file of an authority is overwritten; `fourfold certs add {directory} "
+            f"MEMBER` makes one more certificate, `fourfold certs renew {directory}` new ones"
         )
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
@@ -156,7 +157,7 @@ def revoke(directory: Path, names: Sequence[str]) -> None:
     """
     chosen = {issued.who for issued in _chosen(directory, names)}
     path = directory / REVOKED_FILE
-    lines = read_file(path).decode().splitlines(keepends=True) if path.exists() else []
+    lines = [f"{line}\n" for line in read_file(path).decode().splitlines()] if path.exists() else []
     # A certificate that has expired is refused in any case.
     new = [issued.line() for issued in all_issued(directory) if issued.who in chosen and issued.days_left > 0]
     _write(path, "".join(dict.fromkeys([*lines, *new])).encode(), mode=0o644)
@@ -181,7 +182,9 @@ def all_issued(directory: Path) -> list[Issued]:
             digest, who, expires, *hosts = line.split()
             time, names = datetime.datetime.fromisoformat(expires), tuple(hosts[0].split(",")) if hosts else ()
         except ValueError:
-            raise ConfigError(f"{path}:{number}: malformed; `fourfold certs` writes this file, nobody else") from None
+            raise ConfigError(
+                f"{path}:{number}: malformed; only `fourfold certs` may write this file: restore it from a backup"
+            ) from None
         found.append(Issued(fingerprint=digest, who=parse_member(who), expires=time, hosts=names))
     return found
 
@@ -214,8 +217,8 @@ def add_token(
     grant = parse_grant(" ".join(words))
     if path.exists() and name in read_tokens(path):
         raise ConfigError(f"{path}: has a token named {name!r}; choose another name, or remove that one")
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    _write(path, (text + grant.line() + "\n").encode(), mode=0o600)
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []  # an edited file may end without \n
+    _write(path, "\n".join([*lines, grant.line(), ""]).encode(), mode=0o600)
     return token
 
 

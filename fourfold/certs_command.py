@@ -13,6 +13,7 @@ from fourfold.principal import Principal
 from fourfold.security import WARN_DAYS, read_revoked
 from fourfold.tokens import LIMITS, SCOPES, read_tokens
 
+_MAX_DAYS: Final = 36_500
 _ACTIONS: Final = ("make", "add", "renew", "revoke", "status", "token")
 
 
@@ -175,7 +176,7 @@ def _members(parser: argparse.ArgumentParser, name: str, **options: Any) -> None
 
 
 def _days(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--days", type=_positive, default=365, help="that the certificates are valid (default 365)")
+    parser.add_argument("--days", type=_days_number, default=365, help="that the certificates are valid (default 365)")
 
 
 def _token_arguments(parser: argparse.ArgumentParser) -> None:
@@ -183,9 +184,16 @@ def _token_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", type=Path, metavar="DIR", help="folder with tokens.txt")
     parser.add_argument("name", nargs="?", default="", metavar="NAME", help="of the token's holder, for logs")
     parser.add_argument("--scope", action="append", default=[], choices=tuple(SCOPES), help="default: all; repeat it")
-    parser.add_argument("--days", type=_positive, help="until it expires; default: never")
+    parser.add_argument("--days", type=_days_number, help="until it expires; default: never")
     for key in LIMITS:
         parser.add_argument(f"--{key.replace('_', '-')}", type=_positive, metavar="N", help="limit of its holder")
+
+
+def _days_number(text: str) -> float:
+    value = _positive(text)
+    if value > _MAX_DAYS:
+        raise argparse.ArgumentTypeError(f"{text!r} is above {_MAX_DAYS}; give fewer days")
+    return value
 
 
 def _positive(text: str) -> float:

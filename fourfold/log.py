@@ -138,7 +138,7 @@ def shorten(text: str, limit: int = _MAX_TEXT) -> str:
 
 
 def _clean(text: str) -> str:
-    return _BEARER.sub(r"\1 [hidden]", shorten(text))
+    return shorten(_BEARER.sub(r"\1 [hidden]", text))
 
 
 def _utc(seconds: float) -> str:

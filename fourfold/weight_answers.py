@@ -17,8 +17,9 @@ _SUM_BYTES: Final = 16
 def check_devices(uuids: Sequence[bytes], *, peer: str, name: str) -> None:
     """Check the ids of GPUs."""
     require(len(uuids) <= MAX_DEVICES, f"{len(uuids)} devices; at most {MAX_DEVICES}", peer=peer, name=name)
-    wrong = next((uuid for uuid in uuids if len(uuid) != _UUID_BYTES), b"")
-    require(not wrong, f"a device UUID has {len(wrong)} bytes; it must have {_UUID_BYTES}", peer=peer, name=name)
+    sizes = {len(uuid) for uuid in uuids} - {_UUID_BYTES}
+    rule = f"a device UUID has {min(sizes, default=0)} bytes; it must have {_UUID_BYTES}"
+    require(not sizes, rule, peer=peer, name=name)
 
 
 def check_digest(digest: bytes, *, peer: str, name: str) -> None:

@@ -68,7 +68,7 @@ def test_the_token_is_printed_once_and_an_authority_is_never_overwritten(
     assert out.split()[-1].startswith("ff_") and out.count("ff_") == 1
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     assert cli.main(["certs", str(tmp_path)]) == 1
-    assert "ca.pem: exists, and an authority is never overwritten; `fourfold certs add" in capsys.readouterr().err
+    assert "ca.pem: exists, and no file of an authority is overwritten; `fourfold certs add" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -184,3 +184,26 @@ def test_a_malformed_list_of_revocations_is_named(tmp_path: Path) -> None:
     (tmp_path / "revoked.txt").write_text(f"# x\n{'a' * 64} reward/reward-0 2027-01-01T00:00:00Z\nreward-0\n")
     with pytest.raises(ConfigError, match=r"revoked\.txt:3: no certificate's SHA-256"):
         read_revoked(tmp_path / "revoked.txt")
+
+
+def test_files_that_were_edited_and_end_without_a_newline_keep_their_lines(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    certs.make(folder, [], [Principal("rollout", "rollout-0"), Principal("rollout", "rollout-1")])
+    for name, change in (
+        ("tokens.txt", lambda: certs.add_token(folder / "tokens.txt", "anna")),
+        ("revoked.txt", lambda: certs.revoke(folder, ["rollout-1"])),
+    ):
+        if name == "revoked.txt":
+            certs.revoke(folder, ["rollout-0"])
+        path = folder / name
+        path.write_text(path.read_text().rstrip("\n"))
+        change()
+    assert set(read_tokens(folder / "tokens.txt")) == {"agent", "anna"}
+    assert len(read_revoked(folder / "revoked.txt")) == 2
+
+
+def test_a_file_that_is_left_over_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "tokens.txt").write_text("")
+    with pytest.raises(ConfigError, match=r"tokens\.txt: exists"):
+        certs.make(tmp_path, [], [Principal("rollout", "rollout-0")])
+    assert [path.name for path in tmp_path.iterdir()] == ["tokens.txt"]

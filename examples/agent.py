@@ -20,13 +20,13 @@ import grpc
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
-from fourfold import models
-from fourfold.channel import open_channel
 from fourfold.errors import FourfoldError
+from fourfold.model import folder as model_folder
+from fourfold.model.tokenizer import Tokenizer
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1.rollout_service_pb2 import GenerateRequest, SamplingParams
-from fourfold.security import ROLLOUT, Security
-from fourfold.tokenizer import Tokenizer
+from fourfold.rpc.channel import open_channel
+from fourfold.security.access import ROLLOUT, Security
 
 
 async def ask(channel: grpc.aio.Channel, tokenizer: Tokenizer, question: str) -> None:
@@ -59,7 +59,7 @@ async def connect(target: str, authority: Path, token: str, tokenizer: Tokenizer
 
 def main(target: str, authority: str, model: str, question: str) -> None:
     """Read what is on this machine, then connect and ask."""
-    folder = Path(model) if (Path(model) / "tokenizer.json").is_file() else models.resolve(model)
+    folder = Path(model) if (Path(model) / "tokenizer.json").is_file() else model_folder.resolve(model)
     token = os.environ.get("FOURFOLD_TOKEN") or getpass.getpass("Token: ")
     asyncio.run(connect(target, Path(authority), token, Tokenizer.load(folder), question))
 

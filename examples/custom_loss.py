@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold import models
-from fourfold.channel import open_channel
 from fourfold.errors import FourfoldError
-from fourfold.tokenizer import Tokenizer
+from fourfold.model import folder as model_folder
+from fourfold.model.tokenizer import Tokenizer
+from fourfold.rpc.channel import open_channel
 from fourfold.trainer.client import TrainerClient
 
 # Question, preferred answer, the other answer.
@@ -81,7 +81,7 @@ async def connect(target: str, tokenizer: Tokenizer) -> list[float]:
 
 def main(target: str, model: str) -> None:
     """Read what is on this machine, then connect and train."""
-    folder = Path(model) if (Path(model) / "tokenizer.json").is_file() else models.resolve(model)
+    folder = Path(model) if (Path(model) / "tokenizer.json").is_file() else model_folder.resolve(model)
     asyncio.run(connect(target, Tokenizer.load(folder)))
 
 

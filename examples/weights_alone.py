@@ -20,7 +20,7 @@ import vllm
 
 from fourfold.weights.local import Publisher
 from fourfold.weights.sender import WeightSender
-from fourfold.weights.source import DenseSource
+from fourfold.weights.source.dense import DenseSource
 
 PROMPTS = ([5, 9, 100, 31, 7], [400, 3, 77])
 
@@ -29,7 +29,7 @@ def start_engine(folder: str, memory: float) -> vllm.LLM:
     """Start vLLM with the worker that takes weights."""
     return vllm.LLM(
         model=folder,
-        worker_extension_cls="fourfold.weights.vllm_worker.WeightWorker",
+        worker_extension_cls="fourfold.weights.apply.vllm_worker.WeightWorker",
         dtype="bfloat16",
         max_model_len=256,
         gpu_memory_utilization=memory,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fourfold.cli import main
+from fourfold.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -16,8 +16,8 @@
        `- PeerFault                             an answer that breaks the contract; never crosses the wire
 
 A message says the value, the rule and the fix. Servicers raise these; the interceptor in
-`fourfold.interceptors` turns them into a status with one `ErrorInfo`, and
-`fourfold.status.from_rpc` turns that back into the same class on the caller's side. This
+`fourfold.rpc.interceptors` turns them into a status with one `ErrorInfo`, and
+`fourfold.rpc.status.from_rpc` turns that back into the same class on the caller's side. This
 module imports nothing heavy: the command line uses it too.
 """
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from fourfold.disk import append_lines
+from fourfold.host.disk import append_lines
 
 log = logging.getLogger("fourfold.metrics")
 

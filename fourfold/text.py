@@ -1,7 +1,7 @@
 """Text from other processes, made safe for terminals, logs and files.
 
 A string of a peer can hold escape sequences that steer a terminal, line ends that forge log
-lines, marks that reverse the reading direction, or a megabyte of letters. `fourfold.scrub`
+lines, marks that reverse the reading direction, or a megabyte of letters. `fourfold.rpc.scrub`
 cleans every string of a response; what programs compare (reasons, names of metrics) has an
 alphabet of its own here.
 """

@@ -1,1 +1,1 @@
-"""Tests; `tests.tiny_models` and `tests.fakes` are shared by them."""
+"""Tests; `tests.support.tiny_models` and `tests.fakes` are shared by them."""

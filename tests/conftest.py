@@ -12,8 +12,8 @@ import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 from hypothesis import settings
 
-from fourfold.channel import open_channel
-from fourfold.server import Server
+from fourfold.rpc.channel import open_channel
+from fourfold.rpc.server import Server
 from tests.fakes.clock import FakeClock
 
 # Two shared cores: a slow example is no failure. The same examples every time, so that red is red again.

@@ -42,9 +42,9 @@ class RolloutConfig(Table):
     """KV cache of an engine, in GiB, on each of its GPUs. Unset: 1 on CPU, and on GPUs what `gpu_memory_utilization`
     leaves. Set it where others come and go on the GPU: an engine that measures fails when memory is freed meanwhile."""
     max_concurrent_samples: int | None = Field(default=None, ge=1)
-    """Samples in flight in one service; more are refused (RESOURCE_EXHAUSTED). Unset: see `fourfold.rollout_plan`."""
+    """Samples in flight in one service; more are refused (RESOURCE_EXHAUSTED). Unset: see `fourfold.plan.engine`."""
     max_batched_tokens: int | None = Field(default=None, ge=64)
-    """Tokens that one engine step may process. Unset: see `fourfold.rollout_plan`."""
+    """Tokens that one engine step may process. Unset: see `fourfold.plan.engine`."""
     enforce_eager: bool | None = None
     """Skip compilation and CUDA graphs. Unset: true on CPU, false on GPUs."""
     quantization: Literal["", "fp8"] = ""

@@ -21,7 +21,7 @@ class ModelConfig(Table):
     """The policy that is trained; the reference is a frozen copy of it."""
 
     source: str
-    """A Hugging Face model folder, relative to the working directory, or `builtin:NAME` (see `fourfold.models`)."""
+    """A Hugging Face model folder, relative to the working directory, or `builtin:NAME` (`fourfold.model.folder`)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights in the forward passes; the optimizer's masters are float32."""
     max_context_tokens: int = Field(default=1024, ge=8)

@@ -11,11 +11,11 @@ from typing import Final
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
-from fourfold.channel import call, require, stream
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as pb_grpc
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.coordinator.v1 import run_service_pb2_grpc as run_grpc
+from fourfold.rpc.channel import call, require, stream
 
 _MAX_TOKEN_BYTES: Final = 64
 # A member renews its lease three times in this: a shorter one would keep it busy with that.

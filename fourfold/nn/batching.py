@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.errors import InvalidInput
-from fourfold.wire import Float32Array, Int32Array
+from fourfold.rpc.codec import Float32Array, Int32Array
 
 Int64Array = NDArray[np.int64]
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import grpc
 
-from fourfold import lookup
-from fourfold.channel import call
-from fourfold.model_info import check_model
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1 import reference_service_pb2_grpc as pb_grpc
-from fourfold.wire import Float32Array, Sample
+from fourfold.rpc import logprobs
+from fourfold.rpc.channel import call
+from fourfold.rpc.codec import Float32Array, Sample
+from fourfold.rpc.model_info import check_model
 
 
 class ReferenceClient:
@@ -30,4 +30,4 @@ class ReferenceClient:
     async def compute_logprobs(self, samples: Sequence[Sample], *, timeout: float) -> list[Float32Array]:
         """Return one float32 [n] per sample, in order; the first value of each is NaN, the others are finite."""
         method, request = self._stub.ComputeLogprobs, pb.ComputeLogprobsRequest
-        return await lookup.compute_logprobs(method, request, samples, timeout=timeout, peer=self.peer)
+        return await logprobs.compute_logprobs(method, request, samples, timeout=timeout, peer=self.peer)

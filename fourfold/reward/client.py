@@ -10,11 +10,11 @@ from typing import Final
 import grpc
 from google.rpc.code_pb2 import INTERNAL, OK, Code
 
-from fourfold.channel import call, require
 from fourfold.errors import PeerFault
-from fourfold.model_info import check_tokenizer
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
+from fourfold.rpc.channel import call, require
+from fourfold.rpc.model_info import check_tokenizer
 from fourfold.text import MAX_COMPONENTS, MAX_ERROR, MAX_NAME, clean, is_key, is_reason
 
 # The proto allows 8 MiB; smaller calls spread their work better.

@@ -11,17 +11,17 @@ import grpc
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
-from fourfold import lookup
-from fourfold.channel import call, require, stream
-from fourfold.model_info import LARGEST_OF_ENGINE, check_model, check_version
 from fourfold.rollout.stream_check import StreamCheck, sample_count
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
+from fourfold.rpc import logprobs as rpc_logprobs
+from fourfold.rpc.channel import call, require, stream
+from fourfold.rpc.codec import Float32Array, Int32Array, VersionSpan, pack_ints
+from fourfold.rpc.model_info import LARGEST_OF_ENGINE, check_model, check_version
+from fourfold.rpc.weight_replies import MAX_DEVICES, check_devices, check_digest, check_sums
 from fourfold.types.v1.experience_pb2 import Experience
-from fourfold.weight_answers import MAX_DEVICES, check_devices, check_digest, check_sums
-from fourfold.wire import Float32Array, Int32Array, VersionSpan, pack_ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -216,7 +216,7 @@ class RolloutControlClient:
         request = control.ProbeLogprobsRequest(token_ids=pack_ints(token_ids))
         response = await call(self._stub.ProbeLogprobs, request, timeout=timeout, peer=self.peer, name="ProbeLogprobs")
         asked = [Experience(sample_id="probe", token_ids=request.token_ids)]
-        (row,) = lookup.unpack_rows([response.logprobs], asked, peer=self.peer, name="ProbeLogprobs")
+        (row,) = rpc_logprobs.unpack_rows([response.logprobs], asked, peer=self.peer, name="ProbeLogprobs")
         return row
 
     async def sums(self, *, epoch: int, timeout: float) -> bytes:

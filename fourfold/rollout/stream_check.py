@@ -6,10 +6,10 @@ from typing import Final
 
 import numpy as np
 
-from fourfold.channel import require
+from fourfold.bounds import MAX_NUMBER
 from fourfold.errors import PeerFault
-from fourfold.numbers import MAX_NUMBER
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold.rpc.channel import require
 
 _MAX_TOKENS: Final = 1 << 20
 """Tokens of a sample whose request has no max_tokens."""

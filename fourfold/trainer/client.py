@@ -14,17 +14,17 @@ import grpc
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fourfold import lookup
-from fourfold.channel import call, checked, errors, require, stream
-from fourfold.model_info import check_model, check_version
+from fourfold.rpc import logprobs as rpc_logprobs
+from fourfold.rpc.channel import call, checked, errors, require, stream
+from fourfold.rpc.codec import Float32Array, Sample, chunks, pack_floats, pack_ints
+from fourfold.rpc.model_info import check_model, check_version
+from fourfold.rpc.weight_replies import check_devices, check_digest, check_offers, check_sums
 from fourfold.text import clean, is_key, is_reason
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
 from fourfold.types.v1.experience_pb2 import Experience
-from fourfold.weight_answers import check_devices, check_digest, check_offers, check_sums
-from fourfold.wire import Float32Array, Sample, chunks, pack_floats, pack_ints
 
 # The proto allows 4 MiB a request when more than log-probabilities is asked for.
 _FORWARD_BYTES: Final = 2 << 20
@@ -174,7 +174,7 @@ class TrainerClient:
     def _rows(
         self, answers: Sequence[bytes], asked: Sequence[Experience], what: str, name: str = "ComputeLogprobs"
     ) -> list[Float32Array]:
-        return lookup.unpack_rows(answers, asked, peer=self.peer, name=name, what=what)
+        return rpc_logprobs.unpack_rows(answers, asked, peer=self.peer, name=name, what=what)
 
     async def forward_backward(
         self,
@@ -253,7 +253,7 @@ class TrainerClient:
     async def compute_logprobs(self, samples: Sequence[Sample], *, timeout: float) -> list[Float32Array]:
         """Return one float32 [n] per sample, in order; the first value of each is NaN, the others are finite."""
         method, request = self._stub.ComputeLogprobs, pb.ComputeLogprobsRequest
-        return await lookup.compute_logprobs(method, request, samples, timeout=timeout, peer=self.peer)
+        return await rpc_logprobs.compute_logprobs(method, request, samples, timeout=timeout, peer=self.peer)
 
     async def save_checkpoint(self, *, score: float | None = None, timeout: float) -> int:
         """Write a checkpoint of the present step; returns that step when it is durable.

@@ -3,9 +3,10 @@
     with Publisher([WeightSender(DenseSource(model), rank=0, rank_count=1)], [llm], backend="shm") as publisher:
         publisher.publish(1)
 
-`llm` is vLLM's `LLM`, started with `worker_extension_cls="fourfold.weights.vllm_worker.WeightWorker"`; it must not
-generate meanwhile. One that serves (`AsyncLLM`) needs an object with a blocking `collective_rpc`, and is paused by
-what `publish` is given as `pause`.
+`llm` is vLLM's `LLM`, started with
+`worker_extension_cls="fourfold.weights.apply.vllm_worker.WeightWorker"`; it must not generate
+meanwhile. One that serves (`AsyncLLM`) needs an object with a blocking `collective_rpc`, and is paused by what
+`publish` is given as `pause`.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from functools import partial
 from typing import Any, Final, Protocol, Self, TypeVar
 
 from fourfold.errors import FourfoldError, InvalidInput, WrongState
-from fourfold.scratch import Scratch
-from fourfold.weight_sums import differing_tensors, naming
-from fourfold.weights.answers import unwrap, unwrap_same
+from fourfold.host.scratch import Scratch
+from fourfold.weights.abort_flag import StopFlag
 from fourfold.weights.digest import add_sums, digest_of, unsummed_digest
+from fourfold.weights.digest_sums import differing_tensors, naming
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import SendResult
-from fourfold.weights.stop import StopFlag
+from fourfold.weights.worker_reply import unwrap, unwrap_same
 
 T = TypeVar("T")
 

@@ -21,13 +21,13 @@ from pathlib import Path
 import torch
 
 from fourfold.errors import FourfoldError, Internal, StaleEpoch, WrongState
-from fourfold.weights.agreement import OneWorker, Workers
-from fourfold.weights.applier import Applier, ApplyReport, CannotApply, ModelState
+from fourfold.weights.abort_flag import StopFlag
+from fourfold.weights.apply.reload import Applier, ApplyReport, CannotApply, ModelState
+from fourfold.weights.consensus import OneWorker, Workers
 from fourfold.weights.digest import Summer, digest_of, unsummed_digest, warm_up
 from fourfold.weights.manifest import Manifest
-from fourfold.weights.sink import SummingSink
-from fourfold.weights.stop import StopFlag
-from fourfold.weights.transport import Deadline, Group, ReceiveTransport, make_receiver
+from fourfold.weights.transport.base import Deadline, Group, ReceiveTransport, make_receiver
+from fourfold.weights.transport.sink import SummingSink
 
 
 @dataclass(slots=True)

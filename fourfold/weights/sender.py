@@ -21,8 +21,8 @@ import torch
 from fourfold.errors import InvalidInput, StaleEpoch, WrongState
 from fourfold.weights.digest import partial_sums, warm_up
 from fourfold.weights.manifest import Manifest, Span
-from fourfold.weights.source import WeightSource, as_sent
-from fourfold.weights.transport import Deadline, Group, SendTransport, aborted, make_sender, torch_dtype
+from fourfold.weights.source.dense import WeightSource, as_sent
+from fourfold.weights.transport.base import Deadline, Group, SendTransport, aborted, make_sender, torch_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ OURS = """
 import sys
 from pathlib import Path
 from fourfold.config import load
-from fourfold.serve import ServeOptions
+from fourfold.service.lifecycle import ServeOptions
 from fourfold_reward.serve import main
 recipe = Path("recipe.toml")
 sys.exit(main(ServeOptions(role="reward", recipe=recipe, config=load(recipe), member_id="reward-0")))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @pytest.fixture
 async def make_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Stage]]:
     """Make stages; they and their services are gone when the test ends."""
-    from fourfold_coordinator import report
+    from fourfold_coordinator.reporting import report
     from tests.fakes.stage import Stage
 
     # Drawing takes half a second; a unit test of the report does it.

@@ -14,8 +14,8 @@ from fourfold.reward.client import RewardClient
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.rpc.codec import encode, pack_floats
 from fourfold.trainer.client import TrainerClient
-from fourfold.wire import encode, pack_floats
 from tests.conftest import Serve
 from tests.fakes.servicers import Reference, Reward, Rollout, Trainer, generated, sample, score_item
 

@@ -18,14 +18,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fourfold import errors
-from fourfold.channel import CLIENT_OPTIONS, PUBLIC_SERVER_OPTIONS, RETRIED_METHODS, SERVER_OPTIONS, open_channel
 from fourfold.reward.client import RewardClient
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.reward.v1 import reward_service_pb2_grpc as reward_grpc
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
-from fourfold.server import Server
+from fourfold.rpc.channel import CLIENT_OPTIONS, PUBLIC_SERVER_OPTIONS, RETRIED_METHODS, SERVER_OPTIONS, open_channel
+from fourfold.rpc.server import Server
 from fourfold.trainer.client import TrainerClient
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as trainer_grpc

@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from fourfold.channel import open_channel
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import Unavailable
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold_coordinator.registry import Change, Member
-from fourfold_coordinator.replica import Replica
+from fourfold.rpc.channel import open_channel
+from fourfold_coordinator.routing.registry import Change, Member
+from fourfold_coordinator.routing.replica import Replica
 from tests.fakes.stage import Stage, check_books
 from tests.fakes.toy_rollout import FakeRollout
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from fourfold.channel import open_channel
 from fourfold.coordinator.client import RunClient
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.reward.v1 import reward_service_pb2 as reward
+from fourfold.rpc.channel import open_channel
 from tests.fakes.stage import Stage, check_books, until, watch_for
 from tests.fakes.toy_rollout import FakeRollout
 from tests.fakes.toy_scorers import FakeReference, FakeReward

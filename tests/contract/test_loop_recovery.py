@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from fourfold_coordinator.cli.summary import is_finished
 from fourfold_coordinator.serve import ADDRESS_FILE, main
-from fourfold_coordinator.summary import is_finished
 from tests.fakes.stage import Stage, check_books, fresh_processes, until, watch_for
 from tests.fakes.toy import write_data
 from tests.fakes.toy_rollout import FakeRollout

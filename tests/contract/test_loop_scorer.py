@@ -12,9 +12,10 @@ from fourfold import metrics as m
 from fourfold.config import from_tables
 from fourfold.errors import Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as reward
-from fourfold_coordinator import breaker, routing, scoring
-from fourfold_coordinator.ledger import Ledger
-from fourfold_coordinator.replica import Budget, GivenUp
+from fourfold_coordinator.routing import circuit_breaker, router
+from fourfold_coordinator.routing.replica import Budget, GivenUp
+from fourfold_coordinator.state.ledger import Ledger
+from fourfold_coordinator.training import scoring
 from tests.fakes.stage import Stage, check_books, until, watch_for
 
 TEXT = "KeyError: 'answer' (scorer.py:7)"
@@ -23,9 +24,9 @@ BROKEN = reward.SampleError(code=2, reason="RAISED", message=TEXT)
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(breaker, "_FIRST_REST_SECONDS", 0.01)
-    monkeypatch.setattr(breaker, "_MAX_OPEN_SECONDS", 0.05)
-    monkeypatch.setattr(routing, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(circuit_breaker, "_FIRST_REST_SECONDS", 0.01)
+    monkeypatch.setattr(circuit_breaker, "_MAX_OPEN_SECONDS", 0.05)
+    monkeypatch.setattr(router, "_TICK_SECONDS", 0.02)
 
 
 def broken(_: reward.ScoreItem) -> reward.SampleScore:
@@ -54,7 +55,7 @@ async def test_samples_wait_for_a_scorer_that_fails_and_watchers_see_why(make_st
     assert report["dropped"] == {} and report["eval_before"]["missing"] == 0
     (fault,) = report["faults"]
     assert (fault["peer"], fault["kind"]) == ("reward-0", "RAISED") and TEXT in fault["first"]
-    assert fault["count"] >= breaker.THRESHOLD
+    assert fault["count"] >= circuit_breaker.THRESHOLD
 
 
 async def test_a_scorer_that_breaks_after_it_has_worked_loses_no_sample(make_stage: Callable[..., Stage]) -> None:

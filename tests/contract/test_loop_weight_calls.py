@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fourfold.errors import WrongState
-from fourfold_coordinator import broker
-from fourfold_coordinator.weight_update import WeightUpdater
+from fourfold_coordinator.weights import broker
+from fourfold_coordinator.weights.update import WeightUpdater
 from tests.fakes.stage import Stage, check_books, watch_for
 
 ENGINE_CALLS = ("OpenWeights", "BeginWeights", "ReceiveWeights", "CommitWeights", "ProbeLogprobs", "ReleaseWeights")

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import pytest
 
-from fourfold.channel import open_channel
 from fourfold.coordinator.client import RunClient
 from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, MODEL_MISMATCH, DeadlinePassed
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
-from fourfold_coordinator import broker
+from fourfold.rpc.channel import open_channel
+from fourfold_coordinator.weights import broker
 from tests.fakes.stage import Stage, check_books, until, watch_for
 from tests.fakes.toy_rollout import FakeRollout
 
@@ -346,7 +346,7 @@ async def test_an_engine_that_happens_to_have_the_same_version_is_not_trusted(ma
 async def print_weights(stage: Stage) -> str:
     """Return what `fourfold weights` prints of the run in the stage's folder."""
     code = (
-        "import argparse, sys; from fourfold_coordinator import weights; parser = argparse.ArgumentParser(); "
+        "import argparse, sys; from fourfold_coordinator.cli import weights; parser = argparse.ArgumentParser(); "
         "weights.add_arguments(parser); sys.exit(weights.main(parser.parse_args()))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

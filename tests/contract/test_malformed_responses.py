@@ -13,7 +13,6 @@ import grpc
 import numpy as np
 import pytest
 
-from fourfold.channel import open_channel
 from fourfold.coordinator.client import MembershipClient, RunClient
 from fourfold.coordinator.v1 import membership_service_pb2, run_service_pb2
 from fourfold.errors import FourfoldError, PeerFault
@@ -24,9 +23,10 @@ from fourfold.reward.v1 import reward_service_pb2
 from fourfold.rollout.client import RolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.rpc.channel import open_channel
+from fourfold.rpc.codec import encode
 from fourfold.trainer.client import TrainerClient, TrainerWeightClient
 from fourfold.trainer.v1 import trainer_service_pb2, trainer_weight_service_pb2
-from fourfold.wire import encode
 from tests.fakes.servicers import sample, score_item
 
 GARBAGE = b"\xff" * 7

@@ -12,9 +12,9 @@ from fourfold.coordinator.client import Lease, MembershipClient
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
 from fourfold.errors import InvalidInput, NotFound, Unavailable, WrongState
-from fourfold.membership import Membership
-from fourfold_coordinator.membership import MembershipServicer
-from fourfold_coordinator.registry import Registry
+from fourfold.service.membership import Membership
+from fourfold_coordinator.routing.membership import MembershipServicer
+from fourfold_coordinator.routing.registry import Registry
 from tests.conftest import Serve
 from tests.fakes.clock import FakeClock
 

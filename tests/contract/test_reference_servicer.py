@@ -17,18 +17,18 @@ torch = pytest.importorskip("torch", reason="the reference service needs its ext
 transformers = pytest.importorskip("transformers", reason="the reference service needs fourfold-reward[reference]")
 
 from fourfold.errors import ConfigError, DeadlinePassed, Overloaded, Unavailable  # noqa: E402
+from fourfold.model.tokenizer import tokenizer_sha256  # noqa: E402
 from fourfold.nn import logprobs  # noqa: E402
 from fourfold.reference.client import ReferenceClient  # noqa: E402
 from fourfold.reference.v1 import reference_service_pb2 as pb  # noqa: E402
 from fourfold.reference.v1.reference_service_pb2_grpc import add_ReferenceServiceServicer_to_server  # noqa: E402
-from fourfold.tokenizer import tokenizer_sha256  # noqa: E402
+from fourfold.rpc.codec import Float32Array, pack_ints  # noqa: E402
 from fourfold.types.v1.experience_pb2 import Experience  # noqa: E402
-from fourfold.wire import Float32Array, pack_ints  # noqa: E402
 from fourfold_reward.reference import servicer as module  # noqa: E402
 from fourfold_reward.reference.model import ReferenceModel, Stopped  # noqa: E402
 from fourfold_reward.reference.servicer import Loaded, ReferenceServicer  # noqa: E402
 from tests.conftest import Serve  # noqa: E402
-from tests.tiny_models import VOCABULARY_SIZE, write_tiny_model  # noqa: E402
+from tests.support.tiny_models import VOCABULARY_SIZE, write_tiny_model  # noqa: E402
 
 pytestmark = pytest.mark.integration  # torch and transformers take seconds to import
 
@@ -283,7 +283,7 @@ async def test_too_many_calls_are_refused_with_a_delay(connect: Connect, monkeyp
 
 
 async def client_call(client: ReferenceClient) -> None:
-    from fourfold.status import from_rpc
+    from fourfold.rpc.status import from_rpc
 
     try:
         await ask(client, experience("x", [1, 2]))

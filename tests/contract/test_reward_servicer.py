@@ -231,7 +231,7 @@ import sys
 from pathlib import Path
 from fourfold.config import load
 from fourfold.errors import FourfoldError
-from fourfold.serve import ServeOptions
+from fourfold.service.lifecycle import ServeOptions
 from fourfold_reward.serve import main
 
 recipe = Path(sys.argv[1])

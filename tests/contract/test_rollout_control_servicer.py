@@ -12,7 +12,7 @@ import pytest
 from fourfold.errors import DeadlinePassed, InvalidInput, StaleEpoch, Unavailable, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold_rollout import control_servicer
+from fourfold_rollout.update import servicer
 from tests.conftest import Serve
 from tests.fakes.engine import DIGEST, VOCABULARY
 from tests.fakes.rollout import OPEN, SHA256, Service, request, rollout_service
@@ -70,7 +70,7 @@ class TestControl:
     async def test_deadline_exceeded_when_samples_do_not_finish_in_time(
         self, service: Service, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(control_servicer, "_MARGIN_SECONDS", 1.0)
+        monkeypatch.setattr(servicer, "_MARGIN_SECONDS", 1.0)
         answer = asyncio.create_task(service.client.complete(request(), timeout=5))
         await service.running(1)
         with pytest.raises(DeadlinePassed, match="still ran"):

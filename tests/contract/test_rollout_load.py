@@ -12,7 +12,7 @@ from fourfold.errors import Overloaded, Unavailable
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold_rollout import servicer as servicer_module
+from fourfold_rollout.generate import servicer as servicer_module
 from tests.conftest import Serve
 from tests.fakes.engine import FakeSample
 from tests.fakes.rollout import Service, request, rollout_service

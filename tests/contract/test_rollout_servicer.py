@@ -14,9 +14,9 @@ import pytest
 from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Overloaded, Unavailable, WrongState
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
-from fourfold_rollout import servicer as servicer_module
 from fourfold_rollout.engine import SampleOutput
-from fourfold_rollout.outputs import Outputs
+from fourfold_rollout.generate import servicer as servicer_module
+from fourfold_rollout.generate.outputs import Outputs
 from tests.conftest import Serve
 from tests.fakes.engine import CONTEXT, VOCABULARY, FakeSample
 from tests.fakes.rollout import OPEN, SHA256, Service, request, rollout_service

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fourfold.channel import open_channel
-from fourfold.clock import SYSTEM_CLOCK
 from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
-from fourfold.server import Server
-from fourfold_coordinator import load
-from fourfold_coordinator.choice import Demand, prefix_keys
-from fourfold_coordinator.registry import Member, Registry
-from fourfold_coordinator.replica import Budget, Replica
-from fourfold_coordinator.routing import Router
-from fourfold_rollout.admission import Limits
-from fourfold_rollout.servicer import RolloutServicer, ServedModel
-from fourfold_rollout.weights import EngineWeights
+from fourfold.rpc.channel import open_channel
+from fourfold.rpc.server import Server
+from fourfold_coordinator.routing import load
+from fourfold_coordinator.routing.registry import Member, Registry
+from fourfold_coordinator.routing.replica import Budget, Replica
+from fourfold_coordinator.routing.router import Router
+from fourfold_coordinator.routing.scheduling import Demand, prefix_keys
+from fourfold_rollout.generate.admission import Limits
+from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
+from fourfold_rollout.update.controller import EngineWeights
 from tests.fakes.engine import CONTEXT, VOCABULARY, FakeEngine, FakeSample
 from tests.fakes.rollout import NO_QUOTAS, SHA256, request, until
 

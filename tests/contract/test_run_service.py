@@ -10,8 +10,8 @@ import pytest
 from fourfold.coordinator.client import RunClient
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
-from fourfold_coordinator.ledger import EvalRow
-from fourfold_coordinator.run_service import RunBoard, RunServicer
+from fourfold_coordinator.reporting.run_service import RunBoard, RunServicer
+from fourfold_coordinator.state.ledger import EvalRow
 from tests.conftest import Serve
 from tests.fakes.clock import FakeClock
 

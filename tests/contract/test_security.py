@@ -19,18 +19,19 @@ from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import fourfold
-from fourfold import certs, errors, principal
-from fourfold.channel import open_channel
+from fourfold import errors
 from fourfold.config import SecurityConfig
-from fourfold.material import server_name
-from fourfold.principal import Principal
 from fourfold.reward.client import RewardClient
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.security import POLICY, PUBLIC_SERVICES, ROLES, ROLLOUT, VIEWER, Security, check_identity
-from fourfold.server import Server
+from fourfold.rpc.channel import open_channel
+from fourfold.rpc.server import Server
+from fourfold.security import certs, principal
+from fourfold.security.access import POLICY, PUBLIC_SERVICES, ROLES, ROLLOUT, VIEWER, Security, check_identity
+from fourfold.security.material import server_name
+from fourfold.security.principal import Principal
 from tests.fakes.servicers import Reward, Rollout
 
 REWARD = Principal("reward")

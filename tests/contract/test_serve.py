@@ -21,12 +21,12 @@ from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fourfold import errors
-from fourfold.channel import open_channel
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as pb_grpc
 from fourfold.reward.client import RewardClient
 from fourfold.reward.v1 import reward_service_pb2 as reward
-from fourfold.server import Server
+from fourfold.rpc.channel import open_channel
+from fourfold.rpc.server import Server
 from fourfold.types.v1.experience_pb2 import Experience
 from tests.conftest import Servicer
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from fourfold.errors import InvalidInput, NotFound, StaleEpoch, Unavailable, WrongState
+from fourfold.rpc.codec import encode
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.types.v1 import experience_pb2
-from fourfold.wire import encode
-from fourfold_trainer import weight_servicer
+from fourfold_trainer.service import weight_servicer
 from tests.conftest import Serve
 from tests.fakes.trainer_engine import MANIFEST, VOCABULARY, FakeEngine, group_of, sample
 from tests.fakes.trainer_service import SECONDS, SHA256, Start, Trainer, trainers

@@ -14,8 +14,8 @@ import pytest
 
 from fourfold import metrics
 from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Unavailable, WrongState
+from fourfold.rpc.codec import Float32Array, Sample, VersionSpan, encode
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
-from fourfold.wire import Float32Array, Sample, VersionSpan, encode
 from fourfold_trainer.engine import EngineFailedError
 from tests.conftest import Serve
 from tests.fakes.trainer_engine import VOCABULARY, FakeEngine, group_of, sample

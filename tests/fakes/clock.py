@@ -6,7 +6,7 @@ import asyncio
 
 
 class FakeClock:
-    """Implements `fourfold.clock.Clock`; sleepers wake in order when `advance` passes their time."""
+    """Implements `fourfold.host.clock.Clock`; sleepers wake in order when `advance` passes their time."""
 
     def __init__(self, start: float = 1_000.0) -> None:
         self._time = start

@@ -1,4 +1,4 @@
-"""CUDA and NCCL for tests without a GPU: the functions of `fourfold.weights.cuda`, between threads of one process.
+"""CUDA and NCCL for tests without a GPU: `fourfold.weights.transport.cuda`, between threads of one process.
 
 Exported memory is memory of this process. A communicator hands pointers over: its rank 0 waits for
 nobody, like a kernel that was launched, and the others copy when the sender's broadcast of the same
@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from fourfold.errors import Unavailable
-from fourfold.weights import cuda, cuda_ipc, nccl
+from fourfold.weights.transport import cuda, cuda_ipc, nccl
 
 
 class Fabric:

@@ -10,16 +10,16 @@ from typing import Any
 
 import grpc
 
-from fourfold.quota import UNLIMITED, Quotas
 from fourfold.rollout.client import RolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
 from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
-from fourfold_rollout.admission import Limits
-from fourfold_rollout.control_servicer import Identity, RolloutControlServicer
-from fourfold_rollout.servicer import RolloutServicer, ServedModel
-from fourfold_rollout.weights import EngineWeights
+from fourfold.rpc.quota import UNLIMITED, Quotas
+from fourfold_rollout.generate.admission import Limits
+from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
+from fourfold_rollout.update.controller import EngineWeights
+from fourfold_rollout.update.servicer import Identity, RolloutControlServicer
 from tests.conftest import Serve
 from tests.fakes.engine import CONTEXT, STOP_TOKEN, VOCABULARY, FakeEngine
 

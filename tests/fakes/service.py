@@ -13,11 +13,12 @@ from typing import Any
 
 import grpc
 
-from fourfold import config, errors, serve
+from fourfold import config, errors
 from fourfold.coordinator.v1.membership_service_pb2 import ROLE_REWARD
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
-from fourfold.serve import Host, ServeOptions
+from fourfold.service import lifecycle
+from fourfold.service.lifecycle import Host, ServeOptions
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -69,7 +70,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.hasty:
         for name in ("_ON_DRAIN_SECONDS", "_HARD_EXIT_SECONDS"):
-            setattr(serve, name, getattr(serve, name) / 4)
+            setattr(lifecycle, name, getattr(lifecycle, name) / 4)
     settings = config.load(RECIPE)
     if args.certs:
         settings = settings.model_copy(

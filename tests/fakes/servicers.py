@@ -16,10 +16,10 @@ from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.reward.v1 import reward_service_pb2_grpc as reward_grpc
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
+from fourfold.rpc.codec import Sample, VersionSpan, pack_floats, pack_ints
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as trainer_grpc
 from fourfold.types.v1 import experience_pb2 as types
-from fourfold.wire import Sample, VersionSpan, pack_floats, pack_ints
 from tests.conftest import Servicer
 
 REWARD = reward.DESCRIPTOR.services_by_name["RewardService"]

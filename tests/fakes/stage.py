@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from fourfold import config as configuration
-from fourfold.channel import open_channel
 from fourfold.config import Config
 from fourfold.coordinator.client import RunClient
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
-from fourfold.serve import ServeOptions
-from fourfold_coordinator.ledger import Ledger, State
+from fourfold.rpc.channel import open_channel
+from fourfold.service.lifecycle import ServeOptions
 from fourfold_coordinator.serve import ADDRESS_FILE, Coordinator
+from fourfold_coordinator.state.ledger import Ledger, State
 from tests.fakes.toy import Member, make_config
 from tests.fakes.toy_rollout import FakeRollout
 from tests.fakes.toy_scorers import FakeReward

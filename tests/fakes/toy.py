@@ -24,14 +24,14 @@ import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
-from fourfold.channel import open_channel
 from fourfold.config import Config
 from fourfold.coordinator.client import MembershipClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.membership import Membership
-from fourfold.server import Server
-from fourfold.tokenizer import tokenizer_sha256
-from fourfold.wire import Float32Array
+from fourfold.model.tokenizer import tokenizer_sha256
+from fourfold.rpc.channel import open_channel
+from fourfold.rpc.codec import Float32Array
+from fourfold.rpc.server import Server
+from fourfold.service.membership import Membership
 
 VOCABULARY = 258
 END = 257

@@ -17,7 +17,7 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
-from fourfold.wire import pack_floats, pack_ints
+from fourfold.rpc.codec import pack_floats, pack_ints
 from tests.fakes.toy import (
     END,
     MANIFEST,

@@ -13,7 +13,7 @@ from fourfold.reference.v1 import reference_service_pb2 as reference
 from fourfold.reference.v1 import reference_service_pb2_grpc as reference_grpc
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.reward.v1 import reward_service_pb2_grpc as reward_grpc
-from fourfold.wire import pack_floats
+from fourfold.rpc.codec import pack_floats
 from tests.fakes.toy import Context, Member, Services, toy_logprobs
 
 

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fourfold.serve import Host, ServeOptions
+from fourfold.service.lifecycle import Host, ServeOptions
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from tests.fakes import toy_rollout

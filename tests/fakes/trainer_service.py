@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from fourfold.config import Config
+from fourfold.rpc.codec import Sample, encode
 from fourfold.trainer.client import TrainerClient, TrainerWeightClient
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
-from fourfold.wire import Sample, encode
-from fourfold_trainer.core import TrainerCore
-from fourfold_trainer.servicer import TrainerServicer
-from fourfold_trainer.weight_servicer import TrainerWeightServicer
+from fourfold_trainer.service.servicer import TrainerServicer
+from fourfold_trainer.service.state import TrainerCore
+from fourfold_trainer.service.weight_servicer import TrainerWeightServicer
 from tests.conftest import Serve
 from tests.fakes.trainer_engine import FakeEngine
 

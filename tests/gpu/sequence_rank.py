@@ -87,11 +87,11 @@ def one_pass(model: Any, device: torch.device) -> tuple[Tensor, Tensor, list[Ten
 
 def main(rank: int, count: int, folder: Path, device_name: str = "cuda") -> None:
     """Compare."""
-    from fourfold_trainer import processes
+    from fourfold_trainer.ranks import process_group
 
     config = config_of(count, device_name)
-    place = processes.places(config, critic=False)[rank]
-    os.environ.update(processes.environment(config, place))
+    place = process_group.places(config, critic=False)[rank]
+    os.environ.update(process_group.environment(config, place))
     from fourfold_trainer.zero import group, ulysses
 
     group.join(config, rank=rank, rank_count=count, gpu=place.gpu, rendezvous=folder / "rendezvous")

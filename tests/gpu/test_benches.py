@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.bench_command import bench
+from tests.support.bench_command import bench
 
 _GPUS = torch.cuda.device_count()
 pytestmark = [

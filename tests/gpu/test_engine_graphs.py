@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fourfold_rollout.engine import EngineSettings
-from tests.tiny_models import write_tiny_model
+from tests.support.tiny_models import write_tiny_model
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

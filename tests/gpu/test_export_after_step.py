@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 import torch
 
-from fourfold.bench import model as bench_model
-from tests.bench_command import bench
+from fourfold_bench import model as bench_model
 from tests.integration.test_trainer_deepspeed import run
-from tests.trainer_driver import Case
+from tests.support.bench_command import bench
+from tests.support.trainer_driver import Case
 
 _GPUS = torch.cuda.device_count()
 pytestmark = [

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, WrongState
-from tests.tiny_models import write_tiny_model
-from tests.weight_engine import SIZES, Engine, running_engine
-from tests.weight_trainer import Trainer, check_updates
+from tests.support.tiny_models import write_tiny_model
+from tests.support.weight_engine import SIZES, Engine, running_engine
+from tests.support.weight_trainer import Trainer, check_updates
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

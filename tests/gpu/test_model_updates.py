@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny_models import write_tiny_model
-from tests.weight_engine import SIZES, Engine, running_engine
-from tests.weight_trainer import check_updates
+from tests.support.tiny_models import write_tiny_model
+from tests.support.weight_engine import SIZES, Engine, running_engine
+from tests.support.weight_trainer import check_updates
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

@@ -1,7 +1,7 @@
 """Offloading and Muon on real GPUs: what stays in main memory changes nothing but where it is.
 
 Skipped on a machine without a GPU; two of them are needed for the last test alone. Run them with `pytest tests/gpu`.
-Every case is an engine of DeepSpeed in a process of `tests.trainer_driver`, which all cases of a fixture share.
+Every case is an engine of DeepSpeed in a process of `tests.support.trainer_driver`, which all cases of a fixture share.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.integration.test_trainer_deepspeed import run
-from tests.plain_trainer import Arrays
-from tests.tiny_models import write_tiny_model
-from tests.trainer_driver import Case
+from tests.support.plain_trainer import Arrays
+from tests.support.tiny_models import write_tiny_model
+from tests.support.trainer_driver import Case
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

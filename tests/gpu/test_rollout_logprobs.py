@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tiny_models import write_tiny_model
+from tests.support.tiny_models import write_tiny_model
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -97,7 +97,7 @@ def _draw(tmp_path: Path, runner: str, **options: Any) -> dict[str, Any]:
     } | options
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == _V2))}
     answer = tmp_path / "answer.json"
-    command = [sys.executable, "-m", "tests.logprob_driver", json.dumps(settings), str(answer)]
+    command = [sys.executable, "-m", "tests.support.logprob_driver", json.dumps(settings), str(answer)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     result: dict[str, Any] = json.loads(answer.read_text())

@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from fourfold import metrics as m
-from tests.tiny_models import write_tiny_model
-from tests.tiny_run import logs_of, write_run
+from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_run import logs_of, write_run
 
 _GPUS = torch.cuda.device_count()
 pytestmark = [

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from tests.gpu.sequence_rank import LENGTHS
-from tests.tiny_models import write_tiny_model
-from tests.trainer_driver import Case, trainer_environment, write_cases
+from tests.support.tiny_models import write_tiny_model
+from tests.support.trainer_driver import Case, trainer_environment, write_cases
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
@@ -73,7 +73,7 @@ def test_gpus_that_share_rows_learn_as_one(tmp_path: Path, dtype: str) -> None:
         folder.mkdir()
         case = Case(name="train", model=str(model), ranks=count, sequence=count, dtype=dtype, device="cuda", budget=64)
         write_cases(folder / "cases.json", [case])
-        commands.append(("tests.trainer_driver", str(folder / "cases.json"), str(folder)))
+        commands.append(("tests.support.trainer_driver", str(folder / "cases.json"), str(folder)))
     wait_for(commands, tmp_path)
     wanted, found = (np.load(tmp_path / str(count) / "train.npz") for count in (1, COUNT))
     exact = dtype == "float32"

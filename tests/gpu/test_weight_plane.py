@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.tiny_models import write_tiny_model
-from tests.weight_engine import SIZES, Engine, running_engine
-from tests.weight_trainer import Trainer, check_updates
+from tests.support.tiny_models import write_tiny_model
+from tests.support.weight_engine import SIZES, Engine, running_engine
+from tests.support.weight_trainer import Trainer, check_updates
 
 _GPUS = torch.cuda.device_count()
 pytestmark = [

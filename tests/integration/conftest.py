@@ -14,7 +14,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     made: dict[tuple[str, int, str], Path] = {}
 
     def make(family: str, seed: int = 0, dtype: str = "bfloat16") -> Path:
-        from tests.tiny_models import write_tiny_model  # imports torch and transformers: only when a test asks
+        from tests.support.tiny_models import write_tiny_model  # imports torch and transformers: only when a test asks
 
         key = (family, seed, dtype)
         if key not in made:

@@ -22,13 +22,13 @@ import grpc
 import pytest
 
 from fourfold import config, errors
-from fourfold.channel import open_channel
 from fourfold.config import Config, SecurityConfig
-from fourfold.material import server_name
-from fourfold.principal import Principal
-from fourfold.process import descendants
+from fourfold.host.process import descendants
 from fourfold.reward.client import RewardClient
-from fourfold.security import Security
+from fourfold.rpc.channel import open_channel
+from fourfold.security.access import Security
+from fourfold.security.material import server_name
+from fourfold.security.principal import Principal
 from tests.fakes.command_line import listening, until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(200)]

@@ -13,7 +13,7 @@ import pytest
 
 from fourfold.errors import FourfoldError, Unavailable
 from fourfold_rollout.engine import EngineSettings, SampleOutput, SampleRequest
-from tests.answer import answer_of
+from tests.support.answer import answer_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

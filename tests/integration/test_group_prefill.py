@@ -12,7 +12,7 @@ from typing import Any, Final
 import pytest
 
 from fourfold_rollout.engine import EngineLoad, EngineSettings, SampleOutput, SampleRequest
-from tests.answer import answer_of
+from tests.support.answer import answer_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 

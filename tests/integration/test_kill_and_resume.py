@@ -2,7 +2,7 @@
 
 The trainer is the service as a process, with two ranks under ZeRO-3, a policy with a moving average, a critic, an
 adaptive KL coefficient, running moments of the scores, and two optimizer steps of each model in a step. It is fed
-recorded batches, saves after every second step, and is killed by `tests/doom` at the moments of MOMENTS. After each
+recorded batches, saves after every second step, and is killed by `tests/fault_injection` at the moments of MOMENTS. After each
 death another trainer loads the newest checkpoint and gets the batches from there on. Every answer, and every byte of
 the checkpoints, must be those of a run that nobody killed.
 """
@@ -22,12 +22,12 @@ from typing import Any, Final
 import pytest
 
 from fourfold import metrics
-from fourfold.channel import open_channel
 from fourfold.errors import FourfoldError
+from fourfold.rpc.channel import open_channel
+from fourfold.rpc.codec import encode
 from fourfold.trainer.client import TrainerClient
-from fourfold.wire import encode
 from tests.integration.test_trainer_service import Service
-from tests.trainer_driver import LEARNING_RATE, REPOSITORY, batch, trainer_environment
+from tests.support.trainer_driver import LEARNING_RATE, REPOSITORY, batch, trainer_environment
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -56,7 +56,7 @@ keep = {KEEP}
 
 @dataclass(frozen=True)
 class Moment:
-    """Who is killed in which step, or in the checkpoint after it: see tests/doom.
+    """Who is killed in which step, or in the checkpoint after it: see tests/fault_injection.
 
     answer: between the answer of the step and its checkpoint. saved: after it.
     """
@@ -106,15 +106,15 @@ class Trainers:
 
     def __init__(self, model: Path, folder: Path) -> None:
         self._model, self._folder = model, folder
-        self._doom = folder / "doom"
+        self._doom = folder / "fault_injection"
         self.run_dir = folder / "run"
 
     @contextmanager
     def process(self, *, ranks: int = 2, stage: int = 3) -> Iterator[Service]:
         """Run one."""
         self._doom.unlink(missing_ok=True)
-        path = os.pathsep.join([str(REPOSITORY / "tests" / "doom"), trainer_environment()["PYTHONPATH"]])
-        environment = {"FOURFOLD_DOOM": str(self._doom), "PYTHONPATH": path}
+        path = os.pathsep.join([str(REPOSITORY / "tests" / "fault_injection"), trainer_environment()["PYTHONPATH"]])
+        environment = {"FOURFOLD_FAULT": str(self._doom), "PYTHONPATH": path}
         service = Service(
             self._model,
             self._folder,

@@ -1,4 +1,4 @@
-"""Every preset raises the reward of a tiny model, and so does LoRA; see `tests/learning_driver.py`."""
+"""Every preset raises the reward of a tiny model, and so does LoRA; see `tests/support/learning_driver.py`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from fourfold.config import PRESETS
-from tests.learning_driver import LORA
-from tests.trainer_driver import REPOSITORY, trainer_environment
+from tests.support.learning_driver import LORA
+from tests.support.trainer_driver import REPOSITORY, trainer_environment
 
 RUNS = [*PRESETS, f"grpo{LORA}"]
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900
 def curves(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("learning")
     model = tiny_model("llama", 0, "float32")
-    argv = [sys.executable, "-m", "tests.learning_driver", str(model), str(out), *RUNS]
+    argv = [sys.executable, "-m", "tests.support.learning_driver", str(model), str(out), *RUNS]
     result = subprocess.run(
         argv, env=trainer_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=850
     )

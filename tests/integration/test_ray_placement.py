@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 DRIVER = """
 import json, sys, time
 from pathlib import Path
-from fourfold.process import Command
+from fourfold.host.process import Command
 from fourfold_coordinator import ray_launcher
-from fourfold_coordinator.fleet import Service
+from fourfold_coordinator.launch.fleet import Service
 
 CHILD = "import os, time; print('SEES', os.environ.get('CUDA_VISIBLE_DEVICES', 'all')); print('READY x', flush=True)"
 CHILD += "; time.sleep(60)"

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fourfold.channel import open_channel
 from fourfold.reference.client import ReferenceClient
-from fourfold.wire import Sample, VersionSpan
+from fourfold.rpc.channel import open_channel
+from fourfold.rpc.codec import Sample, VersionSpan
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -31,7 +31,7 @@ MAIN = """
 import sys
 from pathlib import Path
 from fourfold.config import load
-from fourfold.serve import ServeOptions
+from fourfold.service.lifecycle import ServeOptions
 from fourfold_reward.reference.serve import main
 recipe = Path(sys.argv[1])
 sys.exit(main(ServeOptions(role="reference", recipe=recipe, config=load(recipe), member_id="reference-0")))

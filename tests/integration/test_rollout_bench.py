@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench_command import bench
+from tests.support.bench_command import bench
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 

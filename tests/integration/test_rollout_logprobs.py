@@ -1,6 +1,7 @@
 """Log-probabilities that the worker writes to the service's memory, against vLLM's own `logprobs=0`: two real engines.
 
-The cases are in `tests/logprob_driver.py`. One engine has the table, so little KV cache that it preempts, and steps
+The cases are in `tests/support/logprob_driver.py`. One engine has the table, so little KV cache that it
+preempts, and steps
 that hold one sample of full length and no more. The other is vLLM as it is, with room for everything, where nothing
 happens to a sample. Both draw the same seeds. Prompts in pieces: `tests/gpu/test_rollout_logprobs.py`.
 """
@@ -37,7 +38,7 @@ def _start(model: Path, folder: Path, **options: Any) -> tuple[subprocess.Popen[
     env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_"))}
     env |= {"PYTHONPATH": os.pathsep.join(sys.path), "TORCHDYNAMO_DISABLE": "1"}  # it would compile for one function
     env |= {"OMP_NUM_THREADS": "1"}  # two engines, perhaps on two cores
-    command = [sys.executable, "-m", "tests.logprob_driver", json.dumps(settings), str(folder / "answer.json")]
+    command = [sys.executable, "-m", "tests.support.logprob_driver", json.dumps(settings), str(folder / "answer.json")]
     with (folder / "log").open("w") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, text=True, env=env), folder
 

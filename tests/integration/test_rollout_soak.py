@@ -22,14 +22,23 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from fourfold.channel import open_channel
 from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Overloaded, Unavailable, WrongState
 from fourfold.rollout.client import Completion, RolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from tests.rollout_process import SAMPLES, Publisher, Service, plain, request, running_count, start, until_running
-from tests.soak_measure import LEAST_ROUNDS, Row, grown, held, memory, write
-from tests.tiny_models import VOCABULARY_SIZE
+from fourfold.rpc.channel import open_channel
+from tests.support.rollout_process import (
+    SAMPLES,
+    Publisher,
+    Service,
+    plain,
+    request,
+    running_count,
+    start,
+    until_running,
+)
+from tests.support.soak_measure import LEAST_ROUNDS, Row, grown, held, memory, write
+from tests.support.tiny_models import VOCABULARY_SIZE
 
 MINUTES: Final = float(os.environ.get("FOURFOLD_SOAK_MINUTES", "2"))
 RESULT: Final = os.environ.get("FOURFOLD_SOAK_RESULT", "")

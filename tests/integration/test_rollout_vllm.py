@@ -16,13 +16,13 @@ import numpy as np
 import psutil
 import pytest
 
-from fourfold.channel import open_channel
 from fourfold.errors import FourfoldError, InvalidInput, StaleEpoch, Unavailable, WrongState
+from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.rollout.client import RolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold.tokenizer import tokenizer_sha256
-from tests.rollout_process import (
+from fourfold.rpc.channel import open_channel
+from tests.support.rollout_process import (
     CONTEXT,
     SAMPLES,
     Publisher,
@@ -35,7 +35,7 @@ from tests.rollout_process import (
     until_running,
     until_sampled,
 )
-from tests.tiny_models import VOCABULARY_SIZE
+from tests.support.tiny_models import VOCABULARY_SIZE
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -44,7 +44,7 @@ TinyModel = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def service(tiny_model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    running = start(tiny_model("qwen2"), tmp_path_factory.mktemp("rollout"), program="tests.slow_rollout")
+    running = start(tiny_model("qwen2"), tmp_path_factory.mktemp("rollout"), program="tests.support.slow_rollout")
     yield running
     running.close()
 
@@ -387,7 +387,7 @@ async def test_a_fresh_engine_repeats_the_samples_and_dies_with_its_service(
     results = []
     for ending in (signal.SIGKILL, signal.SIGTERM):
         folder = tmp_path_factory.mktemp(ending.name)
-        service = start(tiny_model("qwen2"), folder, temporary, program="tests.slow_rollout")
+        service = start(tiny_model("qwen2"), folder, temporary, program="tests.support.slow_rollout")
         engine = service.engine
         (place,) = temporary.iterdir()  # what the killed one left is gone
         assert place.name.startswith("fourfold-engine-") and len([*place.glob("*-*-*-*-*")]) >= 3, "sockets are in it"

@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from fourfold import models
-from fourfold.process import descendants
-from fourfold.tokenizer import tokenizer_sha256
+from fourfold.host.process import descendants
+from fourfold.model import folder as model_folder
+from fourfold.model.tokenizer import tokenizer_sha256
 from tests.fakes.command_line import listening, until
-from tests.tiny_run import logs_of, write_run
+from tests.support.tiny_run import logs_of, write_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
 
@@ -137,7 +137,7 @@ def check_agreement(folder: Folder) -> None:
     assert sorted(path.name for path in (folder.run_dir / "checkpoints").glob("step-*"))[-1] == "step-000003"
     exported = folder.run_dir / "model"
     source = Path(report_source(folder))
-    assert models.folder_shape(models.resolve(str(exported))) == models.folder_shape(source)
+    assert model_folder.folder_shape(model_folder.resolve(str(exported))) == model_folder.folder_shape(source)
     assert tokenizer_sha256(exported) == tokenizer_sha256(source)
 
 

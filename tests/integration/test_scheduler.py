@@ -10,9 +10,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from benchmarks.scheduler import BLOCK_TOKENS, TOKENS, BareScheduler
-from fourfold_rollout.vllm.decoding import obstacle
-from fourfold_rollout.vllm.scheduler import AsyncRolloutScheduler, RolloutScheduler, shorten
+from fourfold_bench.scheduler import BLOCK_TOKENS, TOKENS, BareScheduler
+from fourfold_rollout.vllm.patches.decoding import obstacle
+from fourfold_rollout.vllm.patches.scheduler import AsyncRolloutScheduler, RolloutScheduler, shorten
 
 pytestmark = pytest.mark.integration
 

@@ -1,6 +1,6 @@
 """Sequence parallelism with real ranks: DeepSpeed's exchange over gloo, and whole steps under ZeRO.
 
-What one rank alone gives is the truth; tests/unit/test_sequence.py has the same with ranks that are threads.
+What one rank alone gives is the truth; tests/unit/nn/test_sequence.py has the same with ranks that are threads.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.plain_trainer import Arrays
-from tests.sequence_cases import CASES, check, float64_alone, make_model, run
-from tests.trainer_driver import Case, trainer_environment, write_cases
+from tests.support.plain_trainer import Arrays
+from tests.support.sequence_cases import CASES, check, float64_alone, make_model, run
+from tests.support.trainer_driver import Case, trainer_environment, write_cases
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -58,7 +58,7 @@ def wait_for(commands: Sequence[Sequence[str]]) -> None:
 
 @pytest.mark.parametrize(("count", "size"), [(2, 2), (4, 2), (4, 4)])
 def test_the_exchange_of_deepspeed_gives_what_one_rank_gives(count: int, size: int, tmp_path: Path) -> None:
-    wait_for([("tests.sequence_ranks", *map(str, (rank, count, size, tmp_path))) for rank in range(count)])
+    wait_for([("tests.support.sequence_ranks", *map(str, (rank, count, size, tmp_path))) for rank in range(count)])
     torch.set_num_threads(1)
     for index, case in enumerate(CASES):
         for seed in range(count // size):
@@ -74,7 +74,7 @@ def test_the_exchange_of_deepspeed_gives_what_one_rank_gives(count: int, size: i
 def drive(cases: Sequence[Case], folder: Path) -> dict[str, Arrays]:
     """Run cases in one process; return what each saw."""
     write_cases(folder / "cases.json", cases)
-    wait_for([("tests.trainer_driver", str(folder / "cases.json"), str(folder))])
+    wait_for([("tests.support.trainer_driver", str(folder / "cases.json"), str(folder))])
     return {case.name: np.load(folder / f"{case.name}.npz") for case in cases}
 
 

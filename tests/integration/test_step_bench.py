@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fourfold import metrics as m
-from tests.bench_command import bench, start
+from tests.support.bench_command import bench, start
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 

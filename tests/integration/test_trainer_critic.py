@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fourfold.channel import open_channel
 from fourfold.errors import Unavailable
+from fourfold.rpc.channel import open_channel
+from fourfold.rpc.codec import encode
 from fourfold.trainer.client import TrainerClient
-from fourfold.wire import encode
 from tests.integration.test_trainer_deepspeed import PPO, run
 from tests.integration.test_trainer_service import Service
 from tests.integration.test_trainer_state import Copies
-from tests.trainer_driver import Case, batch
+from tests.support.trainer_driver import Case, batch
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 

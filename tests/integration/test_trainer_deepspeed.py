@@ -1,6 +1,6 @@
 """Real DeepSpeed engines on tiny models, ZeRO stages 0 to 3, one and two ranks.
 
-The truth is a plain PyTorch loop over the whole batch: `tests/plain_trainer.py`.
+The truth is a plain PyTorch loop over the whole batch: `tests/support/plain_trainer.py`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.plain_trainer import Arrays, plain, plain_parts, plain_ppo
-from tests.tiny_models import write_tiny_model
-from tests.trainer_driver import Case, config_of, trainer_environment, write_cases
+from tests.support.plain_trainer import Arrays, plain, plain_parts, plain_ppo
+from tests.support.tiny_models import write_tiny_model
+from tests.support.trainer_driver import Case, config_of, trainer_environment, write_cases
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -36,7 +36,7 @@ def run(cases: Sequence[Case], folder: Path, *, prepended: Path | None = None) -
     if prepended is not None:
         environment["PYTHONPATH"] = os.pathsep.join([str(prepended), environment["PYTHONPATH"]])
     write_cases(folder / "cases.json", cases)
-    argv = [sys.executable, "-m", "tests.trainer_driver", str(folder / "cases.json"), str(folder)]
+    argv = [sys.executable, "-m", "tests.support.trainer_driver", str(folder / "cases.json"), str(folder)]
     result = subprocess.run(argv, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
     assert result.returncode == 0, result.stderr[-4000:]
     return {case.name: np.load(folder / f"{case.name}.npz") for case in cases}

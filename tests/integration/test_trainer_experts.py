@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.integration.test_trainer_deepspeed import check, run
-from tests.plain_trainer import Arrays, plain
-from tests.trainer_driver import Case
+from tests.support.plain_trainer import Arrays, plain
+from tests.support.trainer_driver import Case
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -20,9 +20,9 @@ import transformers
 from torch import Tensor
 
 from tests.integration.test_trainer_deepspeed import check
-from tests.plain_lora import by_hand, plain_lora, read_pairs
-from tests.plain_trainer import Arrays, lookup, plain
-from tests.trainer_driver import REPOSITORY, Case, trainer_environment, write_cases
+from tests.support.plain_lora import by_hand, plain_lora, read_pairs
+from tests.support.plain_trainer import Arrays, lookup, plain
+from tests.support.trainer_driver import REPOSITORY, Case, trainer_environment, write_cases
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 peft = pytest.importorskip("peft")
@@ -37,7 +37,7 @@ TinyModel = Callable[..., Path]
 def run(cases: Sequence[Case], folder: Path) -> dict[str, Arrays]:
     """Run cases in one process; return what each saw."""
     write_cases(folder / "cases.json", cases)
-    argv = [sys.executable, "-m", "tests.lora_driver", str(folder / "cases.json"), str(folder)]
+    argv = [sys.executable, "-m", "tests.support.lora_driver", str(folder / "cases.json"), str(folder)]
     result = subprocess.run(
         argv, env=trainer_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=280
     )

@@ -11,9 +11,9 @@ import pytest
 
 from tests.integration.test_trainer_deepspeed import KL, check, check_parts, run
 from tests.integration.test_trainer_state import Copies, check_copy, check_step, content
-from tests.plain_muon import PlainMuon
-from tests.plain_trainer import Arrays, plain, plain_parts
-from tests.trainer_driver import Case
+from tests.support.plain_muon import PlainMuon
+from tests.support.plain_trainer import Arrays, plain, plain_parts
+from tests.support.trainer_driver import Case
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -22,17 +22,17 @@ import pytest
 import torch
 import transformers
 
-from fourfold.channel import open_channel
 from fourfold.errors import StaleEpoch, WrongState
-from fourfold.scratch import Scratch
-from fourfold.tokenizer import tokenizer_sha256
+from fourfold.host.scratch import Scratch
+from fourfold.model.tokenizer import tokenizer_sha256
+from fourfold.rpc.channel import open_channel
+from fourfold.rpc.codec import encode
 from fourfold.trainer.client import TrainerClient, TrainerWeightClient
 from fourfold.weights.manifest import Manifest
-from fourfold.weights.transport import Deadline, Group, make_receiver
-from fourfold.wire import encode
-from tests.plain_trainer import lookup
-from tests.trainer_driver import LEARNING_RATE, REPOSITORY, VOCABULARY, batch, trainer_environment
-from tests.weight_peers import Collector
+from fourfold.weights.transport.base import Deadline, Group, make_receiver
+from tests.support.plain_trainer import lookup
+from tests.support.trainer_driver import LEARNING_RATE, REPOSITORY, VOCABULARY, batch, trainer_environment
+from tests.support.weight_peers import Collector
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -107,7 +107,7 @@ step_timeout_seconds = {timeout}
         ranks = []
         for child in children:
             with suppress(psutil.NoSuchProcess):  # a helper of the start that has just ended
-                if "fourfold_trainer.rank" in child.cmdline():
+                if "fourfold_trainer.ranks.main" in child.cmdline():
                     ranks.append(child)
         return ranks
 

@@ -2,7 +2,7 @@
 
 A case makes the first step of several batches with real DeepSpeed and no clipping, and saves: Adam's first moment is
 then the gradient times 1 - beta1, element by element, whoever held it. The truth is one padded batch in plain
-transformers and float64. tests/unit/test_split.py has the same without DeepSpeed, in float64.
+transformers and float64. tests/unit/trainer/test_split.py has the same without DeepSpeed, in float64.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import transformers
 
 from tests.integration.test_trainer_deepspeed import run
 from tests.integration.test_trainer_state import content
-from tests.plain_gradients import (
+from tests.support.plain_gradients import (
     Gradients,
     check_gradients,
     group_advantages,
@@ -26,7 +26,7 @@ from tests.plain_gradients import (
     ragged,
     value_gradients,
 )
-from tests.trainer_driver import SPLITS, VOCABULARY, Case
+from tests.support.trainer_driver import SPLITS, VOCABULARY, Case
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

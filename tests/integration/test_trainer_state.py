@@ -14,10 +14,10 @@ import safetensors.numpy
 import torch
 import transformers
 
-from fourfold_trainer.shards import STEP
+from fourfold_trainer.checkpoint.shards import STEP
 from tests.integration.test_trainer_deepspeed import PPO, run
-from tests.plain_trainer import Arrays, lookup, plain
-from tests.trainer_driver import Case
+from tests.support.plain_trainer import Arrays, lookup, plain
+from tests.support.trainer_driver import Case
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

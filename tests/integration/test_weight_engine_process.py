@@ -15,10 +15,10 @@ import pytest
 import transformers
 
 from fourfold.errors import DeadlinePassed
-from fourfold.weights.answers import unwrap
 from fourfold.weights.digest import combine_digest
 from fourfold.weights.sender import WeightSender
-from fourfold.weights.source import DenseSource
+from fourfold.weights.source.dense import DenseSource
+from fourfold.weights.worker_reply import unwrap
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -85,7 +85,7 @@ async def _serve(pipe: multiprocessing.connection.Connection, folder: str) -> No
     llm = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             model=folder,
-            worker_extension_cls="fourfold.weights.vllm_worker.WeightWorker",
+            worker_extension_cls="fourfold.weights.apply.vllm_worker.WeightWorker",
             enforce_eager=True,
             max_model_len=64,
             max_num_seqs=4,

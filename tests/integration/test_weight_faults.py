@@ -1,7 +1,7 @@
 """Processes that die, stop or lie in every phase of a weight update: the rest is in order, and the next one is right.
 
-Everything is real but the coordinator's loop: see `tests/weight_fleet.py` and `tests/weight_coordinator.py`, also for
-how to run this on GPUs. After every fault
+Everything is real but the coordinator's loop: see `weight_fleet.py` and `weight_coordinator.py` in
+tests/support, also for how to run this on GPUs. After every fault
 
     - the update ends within its deadline, and every engine that is left serves whole weights under their own version,
       or nothing;
@@ -26,10 +26,10 @@ import pytest
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import StaleEpoch, WrongState
 from fourfold.rollout.client import RolloutControlClient
-from tests.signals import go_on, kill, stop, terminate
-from tests.trainer_driver import REPOSITORY, trainer_environment
-from tests.weight_coordinator import Coordinator, after, ends_in, ends_well, repeat, until, write_task
-from tests.weight_fleet import BACKENDS, UPDATE_SECONDS, Engine, Fleet
+from tests.support.signals import go_on, kill, stop, terminate
+from tests.support.trainer_driver import REPOSITORY, trainer_environment
+from tests.support.weight_coordinator import Coordinator, after, ends_in, ends_well, repeat, until, write_task
+from tests.support.weight_fleet import BACKENDS, UPDATE_SECONDS, Engine, Fleet
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(500)]
 
@@ -191,7 +191,7 @@ async def test_the_coordinator_is_killed(fleet: Fleet, tmp_path: Path, moment: s
         stop=rank if moment == "receiving" else 0,
         hold=engines[1].member_id if moment.startswith("one") else "",
     )
-    argv = [sys.executable, "-m", "tests.weight_coordinator", str(tmp_path / "task.json")]
+    argv = [sys.executable, "-m", "tests.support.weight_coordinator", str(tmp_path / "task.json")]
     done = await asyncio.to_thread(
         subprocess.run, argv, env=trainer_environment(), cwd=REPOSITORY, capture_output=True, text=True, timeout=60
     )

@@ -1,6 +1,6 @@
 """`fourfold run` in which somebody is killed in the middle of a weight update: it ends well, by itself or resumed.
 
-The coordinator tells `tests/doom` which call it is about to make; see there. What happens between the calls, and in
+The coordinator tells `tests/fault_injection` which call it is about to make; see there. What happens between the calls, and in
 every other phase, is in `test_weight_faults.py`.
 """
 
@@ -17,7 +17,7 @@ import pytest
 
 from tests.fakes.command_line import until
 from tests.integration.test_run_local import Folder, check_agreement
-from tests.trainer_driver import REPOSITORY
+from tests.support.trainer_driver import REPOSITORY
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -29,7 +29,7 @@ class Doomed(Folder):
 
     @property
     def file(self) -> Path:
-        return self.root / "doom"
+        return self.root / "fault_injection"
 
     def doom(self, call: str, pid: int) -> None:
         """Let a process, or with 0 the coordinator, die before the coordinator makes its next such call."""
@@ -55,9 +55,9 @@ class Doomed(Folder):
 @pytest.fixture
 def run(tmp_path: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Doomed]:
     made = Doomed(tmp_path, tiny_model("llama_tied"))
-    paths = [str(REPOSITORY / "tests" / "doom"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(REPOSITORY / "tests" / "fault_injection"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setenv("FOURFOLD_DOOM_CALL", str(made.file))
+    monkeypatch.setenv("FOURFOLD_FAULT_CALL", str(made.file))
     yield made
     for process in made.processes:
         process.kill()

@@ -10,8 +10,8 @@ from typing import Final
 import psutil
 import pytest
 
-from tests.weight_engine import Engine, running_engine
-from tests.weight_trainer import Trainer
+from tests.support.weight_engine import Engine, running_engine
+from tests.support.weight_trainer import Trainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -12,8 +12,8 @@ import torch
 
 from fourfold.weights.digest import add_sums, partial_sums
 from fourfold.weights.manifest import Manifest
-from fourfold.weights.transport import Shards
-from tests.weight_ranks import Case, Outcome, rank_main
+from fourfold.weights.transport.base import Shards
+from tests.support.weight_ranks import Case, Outcome, rank_main
 
 pytestmark = pytest.mark.integration
 _TIMEOUT: Final = 100.0

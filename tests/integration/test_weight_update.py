@@ -17,11 +17,11 @@ import torch
 import transformers
 
 from fourfold.errors import MODEL_MISMATCH, DeadlinePassed, FourfoldError, Internal, StaleEpoch, WrongState
-from fourfold.weights.applier import VERIFIED_ARCHITECTURES
+from fourfold.weights.apply.reload import VERIFIED_ARCHITECTURES
 from fourfold.weights.sender import WeightSender
-from fourfold.weights.source import DenseSource
-from tests.weight_engine import Engine, running_engine
-from tests.weight_trainer import TIMEOUT, Trainer, check_updates, next_version
+from fourfold.weights.source.dense import DenseSource
+from tests.support.weight_engine import Engine, running_engine
+from tests.support.weight_trainer import TIMEOUT, Trainer, check_updates, next_version
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

@@ -12,9 +12,9 @@ import transformers
 
 from fourfold.errors import MODEL_MISMATCH, WrongState
 from fourfold.weights.sender import WeightSender
-from fourfold.weights.source import DenseSource
-from tests.weight_engine import running_engine
-from tests.weight_trainer import Trainer
+from fourfold.weights.source.dense import DenseSource
+from tests.support.weight_engine import running_engine
+from tests.support.weight_trainer import Trainer
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -1,7 +1,7 @@
 """Run the tests of each central module against small faults of it, and write which faults they miss.
 
     make mutants                                        # the whole sample; the result goes to benchmarks/results
-    .venv/bin/python -m tests.mutants --module fourfold/wire.py --out result.json
+    .venv/bin/python -m tests.mutants --module fourfold/rpc/codec.py --out result.json
 
 The faults are made in copies of the tree in a temporary folder.
 """

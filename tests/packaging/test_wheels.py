@@ -25,6 +25,7 @@ PROJECTS = {
     "fourfold-trainer": ROOT / "services/trainer",
     "fourfold-reward": ROOT / "services/reward",
     "fourfold-coordinator": ROOT / "services/coordinator",
+    "fourfold-bench": ROOT / "benchmarks",
 }
 HEAVY = {"torch", "transformers", "vllm", "deepspeed", "ray"}
 
@@ -86,12 +87,12 @@ def _run(*command: str | Path, cwd: Path, timeout: float = 240) -> str:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the five wheels, built from a copy: setuptools leaves its build folders behind."""
+    """Return a folder with the six wheels, built from a copy: setuptools leaves its build folders behind."""
     folder = tmp_path_factory.mktemp("wheels")
     copy = folder / "source"
     listed = _run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
     for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file() and name.split("/")[0] not in ("tests", "benchmarks"):
+        if (ROOT / name).is_file() and not name.startswith(("tests/", "benchmarks/results/")):
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name)
     for path in PROJECTS.values():
@@ -129,13 +130,17 @@ def _import_all(python: Path, packages: list[str], *, skip: list[str], cwd: Path
 
 
 # What needs an extra that this test leaves out.
-_TENSORS = ["fourfold.nn", "fourfold.weights"]
+_TENSORS = ["fourfold.nn", "fourfold.weights", "fourfold.model.convert_gguf"]
 
 
 def test_fourfold_alone_imports_all_that_needs_no_extra(install: Callable[..., Path], tmp_path: Path) -> None:
     python = install("fourfold", "--constraints", ROOT / "constraints.txt")
-    found = _import_all(python, ["fourfold"], skip=[*_TENSORS, "fourfold.tokenizer", "fourfold.certs"], cwd=tmp_path)
-    assert {"fourfold.cli", "fourfold.serve", "fourfold.rollout.client", "fourfold.trainer.v1"} <= set(found.imported)
+    found = _import_all(
+        python, ["fourfold"], skip=[*_TENSORS, "fourfold.model.tokenizer", "fourfold.security.certs"], cwd=tmp_path
+    )
+    assert {"fourfold.cli.main", "fourfold.service.lifecycle", "fourfold.rollout.client", "fourfold.trainer.v1"} <= set(
+        found.imported
+    )
     assert not found.modules & (HEAVY | {"tokenizers", "jinja2", "matplotlib", "fourfold_coordinator"})
     assert found.where.startswith(str(tmp_path)), "imported from the repository, not from the wheel"
     assert "usage: fourfold" in _run(python.with_name("fourfold"), "--help", cwd=tmp_path)
@@ -156,8 +161,8 @@ def test_reward_alone_scores_without_torch(install: Callable[..., Path], tmp_pat
 
 def test_coordinator_alone_imports_without_torch(install: Callable[..., Path], tmp_path: Path) -> None:
     python = install("fourfold-coordinator", "--constraints", ROOT / "constraints.txt")
-    found = _import_all(python, ["fourfold_coordinator"], skip=["fourfold_coordinator.ray_launcher"], cwd=tmp_path)
-    assert {"fourfold_coordinator.loop", "fourfold_coordinator.run_service"} <= set(found.imported)
+    found = _import_all(python, ["fourfold_coordinator"], skip=["fourfold_coordinator.launch.ray"], cwd=tmp_path)
+    assert {"fourfold_coordinator.training.loop", "fourfold_coordinator.reporting.run_service"} <= set(found.imported)
     assert not found.modules & (HEAVY | {"fourfold_reward", "fourfold_rollout", "fourfold_trainer"})
     assert "--launcher" in _run(python.with_name("fourfold"), "run", "--help", cwd=tmp_path)
 
@@ -169,7 +174,9 @@ def test_stubs_load_on_every_protobuf_that_an_engine_may_bring(
 ) -> None:
     install("fourfold", f"protobuf=={protobuf}")
     python = tmp_path / "environment/bin/python"
-    found = _import_all(python, ["fourfold"], skip=[*_TENSORS, "fourfold.tokenizer", "fourfold.certs"], cwd=tmp_path)
+    found = _import_all(
+        python, ["fourfold"], skip=[*_TENSORS, "fourfold.model.tokenizer", "fourfold.security.certs"], cwd=tmp_path
+    )
     assert "fourfold.coordinator.v1.run_service_pb2_grpc" in found.imported
     version = _run(python, "-c", "import google.protobuf as p; print(p.__version__)", cwd=tmp_path)
     assert version.strip() == protobuf
@@ -189,10 +196,10 @@ def test_rollout_alone_imports_without_deepspeed_and_ray(
 ) -> None:
     python = install("fourfold-rollout[cpu]", *pinned)
     outside = _import_all(python, ["fourfold_rollout"], skip=["fourfold_rollout.vllm"], cwd=tmp_path)
-    assert "fourfold_rollout.servicer" in outside.imported
+    assert "fourfold_rollout.generate.servicer" in outside.imported
     assert "vllm" not in outside.modules, "only fourfold_rollout.vllm may import vLLM"
     # Those two need triton, which vLLM for CUDA brings.
-    on_gpus = ["fourfold_rollout.vllm.logprob_kernel", "fourfold_rollout.vllm.runner_v2"]
+    on_gpus = ["fourfold_rollout.vllm.logprob_kernel", "fourfold_rollout.vllm.patches.runner_v2"]
     inside = _import_all(python, ["fourfold_rollout.vllm"], skip=on_gpus, cwd=tmp_path)
     assert "vllm" in inside.modules
     assert not (outside.modules | inside.modules) & {"deepspeed", "ray", "fourfold_trainer", "fourfold_coordinator"}
@@ -205,7 +212,7 @@ def test_trainer_alone_imports_without_vllm_and_ray(
 ) -> None:
     python = install("fourfold-trainer", *pinned)
     outside = _import_all(python, ["fourfold_trainer"], skip=["fourfold_trainer.zero"], cwd=tmp_path)
-    assert "fourfold_trainer.servicer" in outside.imported
+    assert "fourfold_trainer.service.servicer" in outside.imported
     assert "deepspeed" not in outside.modules, "only fourfold_trainer.zero may import DeepSpeed"
     inside = _import_all(python, ["fourfold_trainer.zero"], skip=[], cwd=tmp_path)
     assert {"deepspeed", "torch"} <= inside.modules

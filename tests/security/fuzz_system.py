@@ -13,11 +13,11 @@ import grpc
 import numpy as np
 from google.protobuf.message import Message
 
-from fourfold.clock import SystemClock
 from fourfold.coordinator.v1 import membership_service_pb2 as membership_pb
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as membership_grpc
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.coordinator.v1 import run_service_pb2_grpc as run_grpc
+from fourfold.host.clock import SystemClock
 from fourfold.reference.v1 import reference_service_pb2 as reference_pb
 from fourfold.reference.v1 import reference_service_pb2_grpc as reference_grpc
 from fourfold.reward.v1 import reward_service_pb2 as reward_pb
@@ -26,26 +26,26 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout_pb
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
+from fourfold.rpc.codec import encode, pack_floats, pack_ints
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer_pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as trainer_grpc
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight_pb
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
-from fourfold.wire import encode, pack_floats, pack_ints
-from fourfold_coordinator.membership import MembershipServicer
-from fourfold_coordinator.registry import Registry
-from fourfold_coordinator.run_service import RunBoard, RunServicer
+from fourfold_coordinator.reporting.run_service import RunBoard, RunServicer
+from fourfold_coordinator.routing.membership import MembershipServicer
+from fourfold_coordinator.routing.registry import Registry
 from fourfold_reward import loader
 from fourfold_reward.pool import WorkerPool
 from fourfold_reward.reference.servicer import Loaded, ReferenceServicer
 from fourfold_reward.serve import Offered
 from fourfold_reward.servicer import RewardServicer
-from fourfold_rollout.admission import Limits
-from fourfold_rollout.control_servicer import Identity, RolloutControlServicer
-from fourfold_rollout.servicer import RolloutServicer, ServedModel
-from fourfold_rollout.weights import EngineWeights
-from fourfold_trainer.core import TrainerCore
-from fourfold_trainer.servicer import TrainerServicer
-from fourfold_trainer.weight_servicer import TrainerWeightServicer
+from fourfold_rollout.generate.admission import Limits
+from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
+from fourfold_rollout.update.controller import EngineWeights
+from fourfold_rollout.update.servicer import Identity, RolloutControlServicer
+from fourfold_trainer.service.servicer import TrainerServicer
+from fourfold_trainer.service.state import TrainerCore
+from fourfold_trainer.service.weight_servicer import TrainerWeightServicer
 from tests.conftest import Serve
 from tests.fakes.engine import CONTEXT, STOP_TOKEN, VOCABULARY
 from tests.fakes.engine import FakeEngine as FakeSampler

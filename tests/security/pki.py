@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from fourfold import certs
 from fourfold.config import SecurityConfig
-from fourfold.principal import Principal
-from fourfold.security import Security
+from fourfold.security import certs
+from fourfold.security.access import Security
+from fourfold.security.principal import Principal
 
 MEMBERS = ("coordinator-0", "trainer-0", "reward-0", "reward-1", "rollout-0", "viewer-0")
 

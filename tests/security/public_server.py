@@ -9,9 +9,9 @@ import asyncio
 import sys
 
 from fourfold.config import SecurityConfig
-from fourfold.principal import Principal
-from fourfold.security import Security
-from fourfold.server import Server
+from fourfold.rpc.server import Server
+from fourfold.security.access import Security
+from fourfold.security.principal import Principal
 from tests.fakes.servicers import Rollout
 
 

@@ -15,10 +15,10 @@ from fourfold.reference.v1 import reference_service_pb2 as reference
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.rpc.codec import pack_floats
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
-from fourfold.wire import pack_floats
-from fourfold_coordinator import load
-from fourfold_coordinator.load import Load
+from fourfold_coordinator.routing import load
+from fourfold_coordinator.routing.load import Load
 from tests.conftest import Serve
 from tests.contract import conftest
 from tests.fakes.clock import FakeClock

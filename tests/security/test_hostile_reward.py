@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fourfold_coordinator import breaker, routing, scoring
+from fourfold_coordinator.routing import circuit_breaker, router
+from fourfold_coordinator.training import scoring
 from tests.contract import conftest
 from tests.fakes.hostile_reward import FAULTS, STEPS, HostileReward, check_names, check_scores
 from tests.fakes.stage import Stage, check_books
@@ -19,9 +20,9 @@ make_stage = conftest.make_stage
 async def test_no_answer_of_a_reward_service_ends_a_run_or_becomes_a_zero(
     make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(breaker, "_FIRST_REST_SECONDS", 0.01)
-    monkeypatch.setattr(breaker, "_MAX_OPEN_SECONDS", 0.05)
-    monkeypatch.setattr(routing, "_TICK_SECONDS", 0.02)
+    monkeypatch.setattr(circuit_breaker, "_FIRST_REST_SECONDS", 0.01)
+    monkeypatch.setattr(circuit_breaker, "_MAX_OPEN_SECONDS", 0.05)
+    monkeypatch.setattr(router, "_TICK_SECONDS", 0.02)
     monkeypatch.setattr(scoring, "SLACK_SECONDS", 0.2)
     stage = make_stage(
         steps=STEPS,

@@ -12,21 +12,22 @@ from typing import Any
 import grpc
 import pytest
 
-from fourfold import certs, config, errors
-from fourfold.channel import open_channel
+from fourfold import config, errors
 from fourfold.config import SecurityConfig
 from fourfold.coordinator.client import Lease, MembershipClient, RunClient
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
-from fourfold.principal import Principal
 from fourfold.reward.client import RewardClient
 from fourfold.rollout.client import RolloutClient
-from fourfold.security import COORDINATOR, ROLLOUT, Security
-from fourfold.serve import Host, ServeOptions
-from fourfold.server import Server
-from fourfold_coordinator.membership import MembershipServicer
-from fourfold_coordinator.registry import MAX_MEMBERS, TTL_SECONDS, Change, Member, Registry
-from fourfold_coordinator.routing import Router
+from fourfold.rpc.channel import open_channel
+from fourfold.rpc.server import Server
+from fourfold.security import certs
+from fourfold.security.access import COORDINATOR, ROLLOUT, Security
+from fourfold.security.principal import Principal
+from fourfold.service.lifecycle import Host, ServeOptions
+from fourfold_coordinator.routing.membership import MembershipServicer
+from fourfold_coordinator.routing.registry import MAX_MEMBERS, TTL_SECONDS, Change, Member, Registry
+from fourfold_coordinator.routing.router import Router
 from tests.fakes.clock import FakeClock
 from tests.fakes.servicers import Reward, Rollout
 from tests.security.pki import Pki
@@ -158,7 +159,7 @@ async def test_the_number_of_members_is_bounded(desk: Desk) -> None:
 
 
 def test_the_list_of_fenced_processes_is_bounded(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fourfold_coordinator.registry.MAX_FENCED", 4)
+    monkeypatch.setattr("fourfold_coordinator.routing.registry.MAX_FENCED", 4)
     registry = Registry(clock=clock, tokenizer_sha256=TOKENIZER)
     for number in range(10):
         registry.register(_reward("reward-0", f"{number:032x}"))
@@ -210,7 +211,7 @@ def _reward(name: str, incarnation: str = "a" * 32) -> Member:
 @pytest.fixture
 def harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that leaves this process's logging alone."""
-    monkeypatch.setattr("fourfold.serve.log.setup", lambda *_args, **_options: None)
+    monkeypatch.setattr("fourfold.service.lifecycle.log.setup", lambda *_args, **_options: None)
 
 
 @pytest.mark.usefixtures("harmless")

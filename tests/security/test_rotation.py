@@ -15,20 +15,21 @@ from pathlib import Path
 
 import pytest
 
-from fourfold import certs, errors
-from fourfold.channel import open_channel
+from fourfold import errors
 from fourfold.config import SecurityConfig
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
-from fourfold.principal import Principal
 from fourfold.reward.client import RewardClient
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.security import ROLLOUT, Security
-from fourfold.server import Server
-from fourfold_coordinator.certificates import Certificates
-from fourfold_coordinator.registry import Member, Registry
-from fourfold_coordinator.run_service import RunBoard
+from fourfold.rpc.channel import open_channel
+from fourfold.rpc.server import Server
+from fourfold.security import certs
+from fourfold.security.access import ROLLOUT, Security
+from fourfold.security.principal import Principal
+from fourfold_coordinator.reporting.run_service import RunBoard
+from fourfold_coordinator.routing.certificates import Certificates
+from fourfold_coordinator.routing.registry import Member, Registry
 from tests.fakes.clock import FakeClock
 from tests.fakes.servicers import Reward, Rollout
 from tests.security.pki import Pki

@@ -16,30 +16,31 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fourfold import call_slots, connections, errors, interceptors
-from fourfold import server as server_module
-from fourfold.channel import PUBLIC_SERVER_OPTIONS, open_channel
-from fourfold.clock import SYSTEM_CLOCK
+from fourfold import errors
 from fourfold.config import SecurityConfig
 from fourfold.coordinator.client import MembershipClient
 from fourfold.coordinator.v1 import membership_service_pb2 as membership
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as membership_grpc
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.coordinator.v1 import run_service_pb2_grpc as run_grpc
-from fourfold.principal import Principal
-from fourfold.quota import Limits, Quotas, limits_by_role
+from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
-from fourfold.security import ROLLOUT as ROLLOUT_IDENTITY
-from fourfold.security import Security
-from fourfold.server import Server
-from fourfold_coordinator.membership import MembershipServicer
-from fourfold_coordinator.registry import Registry
-from fourfold_coordinator.run_service import RunBoard, RunServicer
-from fourfold_rollout.admission import Limits as ServiceLimits
-from fourfold_rollout.servicer import RolloutServicer, ServedModel
-from fourfold_rollout.weights import EngineWeights
+from fourfold.rpc import call_slots, connections, interceptors
+from fourfold.rpc import server as server_module
+from fourfold.rpc.channel import PUBLIC_SERVER_OPTIONS, open_channel
+from fourfold.rpc.quota import Limits, Quotas, limits_by_role
+from fourfold.rpc.server import Server
+from fourfold.security.access import ROLLOUT as ROLLOUT_IDENTITY
+from fourfold.security.access import Security
+from fourfold.security.principal import Principal
+from fourfold_coordinator.reporting.run_service import RunBoard, RunServicer
+from fourfold_coordinator.routing.membership import MembershipServicer
+from fourfold_coordinator.routing.registry import Registry
+from fourfold_rollout.generate.admission import Limits as ServiceLimits
+from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
+from fourfold_rollout.update.controller import EngineWeights
 from tests.fakes.engine import CONTEXT, VOCABULARY, FakeEngine
 from tests.fakes.rollout import SHA256, request, until
 from tests.fakes.servicers import Rollout

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Overloaded, WrongState
+from fourfold.rpc.codec import VersionSpan, encode
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
-from fourfold.wire import VersionSpan, encode
-from fourfold_trainer import batch_stream
+from fourfold_trainer.service import batch_stream
 from tests.conftest import Serve
 from tests.fakes.trainer_engine import group_of
 from tests.fakes.trainer_service import SECONDS, Start, Trainer, trainers

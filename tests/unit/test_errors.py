@@ -11,7 +11,7 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from fourfold import errors
-from fourfold.status import from_rpc, to_status
+from fourfold.rpc.status import from_rpc, to_status
 
 
 def subclasses() -> list[type[errors.FourfoldError]]:

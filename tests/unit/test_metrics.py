@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fourfold import disk, metrics
+from fourfold import metrics
+from fourfold.host import disk
 from fourfold.metrics import METRICS, MetricsWriter
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from fourfold import cli, config
+from fourfold import config
+from fourfold.cli import main as cli_main
 from fourfold.errors import FourfoldError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +24,11 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_README_LINES = 150
 
-PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("services/*/pyproject.toml"))]
+PROJECTS = [
+    ROOT / "pyproject.toml",
+    *sorted(ROOT.glob("services/*/pyproject.toml")),
+    ROOT / "benchmarks/pyproject.toml",
+]
 RECIPES = sorted(ROOT.glob("recipes/**/*.toml"))
 READMES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("*/README.md"))]
 READMES += sorted([*ROOT.glob("services/*/README.md"), *ROOT.glob("fourfold/*/README.md")])
@@ -182,7 +187,7 @@ def test_every_preset_has_a_recipe_that_says_what_is_special() -> None:
 def test_distributions_move_together() -> None:
     loaded = [tomllib.loads(path.read_text())["project"] for path in PROJECTS]
     versions = {project["version"] for project in loaded}
-    assert len(loaded) == 5 and len(versions) == 1
+    assert len(loaded) == 6 and len(versions) == 1
     for project in loaded[1:]:
         ours = [d for d in project["dependencies"] if re.match(r"fourfold\b", d)]
         assert len(ours) == 1 and ours[0].endswith(f"=={next(iter(versions))}"), project["name"]
@@ -220,7 +225,7 @@ def _check_command(words: list[str]) -> None:
         case [_, ("-h" | "--help" | "--version")]:
             pass
         case [_, name, *rest]:
-            _, options = cli.parse(name, rest)
+            _, options = cli_main.parse(name, rest)
             recipe = getattr(options, "recipe", None)
             if recipe and str(recipe).startswith("recipes/"):
                 assert (ROOT / recipe).exists(), f"{recipe} is not there"

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.soak_measure import Row, grown
+from tests.support.soak_measure import Row, grown
 
 MIB = 1 << 20
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.reward.v1 import reward_service_pb2 as reward
-from fourfold.scrub import scrub
+from fourfold.rpc.scrub import scrub
 from fourfold.text import clean, is_key, is_reason
 
 

@@ -20,40 +20,40 @@ from typing import Any, Final
 
 import grpc
 
-from fourfold import models
-from fourfold.channel import open_channel
-from fourfold.clock import SYSTEM_CLOCK
 from fourfold.config import dump
 from fourfold.coordinator.v1 import membership_service_pb2, run_service_pb2
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
-from fourfold.disk import check_room
 from fourfold.errors import ConfigError, FourfoldError, Internal
-from fourfold.principal import Principal
-from fourfold.serve import Host, ServeOptions
-from fourfold.tokenizer import Tokenizer
+from fourfold.host.clock import SYSTEM_CLOCK
+from fourfold.host.disk import check_room
+from fourfold.model import folder as model_folder
+from fourfold.model.tokenizer import Tokenizer
+from fourfold.rpc.channel import open_channel
+from fourfold.security.principal import Principal
+from fourfold.service.lifecycle import Host, ServeOptions
 
-from .broker import Broker
-from .certificates import Certificates
-from .disk_wait import DiskWait
-from .evaluate import Evaluator
-from .faults import Faults
-from .ledger import Ledger
-from .lifetime import PEAK_MEMORY, Lifetime
-from .loop import Loop
-from .membership import MembershipServicer
-from .memory import MemoryMeter
-from .parts import Parts
-from .peers import Peers
-from .prompts import Prompts, load_prompts
-from .registry import Member, Registry
-from .replica import Replica
-from .routing import Router
-from .run_service import RunBoard, RunServicer
-from .summary import is_finished
-from .trainer_session import TrainerSession
-from .weight_plane import WeightPlane
+from .cli.summary import is_finished
+from .data.prompts import Prompts, load_prompts
+from .reporting.lifetime import PEAK_MEMORY, Lifetime
+from .reporting.memory import MemoryMeter
+from .reporting.run_service import RunBoard, RunServicer
+from .routing.certificates import Certificates
+from .routing.membership import MembershipServicer
+from .routing.registry import Member, Registry
+from .routing.replica import Replica
+from .routing.router import Router
+from .routing.trainer_session import TrainerSession
+from .state.disk_wait import DiskWait
+from .state.faults import Faults
+from .state.ledger import Ledger
+from .training.context import Parts
+from .training.evaluate import Evaluator
+from .training.loop import Loop
+from .training.service_calls import Peers
+from .weights.broker import Broker
+from .weights.plane import WeightPlane
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -103,7 +103,7 @@ class Coordinator:
         self._config, self._folder = config, folder
         self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
         self._host = Host(options, role=None)
-        self._tokenizer = Tokenizer.load(models.resolve(config.model.source))
+        self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source))
         self._board = RunBoard(name=config.name, step_count=config.steps)
         self._disk = DiskWait(folder, self._board, wait_seconds=config.retry.service_wait_seconds)
         self._plane = WeightPlane()

@@ -16,7 +16,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
 from typing import Any, Final, Self
 
-from fourfold.scratch import Scratch
+from fourfold.host.scratch import Scratch
 from fourfold_reward import frames
 from fourfold_reward.confinement import Confinement
 

@@ -11,7 +11,7 @@ from google.rpc.code_pb2 import Code
 from fourfold.errors import InvalidInput, Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
-from fourfold.wire import check_id, check_unique
+from fourfold.rpc.codec import check_id, check_unique
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.outcome import Outcome
 from fourfold_reward.pool import Job, WorkerPool

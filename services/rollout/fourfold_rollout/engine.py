@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, Protocol
 import numpy as np
 
 from fourfold.errors import FourfoldError
-from fourfold.wire import Float32Array, Int32Array
+from fourfold.rpc.codec import Float32Array, Int32Array
 
 EMPTY_IDS: Final[Int32Array] = np.empty(0, np.int32)
 

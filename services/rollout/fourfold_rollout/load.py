@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from fourfold.clock import SYSTEM_CLOCK, Clock
+from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold_rollout.engine import Engine
 
 _WINDOW_SECONDS: Final = 10.0

@@ -18,26 +18,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fourfold import models
-from fourfold.channel import split_target
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
+from fourfold.model import folder as model_folder
+from fourfold.model.tokenizer import tokenizer_sha256
+from fourfold.plan.engine import rollout_plan
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
 from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
-from fourfold.rollout_plan import rollout_plan
-from fourfold.serve import Host, ServeOptions
-from fourfold.tokenizer import tokenizer_sha256
-from fourfold.weights.host import host_id
-from fourfold_rollout.admission import Limits
-from fourfold_rollout.control_servicer import Identity, RolloutControlServicer
+from fourfold.rpc.channel import split_target
+from fourfold.service.lifecycle import Host, ServeOptions
+from fourfold.weights.transport.host import host_id
 from fourfold_rollout.engine import EngineSettings
-from fourfold_rollout.servicer import RolloutServicer, ServedModel
+from fourfold_rollout.generate.admission import Limits
+from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
+from fourfold_rollout.update.controller import EngineWeights
+from fourfold_rollout.update.servicer import Identity, RolloutControlServicer
 from fourfold_rollout.vllm import environment
 from fourfold_rollout.warm_up import warm_up
-from fourfold_rollout.weights import EngineWeights
 
 if TYPE_CHECKING:
     from fourfold_rollout.vllm.engine import VllmEngine
@@ -51,7 +51,7 @@ def main(options: ServeOptions) -> int:
     config = options.config
     host = Host(options, role=Role.ROLE_ROLLOUT)
     check_ports(options.listen, config.rollout.public_listen)
-    folder = models.resolve(config.model.source)
+    folder = model_folder.resolve(config.model.source)
     host.tokenizer_sha256 = tokenizer_sha256(folder)
     settings = engine_settings(config, folder)
     environment.prepare(settings)

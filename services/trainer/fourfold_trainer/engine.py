@@ -19,12 +19,12 @@ from torch import Tensor
 
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.router import Routers
+from fourfold.rpc.codec import EMPTY_FLOATS, Float32Array
 from fourfold.weights.manifest import Manifest
-from fourfold.weights.source import WeightSource
-from fourfold.wire import EMPTY_FLOATS, Float32Array
-from fourfold_trainer.batching import PolicyBatch, ValueBatch, WeightedBatch
-from fourfold_trainer.flops import Machine, ModelSize
-from fourfold_trainer.shards import Shard
+from fourfold.weights.source.dense import WeightSource
+from fourfold_trainer.checkpoint.shards import Shard
+from fourfold_trainer.step.flops import Machine, ModelSize
+from fourfold_trainer.step.packing import PolicyBatch, ValueBatch, WeightedBatch
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from fourfold.errors import ConfigError
 from fourfold.nn import forward
 from fourfold.nn.batching import pack, split_by_tokens
-from fourfold.wire import Float32Array, Int32Array
+from fourfold.rpc.codec import Float32Array, Int32Array
 
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
-from fourfold import models
 from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.model import folder as model_folder
+from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1.reference_service_pb2_grpc import add_ReferenceServiceServicer_to_server
-from fourfold.serve import Host, ServeOptions
-from fourfold.tokenizer import tokenizer_sha256
+from fourfold.service.lifecycle import Host, ServeOptions
 from fourfold_reward.reference.model import ReferenceModel
 from fourfold_reward.reference.servicer import MAX_CALLS, Loaded, ReferenceServicer
 
@@ -32,7 +32,7 @@ async def serve(options: ServeOptions) -> int:
     host.server.add(service, add_ReferenceServiceServicer_to_server, servicer)
 
     def load() -> Loaded:
-        folder = models.resolve(config.model.source)
+        folder = model_folder.resolve(config.model.source)
         sha256 = tokenizer_sha256(folder)
         model = ReferenceModel.load(
             folder,

@@ -15,8 +15,8 @@ import grpc
 from fourfold.errors import InvalidInput, Overloaded, Unavailable
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1 import reference_service_pb2_grpc as pb_grpc
+from fourfold.rpc.codec import Int32Array, check_id, decode_token_ids, pack_floats
 from fourfold.types.v1.experience_pb2 import Experience
-from fourfold.wire import Int32Array, check_id, decode_token_ids, pack_floats
 from fourfold_reward.reference.merging import Merger
 from fourfold_reward.reference.model import ReferenceModel, Stopped
 

@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from fourfold.postmortem import oom_kill_count, signal_name, why_killed
+from fourfold.host.postmortem import oom_kill_count, signal_name, why_killed
 
 if TYPE_CHECKING:
     from fourfold_rollout.vllm.launch import LaunchedEngine

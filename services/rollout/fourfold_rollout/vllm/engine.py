@@ -21,8 +21,8 @@ from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from fourfold.errors import DeadlinePassed, Internal, Unavailable
-from fourfold.weights.answers import unwrap, unwrap_same
-from fourfold.weights.stop import StopFlag
+from fourfold.weights.abort_flag import StopFlag
+from fourfold.weights.worker_reply import unwrap, unwrap_same
 from fourfold_rollout.engine import (
     EngineDescription,
     EngineLoad,
@@ -34,10 +34,10 @@ from fourfold_rollout.engine import (
     SampleRequest,
 )
 from fourfold_rollout.vllm.death import DeathWatch
-from fourfold_rollout.vllm.fence import OutputFence
 from fourfold_rollout.vllm.launch import LaunchedEngine, end_processes, launch
 from fourfold_rollout.vllm.logprob_table import LogprobTable
 from fourfold_rollout.vllm.params import probe_params, sampling_params
+from fourfold_rollout.vllm.patches.output_barrier import OutputFence
 from fourfold_rollout.vllm.sample import VllmSample, logprob_values
 
 _log = logging.getLogger(__name__)

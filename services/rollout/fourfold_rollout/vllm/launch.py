@@ -31,13 +31,13 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from fourfold.errors import ConfigError, Unavailable
-from fourfold.scratch import Scratch
-from fourfold.weights.host import die_with_parent
+from fourfold.host.scratch import Scratch
+from fourfold.weights.transport.host import die_with_parent
 from fourfold_rollout.engine import EngineSettings
 from fourfold_rollout.vllm.compile_cache import compiled_once
 from fourfold_rollout.vllm.graphs import graph_limits
 from fourfold_rollout.vllm.options import check_whole_prompts, checked, refuse_values
-from fourfold_rollout.vllm.scheduler import scheduler_for
+from fourfold_rollout.vllm.patches.scheduler import scheduler_for
 
 _log = logging.getLogger(__name__)
 

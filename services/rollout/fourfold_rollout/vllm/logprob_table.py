@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from fourfold.errors import Internal, Overloaded
-from fourfold.wire import Float32Array
+from fourfold.rpc.codec import Float32Array
 
 SLOT: Final = "fourfold_slot"
 """Key of `SamplingParams.extra_args`: the number of the request's row."""

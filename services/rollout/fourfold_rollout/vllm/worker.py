@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import torch
 
-from fourfold.weights.vllm_worker import WeightWorker
-from fourfold.wire import Float32Array
+from fourfold.rpc.codec import Float32Array
+from fourfold.weights.apply.vllm_worker import WeightWorker
 from fourfold_rollout.vllm.logprob_table import open_table
 
 _log = logging.getLogger(__name__)
@@ -85,14 +85,14 @@ def _writes(worker: Any) -> bool:
 
 
 def _open_v1(worker: Any, runner: Any, path: str, slots: int, width: int) -> str:
-    from fourfold_rollout.vllm.runner_v1 import SamplerHook, write_on_cpu, write_on_gpu
+    from fourfold_rollout.vllm.patches.runner_v1 import SamplerHook, write_on_cpu, write_on_gpu
 
     hook = SamplerHook(runner)
     # In every worker, before anything can fail in one alone: they must go on to sample the same.
     if reason := hook.install():
         return reason
     if worker.device.type == "cuda":
-        from fourfold_rollout.vllm.seeds_v1 import SeededSampling
+        from fourfold_rollout.vllm.patches.seeds_v1 import SeededSampling
 
         SeededSampling(runner).install()
     if not _writes(worker):
@@ -112,7 +112,7 @@ def _open_v2(worker: Any, runner: Any, path: str, slots: int, width: int) -> str
         return "the second model runner has kernels for GPUs only"
     if not _writes(worker):
         return ""
-    from fourfold_rollout.vllm.runner_v2 import SamplerHook
+    from fourfold_rollout.vllm.patches.runner_v2 import SamplerHook
 
     table, reason = _on_gpu(worker, open_table(path, slots, width), worker.vllm_config.model_config.dtype)
     if table is not None:

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from fourfold.config import Config, CriticConfig, TrainerConfig
 from fourfold.errors import WrongState
-from fourfold_trainer import checkpoint, masters, shards
-from fourfold_trainer.ema import Average
-from fourfold_trainer.flops import ModelSize
-from fourfold_trainer.muon import MOMENTUM, Muon
+from fourfold_trainer.checkpoint import shards, store
+from fourfold_trainer.optim import masters
+from fourfold_trainer.optim.ema import Average
+from fourfold_trainer.optim.muon import MOMENTUM, Muon
+from fourfold_trainer.step.flops import ModelSize
 from fourfold_trainer.zero import offload
 from fourfold_trainer.zero.group import device_of, leave
 from fourfold_trainer.zero.models import speed_up
@@ -129,7 +130,7 @@ class Trained:
         if self._device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self._device)
         states = [self._state(index) for index in range(len(self._masters.tensors))]
-        shards.write(folder / checkpoint.rank_file(name, self._rank), self._masters, states, random, rank=self._rank)
+        shards.write(folder / store.rank_file(name, self._rank), self._masters, states, random, rank=self._rank)
 
     def read(self, folder: Path, name: str) -> shards.Shard:
         """Read what this rank needs of all files; raise on every rank when one of them cannot."""

@@ -20,11 +20,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from fourfold import adapters
 from fourfold.config import LoraConfig
 from fourfold.errors import ConfigError, WrongState
-from fourfold.weights.merged import Adapter
-from fourfold_trainer import checkpoint
+from fourfold.plan import adapters
+from fourfold.weights.source.lora import Adapter
+from fourfold_trainer.checkpoint import store
 
 RECORD_FILE: Final = "policy-lora.json"
 _A: Final = ".lora_A.default.weight"  # "default" is the name that PEFT gives to an adapter
@@ -99,11 +99,11 @@ class Adapters:
             f"base_model.model.{name.replace('.default.', '.')}": parameter.detach().cpu()
             for name, parameter in self._parameters.items()
         }
-        checkpoint.write_adapter(folder, json.dumps(settings, indent=2, sort_keys=True, default=sorted), tensors)
+        store.write_adapter(folder, json.dumps(settings, indent=2, sort_keys=True, default=sorted), tensors)
 
     def write_record(self, folder: Path) -> None:
         """Write what a checkpoint's adapters belong to, durably."""
-        checkpoint.write_text(folder / RECORD_FILE, json.dumps(self._record, indent=1))
+        store.write_text(folder / RECORD_FILE, json.dumps(self._record, indent=1))
 
     @property
     def record(self) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from fourfold.config import Config
 from fourfold.nn import forward, router
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.sequence import Exchange
-from fourfold.weights.merged import MergedSource, merged
-from fourfold.weights.source import DenseSource, ParameterSource, WeightSource, named_weights
-from fourfold.weights.zero3 import Zero3Source, gathering, make_whole
-from fourfold_trainer import checkpoint
+from fourfold.weights.source.dense import DenseSource, ParameterSource, WeightSource, named_weights
+from fourfold.weights.source.lora import MergedSource, merged
+from fourfold.weights.source.zero3 import Zero3Source, gathering, make_whole
+from fourfold_trainer.checkpoint import store
 from fourfold_trainer.zero import lora
 from fourfold_trainer.zero.engine import Trained
 from fourfold_trainer.zero.models import load_model
@@ -94,7 +94,7 @@ class DeepSpeedPolicy(Trained):
                 if self._rank == 0 and self._adapters is not None:
                     self._adapters.write(folder / _ADAPTER_FOLDER)
         if self._rank == 0:
-            checkpoint.write_model(self._model, state, folder, source=self._source_folder)
+            store.write_model(self._model, state, folder, source=self._source_folder)
 
     def _gathered(self, parameters: list[Any]) -> AbstractContextManager[Any]:
         """Gather parameters for a block; only inside of `gathering`."""

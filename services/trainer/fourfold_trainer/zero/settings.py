@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from fourfold.config import Config, CriticConfig, TrainerConfig
-from fourfold_trainer import muon
+from fourfold_trainer.optim import muon
 from fourfold_trainer.zero.offload import offload_settings
 
 _ADAM_EPSILON: Final = 1e-8

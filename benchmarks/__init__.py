@@ -1,1 +1,0 @@
-"""Programs that print numbers; README.md says what each measures."""

@@ -1,0 +1,207 @@
+"""What scheduling costs vLLM's core process, without a model: vLLM's own scheduler against Fourfold's.
+
+The core process has one thread for all samples of an engine. In every step it says what the GPU computes next
+(`schedule`) and takes what the GPU sampled (`update_from_output`); this drives both and counts the
+thread's processor time.
+
+    python -m fourfold_bench.scheduler --samples 512 --steps 400 --save
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from fourfold_bench import record
+from fourfold_bench.shapes import write_config
+from fourfold_rollout.vllm.patches.scheduler import AsyncRolloutScheduler
+
+BLOCK_TOKENS: Final = 16
+TOKENS: Final = 50
+"""Of the vocabulary: a sample is given one after the other."""
+_CONTEXT: Final = 1024
+_PROMPT_TOKENS: Final = 64
+_GROUP: Final = 8
+
+
+class BareScheduler:
+    """A scheduler and its block manager, for a model that is not there."""
+
+    def __init__(
+        self,
+        kind: type[Scheduler],
+        *,
+        samples: int,
+        blocks: int,
+        step_tokens: int = 0,
+        context: int = _CONTEXT,
+        log_stats: bool = False,
+    ) -> None:
+        """Make it.
+
+        Args:
+            kind: the class.
+            samples: that run at once.
+            blocks: of the KV cache, of BLOCK_TOKENS tokens.
+            step_tokens: most that a step computes; 0: the prompts of all samples.
+            context: tokens of the longest sample.
+            log_stats: it counts, as vLLM does for its own logs.
+        """
+        config = _config(
+            asynchronous=issubclass(kind, AsyncScheduler),
+            samples=samples,
+            blocks=blocks,
+            step_tokens=step_tokens or samples * _PROMPT_TOKENS,
+            context=context,
+        )
+        attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        hash_function = get_hash_fn_by_name("sha256")
+        init_none_hash(hash_function)
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, hash_function)
+        self._awaited: list[tuple[SchedulerOutput, set[str]]] = []
+        self._ahead = 1 if issubclass(kind, AsyncScheduler) else 0
+        self.seconds = 0.0
+        """Processor time of this thread in the scheduler so far."""
+        self.scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)]
+            ),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_TOKENS,
+            log_stats=log_stats,
+            include_finished_set=log_stats,
+        )
+
+    def add(self, name: str, prompt: Sequence[int], *, tokens: int, salt: str = "", **wanted: Any) -> None:
+        """Ask for `tokens` tokens after `prompt`; `wanted` are vLLM's sampling parameters."""
+        parameters = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, **wanted)
+        self.scheduler.add_request(
+            Request(
+                request_id=name,
+                prompt_token_ids=list(prompt),
+                sampling_params=parameters,
+                pooling_params=None,
+                cache_salt=salt or None,
+                block_hasher=self._hasher,
+            )
+        )
+
+    def abort(self, name: str) -> None:
+        """Take a sample out, whether it runs, waits or is gone."""
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
+    def step(self) -> tuple[SchedulerOutput, Any]:
+        """Schedule one step; return it, and what came out of the step that ended: vLLM's outputs by client."""
+        began = time.thread_time()
+        asked = self.scheduler.schedule()
+        self.seconds += time.thread_time() - began
+        requests = self.scheduler.requests
+        within_prompt = {name for name in asked.num_scheduled_tokens if requests[name].is_prefill_chunk}
+        self._awaited.append((asked, within_prompt))
+        if len(self._awaited) <= self._ahead:
+            return asked, {}
+        ended, within_prompt = self._awaited.pop(0)
+        names = list(ended.num_scheduled_tokens)
+        sampled = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: row for row, name in enumerate(names)},
+            sampled_token_ids=[[] if name in within_prompt else [self._sampled(name)] for name in names],
+            logprobs=self._logprobs(names),
+            prompt_logprobs_dict={},
+            pooler_output=[],
+        )
+        began = time.thread_time()
+        outputs = self.scheduler.update_from_output(ended, sampled)
+        self.seconds += time.thread_time() - began
+        return asked, outputs
+
+    def _logprobs(self, names: Sequence[str]) -> LogprobsLists | None:
+        """Return zeros when one of the samples wants them."""
+        requests = [self.scheduler.requests[name] for name in names if name in self.scheduler.requests]
+        wanted: list[Any] = [request.sampling_params for request in requests]
+        if all(one.num_logprobs is None for one in wanted):
+            return None
+        column = np.zeros((len(names), 1), np.int32)
+        return LogprobsLists(column, column.astype(np.float32), column[:, 0])
+
+    def _sampled(self, name: str) -> int:
+        """Return the token that the length of a sample tells."""
+        request = self.scheduler.requests.get(name)
+        return request.num_output_tokens % TOKENS if request is not None else 0
+
+
+def _config(*, asynchronous: bool, samples: int, blocks: int, step_tokens: int, context: int) -> VllmConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(Path(folder), "0.43b", context=context)
+        config = VllmConfig(
+            model_config=ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=context),
+            cache_config=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=samples,
+                max_num_batched_tokens=step_tokens,
+                max_model_len=context,
+                is_encoder_decoder=False,
+                async_scheduling=asynchronous,
+            ),
+        )
+    config.cache_config.num_gpu_blocks = blocks
+    return config
+
+
+def _measure(kind: type[Scheduler], samples: int, steps: int) -> float:
+    """Return the thread's milliseconds a step, from the first step in which all decode."""
+    bare = BareScheduler(kind, samples=samples, blocks=samples * _CONTEXT // BLOCK_TOKENS)
+    for number in range(samples):
+        bare.add(str(number), [number // _GROUP] * _PROMPT_TOKENS, tokens=_CONTEXT - _PROMPT_TOKENS)
+    bare.step()
+    bare.step()
+    before = bare.seconds
+    for _ in range(steps):
+        bare.step()
+    return (bare.seconds - before) / steps * 1e3
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=512, help="that decode at once (%(default)s)")
+    parser.add_argument("--steps", type=int, default=400, help="of a round, at most 950 (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="of each scheduler, in turns (%(default)s)")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/scheduler-DATE.json")
+    arguments = parser.parse_args()
+    taken: dict[type[Scheduler], list[float]] = {AsyncScheduler: [], AsyncRolloutScheduler: []}
+    for _ in range(arguments.rounds):
+        for kind, values in taken.items():
+            values.append(_measure(kind, arguments.samples, arguments.steps))
+    results = {kind.__name__: record.summary(values) for kind, values in taken.items()}
+    theirs, ours = (results[kind.__name__]["median_ms"] for kind in taken)
+    sys.stdout.write(f"processor time of the core's thread, a step of {arguments.samples} samples (medians)\n")
+    sys.stdout.write(f"vLLM's scheduler {theirs:6.2f} ms\nFourfold's       {ours:6.2f} ms, {ours / theirs:.2f} of it\n")
+    if arguments.save:
+        parameters = {name: value for name, value in vars(arguments).items() if name != "save"}
+        path = record.write("scheduler", parameters=parameters, results=results, libraries=["vllm", "torch"])
+        sys.stdout.write(f"written: {path.name}\n")
+
+
+if __name__ == "__main__":
+    main()

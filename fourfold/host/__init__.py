@@ -1,0 +1,1 @@
+"""Processes, GPUs, disk, clock and logs of this machine."""

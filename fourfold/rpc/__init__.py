@@ -1,0 +1,1 @@
+"""gRPC channels and servers with Fourfold's limits, authentication and errors."""

@@ -1,0 +1,179 @@
+"""One gRPC server with our settings: limits, health, reflection, authorisation, deadlines, errors.
+
+Health: "" is SERVING as soon as the server listens (the process lives); each service's full
+name is SERVING while it is ready. An internal server is plain on loopback and mTLS anywhere
+else. A public server carries `RolloutService` alone, over TLS with bearer tokens unless it is
+on loopback without TLS.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from fourfold.errors import ConfigError
+from fourfold.rpc.call_slots import CallSlots
+from fourfold.rpc.channel import PUBLIC_SERVER_OPTIONS, SERVER_OPTIONS, is_loopback, join_target, split_target
+from fourfold.rpc.connections import ConnectionLimit
+from fourfold.rpc.interceptors import Authorize, Guard, authorize_certificate, authorize_loopback, authorize_token
+from fourfold.rpc.quota import UNLIMITED, Quotas
+from fourfold.rpc.refusals import RefusalLog
+from fourfold.security.access import PUBLIC_SERVICES, Security
+from fourfold.security.principal import LOCAL, LOCAL_AGENT
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Server:
+    """One grpc.aio server. Add servicers, then start it on the event loop that will run it."""
+
+    def __init__(
+        self,
+        *,
+        listen: str,
+        security: Security | None,
+        public: bool = False,
+        max_concurrent_rpcs: int = 1024,
+        quotas: Quotas | None = None,
+    ) -> None:
+        """Prepare a server; nothing listens yet.
+
+        Args:
+            listen: "host:port"; port 0 takes a free one.
+            security: TLS material, None for plain text on loopback.
+            public: for agents: bearer tokens instead of certificates, no reflection.
+            max_concurrent_rpcs: calls of one service in flight, above which RESOURCE_EXHAUSTED is the answer at once.
+                Watches and probes have limits of their own (`CallSlots`).
+            quotas: what each caller may use; None: as much as the server has.
+
+        Raises:
+            ConfigError: the address is malformed, or may not be listened on without TLS or tokens.
+        """
+        self._host, self._port = split_target(listen)
+        self._security, self._public = security, public
+        self._slots = CallSlots(calls_per_service=max_concurrent_rpcs, public=public)
+        self._quotas = quotas or Quotas(lambda _principal: UNLIMITED)
+        self._refusals = RefusalLog()
+        self._servicers: list[tuple[ServiceDescriptor, Callable[[Any, grpc.aio.Server], None], object]] = []
+        self._server: grpc.aio.Server | None = None
+        self._health = health.aio.HealthServicer()
+        self._ready = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._connection_limit: asyncio.Task[None] | None = None
+        if security is None and not is_loopback(self._host):
+            raise ConfigError(
+                f"listen = {listen!r}: without TLS a service listens on loopback only; use 127.0.0.1, or make "
+                f"certificates with `fourfold certs DIR` and set security.directory"
+            )
+        if public and security is not None and not security.tokens:
+            raise ConfigError(
+                f"public listen = {listen!r}: a public port needs bearer tokens; set security.tokens_file to the "
+                f"tokens.txt that `fourfold certs` made"
+            )
+
+    def add(
+        self, service: ServiceDescriptor, register: Callable[[Any, grpc.aio.Server], None], servicer: object
+    ) -> None:
+        """Add one service before `start`.
+
+        Args:
+            service: its descriptor, `..._pb2.DESCRIPTOR.services_by_name["XService"]`.
+            register: its generated `add_XServiceServicer_to_server`.
+            servicer: its implementation, with async methods.
+        """
+        if self._server is not None:
+            raise RuntimeError("add servicers before start")
+        if self._public and service.full_name not in PUBLIC_SERVICES:
+            raise RuntimeError(f"{service.full_name} must not be on a public port")
+        self._servicers.append((service, register, servicer))
+
+    async def start(self) -> str:
+        """Listen, and return the bound "host:port".
+
+        Raises:
+            ConfigError: the port is in use, or the address is not one of this machine.
+        """
+        server = grpc.aio.server(
+            interceptors=(Guard(self._authorize(), self._slots, self._quotas, self._refusals),),
+            options=PUBLIC_SERVER_OPTIONS if self._public else SERVER_OPTIONS,
+            maximum_concurrent_rpcs=self._slots.maximum_concurrent_rpcs(len(self._servicers)),
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        for _, register, servicer in self._servicers:
+            register(servicer, server)
+        if not self._public:
+            names = [service.full_name for service, _, _ in self._servicers]
+            reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        port = self._bind(server)
+        await self._health.set("", _SERVING)
+        await self._set_health(self._ready)
+        await server.start()
+        self._server = server
+        if self._public:
+            self._connection_limit = asyncio.get_running_loop().create_task(ConnectionLimit(port).run())
+        return join_target(self._host, port)
+
+    def set_ready(self, ready: bool) -> None:
+        """Report every service as SERVING or NOT_SERVING. Call it on the server's event loop."""
+        self._ready = ready
+        if self._server is not None:
+            task = asyncio.get_running_loop().create_task(self._set_health(ready))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Refuse new calls, let running ones end for `grace_seconds`, then cancel them. Idempotent."""
+        server, self._server = self._server, None
+        if self._connection_limit is not None:
+            self._connection_limit.cancel()
+        if server is not None:
+            await self._health.enter_graceful_shutdown()
+            await server.stop(grace_seconds)
+            self._refusals.flush()
+
+    async def _set_health(self, ready: bool) -> None:
+        for service, _, _ in self._servicers:
+            await self._health.set(service.full_name, _SERVING if ready else _NOT_SERVING)
+
+    def _authorize(self) -> Authorize:
+        if self._security is None:
+            return authorize_loopback(LOCAL_AGENT if self._public else LOCAL)
+        return (authorize_token if self._public else authorize_certificate)(self._security)
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        address = join_target(self._host, self._port)
+        if reason := _hindrance(self._host, self._port):  # gRPC names none, and tells the terminal in its own words
+            raise ConfigError(f"listen = {address!r}: {reason}")
+        try:
+            if self._security is None:
+                return server.add_insecure_port(address)
+            return server.add_secure_port(address, self._security.server_credentials(public=self._public))
+        except RuntimeError:
+            hint = "is the certificate or its key damaged, or was the port taken just now?"
+            raise ConfigError(f"listen = {address!r}: the port could not be opened; {hint}") from None
+
+
+def _hindrance(host: str, port: int) -> str:
+    """Say why an address cannot be listened on, by trying. Empty: it can."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC: a port just left is free
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return f"port {port} is in use by another process; choose another one, or port 0 for any free one"
+        if error.errno == errno.EACCES:
+            return f"port {port} needs privileges; choose one above 1023"
+        return f"this machine cannot listen there ({error.strerror or error}); give one of its own addresses"
+    return ""

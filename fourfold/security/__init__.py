@@ -1,0 +1,1 @@
+"""Certificates, tokens and permissions of callers."""

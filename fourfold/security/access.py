@@ -1,0 +1,247 @@
+"""Who may call what: certificates, bearer tokens, and the policy table.
+
+Inside a deployment every member has a certificate of one private CA (`fourfold certs`) with its
+principal as URI, `spiffe://fourfold/svc/ROLE/MEMBER`. The table below says which roles may call
+which service; a service without a row is refused to everybody. Who dials checks the other side,
+too: it names the principal that must answer. Agents from outside come with a bearer token to a
+port that carries nothing but `RolloutService` and health.
+
+Certificates, tokens and revocations are read again when their files change.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import ssl
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import grpc
+
+from fourfold.errors import ConfigError, PermissionDenied, Unauthenticated
+from fourfold.security.material import MEMBER_NAME, SPIFFE_PREFIX, Material, read_file, read_material
+from fourfold.security.principal import Principal
+from fourfold.security.tokens import TokenGrant, read_tokens
+from fourfold.security.watched import Watched
+
+if TYPE_CHECKING:  # an agent that only calls needs no schema
+    from fourfold.config import SecurityConfig
+
+ROLES: Final = ("rollout", "trainer", "reward", "reference", "coordinator", "viewer")
+"""Roles of certificates. Viewers are `fourfold run`, `watch` and `weights`, which read the state of the run."""
+COORDINATOR: Final = Principal("coordinator")
+"""Any coordinator, for `open_channel`."""
+ROLLOUT: Final = Principal("rollout")
+"""Any rollout service, for `open_channel`."""
+VIEWER: Final = Principal("viewer", "viewer-0")
+
+REVOKED_FILE: Final = "revoked.txt"
+WARN_DAYS: Final = 14
+"""A certificate that expires sooner is warned of."""
+
+_MEMBERS: Final = frozenset({"rollout", "trainer", "reward", "reference"})
+_COORDINATOR: Final = frozenset({"coordinator"})
+
+POLICY: Final[Mapping[str, frozenset[str]]] = {
+    "fourfold.rollout.v1.RolloutService": _COORDINATOR,
+    "fourfold.rollout.v1.RolloutControlService": _COORDINATOR,
+    "fourfold.reward.v1.RewardService": _COORDINATOR,
+    "fourfold.reference.v1.ReferenceService": _COORDINATOR,
+    "fourfold.trainer.v1.TrainerService": _COORDINATOR,
+    "fourfold.trainer.v1.TrainerWeightService": _COORDINATOR,
+    "fourfold.coordinator.v1.MembershipService": _MEMBERS,
+    "fourfold.coordinator.v1.RunService": frozenset({"viewer"}),
+    # Any certificate of the deployment may ask whether a service lives and what it offers.
+    "grpc.health.v1.Health": frozenset(ROLES),
+    "grpc.reflection.v1alpha.ServerReflection": frozenset(ROLES),
+}
+PUBLIC_SERVICES: Final = frozenset({"fourfold.rollout.v1.RolloutService"})
+
+
+class Security:
+    """TLS material and grants of one process. They follow their files; nothing of them is ever logged."""
+
+    def __init__(
+        self,
+        material: Watched[Material],
+        *,
+        tokens: Watched[dict[str, TokenGrant]] | None = None,
+        revoked: Watched[frozenset[str]] | None = None,
+    ) -> None:
+        """Hold what `load` and `for_agent` read."""
+        self._material = material
+        self._tokens = tokens
+        self._revoked = revoked
+
+    @staticmethod
+    def load(config: SecurityConfig, who: Principal) -> Security | None:
+        """Read the files of `who`; None when the recipe has no [security] table.
+
+        Raises:
+            ConfigError: a file is missing or malformed, a key is readable by others, a certificate is not usable.
+        """
+        if not config.directory:
+            if config.tokens_file:
+                raise ConfigError(
+                    f"security.tokens_file = {config.tokens_file!r} without security.directory: tokens never travel "
+                    f"without TLS; run `fourfold certs DIR` and set security.directory"
+                )
+            return None
+        if not MEMBER_NAME.fullmatch(who.name):
+            raise ConfigError(
+                f"--member-id {who.name!r:.140}: with certificates a member id has 1 to 63 lower-case letters, digits "
+                f"and dashes; choose another one"
+            )
+        folder, tokens_file = Path(config.directory), Path(config.tokens_file)
+        own, revoked = folder / f"{who.name}.pem", folder / REVOKED_FILE
+        tokens: Watched[dict[str, TokenGrant]] | None = None
+        # Nobody else has a port for agents; a machine without one needs no file of tokens.
+        if config.tokens_file and who.role == "rollout":
+            tokens = Watched([tokens_file], lambda: read_tokens(tokens_file))
+            if not tokens.get():
+                raise ConfigError(f"{tokens_file}: holds no token digest; make one with `fourfold certs token add`")
+        return Security(
+            Watched([folder / "ca.pem", own], lambda: read_material(folder, who)),
+            tokens=tokens,
+            revoked=Watched([revoked], lambda: read_revoked(revoked)),
+        )
+
+    @staticmethod
+    def for_agent(authority: Path) -> Security:
+        """Read only the CA's certificate: all that a caller with a bearer token needs.
+
+        Raises:
+            ConfigError: the file is missing.
+        """
+        return Security(Watched([authority], lambda: Material(authority=read_file(authority))))
+
+    @property
+    def material(self) -> Material:
+        """Certificates and key as they are now. The same object until a file changes."""
+        return self._material.get()
+
+    @property
+    def tokens(self) -> Mapping[str, TokenGrant]:
+        """Bearer tokens as they are now, by name."""
+        return self._tokens.get() if self._tokens else {}
+
+    @property
+    def days_left(self) -> float:
+        """Days until our certificate expires; infinite without one."""
+        return (self.material.expires - datetime.datetime.now(datetime.UTC).timestamp()) / 86_400
+
+    def channel_credentials(self, token: str = "") -> grpc.ChannelCredentials:
+        """Return credentials for a channel; with `token` every call carries it."""
+        material = self.material
+        channel = grpc.ssl_channel_credentials(
+            root_certificates=material.authority,
+            private_key=material.key or None,
+            certificate_chain=material.certificate or None,
+        )
+        if not token:
+            return channel
+        return grpc.composite_channel_credentials(channel, grpc.access_token_call_credentials(token))
+
+    def server_credentials(self, *, public: bool) -> grpc.ServerCredentials:
+        """Return credentials for a port; an internal one asks every caller for a certificate of our CA.
+
+        Each handshake uses the files as they are then.
+        """
+        used = self.material
+
+        def configuration() -> grpc.ServerCertificateConfiguration:
+            pair = (used.key, used.certificate)
+            return grpc.ssl_server_certificate_configuration([pair], None if public else used.authority)
+
+        def changed() -> grpc.ServerCertificateConfiguration | None:
+            nonlocal used
+            material, before = self.material, used
+            used = material
+            return None if material is before else configuration()  # None keeps what the server has: it is cheap
+
+        return grpc.dynamic_ssl_server_credentials(
+            configuration(),
+            changed,  # type: ignore[arg-type]  # grpc documents None, the stubs do not
+            require_client_authentication=not public,
+        )
+
+    def check_not_revoked(self, caller: Principal, certificates: Sequence[bytes]) -> None:
+        """Refuse a caller whose certificate is in the list of revoked ones.
+
+        Args:
+            caller: whose it is, for the message.
+            certificates: what it showed, PEM; one.
+
+        Raises:
+            PermissionDenied: it is in the list.
+        """
+        revoked = self._revoked.get() if self._revoked else frozenset[str]()
+        if revoked and any(fingerprint(pem.decode("ascii")) in revoked for pem in certificates):
+            raise PermissionDenied(
+                f"the certificate of {caller} is revoked; its owner may get another one with `fourfold certs renew`",
+                reason="CERTIFICATE_REVOKED",
+            )
+
+
+def expiry_warning(name: str, days_left: float) -> str:
+    """Return what to do about a certificate that expires soon; empty when it does not."""
+    if days_left >= WARN_DAYS:
+        return ""
+    when = "has expired" if days_left <= 0 else f"expires in {days_left:.1f} days"
+    return (
+        f"the certificate of {name} {when}; run `fourfold certs renew DIR {name}` where ca-key.pem is, and copy "
+        f"{name}.pem to its machine; no restart is needed"
+    )
+
+
+def fingerprint(pem: str) -> str:
+    """Return the SHA-256 of a certificate, as 64 hexadecimal digits."""
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem.strip())).hexdigest()
+
+
+def read_revoked(path: Path) -> frozenset[str]:
+    """Read lines of "fingerprint ROLE/MEMBER EXPIRY"; empty when there is no file.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is malformed.
+    """
+    if not path.exists():
+        return frozenset()
+    found: set[str] = set()
+    for number, line in enumerate(read_file(path).decode(errors="replace").splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        word = line.split()[0]
+        if len(word) != 64 or not set(word) <= set("0123456789abcdef"):
+            raise ConfigError(f"{path}:{number}: no certificate's SHA-256; `fourfold certs revoke` writes this file")
+        found.add(word)
+    return frozenset(found)
+
+
+def check_identity(service: str, identities: Sequence[str]) -> Principal:
+    """Check a caller's certificate against the policy table.
+
+    Args:
+        service: full name of the called service.
+        identities: URIs of the certificate.
+
+    Returns:
+        The caller.
+
+    Raises:
+        Unauthenticated: the certificate carries no identity of ours, or several.
+        PermissionDenied: this role may not call the service.
+    """
+    found = [uri.removeprefix(SPIFFE_PREFIX) for uri in identities if uri.startswith(SPIFFE_PREFIX)]
+    role, _, name = found[0].partition("/") if len(found) == 1 else ("", "", "")
+    if role not in ROLES or not MEMBER_NAME.fullmatch(name):
+        raise Unauthenticated(
+            f"the certificate has no URI {SPIFFE_PREFIX}ROLE/MEMBER; use one made by this version's `fourfold certs`"
+        )
+    allowed = POLICY.get(service, frozenset())
+    if role not in allowed:
+        who = ", ".join(sorted(allowed)) or "nobody"
+        raise PermissionDenied(f"{role}/{name} may not call {service}; allowed: {who}")
+    return Principal(role, name)

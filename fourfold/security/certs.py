@@ -1,0 +1,382 @@
+"""`fourfold certs`: a private CA, one certificate per member, revocations, and tokens for agents.
+
+    DIR/ca.pem          certificate of the authority; every process needs it
+    DIR/MEMBER.pem      certificate and private key of one member, e.g. rollout-0.pem
+    DIR/revoked.txt     revoked certificates; appears with the first one
+    DIR/tokens.txt      SHA-256 of the bearer tokens, for rollout services; a token itself is shown once
+    DIR/ca-key.pem      key of the authority; stays where it was made
+    DIR/issued.txt      every certificate that was issued; stays there, too
+
+`material.py` says what a member's certificate holds. That of a rollout service also bears names of
+hosts, for agents whose TLS library checks the host's name. Needs `cryptography` (`fourfold[certs]`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import ipaddress
+import os
+import re
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fourfold.errors import ConfigError
+from fourfold.security.access import REVOKED_FILE, ROLES, fingerprint
+from fourfold.security.material import MEMBER_NAME, check_private, read_file, server_name, uri
+from fourfold.security.principal import Principal
+from fourfold.security.tokens import parse_grant, read_tokens
+
+VALID_DAYS: Final = 365
+"""Of a member's certificate."""
+AUTHORITY_DAYS: Final = 3650
+TOKENS_FILE: Final = "tokens.txt"
+FIRST_OF_EACH: Final = tuple(Principal(role, f"{role}-0") for role in ROLES)
+
+_KEY_FILE: Final = "ca-key.pem"
+_ISSUED_FILE: Final = "issued.txt"
+_LOCAL: Final = ("localhost", "127.0.0.1", "::1")
+_HOST: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_PEM: Final = serialization.Encoding.PEM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issued:
+    """A certificate that was issued; a line of issued.txt."""
+
+    fingerprint: str
+    who: Principal
+    expires: datetime.datetime
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def days_left(self) -> float:
+        """Days until it expires."""
+        return (self.expires - _now()).total_seconds() / 86_400
+
+    def line(self) -> str:
+        """Return the line of the file."""
+        words = [self.fingerprint, str(self.who), f"{self.expires:%Y-%m-%dT%H:%M:%SZ}", ",".join(self.hosts)]
+        return " ".join(words).rstrip() + "\n"
+
+
+def parse_member(text: str) -> Principal:
+    """Return the principal of "rollout-0" or "reward/math".
+
+    Raises:
+        ConfigError: there is no such role, or the name does not fit into a certificate.
+    """
+    role, slash, name = text.partition("/")
+    if not slash:
+        role, name = text.partition("-")[0], text
+    if role not in ROLES or not MEMBER_NAME.fullmatch(name) or name == "ca":
+        raise ConfigError(
+            f"member {text!r:.80}: give ROLE-NUMBER or ROLE/NAME, with a role of {', '.join(ROLES)} and a name of 1 to "
+            f"63 lower-case letters, digits and dashes"
+        )
+    return Principal(role, name)
+
+
+def make(
+    directory: Path,
+    hosts: Sequence[str] = (),
+    members: Sequence[Principal] = FIRST_OF_EACH,
+    *,
+    days: float = VALID_DAYS,
+) -> str:
+    """Make an authority, the certificates of its members, and one token; return the token.
+
+    Args:
+        directory: where; made if missing (mode 0700).
+        hosts: names and addresses at which agents dial the rollout services, besides this machine.
+        members: who gets a certificate.
+        days: that these are valid.
+
+    Raises:
+        ConfigError: a host is malformed, or there is an authority already: nothing is overwritten.
+    """
+    _check(members, hosts)
+    names = ("ca.pem", _KEY_FILE, _ISSUED_FILE, TOKENS_FILE)
+    existing = [path for name in names if (path := directory / name).exists()]
+    if existing:
+        raise ConfigError(
+            f"{existing[0]}: exists, and no file of an authority is overwritten; `fourfold certs add {directory} "
+            f"MEMBER` makes one more certificate, `fourfold certs renew {directory}` new ones"
+        )
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP256R1())
+    _write(directory / _KEY_FILE, _private(key), mode=0o600)
+    _write(directory / "ca.pem", _authority(key).public_bytes(_PEM), mode=0o644)
+    _issue(directory, [(who, tuple(hosts) if who.role == "rollout" else ()) for who in members], days)
+    return add_token(directory / TOKENS_FILE, "agent")
+
+
+def add(directory: Path, members: Sequence[Principal], hosts: Sequence[str] = (), *, days: float = VALID_DAYS) -> None:
+    """Make certificates for members that have none.
+
+    Raises:
+        ConfigError: one has a certificate, or another role's member has its name.
+    """
+    _check(members, hosts)
+    names = {issued.who.name for issued in current(directory)}
+    for who in members:
+        if who.name in names:
+            raise ConfigError(
+                f"{who.name} has a certificate; `fourfold certs renew {directory} {who.name}` makes another one"
+            )
+    _issue(directory, [(who, tuple(hosts) if who.role == "rollout" else ()) for who in members], days)
+
+
+def renew(directory: Path, names: Sequence[str] = (), *, days: float = VALID_DAYS) -> list[Issued]:
+    """Make new certificates, with new keys, in place of the present ones; return them.
+
+    Args:
+        directory: of the authority.
+        names: member ids; empty: all.
+        days: that the new ones are valid.
+
+    Raises:
+        ConfigError: a member never had one.
+    """
+    return _issue(directory, [(issued.who, issued.hosts) for issued in _chosen(directory, names)], days)
+
+
+def revoke(directory: Path, names: Sequence[str]) -> None:
+    """Have every certificate that these members were ever given refused; they may be renewed afterwards.
+
+    Raises:
+        ConfigError: a member never had one.
+    """
+    chosen = {issued.who for issued in _chosen(directory, names)}
+    path = directory / REVOKED_FILE
+    lines = [f"{line}\n" for line in read_file(path).decode().splitlines()] if path.exists() else []
+    # A certificate that has expired is refused in any case.
+    new = [issued.line() for issued in all_issued(directory) if issued.who in chosen and issued.days_left > 0]
+    _write(path, "".join(dict.fromkeys([*lines, *new])).encode(), mode=0o644)
+
+
+def current(directory: Path) -> list[Issued]:
+    """Return the newest certificate of each member."""
+    return list({issued.who: issued for issued in all_issued(directory)}.values())
+
+
+def all_issued(directory: Path) -> list[Issued]:
+    """Return every certificate that was issued, the oldest first.
+
+    Raises:
+        ConfigError: this is no folder of an authority.
+    """
+    path = directory / _ISSUED_FILE
+    found: list[Issued] = []
+    text = read_file(path, hint="give the folder that `fourfold certs DIR` made, where ca-key.pem is").decode()
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            digest, who, expires, *hosts = line.split()
+            time, names = datetime.datetime.fromisoformat(expires), tuple(hosts[0].split(",")) if hosts else ()
+        except ValueError:
+            raise ConfigError(
+                f"{path}:{number}: malformed; only `fourfold certs` may write this file: restore it from a backup"
+            ) from None
+        found.append(Issued(fingerprint=digest, who=parse_member(who), expires=time, hosts=names))
+    return found
+
+
+def add_token(
+    path: Path,
+    name: str,
+    *,
+    scopes: Sequence[str] = (),
+    days: float | None = None,
+    limits: dict[str, float] | None = None,
+) -> str:
+    """Make a token, append its line to the file, and return it: it is stored nowhere.
+
+    Args:
+        path: the file; made if missing.
+        name: of its holder.
+        scopes: what it allows; empty: everything.
+        days: until it expires; None: never.
+        limits: by the names of `tokens.LIMITS`.
+
+    Raises:
+        ConfigError: the name is malformed or taken, or a scope or limit is unknown.
+    """
+    token = "ff_" + secrets.token_urlsafe(32)  # never begins with a dash, which a command line would take for an option
+    words = [name, hashlib.sha256(token.encode()).hexdigest()]
+    words += [f"scopes={','.join(scopes)}"] if scopes else []
+    words += [f"expires={_now() + datetime.timedelta(days=days):%Y-%m-%dT%H:%M:%SZ}"] if days is not None else []
+    words += [f"{key}={value:.15g}" for key, value in (limits or {}).items()]
+    grant = parse_grant(" ".join(words))
+    if path.exists() and name in read_tokens(path):
+        raise ConfigError(f"{path}: has a token named {name!r}; choose another name, or remove that one")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []  # an edited file may end without \n
+    _write(path, "\n".join([*lines, grant.line(), ""]).encode(), mode=0o600)
+    return token
+
+
+def remove_token(path: Path, name: str) -> None:
+    """Remove the line of a token; rollout services refuse it from its next call on.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name not in read_tokens(path):
+        raise ConfigError(f"{path}: has no token named {name!r:.80}; `fourfold certs token list` shows them")
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    _write(path, "".join(line for line in lines if line.split()[:1] != [name]).encode(), mode=0o600)
+
+
+def _check(members: Sequence[Principal], hosts: Sequence[str]) -> None:
+    """Refuse malformed hosts, and two members of one name: a member id says who it is, and names the file."""
+    for host in hosts:
+        _general_name(host)
+    names = [who.name for who in members]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ConfigError(f"two members are named {twice[0]!r}; a member id occurs once in a run")
+
+
+def _chosen(directory: Path, names: Sequence[str]) -> list[Issued]:
+    """Return the newest certificates of these members; of all when no name is given."""
+    known = {issued.who.name: issued for issued in current(directory)}
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise ConfigError(
+            f"{missing[0]!r:.80} has no certificate of {directory}; it has {', '.join(known)}. `fourfold certs add "
+            f"{directory} MEMBER` makes one"
+        )
+    return [known[name] for name in names] if names else list(known.values())
+
+
+def _issue(directory: Path, members: Sequence[tuple[Principal, tuple[str, ...]]], days: float) -> list[Issued]:
+    """Write a new certificate for each member and note it."""
+    key_file = directory / _KEY_FILE
+    key = serialization.load_pem_private_key(read_file(key_file, hint="it is needed to issue certificates"), None)
+    check_private(key_file)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{key_file}: not a key that `fourfold certs` made")
+    authority = x509.load_pem_x509_certificate(read_file(directory / "ca.pem"))
+    made: list[Issued] = []
+    for who, hosts in members:
+        own = ec.generate_private_key(ec.SECP256R1())
+        leaf = _leaf(who, own, hosts, authority, key, days)
+        text = leaf.public_bytes(_PEM)
+        made.append(
+            Issued(fingerprint=fingerprint(text.decode()), who=who, expires=leaf.not_valid_after_utc, hosts=hosts)
+        )
+        # Noted before it is written: a certificate that exists can be revoked.
+        noted = os.open(directory / _ISSUED_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with os.fdopen(noted, "w", encoding="utf-8") as file:
+            file.write(made[-1].line())
+        _write(directory / f"{who.name}.pem", text + _private(own), mode=0o600)
+    return made
+
+
+def _authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+    name = _name("Fourfold private CA")
+    return (
+        _builder(name, name, key, AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(sign_certificates=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def _leaf(
+    who: Principal,
+    key: ec.EllipticCurvePrivateKey,
+    hosts: Sequence[str],
+    authority: x509.Certificate,
+    authority_key: ec.EllipticCurvePrivateKey,
+    days: float,
+) -> x509.Certificate:
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri(who))]
+    names += [x509.DNSName(server_name(who)), x509.DNSName(server_name(Principal(who.role)))]
+    if who.role == "rollout":  # nobody else is dialled by strangers; a host's name says nothing of a role
+        names += [_general_name(host) for host in dict.fromkeys((*_LOCAL, *hosts))]
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    return (
+        _builder(_name(who.name), authority.subject, key, days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(sign_certificates=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
+        .sign(authority_key, hashes.SHA256())
+    )
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: float
+) -> x509.CertificateBuilder:
+    begin = _now() - datetime.timedelta(minutes=5)  # clocks of other machines
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(min(begin, _now() + datetime.timedelta(days=days - 1)))
+        .not_valid_after(_now() + datetime.timedelta(days=days))
+    )
+
+
+def _usage(*, sign_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not sign_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=sign_certificates,
+        crl_sign=sign_certificates,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name(
+        [x509.NameAttribute(NameOID.ORGANIZATION_NAME, "fourfold"), x509.NameAttribute(NameOID.COMMON_NAME, text)]
+    )
+
+
+def _general_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        pass
+    if not _HOST.fullmatch(host) or len(host) > 253:
+        raise ConfigError(
+            f"host {host!r:.80} is neither an address nor a name; give for example 10.0.0.5 or trainer.internal"
+        )
+    if host.lower().endswith(".fourfold"):
+        raise ConfigError(f"host {host!r}: names that end in .fourfold say who a member is; give the host's own name")
+    return x509.DNSName(host)
+
+
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+
+
+def _now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def _write(path: Path, data: bytes, *, mode: int) -> None:
+    """Write a file that is never seen half-written, nor with another mode."""
+    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)

@@ -1,0 +1,163 @@
+"""Bearer tokens: what the holder of each may do, and for how long.
+
+The file has one line per token, with the token's SHA-256 and never the token itself:
+
+    NAME SHA256 [scopes=generate,info] [expires=2027-01-31T00:00:00Z] [concurrent_calls=4] [tokens_in_flight=20000]
+        [calls_per_second=10]
+
+(in one line). What is left out does not restrict: all scopes, no expiry, the limits of the port.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import hmac
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from fourfold.errors import ConfigError, PermissionDenied, Unauthenticated
+from fourfold.security.material import read_file
+
+SCOPES: Final[Mapping[str, frozenset[str]]] = {
+    "generate": frozenset({"Generate"}),
+    "info": frozenset({"GetInfo", "WatchLoad"}),
+}
+"""Methods of the public services that a scope allows."""
+LIMITS: Final = ("concurrent_calls", "tokens_in_flight", "calls_per_second")
+"""Limits that a token may carry."""
+
+_TOKEN_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenGrant:
+    """What the holder of one bearer token may do."""
+
+    name: str
+    """Names the holder in logs and quotas; unique in the file."""
+    digest: bytes = field(repr=False)
+    """SHA-256 of the token."""
+    scopes: frozenset[str] = frozenset(SCOPES)
+    """Keys of `SCOPES`."""
+    expires: datetime.datetime | None = None
+    """With time zone; None: never."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """By the names of `LIMITS`; a limit that is absent is the port's default."""
+
+    def line(self) -> str:
+        """Return the line of the file that says this."""
+        words = [self.name, self.digest.hex()]
+        if self.scopes != frozenset(SCOPES):
+            words.append(f"scopes={','.join(sorted(self.scopes))}")
+        if self.expires is not None:
+            words.append(f"expires={self.expires.astimezone(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}")
+        return " ".join([*words, *(f"{key}={value:.15g}" for key, value in self.limits.items())])
+
+
+def parse_grant(line: str) -> TokenGrant:
+    """Return what a line of the file says.
+
+    Raises:
+        ConfigError: it is malformed; the message says what, without file and line.
+    """
+    name, digest, *options = line.split() if len(line.split()) > 1 else ("", "")
+    if not _TOKEN_NAME.fullmatch(name) or not _DIGEST.fullmatch(digest):
+        raise ConfigError("no token digest; a line is NAME, a space, and 64 hexadecimal digits, then KEY=VALUE words")
+    scopes, expires, limits = frozenset(SCOPES), None, dict[str, float]()
+    for option in options:
+        key, _, value = option.partition("=")
+        if key == "scopes":
+            scopes = frozenset(value.split(","))
+            if not scopes <= set(SCOPES):
+                raise ConfigError(f"{option!r:.80}: unknown scope; known are {', '.join(SCOPES)}")
+        elif key == "expires":
+            expires = _time(value)
+        elif key in LIMITS:
+            limits[key] = _limit(key, value)
+        else:
+            raise ConfigError(f"{option!r:.80}: unknown word; known are scopes=, expires=, {'=, '.join(LIMITS)}=")
+    return TokenGrant(name=name, digest=bytes.fromhex(digest), scopes=scopes, expires=expires, limits=limits)
+
+
+def read_tokens(path: Path) -> dict[str, TokenGrant]:
+    """Read a file of tokens; empty lines and lines that start with # are skipped.
+
+    Returns:
+        What each may do, by its name.
+
+    Raises:
+        ConfigError: the file is missing, or a line is malformed.
+    """
+    grants: dict[str, TokenGrant] = {}
+    text = read_file(path, hint="`fourfold certs DIR` makes one").decode(errors="replace")
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        try:
+            grant = parse_grant(line)
+        except ConfigError as error:
+            raise ConfigError(f"{path}:{number}: {error}") from None
+        if grant.name in grants:
+            raise ConfigError(f"{path}:{number}: the name {grant.name!r} occurs twice; give each token its own")
+        grants[grant.name] = grant
+    return grants
+
+
+def check_token(authorization: str, method: str, grants: Mapping[str, TokenGrant]) -> TokenGrant:
+    """Return the grant of the token in an `authorization` header.
+
+    Args:
+        authorization: the header.
+        method: that is called, without its service.
+        grants: of all tokens, by name.
+
+    Raises:
+        Unauthenticated: there is no token, nobody knows it, or it has expired.
+        PermissionDenied: its scopes do not hold the method.
+    """
+    scheme, _, token = authorization.partition(" ")
+    if scheme.lower() != "bearer" or not token:
+        raise Unauthenticated("no bearer token; send the metadata `authorization: Bearer TOKEN`")
+    digest = hashlib.sha256(token.strip().encode()).digest()
+    # Every entry is compared, so that the time tells nothing about which one was near.
+    found = [grant for grant in grants.values() if hmac.compare_digest(digest, grant.digest)]
+    if not found:
+        raise Unauthenticated("unknown bearer token; ask the owner of this deployment for one")
+    grant = found[0]
+    if grant.expires is not None and grant.expires <= datetime.datetime.now(datetime.UTC):
+        raise Unauthenticated(
+            f"the bearer token {grant.name!r} expired at {grant.expires:%Y-%m-%d %H:%M} UTC; ask the owner of this "
+            f"deployment for a new one",
+            reason="TOKEN_EXPIRED",
+        )
+    if not any(method in SCOPES[scope] for scope in grant.scopes):
+        raise PermissionDenied(
+            f"the bearer token {grant.name!r} may not call {method}: its scopes are "
+            f"{', '.join(sorted(grant.scopes))}; ask the owner of this deployment for another one",
+            reason="TOKEN_SCOPE",
+        )
+    return grant
+
+
+def _time(value: str) -> datetime.datetime:
+    try:
+        time = datetime.datetime.fromisoformat(value)
+    except ValueError:
+        raise ConfigError(f"expires={value!r:.40} is no time; give for example 2027-01-31T00:00:00Z") from None
+    return (time if time.tzinfo else time.replace(tzinfo=datetime.UTC)).astimezone(datetime.UTC)
+
+
+def _limit(key: str, value: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise ConfigError(f"{key}={value!r:.40} is no number above 0")
+    return number

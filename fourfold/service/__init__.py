@@ -1,0 +1,1 @@
+"""Lifecycle of a service process and its membership in a run."""

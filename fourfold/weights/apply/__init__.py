@@ -1,0 +1,1 @@
+"""Writes received weights into an engine's model."""

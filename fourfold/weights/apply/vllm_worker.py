@@ -1,0 +1,394 @@
+"""The engine's side of a weight update, inside vLLM's worker processes. The only vLLM import of the package.
+
+vLLM mixes `WeightWorker` into its worker class (`worker_extension_cls=
+"fourfold.weights.apply.vllm_worker.WeightWorker"`), and the service calls its verbs with
+`collective_rpc`. The worker does nothing else during a verb, so every wait in here has its
+own deadline. Verbs take and return plain values and never raise: see `fourfold.weights.worker_reply`.
+
+    weights_open       does the manifest fit the model in all workers? then meet the senders
+    weights_receive    the engine must be paused: wait, check, load; returns the digest
+    weights_commit     what was received is what is served
+    weights_abort      close the epoch; "clean": the served weights are whole, "dirty": they are not
+
+vLLM's core waits for every verb in the thread that schedules: nothing is sampled until all workers
+have answered. So `weights_open` needs no pause and interrupts no sample, but while it waits for
+senders, with NCCL for all receivers, too, the samples of the engine stand still.
+
+It works with vLLM 0.26 to 0.32, whose layerwise reload has the same names. On CPU vLLM packs
+the weight of a linear layer when it loads it; an output head that shares its weight with the
+embedding is not loaded itself, so its packed copy is made anew here (`_repack`). Experts are
+packed at their first loading alone; every loading is a first one for them (`_without_kernels`).
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    LAYERWISE_INFO,
+    LOADING_LAYERS,
+    _get_original_loader,
+    _place_kernel_tensors,
+)
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+
+from fourfold.errors import FourfoldError, Internal
+from fourfold.weights.apply.direct import DirectApplier
+from fourfold.weights.apply.reload import CopyRecorder, NamedTensors, ReloadApplier, Trace, not_fitting
+from fourfold.weights.consensus import GroupOfWorkers, OneWorker, Workers
+from fourfold.weights.receiver import WeightReceiver
+from fourfold.weights.source.dense import synchronize
+from fourfold.weights.transport.base import available_backends
+from fourfold.weights.transport.host import die_with, die_with_parent, parent_of
+from fourfold.weights.worker_reply import error_answer
+
+_log = logging.getLogger(__name__)
+_ENGINE_PROCESS: Final = "EngineCore"
+# Methods of layers that compute with the weights as they were loaded.
+_AS_LOADED: Final = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
+# Attributes in which layers keep what they computed from their weights (multi-head latent attention).
+_DERIVED: Final = ("W_UV", "W_UK_T", "W_UK", "W_UV_T")
+# vLLM's name for fp8 that it makes itself. By "fp8", 0.26 means this and scales of the cache that nobody sends, and
+# 0.32 a checkpoint that is fp8 already.
+_ONLINE_FP8: Final = "fp8_per_tensor"
+
+
+def _die_with_service() -> None:
+    """Let the engine's processes die with the service, which may be killed without a chance to end them.
+
+    service -> worker                  in-process engine core: the worker is vLLM's core process, or a child
+    service -> EngineCore -> worker    the core does not import this file: the worker ends it, too
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid is None:
+        return  # the worker runs in the service's own process
+    die_with_parent(parent.pid)
+    if parent.name.startswith(_ENGINE_PROCESS):
+        service = parent_of(parent.pid)
+        if service > 1:
+            die_with(service, parent.pid)
+
+
+_die_with_service()
+
+
+class VllmModel:
+    """A worker's model, as the appliers need it."""
+
+    def __init__(self, worker: Any) -> None:
+        """Wrap the model of a worker that has loaded it and is not loading again."""
+        self._config = worker.vllm_config
+        self._device: torch.device = worker.device
+        self._model: torch.nn.Module = worker.get_model()
+        self._one_stage = self._config.parallel_config.pipeline_parallel_size == 1
+        self._shares = self._config.parallel_config.tensor_parallel_size
+        self._first = worker.rank % self._shares == 0
+        self._tied = _tied_groups(self._model)
+        self._expert_kernels: list[tuple[Any, Any]] = []
+        """While a load is under way: the quantisation methods of experts on a CPU, and what they computed with."""
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Return the checkpoint's architecture, the class that implements it, and a mark when it is quantised."""
+        model_config = self._config.model_config
+        names = [*(getattr(model_config.hf_config, "architectures", None) or ()), type(self._model).__name__]
+        if model_config.quantization is not None and not self._is_fp8():
+            names.append(f"{names[0]} quantised by {model_config.quantization}")
+        return tuple(dict.fromkeys(names))
+
+    def _is_fp8(self) -> bool:
+        """Whether vLLM itself quantises linear layers to fp8 as it loads them: a reload then does the same again.
+
+        Not experts: their kernels keep scales of their own. Not a checkpoint that is fp8 already: it has scales.
+        """
+        model_config = self._config.model_config
+        online = model_config.quantization == _ONLINE_FP8
+        stored = getattr(model_config.hf_config, "quantization_config", None) is not None
+        experts = any(hasattr(getattr(m, "quant_method", None), "moe_kernel") for m in self._model.modules())
+        return online and not stored and not experts
+
+    def trace(self, tensors: NamedTensors) -> Trace:
+        """Run the model's loader on meta tensors and note what it would copy; takes milliseconds."""
+        sources = list(tensors)
+        destinations: list[tuple[str, torch.Tensor]] = []
+        self.begin_load()
+        try:
+            for path, layer in self._model.named_modules():
+                for name, tensor in get_layer_tensors(layer).items():
+                    tensor.weight_loader = _get_original_loader(tensor)  # type: ignore[attr-defined]
+                    if name in layer._parameters:
+                        destinations.append((f"{path}.{name}", tensor))
+            forms = {name: _form(tensor) for name, tensor in destinations}
+            recorder = CopyRecorder(sources, destinations)
+            handed_out: list[str] = []
+            try:
+                with recorder, set_current_vllm_config(self._config):
+                    self._model.load_weights(_noting(sources, handed_out))  # type: ignore[operator]
+            except (AssertionError, KeyError, ValueError, RuntimeError, IndexError) as error:
+                raise not_fitting(handed_out[-1] if handed_out else "the manifest", error) from None
+        finally:
+            self.cancel_load()
+        missing = {
+            name: (recorder.written[name], tensor.numel())
+            for name, tensor in destinations
+            if recorder.written[name] != tensor.numel()
+        }
+        for group in self._tied:
+            names = {f"{path}.{name}" for path, _, name in group}
+            if names - missing.keys():  # one of them is filled, and so all are
+                missing = {name: counts for name, counts in missing.items() if name not in names}
+        unused = tuple(name for name, _ in sources if not recorder.read[name]) if self._one_stage else ()
+        # vLLM's loaders cut what they need out of a larger tensor, without a word. The first worker has the largest
+        # share of each, so all shares together are at most so many times its own.
+        cut = {
+            name: (recorder.read[name] * self._shares, tensor.numel())
+            for name, tensor in sources
+            if self._first and self._one_stage and recorder.read[name] * self._shares < tensor.numel()
+        }
+        return Trace(
+            unused=unused,
+            missing=missing,
+            cut=cut,
+            regions=tuple(recorder.copies),
+            irregular=recorder.irregular or self._changed(forms),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._device
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """Return a parameter that a trace names."""
+        return self._model.get_parameter(name)
+
+    def obstacle(self) -> str:
+        """Return why the parameters cannot be written in place, for people; empty: they can."""
+        if self._device.type != "cuda":
+            return "on a CPU vLLM packs the weights when it loads them"
+        if self._config.model_config.quantization is not None:
+            return f"the weights are quantised by {self._config.model_config.quantization} when they are loaded"
+        for path, layer in self._model.named_modules():
+            method = getattr(layer, "quant_method", None)
+            if method is not None and type(method).__name__ not in _AS_LOADED:
+                return f"{path} prepares its weights for its kernels ({type(method).__name__})"
+            if any(hasattr(layer, name) for name in _DERIVED):
+                return f"{path} keeps matrices that are computed from its weights"
+        return ""
+
+    def _changed(self, forms: Mapping[str, str]) -> str:
+        """Return, in words, a parameter that the running model stores otherwise than it was loaded."""
+        for name, form in forms.items():
+            if (now := _form(self.parameter(name))) != form:
+                return f"{name} is loaded as {form} and kept as {now}"
+        return ""
+
+    def begin_load(self) -> None:
+        """Put every layer on meta; each one is loaded as soon as its tensors are complete."""
+        initialize_layerwise_reload(self._model)
+        if self._device.type == "cpu":
+            self._expert_kernels = _without_kernels(self._model)
+
+    def load(self, tensors: NamedTensors) -> None:
+        """Hand checkpoint tensors to the model's loader."""
+        with set_current_vllm_config(self._config):
+            self._model.load_weights(iter(tensors))  # type: ignore[operator]
+
+    def finish_load(self) -> None:
+        """Put the kernels' tensors back, now with new values, and pack tied layers anew."""
+        borrowers = [layer for group in self._tied for _, layer, _ in group if _waits_in_vain(layer)]
+        for layer in borrowers:
+            _put_back(layer)  # it has its tensor from the layer that it is tied to
+        with set_current_vllm_config(self._config):
+            finalize_layerwise_reload(self._model, self._config.model_config)  # type: ignore[no-untyped-call]
+            _repack(borrowers)
+        self._put_kernels_back()
+        synchronize(self._device)  # what was loaded from may be overwritten from now on
+
+    def cancel_load(self) -> None:
+        """Put the kernels' tensors back as they are; vLLM has no call for that."""
+        for layer in self._model.modules():
+            _put_back(layer)
+        self._put_kernels_back()
+        if hasattr(self._model, "_original_do_torchao_reload"):
+            self._model._do_torchao_reload = self._model._original_do_torchao_reload
+        LOADING_LAYERS.clear()
+
+    def _put_kernels_back(self) -> None:
+        """Let experts that were not loaded compute as before."""
+        for method, kernel in self._expert_kernels:
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+        self._expert_kernels = []
+
+
+class WeightWorker:
+    """The verbs that the service calls in every worker. Mixed into vLLM's worker: no state before the first call."""
+
+    _fourfold_receiver: WeightReceiver | None = None
+
+    def weights_describe(self) -> Any:
+        """Return device_type ("cpu" or "cuda"), device_uuids (16 bytes each, none on CPU), backends, architectures."""
+        return _answer(self._fourfold_describe)
+
+    def weights_open(
+        self,
+        epoch: int,
+        backend: str,
+        manifest: bytes,
+        offers: list[bytes],
+        receiver_count: int,
+        first_receiver_index: int,
+        timeout: float,
+        stop_path: str = "",
+    ) -> Any:
+        """Join an epoch; return {"direct": tensors written in place, "reload": reloaded, "reason": why}, or an error.
+
+        Args:
+            epoch: above every earlier one.
+            backend: one of those that `weights_describe` names.
+            manifest: canonical bytes.
+            offers: of all trainer ranks, in rank order.
+            receiver_count: receivers of all engines.
+            first_receiver_index: index of this engine's first worker among them.
+            timeout: seconds, as in all verbs.
+            stop_path: file of the `StopFlag` that ends waits of this epoch; empty: none.
+        """
+
+        def run() -> dict[str, Any]:
+            index = first_receiver_index + _rank(self)
+            report = self._fourfold_weights().open(
+                epoch, backend, manifest, offers, receiver_count, index, timeout, stop_path
+            )
+            return {
+                "direct": report.direct_tensor_count,
+                "reload": report.reload_tensor_count,
+                "reason": report.reload_reason,
+            }
+
+        return _answer(run)
+
+    def weights_receive(self, epoch: int, policy_version: int, timeout: float, skip_sums: bool = False) -> Any:
+        """Receive and load a version; return its digest (32 bytes), or an error. The engine must be paused."""
+        return _answer(lambda: self._fourfold_weights().receive(epoch, policy_version, timeout, skip_sums))
+
+    def weights_timings(self, epoch: int) -> Any:
+        """Return the seconds that the parts of the last receive took, by name, or an error."""
+        return _answer(lambda: self._fourfold_weights().timings(epoch))
+
+    def weights_sums(self, epoch: int) -> Any:
+        """Return the per-tensor sums of what was received last (see `fourfold.weights.digest_sums`), or an error."""
+        return _answer(lambda: self._fourfold_weights().sums(epoch))
+
+    def weights_commit(self, epoch: int, policy_version: int) -> Any:
+        """Note that the received version is served now; return None, or an error."""
+        return _answer(lambda: self._fourfold_weights().commit(epoch, policy_version))
+
+    def weights_abort(self, epoch: int) -> Any:
+        """Close the epoch; return "clean" (the served weights are whole) or "dirty", or an error."""
+        return _answer(lambda: self._fourfold_weights().abort(epoch))
+
+    def _fourfold_weights(self) -> WeightReceiver:
+        if self._fourfold_receiver is None:
+            model = VllmModel(self)
+            appliers = (DirectApplier(model), ReloadApplier(model))
+            self._fourfold_receiver = WeightReceiver(appliers, model.device, _workers())
+        return self._fourfold_receiver
+
+    def _fourfold_describe(self) -> dict[str, Any]:
+        device: torch.device = self.device  # type: ignore[attr-defined]
+        uuids: list[bytes] = []
+        if device.type == "cuda":
+            uuids.append(torch.cuda.get_device_properties(device).uuid.bytes)  # type: ignore[attr-defined]
+        return {
+            "device_type": device.type,
+            "device_uuids": uuids,
+            "backends": available_backends(device),
+            "architectures": list(VllmModel(self).architectures),
+        }
+
+
+def _answer(run: Callable[[], Any]) -> Any:
+    """Return what `run` returns, or its error as an answer. The one boundary of this process."""
+    try:
+        return run()
+    except FourfoldError as error:
+        return error_answer(error)
+    except Exception:
+        _log.exception("a weight update failed in the engine")
+        return error_answer(Internal("a weight update failed in the engine; its log has the traceback"))
+
+
+def _form(tensor: torch.Tensor) -> str:
+    """Return in words what the place of an element depends on."""
+    return f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}"
+
+
+def _rank(worker: Any) -> int:
+    return int(worker.rank)
+
+
+def _workers() -> Workers:
+    world = get_world_group()
+    if world.world_size == 1:
+        return OneWorker()
+    return GroupOfWorkers(world.cpu_group, world.rank_in_group, world.world_size)
+
+
+def _noting(tensors: NamedTensors, handed_out: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Pass tensors on and note each: the last one is what a loader stumbles over."""
+    for name, tensor in tensors:
+        handed_out.append(f"{name} {tuple(tensor.shape)}")
+        yield name, tensor
+
+
+def _tied_groups(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Module, str]]]:
+    """Return the parameters that several layers share: for each the (path, layer, name) of all its owners."""
+    owners: dict[int, list[tuple[str, torch.nn.Module, str]]] = {}
+    for path, layer in model.named_modules():
+        for name, parameter in layer._parameters.items():
+            if parameter is not None and parameter.numel():
+                owners.setdefault(parameter.untyped_storage()._cdata, []).append((path, layer, name))
+    return [group for group in owners.values() if len(group) > 1]
+
+
+def _waits_in_vain(layer: torch.nn.Module) -> bool:
+    """Whether a layer was set up for loading and nothing came for it."""
+    info = LAYERWISE_INFO.get(layer)
+    return info is not None and info.can_load() and info.load_numel == 0
+
+
+def _put_back(layer: torch.nn.Module) -> None:
+    """Give a layer its kernel tensors back, unless its loading is complete and it has them."""
+    info = LAYERWISE_INFO.get(layer)
+    if info is not None and info.can_load():
+        if info.kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+        info.reset()  # type: ignore[no-untyped-call]
+
+
+def _repack(layers: list[torch.nn.Module]) -> None:
+    """On CPU, make the packed copies of weights that came through a tied layer; they would stay the old ones."""
+    for layer in layers:
+        if hasattr(layer, "cpu_linear"):
+            layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr, operator]
+
+
+def _without_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Take the kernels off all experts and return them with their owners.
+
+    On CPU vLLM packs the weights of experts where it makes their kernel, once: with a kernel there, a reload would put
+    weights that are not packed in the place of packed ones, of the same shape and so without an error.
+    """
+    methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    return kernels

@@ -1,0 +1,1 @@
+"""Sources of weights in a trainer: dense, ZeRO-3, LoRA."""

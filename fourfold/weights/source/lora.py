@@ -1,0 +1,134 @@
+"""Weights of a model with LoRA adapters as the engines know it: W + scale * B A, under the names of the base model.
+
+    W [out, in] base weight, frozen    A [r, in], B [out, r] adapter    scale a number
+
+The sum is made when it is read, span by span, and never where the base weights lie: these stay as they are for the next
+round. It is computed in float32 from what the forward pass uses and rounded once, to the type that is sent. A span of a
+ZeRO-3 partition may begin and end in the middle of a row: the rows that it touches are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fourfold.errors import WrongState
+from fourfold.weights.manifest import Manifest, Span
+from fourfold.weights.source.dense import ParameterSource
+
+# Elements whose float32 copies exist at once.
+_CHUNK_ELEMENTS: Final = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Adapter:
+    """What is added to one weight."""
+
+    a: Any
+    """[r, in], a parameter; whole on this rank when it is read."""
+    b: Any
+    """[out, r], the same."""
+    scale: float
+
+
+@torch.no_grad()
+def merged(weight: Tensor, adapter: Adapter, *, start: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    """Return elements of W + scale * B A, a new tensor.
+
+    Args:
+        weight: [n] elements of W, flattened, from element `start` on.
+        adapter: of W.
+        start: index of the first one in the whole W.
+        dtype: of the result; None: that of `weight`.
+    """
+    a = adapter.a.detach().float()
+    width = a.shape[1]
+    result = torch.empty(weight.shape, dtype=dtype or weight.dtype, device=weight.device)
+    rows = max(1, _CHUNK_ELEMENTS // width)
+    end = start + len(weight)
+    for row in range(start // width, -(-end // width), rows):
+        # Flat elements [begin, stop) of W, those of `rows` rows that belong to the span.
+        begin, stop = max(start, row * width), min(end, (row + rows) * width)
+        delta = (adapter.b.detach()[row : -(-stop // width)].float() @ a).mul_(adapter.scale).view(-1)
+        delta = delta[begin - row * width : stop - row * width]
+        result[begin - start : stop - start] = weight[begin - start : stop - start] + delta  # float32 by promotion
+    return result
+
+
+class MergedSource:
+    """A source whose adapters are added to what another one reads."""
+
+    def __init__(
+        self, base: ParameterSource, adapters: Mapping[str, Adapter], *, gather: Callable[[], None] | None = None
+    ) -> None:
+        """Wrap a source.
+
+        Args:
+            base: of the base weights, under the names that are sent.
+            adapters: by the name, without adapters, of the parameter that they belong to.
+            gather: makes all adapters whole on this rank; called on all ranks at once, first now. None: they are.
+
+        Raises:
+            WrongState: an adapter belongs to no matrix that is sent; names it.
+        """
+        self._base, self._gather = base, gather
+        _check(adapters, base)
+        self._adapters = [adapters.get(name) for name, _ in base.owners]
+        self._starts = [piece.start for _, piece in base.owners]
+        self._dtypes = [getattr(torch, spec.dtype) for spec in base.manifest().tensors]
+        self._last: tuple[Span, Tensor] | None = None
+        if gather:
+            gather()
+
+    def manifest(self) -> Manifest:
+        """Return the layout: that of the base weights."""
+        return self._base.manifest()
+
+    def begin_round(self) -> None:
+        """Make base weights and adapters readable; raise WrongState as the base does."""
+        if self._gather:
+            self._gather()
+        self._base.begin_round()
+
+    def read(self, span: Span) -> Tensor:
+        """Return the elements of a span; a transport that reads one in parts gets the same tensor again."""
+        adapter = self._adapters[span.tensor]
+        if adapter is None:
+            return self._base.read(span)
+        if self._last is None or self._last[0] != span:
+            self._last = None  # before the next one is made
+            weight, start = self._base.read(span), self._starts[span.tensor] + span.start
+            self._last = span, merged(weight, adapter, start=start, dtype=self._dtypes[span.tensor])
+        return self._last[1]
+
+    def is_view(self, span: Span) -> bool:
+        """Return whether the base's own memory is sent: not where an adapter is added."""
+        return self._adapters[span.tensor] is None and self._base.is_view(span)
+
+    def end_round(self) -> None:
+        """Forget what was computed."""
+        self._last = None
+        self._base.end_round()
+
+
+def _check(adapters: Mapping[str, Adapter], base: ParameterSource) -> None:
+    """An adapter belongs to a whole matrix; a checkpoint may store its rows as several tensors."""
+    sent: dict[str, list[tuple[int, ...]]] = {}
+    for owner, piece in base.owners:
+        sent.setdefault(owner, []).append(piece.shape)
+    for name, adapter in adapters.items():
+        height, width = _whole_shape(adapter.b)[0], _whole_shape(adapter.a)[1]
+        shapes = sent.get(name, [])
+        if any(len(shape) != 2 or shape[1] != width for shape in shapes) or sum(s[0] for s in shapes) != height:
+            raise WrongState(
+                f"the adapter of {name} changes a matrix {(height, width)}; of it {shapes or 'nothing'} is sent: "
+                f"let trainer.lora.target_modules name linear layers alone"
+            )
+
+
+def _whole_shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

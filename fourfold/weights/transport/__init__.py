@@ -1,0 +1,1 @@
+"""Transports of weights: CUDA IPC, NCCL, shared memory and gloo."""

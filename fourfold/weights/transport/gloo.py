@@ -1,0 +1,279 @@
+"""Gloo over loopback TCP: for engines that cannot map the trainer's memory, and as the CPU twin of NCCL.
+
+Every trainer rank makes one process group with all receivers, in which it is rank 0, and
+broadcasts its shard in buckets. Receivers join the groups in rank order. The groups are
+`ProcessGroupGloo` objects of their own: torch's global group is not touched.
+
+They meet over a file (`FileStore`) in a folder that only this user can enter; a TCPStore
+would listen on every interface. So both ends must share a host. A marker file in the same
+folder tells the receivers that the epoch is open: the sender's abort removes it. Gloo itself
+cannot be interrupted: an aborted caller returns at once, and a thread waits for the
+operation's own timeout before it drops the group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
+
+from fourfold.errors import DeadlinePassed, InvalidInput, Unavailable, WrongState
+from fourfold.host.scratch import Scratch
+from fourfold.weights.manifest import Manifest, Span
+from fourfold.weights.source.dense import WeightSource
+from fourfold.weights.transport.base import (
+    Backend,
+    Deadline,
+    Group,
+    Shards,
+    Sink,
+    aborted,
+    pack_offer,
+    torch_dtype,
+    unpack_offers,
+    used_up,
+)
+
+_BUCKET_BYTES: Final = 16 << 20
+_POLL_SECONDS: Final = 0.02
+_NONCE_BYTES: Final = 16
+_STORE_FILE: Final = "store"
+
+
+class _Member:
+    """One end of one group: a trainer rank and all receivers."""
+
+    def __init__(self, marker: Path, name: str, rank: int, size: int, stop: threading.Event) -> None:
+        # The marker is a file that exists as long as the sender keeps the epoch open. Presence is
+        # told by files, too: a FileStore call blocks when the sender has removed the folder.
+        self._marker, self._name, self._rank, self._size, self._stop = marker, name, rank, size, stop
+        self._group: ProcessGroupGloo | None = None
+
+    def join(self, deadline: Deadline) -> None:
+        """Wait until all are here, then connect everybody with everybody."""
+        folder = self._marker.parent
+        with contextlib.suppress(FileNotFoundError):
+            (folder / f"here-{self._rank}").touch()
+        while not all((folder / f"here-{rank}").exists() for rank in range(self._size)):
+            if self._stop.wait(_POLL_SECONDS) or not self._marker.exists():
+                raise aborted()
+            deadline.check(f"the meeting of all {self._size} members of {self._name}")
+        left = timedelta(seconds=deadline.check(f"connecting {self._name}"))
+        store = FileStore(str(folder / _STORE_FILE), self._size)
+        store.set_timeout(left)
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._threads = 1
+        options._timeout = left
+        try:
+            self._group = ProcessGroupGloo(store, self._rank, self._size, options)
+        except RuntimeError as error:
+            raise self._failure(error, deadline, "connecting") from None
+
+    def broadcast(self, data: torch.Tensor, deadline: Deadline) -> None:
+        """Send `data` (rank 0) or receive into it: uint8, contiguous, on the CPU."""
+        if self._group is None:
+            raise used_up()
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = timedelta(seconds=deadline.check(f"a transfer of {self._name}"))
+        done = threading.Event()
+        try:
+            work = self._group.broadcast([data], options)  # type: ignore[attr-defined]
+            work.get_future().add_done_callback(lambda _: done.set())
+            while not done.wait(_POLL_SECONDS):
+                if self._is_aborted() or deadline.is_stopped:
+                    self._abandon(work)
+                    raise aborted()
+            work.wait()
+        except RuntimeError as error:
+            raise self._failure(error, deadline, "a transfer") from None
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._group = None
+
+    def _is_aborted(self) -> bool:
+        return self._stop.is_set() or not self._marker.exists()
+
+    def _abandon(self, work: Any) -> None:
+        """Keep the group until its operation has timed out: dropping it earlier would block this process."""
+        group, self._group = self._group, None
+        threading.Thread(target=_wait_for_end, args=(work, group), name="gloo-abandoned", daemon=True).start()
+
+    def _failure(self, error: RuntimeError, deadline: Deadline, what: str) -> Exception:
+        if self._is_aborted():
+            return aborted()
+        if deadline.remaining <= 0 or "imed out" in str(error):
+            return DeadlinePassed(f"{self._name}: {what} took too long; a member is slow or stuck, abort the epoch")
+        return Unavailable(f"{self._name}: {what} failed, a member is gone ({str(error)[:200]}); abort the epoch")
+
+
+class GlooSender:
+    """One trainer rank: rank 0 of its group."""
+
+    def __init__(self, group: Group, rank: int, source: WeightSource) -> None:
+        """Make the meeting place."""
+        self._group, self._rank, self._source = group, rank, source
+        self._spans = sorted(group.manifest.spans_of_rank(rank), key=lambda span: span.offset)
+        self._scratch = Scratch("gloo")
+        self._nonce = secrets.token_hex(_NONCE_BYTES)
+        self._marker = self._scratch.path / self._nonce
+        self._marker.touch()
+        self._stop = threading.Event()
+        size = 1 + group.receiver_count
+        self._member = _Member(self._marker, f"the gloo group of trainer rank {rank}", 0, size, self._stop)
+        self._closed = False
+
+    def offer(self) -> bytes:
+        """Return nonce and folder."""
+        return pack_offer(Backend.GLOO, self._group, self._rank, (self._nonce + str(self._scratch.path)).encode())
+
+    def open(self, deadline: Deadline) -> None:
+        """Wait for all receivers."""
+        self._member.join(deadline)
+
+    def send(self, policy_version: int, deadline: Deadline) -> int:
+        """Broadcast version and size, then the shard, bucket by bucket."""
+        if self._closed:
+            raise used_up()
+        shard_bytes = self._group.manifest.shard_bytes[self._rank]
+        header = torch.tensor([policy_version, shard_bytes], dtype=torch.int64)
+        self._member.broadcast(header.view(torch.uint8), deadline)
+        bucket = torch.zeros(min(_BUCKET_BYTES, shard_bytes), dtype=torch.uint8)
+        for start, end in _buckets(shard_bytes):
+            _fill(bucket, start, end, self._spans, self._group.manifest, self._source)
+            self._member.broadcast(bucket[: end - start], deadline)
+        return shard_bytes
+
+    def abort(self) -> None:
+        """Stop here, and tell the receivers."""
+        self._stop.set()
+        self._marker.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Disconnect and remove the meeting place."""
+        self._closed = True
+        self.abort()
+        self._member.close()
+        self._scratch.remove()
+
+
+class GlooReceiver:
+    """One receiver: rank 1 + its index in the group of every trainer rank."""
+
+    stable = True
+
+    def __init__(self, group: Group, receiver_index: int, device: torch.device) -> None:
+        """Make the receiver."""
+        self._group, self._index = group, receiver_index
+        self._stop = threading.Event()
+        self._markers: list[Path] = []
+        self._members: list[_Member] = []
+        self._shards: list[torch.Tensor] = []
+
+    def accept(self, offers: Sequence[bytes]) -> None:
+        """Check every rank's offer.
+
+        Raises:
+            InvalidInput: an offer of a wrong length or content.
+        """
+        bodies = unpack_offers(Backend.GLOO, self._group, offers)
+        self._markers = [_parse_body(rank, body) for rank, body in enumerate(bodies)]
+
+    def open(self, deadline: Deadline) -> None:
+        """Join the group of every trainer rank, in rank order.
+
+        Raises:
+            Unavailable: the meeting place is not there: another host, or the sender has closed.
+        """
+        size = 1 + self._group.receiver_count
+        for rank, marker in enumerate(self._markers):
+            if not marker.is_file():
+                raise Unavailable(
+                    f"the meeting place of trainer rank {rank} is not on this machine or not open any more; gloo needs "
+                    f"trainer and engine on one host: make new offers"
+                )
+            name = f"the gloo group of trainer rank {rank}"
+            member = _Member(marker, name, 1 + self._index, size, self._stop)
+            self._members.append(member)
+            member.join(deadline)
+        self._shards = [torch.empty(size, dtype=torch.uint8) for size in self._group.manifest.shard_bytes]
+
+    def receive(self, policy_version: int, sink: Sink, deadline: Deadline) -> None:
+        """Receive every rank's shard into memory of this object, then hand them over: buckets cut across tensors."""
+        if not self._shards:
+            raise used_up()
+        for rank, (member, shard) in enumerate(zip(self._members, self._shards, strict=True)):
+            header = torch.zeros(2, dtype=torch.int64)
+            member.broadcast(header.view(torch.uint8), deadline)
+            version, shard_bytes = header.tolist()
+            if (version, shard_bytes) != (policy_version, shard.numel()):
+                raise WrongState(
+                    f"trainer rank {rank} sends {shard_bytes} bytes of version {version}; {shard.numel()} bytes of "
+                    f"version {policy_version} were due: abort the epoch"
+                )
+            for start, end in _buckets(shard.numel()):
+                member.broadcast(shard[start:end], deadline)
+        Shards(self._group.manifest, self._shards).hand_to(sink)
+
+    def check(self) -> None:
+        """Nobody but `receive` writes here."""
+
+    def abort(self) -> None:
+        """End a wait."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """Disconnect and drop the memory."""
+        self.abort()
+        for member in self._members:
+            member.close()
+        self._members, self._shards = [], []
+
+
+def _wait_for_end(work: Any, group: ProcessGroupGloo) -> None:
+    """Hold `group` until its last operation has ended; it has a timeout of its own."""
+    with contextlib.suppress(RuntimeError):
+        work.wait()
+    del group
+
+
+def _buckets(shard_bytes: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, shard_bytes, _BUCKET_BYTES):
+        yield start, min(start + _BUCKET_BYTES, shard_bytes)
+
+
+def _fill(
+    bucket: torch.Tensor, start: int, end: int, spans: Sequence[Span], manifest: Manifest, source: WeightSource
+) -> None:
+    """Copy bytes [start, end) of the shard, cast where needed, to the beginning of `bucket`."""
+    for span in spans:
+        item = manifest.tensors[span.tensor].item_bytes
+        first, last = max(start, span.offset), min(end, span.offset + span.count * item)
+        if first < last:
+            values = source.read(span)[(first - span.offset) // item : (last - span.offset) // item]
+            target = bucket[first - start : last - start]
+            target.view(torch_dtype(manifest.tensors[span.tensor].dtype)).copy_(values)
+
+
+def _parse_body(rank: int, body: bytes) -> Path:
+    """Return the marker file that an offer names."""
+    nonce_length = 2 * _NONCE_BYTES
+    if len(body) <= nonce_length:
+        raise InvalidInput(f"gloo offer {rank} has a body of {len(body)} bytes; it must have more than {nonce_length}")
+    try:
+        text = body.decode("utf-8")
+    except UnicodeDecodeError:
+        raise InvalidInput(f"gloo offer {rank} holds no path; pass MakeOffer's bytes unchanged") from None
+    folder, nonce = Path(text[nonce_length:]), text[:nonce_length]
+    if not nonce.isalnum() or "\0" in text or not folder.is_absolute():
+        raise InvalidInput(f"gloo offer {rank} holds no path; pass MakeOffer's bytes unchanged")
+    return folder / nonce

@@ -1,0 +1,1 @@
+"""Commands: run, watch, chat, weights."""

@@ -1,0 +1,275 @@
+"""`fourfold chat MODEL_DIR`: talks to a model through a rollout service, the way any agent does.
+
+The service is started for the talk, or is one that runs already (`--target`). Prompts and answers
+travel as token ids: the next prompt is all ids so far plus the ids of the new turn, so that what
+the model once said is never tokenised again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import numpy as np
+from google.protobuf.duration_pb2 import Duration
+
+from fourfold import config as configuration
+from fourfold.config import Config
+from fourfold.errors import ConfigError, FourfoldError, WrongState
+from fourfold.host.process import Command, Supervisor
+from fourfold.model import folder as model_folder
+from fourfold.model.tokenizer import Tokenizer
+from fourfold.rollout.client import RolloutClient
+from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold.rpc.channel import open_channel
+from fourfold.security.access import ROLLOUT, Security
+from fourfold.text import printable
+
+_MEMBER: Final = "chat-rollout"
+_START_SECONDS: Final = 600.0
+_ANSWER_SECONDS: Final = 600.0
+_INFO_SECONDS: Final = 10.0
+_FLUSH_SECONDS: Final = 0.05
+_MAX_CONTEXT: Final = 4096
+_MARK: Final = "\u2042answer\u2042"  # stands for an answer when a template is asked for what follows one
+_HELP: Final = "An empty line or Ctrl-D ends the talk, /new forgets it, Ctrl-C stops an answer."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `fourfold chat`."""
+    parser.add_argument("model", help="a model folder, such as runs/quickstart/model, or builtin:NAME")
+    parser.add_argument("--target", default="", metavar="HOST:PORT", help="a rollout service that runs already")
+    parser.add_argument("--ca", type=Path, metavar="FILE", help="ca.pem of that service's deployment")
+    parser.add_argument("--token", default="", help="bearer token for its public port")
+    parser.add_argument("--system", default="", help="system message")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token")
+    parser.add_argument("--max-tokens", type=int, default=256, help="longest answer")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Talk until the input ends; return the exit code."""
+    folder = model_folder.resolve(args.model)
+    tokenizer = Tokenizer.load(folder)
+    conversation = Conversation(tokenizer, system=args.system)
+    security = Security.for_agent(args.ca) if args.ca else None
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        if args.target:
+            return _talk(args, conversation, args.target, security)
+        with _service(folder, args.max_tokens) as target:
+            return _talk(args, conversation, target, None)
+    except KeyboardInterrupt:
+        print()
+        return 0
+
+
+class Conversation:
+    """The token ids of a talk so far."""
+
+    def __init__(self, tokenizer: Tokenizer, *, system: str = "") -> None:
+        self.token_ids: list[int] = []
+        """All of it: prompts, answers, and what the template puts around them."""
+        self._tokenizer = tokenizer
+        self._system = [{"role": "system", "content": system}] if system else []
+
+    def ask(self, text: str) -> list[int]:
+        """Return the talk with a new turn of the user at its end, opened for the answer; `answered` keeps it."""
+        user = {"role": "user", "content": text}
+        if not self.token_ids:
+            return self._tokenizer.encode(self._tokenizer.render_chat([*self._system, user]))
+        # A template writes what ends an answer and opens the next turn; it looks the same after any answer.
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}, user]
+        rest = self._tokenizer.encode(self._tokenizer.render_chat(turns).rpartition(_MARK)[2])
+        last = self.token_ids[-1]
+        if last in self._tokenizer.stop_token_ids and rest[:1] == [last]:
+            rest = rest[1:]  # the model ended its answer itself
+        return [*self.token_ids, *rest]
+
+    def answered(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Keep a prompt made by `ask` and what was sampled after it."""
+        self.token_ids = [*prompt, *answer]
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.token_ids = []
+
+
+class Words:
+    """Turns token ids into text piece by piece; bytes of an unfinished character are held back."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.token_ids: list[int] = []
+        self._tokenizer = tokenizer
+        self._shown = ""
+
+    def add(self, token_ids: Sequence[int]) -> str:
+        """Return the text that the new ids complete."""
+        self.token_ids.extend(token_ids)
+        text = self._tokenizer.decode(self.token_ids).rstrip("\ufffd")
+        new, self._shown = text[len(self._shown) :], text
+        return new
+
+
+def _talk(args: argparse.Namespace, conversation: Conversation, target: str, security: Security | None) -> int:
+    if sys.stdin.isatty():
+        print(_HELP)
+    # One loop for the whole talk, so that the channel lives; it only turns while an answer comes.
+    with asyncio.Runner() as runner:
+        session = runner.run(_connect(conversation, target, security, args))
+        try:
+            for line in _lines():
+                if line == "/new":
+                    conversation.forget()
+                    continue
+                try:
+                    runner.run(session.answer(line))
+                except KeyboardInterrupt:
+                    print(" [stopped]")
+        finally:
+            runner.run(session.close())
+    return 0
+
+
+async def _connect(
+    conversation: Conversation, target: str, security: Security | None, args: argparse.Namespace
+) -> Session:
+    session = Session(conversation, target, security, args)
+    try:
+        await session.check()
+    except FourfoldError:
+        await session.close()
+        raise
+    return session
+
+
+class Session:
+    """A conversation with one rollout service."""
+
+    def __init__(
+        self, conversation: Conversation, target: str, security: Security | None, args: argparse.Namespace
+    ) -> None:
+        self._conversation = conversation
+        self._channel = open_channel(target, security, server=ROLLOUT, token=args.token)
+        self._client = RolloutClient(self._channel, peer=f"rollout service at {target}")
+        self._temperature: float = args.temperature
+        self._max_tokens: int = args.max_tokens
+        self._context = 0
+
+    async def check(self) -> None:
+        """Ask what the service serves.
+
+        Raises:
+            WrongState: it has another tokenizer than the model folder.
+        """
+        info = await self._client.get_info(timeout=_INFO_SECONDS)
+        self._context = info.max_context_tokens
+        if info.tokenizer_sha256 != self._conversation._tokenizer.sha256:
+            raise WrongState(
+                f"{self._client.peer} serves {info.model!r}, whose tokenizer is another one; give its model folder"
+            )
+
+    async def answer(self, line: str) -> None:
+        """Print the answer to a line as it comes; what came before a Ctrl-C is kept."""
+        prompt = self._conversation.ask(line)
+        room = self._context - len(prompt)
+        if room < 1:
+            print(f"[the context of {self._context} tokens is full; /new begins another talk]")
+            return
+        words = Words(self._conversation._tokenizer)
+        try:
+            request = self._request(prompt, min(self._max_tokens, room))
+            async with aclosing(self._client.generate(request, timeout=_ANSWER_SECONDS)) as chunks:
+                async for chunk in chunks:
+                    ids = np.frombuffer(chunk.token_ids, "<i4").tolist()
+                    print(printable(words.add(ids)), end="", flush=True)
+            print(flush=True)
+        finally:
+            self._conversation.answered(prompt, words.token_ids)
+
+    async def close(self) -> None:
+        """Hang up."""
+        await self._channel.close()
+
+    def _request(self, prompt: Sequence[int], max_tokens: int) -> pb.GenerateRequest:
+        flush = Duration()
+        flush.FromNanoseconds(int(_FLUSH_SECONDS * 1e9))
+        return pb.GenerateRequest(
+            request_id=f"chat-{uuid.uuid4().hex}",
+            prompt_token_ids=prompt,
+            sample_count=1,
+            sampling_params=pb.SamplingParams(temperature=self._temperature, max_tokens=max_tokens),
+            flush_interval=flush,
+        )
+
+
+@contextmanager
+def _service(folder: Path, max_tokens: int) -> Iterator[str]:
+    """Start a rollout service for one model folder; end it with the block."""
+    with tempfile.TemporaryDirectory(prefix="fourfold-chat-") as temporary:
+        recipe = Path(temporary) / "chat.toml"
+        recipe.write_text(configuration.dump(_recipe(folder, max_tokens)), encoding="utf-8")
+        supervisor = Supervisor(Path(temporary))
+        print(f"Loading {folder} ...", file=sys.stderr, flush=True)
+        began = time.monotonic()
+        try:
+            argv = (sys.executable, "-m", "fourfold", "serve", "rollout", str(recipe), "--member-id", _MEMBER)
+            supervisor.start(Command(name=_MEMBER, argv=argv))
+            target = supervisor.wait_ready([_MEMBER], timeout_seconds=_START_SECONDS)[_MEMBER]
+            print(f"ready after {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+            yield target
+        finally:
+            supervisor.stop()
+
+
+def _recipe(folder: Path, max_tokens: int) -> Config:
+    """Return a recipe of which the rollout service reads its part."""
+    limit = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
+    context = min(int(limit or _MAX_CONTEXT), _MAX_CONTEXT)
+    if max_tokens >= context:
+        raise ConfigError(f"--max-tokens = {max_tokens}: must be below the context of {context} tokens")
+    from fourfold.host.gpus import visible_gpus
+
+    return Config.model_validate(
+        {
+            "name": "chat",
+            "steps": 1,
+            "model": {"source": str(folder), "max_context_tokens": context},
+            "data": {"train": {"path": "none.jsonl"}},
+            "batch": {"prompts_per_step": 1, "group_size": 2, "tokens_per_micro_batch": context},
+            "sampling": {"max_new_tokens": max_tokens},
+            "rollout": {
+                "gpus_per_replica": 1 if visible_gpus() else 0,
+                "enforce_eager": True,  # one person reads slower than any engine writes; start fast instead
+                "max_concurrent_samples": 4,
+            },
+        }
+    )
+
+
+def _lines() -> Iterator[str]:
+    """Yield what the user types: until an empty line or the end on a terminal, every line of a pipe."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if not line:
+            if sys.stdin.isatty():
+                return
+            continue
+        yield line
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

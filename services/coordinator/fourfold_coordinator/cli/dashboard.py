@@ -1,0 +1,293 @@
+"""The display of a run: a live panel on a terminal, one plain line per event everywhere else.
+
+It is fed with `RunStatus` snapshots, by `fourfold run` and `fourfold watch` alike, and only looks:
+when drawing fails, the display is switched off and the run goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from fourfold import metrics
+from fourfold.coordinator.v1 import run_service_pb2 as pb
+from fourfold.text import clock
+
+from ..launch.fleet import COORDINATOR
+from .event_lines import OVER, EventLines, phase_times, recovery_line
+
+_log = logging.getLogger("fourfold.dashboard")
+
+_BLOCKS: Final = "".join(chr(0x2581 + i) for i in range(8))
+_ASCII_BLOCKS: Final = "_.-=+*%#"
+_NOTES: Final = 5
+_ALARMS: Final = 4
+_RECOVERIES: Final = 2
+# What was told longer ago than so many steps is told again if it lasts.
+_ALARM_STEPS: Final = 50
+_PHASES: Final = {
+    pb.RUN_PHASE_WAITING_FOR_SERVICES: "waiting for services",
+    pb.RUN_PHASE_RECOVERING: "restoring a checkpoint",
+    pb.RUN_PHASE_GENERATING: "generating",
+    pb.RUN_PHASE_TRAINING: "training",
+    pb.RUN_PHASE_PUBLISHING: "updating the engines",
+    pb.RUN_PHASE_EVALUATING: "evaluating",
+    pb.RUN_PHASE_SAVING: "saving",
+    pb.RUN_PHASE_DONE: "done",
+    pb.RUN_PHASE_FAILED: "failed",
+}
+
+
+class Dashboard:
+    """Shows one run. A context manager; `refresh` draws."""
+
+    def __init__(self, *, name: str, run_dir: Path, console: Console | None = None, live: bool | None = None) -> None:
+        """Prepare.
+
+        Args:
+            name: of the run.
+            run_dir: named on the display.
+            console: where to draw, default stdout.
+            live: redraw a panel; default: whether the console is a terminal.
+        """
+        self._console = console or Console(highlight=False, soft_wrap=False)
+        self._blocks = _BLOCKS if "utf" in (self._console.encoding or "").lower() else _ASCII_BLOCKS
+        self._is_live = self._console.is_terminal if live is None else live
+        self._live: Live | None = None
+        self._broken = False
+        self._name = name
+        self._run_dir = run_dir
+        self._began = time.monotonic()
+        self._status = pb.RunStatus()
+        self._services: list[tuple[str, str]] = []
+        self._notes: list[str] = []
+        self._lines = EventLines(self._began)
+        self._pace = Pace()
+
+    def __enter__(self) -> Self:
+        """Begin to draw."""
+        if self._is_live:
+            self._guarded(self._start_live)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Draw the last state and leave it on the screen."""
+        self.refresh()
+        if self._live is not None:
+            self._guarded(self._live.stop)
+
+    def abandon(self) -> None:
+        """Give the terminal back at once, from a signal handler: the process is about to exit."""
+        if self._live is not None:
+            self._guarded(lambda: self._console.show_cursor(True))
+
+    def update(self, status: pb.RunStatus) -> None:
+        """Take a snapshot of the run, whose texts the client has made fit for a terminal."""
+        self._status = status
+        self._pace.saw(status.step, time.monotonic())
+
+    def set_services(self, states: Sequence[tuple[str, str]]) -> None:
+        """Take the states of the processes, (name, state)."""
+        self._services = list(states)
+
+    def note(self, line: str) -> None:
+        """Take something that happened, such as a restart."""
+        self._notes.append(line)
+
+    def refresh(self) -> None:
+        """Draw the panel anew, or print the lines that are new."""
+        self._guarded(self._draw)
+
+    def _guarded(self, action: Callable[[], object]) -> None:
+        # The one boundary of this process: whatever a terminal does to us, training goes on.
+        if self._broken:
+            return
+        try:
+            action()
+        except Exception:
+            self._broken = True
+            _log.warning("the display failed and is off; the run goes on (fourfold watch shows it)", exc_info=True)
+
+    def _start_live(self) -> None:
+        self._live = Live(self._panel(), console=self._console, auto_refresh=False)
+        self._live.start()
+
+    def _draw(self) -> None:
+        if self._live is not None:
+            self._live.update(self._panel(), refresh=True)
+            return
+        for line in self._lines.new(self._status, self._services, self._notes, time.monotonic()):
+            self._console.print(line, markup=False, soft_wrap=True)
+        self._console.file.flush()
+
+    def _panel(self) -> RenderableType:
+        seconds = time.monotonic() - self._began
+        title = (
+            f"{self._name}: step {self._status.step} of {self._status.step_count}" if self._status.name else self._name
+        )
+        left = self._pace.seconds_left(self._status)
+        footer = f"{clock(seconds)} gone" + (f", about {clock(left)} left" if left is not None else "")
+        rows = Table.grid(padding=(0, 2))
+        rows.add_column(style="dim", no_wrap=True)
+        rows.add_column()
+        for label, value in facts(self._status, self._blocks):
+            rows.add_row(label, Text(value))  # a plain str would be read as markup
+        rows.add_row("services", Text(services_line(self._services, self._status)))
+        rows.add_row("logs", Text(str(self._run_dir / "logs")))
+        parts: list[RenderableType] = [rows]
+        if self._status.step_count:
+            bar = Table.grid(expand=True)  # a bar alone does not end its line
+            bar.add_row(ProgressBar(total=self._status.step_count, completed=self._status.step))
+            parts.insert(0, bar)
+        parts += [Text(line, style="bold red") for line in condition_lines(self._status)]
+        parts += [Text(line, style="bold yellow") for line in alarm_lines(self._status)[-_ALARMS:]]
+        parts += [Text(recovery_line(r), style="yellow") for r in self._status.recoveries[-_RECOVERIES:]]
+        parts += [Text(note, style="yellow") for note in self._notes[-_NOTES:]]
+        return Panel(Group(*parts), title=Text(title), subtitle=footer, title_align="left", subtitle_align="left")
+
+
+class Pace:
+    """Estimates the time left from the steps that were seen to end."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+        self._last: tuple[int, float] | None = None
+
+    def saw(self, step: int, now: float) -> None:
+        """Note that `step` steps are done at time `now`, in seconds."""
+        if self._last is not None and step < self._last[0]:
+            self._first = self._last = None  # the run went back to a checkpoint
+        if self._last is None or step > self._last[0]:
+            self._last = (step, now)
+            self._first = self._first or self._last
+
+    def seconds_left(self, status: pb.RunStatus) -> float | None:
+        """Return seconds until the last step ends; None while nothing is known."""
+        remaining = status.step_count - status.step
+        if self._first is None or self._last is None or remaining <= 0:
+            return None
+        if self._last[0] > self._first[0]:
+            return remaining * (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
+        times = [
+            record.metrics[metrics.TIME_STEP] for record in status.steps[-8:] if metrics.TIME_STEP in record.metrics
+        ]
+        return remaining * sum(times) / len(times) if times else None
+
+
+def facts(status: pb.RunStatus, blocks: str = _BLOCKS) -> list[tuple[str, str]]:
+    """Return the labelled lines of the panel; those without data yet are left out."""
+    phase = _PHASES.get(status.phase, "starting")
+    if 0 < status.phase_progress < 1:
+        phase += f" {status.phase_progress:.0%}"
+    if status.waiting_for:
+        since = f" ({_age(status.waiting_since)})" if status.HasField("waiting_since") else ""
+        phase += f": {status.waiting_for}{since}"
+    rows = [("now", phase)]
+    if status.evals:
+        shown = [status.evals[0], *status.evals[1:][-3:]]
+        rows.append(("held-out accuracy", " -> ".join(f"{e.mean_score:.2f} (step {e.step})" for e in shown)))
+    if status.steps:
+        rows += step_facts(status, blocks)
+    if status.failure:
+        rows.append(("failure", status.failure))
+    return rows
+
+
+def step_facts(status: pb.RunStatus, blocks: str) -> list[tuple[str, str]]:
+    """Return what the last step says, with the history of its main numbers."""
+    last = status.steps[-1].metrics
+    rows = []
+    for label, metric, form in (
+        ("reward", metrics.REWARD_MEAN, "{:.2f}"),
+        ("useful groups", metrics.USEFUL_GROUPS, "{:.0%}"),
+        ("entropy", metrics.ENTROPY, "{:.2f}"),
+        ("logprob drift", metrics.MISMATCH_MEAN, "{:.4f}"),
+        ("effective tokens", metrics.EFFECTIVE_SAMPLE_SIZE, "{:.0%}"),
+        ("tokens/s sampled", metrics.ROLLOUT_SPEED, "{:.0f}"),
+        ("tokens/s trained", metrics.TRAIN_SPEED, "{:.0f}"),
+        ("MFU", metrics.MFU, "{:.0%}"),
+    ):
+        history = [record.metrics[metric] for record in status.steps if metric in record.metrics]
+        if metric in last:
+            rows.append((label, f"{form.format(last[metric])}  {sparkline(history, blocks)}"))
+    if metrics.ENGINE_SPEED_MIN in last:
+        rows.append(("engines", engines_text(last)))
+    lag = last.get(metrics.POLICY_LAG_MAX)
+    if lag is not None:
+        rows.append(("lag", f"{lag:.0f} steps at most, weights version {status.policy_version}"))
+    if metrics.TIME_STEP in last:
+        rows.append(("last step", f"{last[metrics.TIME_STEP]:.1f} s: {phase_times(status.steps[-1])}"))
+    return rows
+
+
+def engines_text(last: Mapping[str, float]) -> str:
+    """Return what the engines say of themselves."""
+    slowest, fastest = last[metrics.ENGINE_SPEED_MIN], last.get(metrics.ENGINE_SPEED_MAX, 0.0)
+    text = f"{slowest:.0f} to {fastest:.0f} tokens/s each" if fastest > slowest else f"{slowest:.0f} tokens/s each"
+    if metrics.KV_CACHE_USE in last:
+        text += f", KV cache {last[metrics.KV_CACHE_USE]:.0%} full at most"
+    return text
+
+
+def alarm_lines(status: pb.RunStatus) -> list[str]:
+    """Return what was found to be wrong not long ago, in order."""
+    recent = [record for record in status.steps if record.step > status.step - _ALARM_STEPS]
+    return [f"step {record.step}: {text}" for record in recent for text in record.alarms]
+
+
+def services_line(states: Sequence[tuple[str, str]], status: pb.RunStatus) -> str:
+    """Return the processes with what is not normal about them, and members that were started by hand."""
+    members = {member.member_id: member for member in status.members}
+    words = [_process_words(name, state, members.pop(name, None), status) for name, state in states]
+    return ", ".join([*words, *map(_member_words, members.values())]) or "none yet"
+
+
+def _process_words(name: str, state: str, member: pb.Member | None, status: pb.RunStatus) -> str:
+    """Return a process with its state; that of a process that lives is the state of its lease."""
+    if state != "ready":
+        return f"{name} ({state})"
+    if member is not None:
+        return _member_words(member)
+    # The coordinator is no member of its own run.
+    running = status.phase not in (pb.RUN_PHASE_UNSPECIFIED, *OVER)
+    return f"{name} (no lease)" if running and name != COORDINATOR else name
+
+
+def _member_words(member: pb.Member) -> str:
+    if member.state != pb.MEMBER_STATE_SILENT:
+        return member.member_id
+    return f"{member.member_id} (silent for {_age(member.state_since)})"
+
+
+def condition_lines(status: pb.RunStatus) -> list[str]:
+    """Return what is wrong now, and for how long."""
+    return [f"! {c.subject}: {c.text} ({_age(c.since)})" for c in status.conditions]
+
+
+def _age(since: Timestamp) -> str:
+    return clock(max(time.time() - since.ToNanoseconds() / 1e9, 0.0))
+
+
+def sparkline(values: Sequence[float], blocks: str = _BLOCKS, width: int = 32) -> str:
+    """Draw the last `width` values, from the lowest seen to the highest."""
+    shown = list(values)[-width:]
+    if not shown:
+        return ""
+    low, high = min(values), max(values)
+    if high <= low:
+        return blocks[0] * len(shown)
+    return "".join(blocks[min(int((v - low) / (high - low) * len(blocks)), len(blocks) - 1)] for v in shown)

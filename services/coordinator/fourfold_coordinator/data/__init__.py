@@ -1,0 +1,1 @@
+"""Data sets, prompts and the filter of groups."""

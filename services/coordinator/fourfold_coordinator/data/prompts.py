@@ -1,0 +1,232 @@
+"""Prompts: rows of a data set as token ids, held-out groups kept apart, in an endless order.
+
+    rows --template, tokens--> prompts --holdout--> training prompts (endless, shuffled by seed)
+                                               \\--> evaluation prompts (each once)
+
+The order is a function of the seed and a position alone: `at(position)` is the same in every
+process, so that a position is all that a checkpoint needs to keep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from fourfold.config import Config, DataConfig, DataSourceConfig, HoldoutConfig
+from fourfold.errors import ConfigError
+from fourfold.rpc.codec import Int32Array
+
+from .sources import Row, describe, read_rows
+
+log = logging.getLogger("fourfold.coordinator")
+
+_NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")
+_MAX_METADATA_BYTES: Final = 64 << 10
+# Seeds are below 2^53 and sample i uses seed + i; 2^52 leaves room.
+_SEED_BITS: Final = 52
+
+
+class PromptTokenizer(Protocol):
+    """What is asked of `fourfold.model.tokenizer.Tokenizer`."""
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], /) -> str:
+        """Apply the chat template and open the assistant's turn."""
+        ...
+
+    def encode(self, text: str, /, *, add_special: bool = False) -> list[int]:
+        """Return token ids."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt:
+    """One task: what the policy sees, and what a scorer may need."""
+
+    index: int
+    """Number of its row, from 0."""
+    text: str
+    """Chat template applied."""
+    token_ids: Int32Array  # [n], n >= 1
+    answer: str
+    """Reference answer; empty when the task has none."""
+    metadata_json: str
+    """The task's other fields, a JSON object."""
+    group_key: str
+    """Task group: prompts of one group are held out together, and their answers are not independent."""
+
+
+def derive_seed(seed: int, *parts: object) -> int:
+    """Return an int in [0, 2^52) that depends on all arguments, the same on every machine."""
+    text = "/".join(str(part) for part in (seed, *parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - _SEED_BITS)
+
+
+class Prompts:
+    """Training prompts in an endless, reproducible order, and the held-out ones."""
+
+    def __init__(self, *, train: Sequence[Prompt], held_out: Sequence[Prompt], seed: int) -> None:
+        """Order the training prompts by `seed`: every pass over them is shuffled anew."""
+        if not train:
+            raise ConfigError("no training prompt is left; add data, or hold fewer groups out")
+        self.train = tuple(train)
+        self.held_out = tuple(held_out)
+        self._seed = seed
+        self._pass = -1
+        self._order: list[int] = []
+
+    def at(self, position: int) -> Prompt:
+        """Return the training prompt at `position` of the endless order, from 0."""
+        number, offset = divmod(position, len(self.train))
+        if number != self._pass:
+            self._order = list(range(len(self.train)))
+            random.Random(derive_seed(self._seed, "order", number)).shuffle(self._order)
+            self._pass = number
+        return self.train[self._order[offset]]
+
+    def digest(self) -> str:
+        """Return a SHA-256 (hex) of all prompts: a run goes on only with the data that it began with."""
+        digest = hashlib.sha256()
+        for prompt in (*self.train, *self.held_out):
+            for part in (prompt.token_ids.astype("<i4").tobytes(), prompt.answer.encode()):
+                digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()
+
+
+def load_prompts(config: Config, tokenizer: PromptTokenizer) -> Prompts:
+    """Read, tokenise and split the data of a recipe. Takes seconds: call it in a thread.
+
+    Raises:
+        ConfigError: data is missing or malformed, or no prompt is left.
+    """
+    data = config.data
+    train = _load(data.train, data, config.model.max_context_tokens, tokenizer)
+    held_out: list[Prompt] = []
+    if data.eval is not None:
+        held_out = _load(data.eval, data, config.model.max_context_tokens, tokenizer)
+    elif data.holdout is not None:
+        train, held_out = split(train, data.holdout, seed=config.seed)
+    if config.evaluation.max_prompts:
+        held_out = held_out[: config.evaluation.max_prompts]
+    return Prompts(train=train, held_out=held_out, seed=config.seed)
+
+
+def split(prompts: Sequence[Prompt], holdout: HoldoutConfig, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Return training prompts, and one of each distinct prompt of the held-out groups.
+
+    Groups are drawn with the seed. Where most groups have the same number of distinct prompts, only those are drawn,
+    so that all weigh alike in a mean: of two operands both orders are held out, and a square, which has one order, is
+    trained on.
+
+    Raises:
+        ConfigError: there are not more groups than are to be held out.
+    """
+    distinct: dict[str, dict[str, Prompt]] = {}
+    for prompt in prompts:
+        distinct.setdefault(prompt.group_key, {}).setdefault(prompt.text, prompt)
+    if len(distinct) <= holdout.groups:
+        raise ConfigError(
+            f"data.holdout.groups = {holdout.groups}, but the data has {len(distinct)} groups by "
+            f"{holdout.field!r}; hold fewer out, or give more data"
+        )
+    size, frequency = Counter(len(group) for group in distinct.values()).most_common(1)[0]
+    keys = sorted(distinct)
+    if frequency > len(keys) / 2 and frequency >= holdout.groups:
+        keys = [key for key in keys if len(distinct[key]) == size]
+    drawn = set(random.Random(derive_seed(seed, "holdout")).sample(keys, holdout.groups))
+    train = [prompt for prompt in prompts if prompt.group_key not in drawn]
+    held_out = [prompt for key in sorted(drawn) for prompt in sorted(distinct[key].values(), key=lambda p: p.text)]
+    return train, held_out
+
+
+def _load(source: DataSourceConfig, data: DataConfig, max_context: int, tokenizer: PromptTokenizer) -> list[Prompt]:
+    prompts: list[Prompt] = []
+    too_long: list[int] = []
+    count = 0
+    for index, row in enumerate(read_rows(source)):
+        count += 1
+        prompt = _make(index, row, data, tokenizer, f"{describe(source)}, row {index}")
+        if len(prompt.token_ids) < max_context:
+            prompts.append(prompt)
+        else:
+            too_long.append(index)
+    if too_long:
+        log.warning(
+            "%s: dropped %d of %d prompts that are not shorter than model.max_context_tokens = %d; rows %s",
+            describe(source), len(too_long), count, max_context, _some(too_long),
+        )  # fmt: skip
+    if not prompts:
+        why = f"all {count} are too long for model.max_context_tokens = {max_context}" if count else "it is empty"
+        raise ConfigError(f"{describe(source)}: no prompt is left: {why}")
+    return prompts
+
+
+def _make(index: int, row: Row, data: DataConfig, tokenizer: PromptTokenizer, where: str) -> Prompt:
+    if data.prompt_field not in row:
+        raise ConfigError(
+            f"{where}: no column {data.prompt_field!r}; it has {', '.join(sorted(row))}; set data.prompt_field"
+        )
+    text, ids = _tokens(row[data.prompt_field], data, tokenizer, where)
+    if not ids:
+        raise ConfigError(f"{where}: an empty prompt; remove the row")
+    answer = row.get(data.answer_field)
+    metadata = {k: v for k, v in row.items() if k not in (data.prompt_field, data.answer_field, "metadata")}
+    nested = row.get("metadata")
+    if isinstance(nested, dict):
+        metadata |= nested
+    elif nested is not None:
+        metadata["metadata"] = nested
+    # Generators give tuples and dates; a scorer gets them as JSON does.
+    encoded = json.dumps(metadata, ensure_ascii=False, default=str)
+    if len(encoded.encode()) > _MAX_METADATA_BYTES:
+        raise ConfigError(f"{where}: {len(encoded.encode())} bytes of metadata; at most {_MAX_METADATA_BYTES} travel")
+    return Prompt(
+        index=index,
+        text=text,
+        token_ids=np.asarray(ids, np.int32),
+        answer="" if answer is None else str(answer),
+        metadata_json=encoded,
+        group_key=_group_key(index, metadata, data.holdout, where),
+    )
+
+
+def _tokens(value: Any, data: DataConfig, tokenizer: PromptTokenizer, where: str) -> tuple[str, list[int]]:
+    """Return a prompt as text and as token ids."""
+    if isinstance(value, str) and not data.chat:
+        text = f"{data.system_prompt}\n\n{value}" if data.system_prompt else value
+        return text, tokenizer.encode(text, add_special=True)
+    if not data.chat:
+        raise ConfigError(f"{where}: a {type(value).__name__} as prompt; data.chat = false needs a text")
+    if isinstance(value, str):
+        system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+        value = [*system, {"role": "user", "content": value}]
+    if not isinstance(value, list) or not all(isinstance(m, dict) and "role" in m and "content" in m for m in value):
+        raise ConfigError(f"{where}: a prompt is a text, or a list of messages with `role` and `content`")
+    text = tokenizer.render_chat(value)
+    return text, tokenizer.encode(text)
+
+
+def _group_key(index: int, metadata: dict[str, Any], holdout: HoldoutConfig | None, where: str) -> str:
+    if holdout is None:
+        return f"row {index}"
+    if holdout.field not in metadata:
+        raise ConfigError(
+            f"{where}: no field {holdout.field!r} for data.holdout; it has {', '.join(sorted(metadata)) or 'none'}"
+        )
+    value = str(metadata[holdout.field])
+    if not holdout.unordered_numbers:
+        return value
+    return " ".join(sorted(_NUMBER.findall(value), key=lambda n: (float(n), n)))
+
+
+def _some(rows: Iterable[int], limit: int = 5) -> str:
+    rows = list(rows)
+    return ", ".join(map(str, rows[:limit])) + (", ..." if len(rows) > limit else "")

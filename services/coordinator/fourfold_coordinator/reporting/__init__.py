@@ -1,0 +1,1 @@
+"""Reports on a run: RunService, report.json, diagnosis."""

@@ -1,0 +1,64 @@
+"""The numbers of a batch that need no trainer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fourfold import metrics as m
+from fourfold.rpc.codec import Sample
+
+from ..state.samples import Batch
+
+
+def summarize(batch: Batch, *, policy_version: int) -> dict[str, float]:
+    """Return the metrics of a batch that need no trainer, over all that was generated: before the filter.
+
+    Args:
+        batch: with at least one group.
+        policy_version: of the weights that the trainer holds.
+    """
+    groups = batch.generated()
+    scores = [np.array([s.score for s in group.samples], np.float64) for group in groups]
+    samples = [sample for group in groups for sample in group.samples]
+    every = np.concatenate(scores)
+    highest, lowest = every.max(), every.min()
+    lengths = np.array([sample.action_mask.sum() for sample in samples])
+    spans = [_lag_span(sample) for sample in samples]
+    lags = np.array([policy_version - sample.oldest_version for sample in samples])
+    result = {
+        m.REWARD_MEAN: float(every.mean()),
+        m.REWARD_STD: float(every.std()),
+        m.REWARD_MIN: float(lowest),
+        m.REWARD_MAX: float(highest),
+        m.FILTER_ACCEPT_RATE: batch.groups_accepted / len(groups),
+        m.PROMPTS_CONSUMED: float(batch.prompts_drawn),
+        m.RESPONSE_LENGTH: float(lengths.mean()),
+        m.RESPONSE_LENGTH_P95: float(np.percentile(lengths, 95)),
+        m.RESPONSE_LENGTH_MAX: float(lengths.max()),
+        m.TOTAL_LENGTH: float(np.mean([len(sample.token_ids) for sample in samples])),
+        m.TURNS: float(np.mean([_turns(sample) for sample in samples])),
+        m.NO_ACTION_RATE: float((lengths == 0).mean()),
+        m.TRUNCATION_RATE: float(np.mean([sample.truncated for sample in samples])),
+        m.POLICY_LAG_MEAN: float(lags.mean()),
+        m.POLICY_LAG_MAX: float(lags.max()),
+        m.LAG_SPAN: float(max(spans)),
+    }
+    if len(every) > len(groups):  # groups of one cannot differ
+        result |= {
+            m.USEFUL_GROUPS: float(np.mean([s.max() > s.min() for s in scores])),
+            m.GROUPS_ALL_MAX: float(np.mean([s.min() == highest for s in scores])),
+            m.GROUPS_ALL_MIN: float(np.mean([s.max() == lowest for s in scores])),
+            m.GROUPS_STD: float(np.mean([s.std() for s in scores])),
+        }
+    return result | batch.engines
+
+
+def _turns(sample: Sample) -> int:
+    """Return the number of stretches of sampled tokens."""
+    mask = sample.action_mask
+    return int(np.count_nonzero(mask[1:] > mask[:-1])) + int(mask[0])
+
+
+def _lag_span(sample: Sample) -> int:
+    versions = [span.policy_version for span in sample.version_spans if span.policy_version >= 0]
+    return max(versions) - min(versions) if versions else 0

@@ -1,0 +1,249 @@
+"""What a run came to: report.json and curve.png, and how far two runs are apart.
+
+    python -m fourfold_coordinator.reporting.report runs/A runs/B
+
+report.json, all times in seconds, sizes in bytes:
+
+    name, seed, steps            of the recipe; steps done
+    seconds                      of the whole run, over all coordinator processes, work that was lost included; of a
+                                 process that was killed all but its last 5 seconds
+    resumes                      coordinator processes that took the run up again (`fourfold run --resume`)
+    restarts                     {service: times}: processes that took the place of a dead one while the run went on
+    seconds_per_step             mean, from the first prompt of a step to its published weights
+    peak_memory_bytes            largest sum of the PSS of the run's processes on the coordinator's machine
+    peak_memory_without          services that are not in that sum: on other machines, or in other containers
+    eval_before, eval_after      {"step", "score", "half_width", "n"} or null; 95 %, clustered by task group
+    evals                        all of them
+    first_step                   SHA-256 of its prompts, request seeds and sampled tokens
+    answers_before, answers_after  ten sampled answers to the same held-out prompts
+    skipped_steps, dropped       steps that changed nothing; dropped samples by reason
+    faults                       what services did wrong: {"peer", "kind", "count", "first"} each: member, reason in
+                                 UPPER_SNAKE_CASE, number of failed calls and samples, text of the first; over all lives
+    diagnosis                    what was wrong: {"text", "steps", "first", "last"} each, the most frequent first
+    policy_version, model        of the last weights; folder of the export
+    model_ema                    folder of the export of their moving average, or null
+    distance                     to the newest finished run of the same recipe beside this one, or null (`compare`)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fourfold import metrics as m
+from fourfold.config import Config
+
+from ..state.ledger import EvalRow, Ledger, StepRow
+from ..state.samples import Group, digest
+from .diagnosis import history
+
+FIRST_STEP = "first_step"
+
+
+def first_step_facts(groups: Sequence[Group]) -> str:
+    """Return, as JSON, digests that are equal for two runs whose first steps are."""
+    ordered = sorted(groups, key=lambda group: group.position)
+    trajectories = [t for group in ordered for t in group.trajectories]
+    prompts = "\n".join(f"{group.position} {group.trajectories[0].prompt.text}" for group in ordered)
+    seeds = "\n".join(str(group.seed) for group in ordered)
+    return json.dumps(
+        {
+            "prompts_sha256": hashlib.sha256(prompts.encode()).hexdigest(),
+            "seeds_sha256": hashlib.sha256(seeds.encode()).hexdigest(),
+            "samples_sha256": digest(trajectories),
+        }
+    )
+
+
+def build(
+    config: Config,
+    ledger: Ledger,
+    *,
+    seconds: float,
+    peak_memory_bytes: int,
+    model: str,
+    restarts: Mapping[str, int],
+    resumes: int,
+    model_ema: str | None = None,
+    uncounted: Sequence[str] = (),
+    faults: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """Return the report.
+
+    Args:
+        config: of the run.
+        ledger: of the run.
+        seconds: that the run took.
+        peak_memory_bytes: largest sum over its processes.
+        model: folder of the export.
+        restarts: of services, by name.
+        resumes: of the run.
+        model_ema: folder of the export of the average; None: none is kept.
+        uncounted: services whose memory is not in that sum.
+        faults: rows of `Faults`.
+    """
+    steps, evals = ledger.steps(), ledger.evals()
+    before = next((row for row in evals if row.step == 0), None)
+    after = next((row for row in evals if row.step == len(steps)), None)
+    return {
+        "name": config.name,
+        "seed": config.seed,
+        "steps": len(steps),
+        "seconds": round(seconds, 3),
+        "resumes": resumes,
+        "restarts": dict(sorted(restarts.items())),
+        "seconds_per_step": round(math.fsum(s.seconds for s in steps) / len(steps), 3) if steps else None,
+        "peak_memory_bytes": peak_memory_bytes,
+        "peak_memory_without": list(uncounted),
+        "eval_before": _eval(before),
+        "eval_after": _eval(after),
+        "evals": [_eval(row) for row in evals],
+        "first_step": json.loads(ledger.get(FIRST_STEP) or "{}"),
+        "skipped_steps": sum(bool(step.skipped_reason) for step in steps),
+        "dropped": ledger.dropped(),
+        "faults": list(faults),
+        "diagnosis": history(config, steps),
+        "policy_version": steps[-1].policy_version if steps else 0,
+        "model": model,
+        "model_ema": model_ema,
+        "answers_before": before.answers if before else [],
+        "answers_after": after.answers if after else [],
+    }
+
+
+def write(folder: Path, report: dict[str, Any], steps: Sequence[StepRow], evals: Sequence[EvalRow]) -> None:
+    """Write curve.png and then report.json, whole or not at all. Takes seconds: call it in a thread."""
+    draw_curve(folder / "curve.png", steps, evals, title=report["name"])
+    report = {**report, "distance": _distance(folder, report)}
+    fresh = folder / "report.json.new"
+    fresh.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    fresh.replace(folder / "report.json")
+
+
+def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *, title: str) -> None:
+    """Draw training reward and held-out score over the steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # without pyplot: no display, no global state
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.0), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    reward = [(row.step, row.metrics[m.REWARD_MEAN]) for row in steps if row.metrics.get(m.REWARD_MEAN) is not None]
+    if reward:
+        axes.plot(*zip(*reward, strict=True), color="tab:blue", alpha=0.7, label="training reward")
+    if evals:
+        axes.errorbar(
+            [row.step for row in evals],
+            [row.score for row in evals],
+            yerr=[row.half_width or 0.0 for row in evals],
+            color="tab:orange",
+            marker="o",
+            capsize=4,
+            label="held-out score, 95 % interval",
+        )
+    axes.set(title=title, xlabel="step", ylabel="mean score")
+    axes.grid(alpha=0.3)
+    if reward or evals:
+        axes.legend(loc="lower right")
+    FigureCanvasAgg(figure)
+    fresh = path.with_name(path.name + ".new")
+    figure.savefig(fresh, format="png")
+    fresh.replace(path)
+
+
+def find_twin(folder: Path) -> Path | None:
+    """Return the newest finished run beside `folder` that has the same recipe, name aside; None when there is none."""
+    own = _recipe(folder)
+    others = [path for path in folder.resolve().parent.glob("*/report.json") if path.parent != folder.resolve()]
+    others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((path.parent for path in others if own and _recipe(path.parent) == own), None)
+
+
+def _distance(folder: Path, report: dict[str, Any]) -> dict[str, Any] | None:
+    twin = find_twin(folder)
+    if twin is None:
+        return None
+    try:
+        return {"run": twin.name, **compare(twin, folder, report)}
+    except (OSError, ValueError, KeyError):  # written by another version, or tidied up
+        return None
+
+
+def compare(first: Path, second: Path, report: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return how far two runs are apart.
+
+    Args:
+        first: a run's folder, with report.json, samples.jsonl and metrics.jsonl.
+        second: another one.
+        report: of the second, when it is not written yet.
+    """
+    one = json.loads((first / "report.json").read_text(encoding="utf-8"))
+    other = report or json.loads((second / "report.json").read_text(encoding="utf-8"))
+    samples = [_first_samples(folder / "samples.jsonl") for folder in (first, second)]
+    shared = samples[0].keys() & samples[1].keys()
+    gaps = [abs(a - b) for a, b in zip(_rewards(first), _rewards(second), strict=False)]
+    after = [run["eval_after"] for run in (one, other)]
+    same = {f"same_first_step_{key}": _fact(one, key) == _fact(other, key) for key in ("prompts", "seeds", "samples")}
+    return {
+        "same_seed": one["seed"] == other["seed"],
+        **same,
+        "first_step_equal_share": sum(samples[0][k] == samples[1][k] for k in shared) / len(shared) if shared else None,
+        "reward_difference_mean": math.fsum(gaps) / len(gaps) if gaps else None,
+        "reward_difference_max": max(gaps, default=None),
+        "eval_after_difference": after[1]["score"] - after[0]["score"] if all(after) else None,
+    }
+
+
+def _fact(report: dict[str, Any], key: str) -> Any:
+    return report["first_step"].get(f"{key}_sha256")
+
+
+def _recipe(folder: Path) -> dict[str, Any] | None:
+    """Return the run's recipe without its name; None when it cannot be read."""
+    try:
+        recipe = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return {key: value for key, value in recipe.items() if key != "name"}
+
+
+def _eval(row: EvalRow | None) -> dict[str, Any] | None:
+    if row is None:
+        return None
+    return {
+        "step": row.step,
+        "score": row.score,
+        "half_width": row.half_width,
+        "n": row.answer_count,
+        "missing": row.missing_count,
+    }
+
+
+def _first_samples(path: Path) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            if row["step"] > 1:
+                break
+            found[row["sample_id"]] = row["token_ids"]
+    return found
+
+
+def _rewards(folder: Path) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row[m.REWARD_MEAN] for row in rows]
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: python -m fourfold_coordinator.reporting.report RUN_FOLDER RUN_FOLDER")
+    for folder in map(Path, sys.argv[1:]):
+        if not (folder / "report.json").is_file():
+            sys.exit(f"{folder}: no report.json; give a finished run, or finish it: fourfold run --resume {folder}")
+    sys.stdout.write(json.dumps(compare(Path(sys.argv[1]), Path(sys.argv[2])), indent=2) + "\n")

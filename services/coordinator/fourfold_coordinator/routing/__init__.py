@@ -1,0 +1,1 @@
+"""Members of a run and the choice of a replica for each call."""

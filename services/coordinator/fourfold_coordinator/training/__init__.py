@@ -1,0 +1,1 @@
+"""The training loop: collects a batch, trains, publishes, evaluates."""

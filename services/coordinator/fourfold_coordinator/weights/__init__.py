@@ -1,0 +1,1 @@
+"""Brokers weight updates between the trainer and the engines."""

@@ -1,0 +1,1 @@
+"""RolloutService: admission, sampling and streams."""

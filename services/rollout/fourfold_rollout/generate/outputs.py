@@ -1,0 +1,130 @@
+"""From the engine's outputs of one call to chunks for its client.
+
+put -> cut where the weights changed -> gate (gate.py) -> deliver: a chunk
+
+Who wants tokens as they come gets each that the engine puts. For a caller with a flush interval they are asked for when
+it is over: hundreds of samples have a token each at a time, and the service has one thread for all of them. Nobody
+waits out another interval because one had nothing: the first token, and those after an update, go as they come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+import numpy as np
+
+from fourfold.errors import FourfoldError, Unavailable
+from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold.rpc.codec import EMPTY_FLOATS, Float32Array
+from fourfold_rollout.engine import EMPTY_IDS, Finish, Sample, SampleOutput
+from fourfold_rollout.generate.versions import SampleVersions
+from fourfold_rollout.pause.hold import Gate
+
+_RETRY_SECONDS: Final = 1.0
+_FINISH_REASONS: Final = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    Finish.STOP: pb.FINISH_REASON_STOP,
+    Finish.LENGTH: pb.FINISH_REASON_LENGTH,
+    Finish.ABORTED: pb.FINISH_REASON_ABORTED,
+}
+
+
+class Outputs:
+    """The `Sink` of one call: each output of a sample becomes a chunk. No chunk has tokens of two versions."""
+
+    def __init__(self, sample_count: int, gate: Gate, emit: Callable[[pb.SampleChunk], None]) -> None:
+        """Belong to the running event loop.
+
+        Args:
+            sample_count: samples that must finish.
+            gate: of the engine; the call begins with its present version.
+            emit: takes each chunk.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._left = sample_count
+        self._gate, self._emit = gate, emit
+        self._first_version = gate.version
+        self._versions = [SampleVersions() for _ in range(sample_count)]
+        self._timer: asyncio.TimerHandle | None = None
+        self._end: asyncio.Future[None] = self._loop.create_future()
+
+    @property
+    def done(self) -> bool:
+        """Whether every sample has finished."""
+        return self._left == 0
+
+    async def complete(self) -> None:
+        """Return when every sample has finished; raise what the engine failed of."""
+        await self._end
+
+    def put(self, index: int, output: SampleOutput) -> None:
+        """Take a sample's next output."""
+        for version, piece in self._versions[index].cut(output, self._gate.version):
+            self._gate.pass_on(self, index, version, piece)
+
+    def pull(self, samples: Sequence[Sample], *, every: float) -> None:
+        """Have samples give what they have or get next, now and `every` so many seconds, until the call ends."""
+        if self._end.done():
+            return  # its samples may have ended before all of them were submitted
+        self._timer = self._loop.call_later(every, partial(self.pull, samples, every=every))
+        for sample in samples:
+            sample.give()
+
+    def boundary(self, index: int, token_count: int) -> None:
+        """Know that the weights may change after a sample's first `token_count` tokens."""
+        self._versions[index].end(token_count, self._gate.version)
+
+    def fail(self, error: FourfoldError) -> None:
+        """Know that the call cannot be completed."""
+        if not self._end.done():
+            self._end.set_exception(error)
+
+    def close(self) -> None:
+        """Send nothing any more; nobody waits for the end."""
+        self._end.cancel()
+        self._stop_pulling()
+        self._gate.forget(self)
+
+    def deliver(self, index: int, version: int, output: SampleOutput) -> None:
+        """Send a chunk."""
+        self._emit(
+            pb.SampleChunk(
+                sample_index=index,
+                token_ids=output.token_ids.astype("<i4", copy=False).tobytes(),
+                logprobs=_pack_logprobs(output.logprobs),
+                policy_version=version,
+                finish_reason=_FINISH_REASONS[output.finish],
+            )
+        )
+        if output.finish is not None:
+            self._left -= 1
+            if not self._left:
+                self._stop_pulling()
+                if not self._end.done():
+                    self._end.set_result(None)
+
+    def drop(self, index: int, version: int) -> None:
+        """End a sample whose tokens of `version` are dropped; when the whole call is of it, there is no answer."""
+        if version != self._first_version:
+            end = SampleOutput(token_ids=EMPTY_IDS, logprobs=EMPTY_FLOATS, finish=Finish.ABORTED)
+            self.deliver(index, self._first_version, end)
+            return
+        self.fail(
+            Unavailable(
+                f"the update to version {version}, which sampled this call, was given up; try again",
+                reason="UPDATE_GIVEN_UP",
+                retry_after=_RETRY_SECONDS,
+            )
+        )
+
+    def _stop_pulling(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _pack_logprobs(values: Float32Array) -> bytes:
+    """Pack; a log-probability can round to slightly above 0, which no receiver accepts: then it is 0."""
+    return np.minimum(values, 0).astype("<f4", copy=False).tobytes()

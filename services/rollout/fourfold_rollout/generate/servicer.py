@@ -1,0 +1,187 @@
+"""RolloutService: sampling for the coordinator and for agents, on the internal and the public port alike.
+
+    Generate -> admission -> lease on the weights -> gatherer -> engine
+       ^                                                           |
+       '-- response <--- queue <--- Outputs (outputs.py) <---------'
+
+The engine puts its outputs where they are taken at once, whatever the client does: a client that
+reads slowly delays nobody, and no weight update waits for it. What weights sampled that are
+not released yet waits in the gate (`gate.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import grpc
+
+from fourfold.errors import DeadlinePassed, InvalidInput, Unavailable, WrongState
+from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold.rollout.v1.rollout_service_pb2_grpc import RolloutServiceServicer
+from fourfold.rpc.quota import Quotas
+from fourfold.security import principal
+from fourfold_rollout.engine import Engine, Sample
+from fourfold_rollout.generate.admission import Admission, GenerateCall, Limits, parse
+from fourfold_rollout.generate.coalesce import Gatherer
+from fourfold_rollout.generate.outputs import Outputs
+from fourfold_rollout.load import LoadMeter
+from fourfold_rollout.update.controller import EngineWeights
+
+_log = logging.getLogger(__name__)
+Context = grpc.aio.ServicerContext[Any, Any]
+
+# Answers, errors too, leave this long before the caller's deadline.
+_MARGIN_SECONDS: Final = 0.05
+_DRAIN_SECONDS: Final = 1.0
+_DRAIN_STEP_SECONDS: Final = 0.05
+_LOAD_PERIOD_SECONDS: Final = 1.0
+_LOAD_PERIODS: Final = (0.01, 60.0)
+# Each report takes the event loop about as long as a sampled token.
+_SHORTEST_AGENT_PERIOD: Final = 0.1
+# A response stays about this small. Above it, one message more costs next to nothing.
+_RESPONSE_BYTES: Final = 1 << 18
+_RETRY_METADATA: Final = "grpc-previous-rpc-attempts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What GetInfo tells."""
+
+    name: str
+    tokenizer_sha256: bytes
+    limits: Limits
+
+
+class RolloutServicer(RolloutServiceServicer):
+    """Serves one engine."""
+
+    def __init__(self, model: ServedModel, engine: Engine, weights: EngineWeights, quotas: Quotas) -> None:
+        self._model = model
+        self._engine = engine
+        self._weights = weights
+        self._admission = Admission(model.limits, quotas)
+        self._gatherer = Gatherer(engine)
+        self._meter = LoadMeter(engine)
+        self._draining = False
+
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
+        """Describe the model, its limits, and the version it serves."""
+        limits = self._model.limits
+        return pb.GetInfoResponse(
+            model=self._model.name,
+            tokenizer_sha256=self._model.tokenizer_sha256,
+            max_context_tokens=limits.max_context_tokens,
+            policy_version=self._weights.policy_version,
+            vocabulary_size=limits.vocabulary_size,
+            max_concurrent_samples=limits.max_samples(principal.current()),
+        )
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        """Sample completions; leaving early aborts the engine's requests."""
+        if self._draining:
+            raise _draining()
+        call = parse(request, self._model.limits, principal.current())
+        is_retry = any(key == _RETRY_METADATA for key, _ in context.invocation_metadata() or ())
+        async with self._admission.enter(call, is_retry=is_retry):
+            chunks: asyncio.Queue[pb.SampleChunk | None] = asyncio.Queue()
+            work = asyncio.get_running_loop().create_task(self._sample(call, chunks, _time_left(context)))
+            work.add_done_callback(lambda _: chunks.put_nowait(None))
+            try:
+                while ready := await _take_ready(chunks):
+                    yield pb.GenerateResponse(chunks=ready)
+                await work  # raises what it raised
+            finally:
+                if not work.done():
+                    work.cancel()
+                    await asyncio.wait({work})
+                if not work.cancelled():
+                    work.exception()  # a caller that left does not await it, and asyncio would log it as lost
+
+    async def WatchLoad(self, request: pb.WatchLoadRequest, context: Context) -> AsyncIterator[pb.WatchLoadResponse]:
+        """Report the load at once and then every period."""
+        period = _LOAD_PERIOD_SECONDS
+        if request.HasField("period"):
+            period = request.period.ToNanoseconds() / 1e9
+            low, high = _LOAD_PERIODS
+            low = _SHORTEST_AGENT_PERIOD if principal.current().is_agent else low
+            if not low <= period <= high:
+                raise InvalidInput(f"period is {period} s; it must be in [{low}, {high:g}] s, or unset for 1 s")
+        while True:
+            updating = self._weights.updating or self._weights.joining
+            load = self._meter.read(updating=updating)
+            yield pb.WatchLoadResponse(
+                running_sample_count=load.running_samples,
+                sampled_token_count=load.sampled_tokens,
+                updating_weights=updating,
+                policy_version=self._weights.policy_version,
+                kv_cache_token_count=self._model.limits.kv_cache_tokens,
+                free_kv_cache_token_count=load.free_kv_cache_tokens,
+                token_rate=load.token_rate,
+            )
+            await asyncio.sleep(period)
+
+    async def drain(self) -> None:
+        """Refuse new calls; let running samples finish for a second, then end them with the tokens they have."""
+        self._draining = True
+        self._weights.refuse(_draining())  # who waits for the end of an update or a sleep has no samples to end
+        empty = await self._admission.wait_empty(_DRAIN_SECONDS)
+        self._weights.gate.drop()  # what is held now, nobody releases in time
+        while not empty:
+            await self._engine.interrupt()
+            empty = await self._admission.wait_empty(_DRAIN_STEP_SECONDS)
+
+    async def _sample(self, call: GenerateCall, chunks: asyncio.Queue[pb.SampleChunk | None], timeout: float) -> None:
+        """Have the engine draw a call's samples; returns when it is done with all of them."""
+        async with self._weights.serving(timeout) as lease:
+            version = lease.version
+            if version < call.min_policy_version:
+                raise WrongState(
+                    f"the served policy_version is {version}, older than min_policy_version "
+                    f"{call.min_policy_version}; wait until it is published here, or use another replica",
+                    reason="POLICY_TOO_OLD",
+                )
+            outputs = Outputs(call.sample_count, self._weights.gate, chunks.put_nowait)
+            samples: Sequence[Sample] = ()
+            try:
+                interactive = call.flush_seconds is not None
+                samples = await self._gatherer.submit(call.samples(lease.cache_salt, outputs), at_once=interactive)
+                lease.entered()
+                if call.pull_seconds is not None:
+                    outputs.pull(samples, every=call.pull_seconds)
+                await outputs.complete()
+            finally:
+                if not outputs.done:
+                    outputs.close()
+                    await asyncio.shield(self._engine.abandon(samples))
+
+
+async def _take_ready(chunks: asyncio.Queue[pb.SampleChunk | None]) -> list[pb.SampleChunk]:
+    """Wait for a chunk; return it and those behind it, up to a message's worth. Nothing: the end has come."""
+    chunk = await chunks.get()
+    ready: list[pb.SampleChunk] = []
+    size = 0
+    while chunk is not None:
+        ready.append(chunk)
+        size += len(chunk.token_ids) + len(chunk.logprobs)
+        if size > _RESPONSE_BYTES or chunks.empty():
+            return ready
+        chunk = chunks.get_nowait()
+    chunks.put_nowait(None)
+    return ready
+
+
+def _draining() -> Unavailable:
+    return Unavailable("this replica is draining; use another one", reason="DRAINING")
+
+
+def _time_left(context: Context) -> float:
+    left = context.time_remaining()
+    if left is None:
+        raise InvalidInput("Generate was called without a deadline; pass a timeout with the call", reason="NO_DEADLINE")
+    if left <= _MARGIN_SECONDS:
+        raise DeadlinePassed(f"only {left:.3f} s are left of the deadline; give the call more time")
+    return left - _MARGIN_SECONDS

@@ -1,0 +1,1 @@
+"""Holds requests and tokens during a weight update."""

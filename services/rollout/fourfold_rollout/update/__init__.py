@@ -1,0 +1,1 @@
+"""RolloutControlService: weight updates of the engine."""

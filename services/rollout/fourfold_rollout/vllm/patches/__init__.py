@@ -1,0 +1,1 @@
+"""Overrides of vLLM's private code."""

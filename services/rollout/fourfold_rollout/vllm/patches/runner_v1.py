@@ -1,0 +1,119 @@
+"""Log-probabilities of sampled tokens in vLLM's first model runner (CPU, and CUDA where the second one is not used).
+
+    Sampler.forward -> Sampler.sample -> TopKTopPSampler     filtered logits come back, instead of the log_softmax
+                                                             of all of them, which vLLM makes whether asked or not
+          '- our `sample`: takes the sampled tokens' log-probabilities, and makes the log_softmax only when asked
+
+Which row is which token of which sample is the runner's own knowledge: a request's length after this step, less its
+prompt. Rows whose token vLLM discards (prompts in pieces, also after a preemption) write nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fourfold.rpc.codec import Float32Array, Int32Array
+from fourfold_rollout.vllm.logprob_table import slot_of
+
+# (filtered logits [r, vocabulary], sampled ids [r], slots [r], prompt lengths [r], lengths with the last input [r])
+Write = Callable[[Tensor, Tensor, Int32Array, Int32Array, Int32Array], None]
+
+_SAMPLER_MODE: Final = "processed_logprobs"
+_FILTERED: Final = "processed_logits"
+
+
+class SamplerHook:
+    """Takes the place of `sample` in a runner's sampler."""
+
+    def __init__(self, runner: Any) -> None:
+        """Find what it needs; nothing is changed yet.
+
+        Raises:
+            AttributeError: this vLLM has another runner.
+        """
+        self.write: Write | None = None
+        """Takes log-probabilities; None: nobody does."""
+        self._runner = runner
+        self._sampler = runner.sampler
+        self._filter = self._sampler.topk_topp_sampler
+        self._sample = self._sampler.sample
+        self._batch_of(0)
+
+    def install(self) -> str:
+        """Begin; return why it cannot be done, or nothing."""
+        if (self._sampler.logprobs_mode, self._filter.logprobs_mode) != (_SAMPLER_MODE, _SAMPLER_MODE):
+            return f"the sampler's logprobs_mode is {self._sampler.logprobs_mode}, not {_SAMPLER_MODE}"
+        self._sampler.logprobs_mode = self._filter.logprobs_mode = _FILTERED
+        self._sampler.sample = self.sample
+        return ""
+
+    def sample(self, logits: Tensor, metadata: Any, *options: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
+        """Return sampled ids [r], and log-probabilities [r, vocabulary] when a request asks vLLM for some."""
+        sampled, filtered = self._sample(logits, metadata, *options, **more)
+        if filtered is None:  # all rows are greedy
+            filtered = logits
+        is_real = self._runner.input_batch.num_reqs == len(logits)  # vLLM's dry runs have no requests
+        if is_real and self.write is not None:
+            self._give(self.write, filtered, sampled)
+        wanted = metadata.max_num_logprobs is not None or metadata.logprob_token_ids
+        return sampled, self._sampler.compute_logprobs(filtered) if wanted else None
+
+    def _give(self, write: Write, filtered: Tensor, sampled: Tensor) -> None:
+        req_ids, discarded, prompts, lengths = self._batch_of(len(sampled))
+        requests = self._runner.requests
+        slots = np.fromiter((slot_of(requests[r].sampling_params) for r in req_ids), np.int32, len(sampled))
+        slots[discarded] = -1
+        if (slots >= 0).any():
+            write(filtered, sampled, slots, prompts, lengths)
+
+    def _batch_of(self, count: int) -> tuple[list[str], NDArray[np.bool_], Int32Array, Int32Array]:
+        """Return request ids, whether the token is discarded, prompt lengths and lengths of this step's rows."""
+        runner = self._runner
+        batch = runner.input_batch
+        lengths: Int32Array = runner.optimistic_seq_lens_cpu[:count].numpy()
+        return batch.req_ids, runner.discard_request_mask.np[:count], batch.num_prompt_tokens[:count], lengths
+
+
+def write_on_cpu(table: Float32Array) -> Write:
+    """Return what writes to the table, float32 [slots, width], from logits in the host's memory."""
+
+    def write(filtered: Tensor, sampled: Tensor, slots: Int32Array, prompts: Int32Array, lengths: Int32Array) -> None:
+        chosen = filtered.gather(1, sampled.long().unsqueeze(1)).squeeze(1).float()
+        values = (chosen - filtered.float().logsumexp(1)).numpy()
+        indices = lengths - prompts
+        mine = (slots >= 0) & (indices < table.shape[1])
+        table[slots[mine], indices[mine]] = values[mine]
+
+    return write
+
+
+def write_on_gpu(table: Tensor) -> Write:
+    """Return what writes to the table as the GPU sees it: a copy of 3 numbers a row, and a kernel."""
+    from fourfold_rollout.vllm.logprob_kernel import write_logprobs
+
+    rows = torch.arange(0, device=table.device)
+
+    def write(filtered: Tensor, sampled: Tensor, slots: Int32Array, prompts: Int32Array, lengths: Int32Array) -> None:
+        nonlocal rows
+        if len(rows) < len(slots):
+            rows = torch.arange(2 * len(slots), device=table.device)
+        numbers = torch.from_numpy(np.stack([slots, prompts, lengths - 1])).pin_memory()
+        on_gpu = numbers.to(table.device, non_blocking=True)
+        write_logprobs(
+            filtered,
+            sampled,
+            states=rows,
+            slots=on_gpu[0],
+            prompt_lengths=on_gpu[1],
+            prefill_lengths=on_gpu[1],
+            positions=on_gpu[2],
+            table=table,
+        )
+
+    return write

@@ -1,0 +1,1 @@
+"""Optimizers over ZeRO shards, and the moving average of weights."""

@@ -1,0 +1,1 @@
+"""The processes of a trainer, one per GPU."""

@@ -1,0 +1,129 @@
+"""The metrics of a training step: global sums over global counts, never a mean of means."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from fourfold import metrics as m
+from fourfold.config import Config
+from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT
+from fourfold_trainer.step.advantages import Float64Array
+from fourfold_trainer.step.lr_schedule import learning_rate
+from fourfold_trainer.step.train_step import Result
+
+# Sums over tokens that are metrics as they are, once divided by the number of tokens.
+_POLICY_MEANS: Final = (
+    m.APPROX_KL,
+    m.APPROX_KL_K1,
+    m.CLIP_FRACTION_LOW,
+    m.CLIP_FRACTION_HIGH,
+    m.DUAL_CLIP_FRACTION,
+    m.RATIO_MEAN,
+    m.ENTROPY,
+    m.REFERENCE_KL,
+    m.CORRECTION_WEIGHT,
+    m.TRUNCATED_WEIGHTS,
+    m.REJECTED_TOKENS,
+)
+# Parts of an update's loss: means over the updates.
+_UPDATE_MEANS: Final = (m.KL_LOSS, m.ROUTER_LOSS)
+_SMALL: Final = 1e-5
+
+
+def summarise(result: Result, config: Config, *, step: int) -> dict[str, float]:
+    """Return the metrics of a step; those that need no model are the coordinator's."""
+    found = _credit(result) | _policy(result) | _mismatch(result)
+    distance = result.credit.kl
+    if distance is not None and len(distance) and config.algorithm.kl.placement == "reward":
+        found[m.REWARD_KL] = float(distance.mean())
+    found[m.LEARNING_RATE] = learning_rate(config.trainer, step, config.steps)
+    if config.algorithm.kl.coef:
+        found[m.KL_COEF] = result.kl_coef
+    if config.algorithm.needs_critic:
+        found[m.CRITIC_LEARNING_RATE] = learning_rate(config.critic, step, config.steps)
+        found |= _critic(result)
+    return found
+
+
+def _credit(result: Result) -> dict[str, float]:
+    scores = np.array([sample.score for sample in result.batch.samples], np.float64)
+    found = {m.SCORE_MEAN: float(scores.mean()), m.REWARD_PENALTY: float((result.outcomes - scores).mean())}
+    advantages = result.credit.advantages[result.batch.selected]
+    if len(advantages):
+        found[m.ADVANTAGE_MEAN] = float(advantages.mean())
+        found[m.ADVANTAGE_STD] = float(advantages.std())
+        found[m.ADVANTAGE_ABSMAX] = float(np.abs(advantages).max())
+    return found
+
+
+def _policy(result: Result) -> dict[str, float]:
+    sums, count = result.policy, max(result.policy.token_count, 1)
+    found = {
+        m.UPDATES: float(result.policy_updates),
+        m.TRAINED_TOKENS: float(sums.token_count),
+        m.TRAINED_SAMPLES: float(len(result.trained)),
+    }
+    if not result.policy_norms:
+        return found
+    found[m.GRAD_NORM] = _norm(result.policy_norms)
+    found[m.POLICY_LOSS] = sums.loss / len(result.policy_norms)
+    found[m.NONFINITE_LOSS] = float(result.nonfinite_losses)
+    found[m.PADDING_FRACTION] = 1 - result.real_tokens / result.passed_tokens
+    found[m.DUMMY_FRACTION] = result.dummy_count / result.pass_count
+    found |= {name: sums.sums[name] / len(result.policy_norms) for name in _UPDATE_MEANS if name in sums.sums}
+    if sums.expert_counts:
+        loads = np.array(sums.expert_counts)
+        found[m.ROUTER_VIOLATION] = float((loads.max(1) / loads.mean(1)).max() - 1)
+    if SAMPLE_COUNT in sums.sums:
+        found[m.REJECTED_SAMPLES] = sums.sums[m.REJECTED_SAMPLES] / max(sums.sums[SAMPLE_COUNT], 1)
+    found |= {name: sums.sums[name] / count for name in _POLICY_MEANS if name in sums.sums}
+    return found | sums.lowest | sums.highest
+
+
+def _mismatch(result: Result) -> dict[str, float]:
+    """Return how far trainer and engine are from each other, over tokens with a finite engine log-probability."""
+    sums, mismatches = result.policy.sums, result.policy.mismatches
+    found = {m.MISMATCH_NONFINITE: sums[m.MISMATCH_NONFINITE]} if m.MISMATCH_NONFINITE in sums else {}
+    count = len(mismatches)
+    if not count:
+        return found
+    ratio, square = sums[RATIO_SUM], sums[RATIO_SQUARE_SUM]
+    return found | {
+        m.MISMATCH_MEAN: float(mismatches.mean(dtype=np.float64)),
+        m.MISMATCH_MAX: float(mismatches.max()),
+        m.MISMATCH_P99: float(np.quantile(mismatches, 0.99)),
+        m.MISMATCH_PROBABILITY: sums[m.MISMATCH_PROBABILITY] / count,
+        m.MISMATCH_KL: sums[m.MISMATCH_KL] / count,
+        m.MISMATCH_KL_K1: sums[m.MISMATCH_KL_K1] / count,
+        m.MISMATCH_CHI2: square / count - 1,
+        m.EFFECTIVE_SAMPLE_SIZE: ratio**2 / (count * square),
+    }
+
+
+def _critic(result: Result) -> dict[str, float]:
+    returns, values, selected = result.credit.returns, result.credit.values, result.batch.selected
+    assert returns is not None and values is not None, "a critic was asked"
+    if not selected.any() or not result.critic_norms:
+        return {}
+    return {
+        m.CRITIC_GRAD_NORM: _norm(result.critic_norms),
+        m.VALUE_LOSS: result.critic.loss / len(result.critic_norms),
+        m.VALUE_CLIP_FRACTION: result.critic.sums.get(m.VALUE_CLIP_FRACTION, 0.0) / max(result.critic.token_count, 1),
+        m.RETURN_MEAN: float(returns[selected].mean()),
+        m.EXPLAINED_VARIANCE: explained_variance(values[selected].astype(np.float64), returns[selected]),
+    }
+
+
+def explained_variance(values: Float64Array, returns: Float64Array) -> float:
+    """Return 1 - Var(G - V) / (Var(G) + 1e-5); 0 or less: the values say nothing."""
+    return float(1 - (returns - values).var() / (returns.var() + _SMALL))
+
+
+def _norm(norms: Sequence[float]) -> float:
+    """Return the mean of those that are finite; not a number when none is."""
+    finite = [norm for norm in norms if math.isfinite(norm)]
+    return float(np.mean(finite)) if finite else math.nan

@@ -1,0 +1,58 @@
+"""`fourfold serve trainer`: the service process. gRPC in the main thread, the engine in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from fourfold.coordinator.v1.membership_service_pb2 import ROLE_TRAINER
+from fourfold.model import folder as model_folder
+from fourfold.model.tokenizer import tokenizer_sha256
+from fourfold.plan import sequence_parallel
+from fourfold.service.lifecycle import Host, ServeOptions
+from fourfold.trainer.v1 import trainer_service_pb2 as pb
+from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
+from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
+from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
+from fourfold_trainer.ranks.engine import RankGroup
+from fourfold_trainer.service.servicer import TrainerServicer
+from fourfold_trainer.service.state import TrainerCore
+from fourfold_trainer.service.weight_servicer import TrainerWeightServicer
+
+
+def main(options: ServeOptions) -> int:
+    """Serve until the end; return the exit code."""
+    code = asyncio.run(_serve(options))
+    # Not through the interpreter's end: the engine thread may be inside of a collective that never returns.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+async def _serve(options: ServeOptions) -> int:
+    config = options.config
+    run_dir = (options.run_dir or Path("runs") / config.name).absolute()
+    host = Host(options, role=ROLE_TRAINER)
+
+    def make_engine() -> RankGroup:
+        folder = model_folder.resolve(config.model.source)
+        sequence_parallel.check(config)
+        servicer.tokenizer_sha256 = host.tokenizer_sha256 = tokenizer_sha256(folder)
+        return RankGroup(config, folder, run_dir=run_dir, member_id=options.member_id, on_death=host.fatal)
+
+    core = TrainerCore(config, run_dir=run_dir, make_engine=make_engine, fatal=host.fatal)
+    servicer = TrainerServicer(core)
+    host.server.add(
+        pb.DESCRIPTOR.services_by_name["TrainerService"],
+        pb_grpc.add_TrainerServiceServicer_to_server,
+        servicer,
+    )
+    host.server.add(
+        weight.DESCRIPTOR.services_by_name["TrainerWeightService"],
+        weight_grpc.add_TrainerWeightServiceServicer_to_server,
+        TrainerWeightServicer(core),
+    )
+    host.on_drain.append(core.stop)
+    return await host.run(start=core.start)

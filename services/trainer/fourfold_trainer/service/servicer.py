@@ -1,0 +1,265 @@
+"""TrainerService: messages in, messages out. What they mean is in core.py."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any, Final, Literal
+
+import grpc
+import numpy as np
+from google.protobuf.message import Message
+
+from fourfold import metrics
+from fourfold.bounds import MAX_RAISED_VERSION, check_number
+from fourfold.errors import InvalidInput
+from fourfold.rpc.codec import (
+    BoolArray,
+    Float32Array,
+    Sample,
+    check_id,
+    check_unique,
+    decode,
+    decode_token_ids,
+    floats,
+    pack_floats,
+)
+from fourfold.trainer.v1 import trainer_service_pb2 as pb
+from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
+from fourfold.types.v1 import experience_pb2
+from fourfold_trainer.service import batch_stream
+from fourfold_trainer.service.engine_thread import Phase
+from fourfold_trainer.service.state import Status, TrainerCore
+from fourfold_trainer.step.accumulation import OptimCall, Part
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_REQUEST_BYTES: Final = 8 << 20
+_NO_FLOATS: Final[Float32Array] = np.empty(0, np.float32)
+_NO_FLAGS: Final[BoolArray] = np.empty(0, np.bool_)
+_PHASES: Final = {
+    Phase.STARTING: pb.TRAINER_PHASE_STARTING,
+    Phase.WAITING: pb.TRAINER_PHASE_WAITING,
+    Phase.TRAINING: pb.TRAINER_PHASE_TRAINING,
+    Phase.PUBLISHING: pb.TRAINER_PHASE_PUBLISHING,
+    Phase.SAVING: pb.TRAINER_PHASE_SAVING,
+    Phase.COMPUTING: pb.TRAINER_PHASE_COMPUTING,
+}
+
+
+class TrainerServicer(pb_grpc.TrainerServiceServicer):
+    """Answers on the event loop; whatever takes longer than a millisecond runs in a thread."""
+
+    def __init__(self, core: TrainerCore, *, tokenizer_sha256: bytes = b"") -> None:
+        self._core = core
+        self._one_stream = batch_stream.OneStream()
+        self.tokenizer_sha256 = tokenizer_sha256
+        """32 bytes; empty until the model folder is known."""
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        """Report once."""
+        return pb.GetStatusResponse(status=self._status(self._core.status()))
+
+    async def WatchStatus(
+        self, request: pb.WatchStatusRequest, context: Context
+    ) -> AsyncIterator[pb.WatchStatusResponse]:
+        """Report now and on every change."""
+        async for status in self._core.watch():
+            yield pb.WatchStatusResponse(status=self._status(status))
+
+    async def TrainStep(
+        self, request_iterator: AsyncIterator[pb.TrainStepRequest], context: Context
+    ) -> pb.TrainStepResponse:
+        """Check the first message, then read the rest and train."""
+        requests = batch_stream.messages(request_iterator, timeout=self._core.config.trainer.step_timeout_seconds)
+        async with aclosing(requests):
+            first = await anext(requests, None)
+            if first is None:
+                raise InvalidInput("the call has no message; send the step and its experiences")
+            step = check_number(first.step, "step", least=1)
+            is_new = self._core.check_step(step)
+            with self._one_stream.enter(step):
+                batch = batch_stream.Batch(step, self._core.config, self._decode, keep=is_new)
+                await asyncio.to_thread(batch.add, first)
+                async for request in requests:
+                    await asyncio.to_thread(batch.add, request)
+                answer = await self._core.train_step(
+                    step, batch.samples if is_new else None, batch.sha256, timeout=time_left(context)
+                )
+        return pb.TrainStepResponse(
+            step=answer.step,
+            policy_version=answer.policy_version,
+            skipped_reason=answer.skipped_reason,
+            metrics=answer.metrics,
+        )
+
+    async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
+        """Add a part to a gradient."""
+        part = await asyncio.to_thread(self._decode_part_of_gradient, request)
+        answer = await self._core.forward_backward(part, timeout=time_left(context))
+        return pb.ForwardBackwardResponse(
+            loss=answer.loss,
+            logprobs=[pack_floats(row) for row in answer.logprobs],
+            policy_version=answer.policy_version,
+        )
+
+    async def OptimStep(self, request: pb.OptimStepRequest, context: Context) -> pb.OptimStepResponse:
+        """Use a gradient up."""
+        call = OptimCall(
+            step=check_number(request.step, "step", least=1),
+            learning_rate=_number(request, "learning_rate"),
+            max_grad_norm=_number(request, "max_grad_norm"),
+            sha256=_sha256(request),
+        )
+        answer = await self._core.optim_step(call, timeout=time_left(context))
+        return pb.OptimStepResponse(
+            step=answer.step,
+            policy_version=answer.policy_version,
+            skipped_reason=answer.skipped_reason,
+            grad_norm=answer.metrics[metrics.GRAD_NORM],
+        )
+
+    async def DiscardGradient(self, request: pb.DiscardGradientRequest, context: Context) -> pb.DiscardGradientResponse:
+        """Forget a gradient."""
+        return pb.DiscardGradientResponse(part_count=await self._core.discard_gradient(timeout=time_left(context)))
+
+    async def ComputeLogprobs(self, request: pb.ComputeLogprobsRequest, context: Context) -> pb.ComputeLogprobsResponse:
+        """Look samples up under the present weights."""
+        more = request.include_entropies or request.include_values
+        _check_size(request, request.experiences, limit=_REQUEST_BYTES // 2 if more else _REQUEST_BYTES)
+        samples = [self._lookup_sample(message) for message in request.experiences]
+        found, version = await self._core.forward(
+            samples, entropies=request.include_entropies, values=request.include_values, timeout=time_left(context)
+        )
+        return pb.ComputeLogprobsResponse(
+            logprobs=[pack_floats(row) for row in found.logprobs],
+            entropies=[pack_floats(row) for row in found.entropies],
+            values=[pack_floats(row) for row in found.values],
+            policy_version=version,
+        )
+
+    async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
+        """Write a checkpoint."""
+        score = request.score if request.HasField("score") else None
+        if score is not None and not math.isfinite(score):
+            raise InvalidInput(f"score is {score}; it must be finite: leave it out when there is none")
+        step = await self._core.save_checkpoint(score=score, timeout=time_left(context))
+        return pb.SaveCheckpointResponse(step=step)
+
+    async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Context) -> pb.LoadCheckpointResponse:
+        """Restore a checkpoint."""
+        step = check_number(request.step, "step")
+        status = await self._core.load_checkpoint(step, timeout=time_left(context))
+        return pb.LoadCheckpointResponse(status=self._status(status))
+
+    async def ExportModel(self, request: pb.ExportModelRequest, context: Context) -> pb.ExportModelResponse:
+        """Write a Hugging Face folder."""
+        name = check_id(request.name, "name")
+        path = await self._core.export(name, ema=request.ema, timeout=time_left(context))
+        return pb.ExportModelResponse(path=str(path))
+
+    async def RaisePolicyVersion(
+        self, request: pb.RaisePolicyVersionRequest, context: Context
+    ) -> pb.RaisePolicyVersionResponse:
+        """Give the present weights a higher version."""
+        asked = check_number(request.policy_version, "policy_version", most=MAX_RAISED_VERSION)
+        version = await self._core.raise_policy_version(asked, timeout=time_left(context))
+        return pb.RaisePolicyVersionResponse(policy_version=version)
+
+    def _status(self, status: Status) -> pb.TrainerStatus:
+        return pb.TrainerStatus(
+            step=status.state.step,
+            policy_version=status.state.policy_version,
+            phase=_PHASES[status.phase],
+            checkpoint_step=status.checkpoint_step,
+            skipped_step_count=status.state.skipped_step_count,
+            rank_count=self._core.config.trainer.ranks,
+            tokenizer_sha256=self.tokenizer_sha256,
+            vocabulary_size=status.vocabulary_size,
+            max_context_tokens=self._core.config.model.max_context_tokens,
+            gradient_part_count=status.gradient.part_count,
+        )
+
+    def _decode(self, message: experience_pb2.Experience) -> Sample:
+        return decode(
+            message,
+            vocabulary_size=self._core.vocabulary_size,
+            max_tokens=self._core.config.model.max_context_tokens,
+        )
+
+    def _decode_part_of_gradient(self, request: pb.ForwardBackwardRequest) -> Part:
+        step, number = check_number(request.step, "step", least=1), check_number(request.part, "part", least=1)
+        experiences = [message.experience for message in request.samples]
+        _check_size(request, experiences, limit=_REQUEST_BYTES)
+        samples = [self._lookup_sample(message) for message in experiences]
+        weights = [
+            _loss_weights(message, len(s.token_ids)) for message, s in zip(request.samples, samples, strict=True)
+        ]
+        return Part(step=step, number=number, samples=samples, weights=weights, sha256=_sha256(request))
+
+    def _lookup_sample(self, message: experience_pb2.Experience) -> Sample:
+        """Return a sample of which only id, tokens and temperature are read."""
+        who = check_id(message.sample_id, "sample_id")
+        ids = decode_token_ids(
+            message,
+            vocabulary_size=self._core.vocabulary_size,
+            max_tokens=self._core.config.model.max_context_tokens,
+        )
+        if not 0 < message.temperature <= 2:
+            raise InvalidInput(f"sample {who}: temperature is {message.temperature}; it must be in (0, 2]")
+        return Sample(
+            sample_id=who,
+            group_id=who,
+            token_ids=ids,
+            behavior_logprobs=_NO_FLOATS,
+            action_mask=_NO_FLAGS,
+            loss_mask=_NO_FLAGS,
+            version_spans=(),
+            temperature=message.temperature,
+        )
+
+
+def _check_size(request: Message, experiences: Sequence[experience_pb2.Experience], *, limit: int) -> None:
+    if not experiences:
+        raise InvalidInput("the request has no samples; send at least one")
+    if request.ByteSize() > limit:
+        raise InvalidInput(
+            f"the request has {request.ByteSize()} bytes; send at most {limit} at once, and the rest after"
+        )
+    check_unique(message.sample_id for message in experiences)
+
+
+def _loss_weights(message: pb.WeightedSample, count: int) -> Float32Array:
+    who = message.experience.sample_id
+    weights = floats(message.loss_weights, count, who, "loss_weights")
+    wrong = np.flatnonzero(~np.isfinite(weights))
+    if len(wrong):
+        raise InvalidInput(f"sample {who}: loss_weights[{wrong[0]}] is {weights[wrong[0]]}; it must be finite")
+    if weights[0]:
+        raise InvalidInput(
+            f"sample {who}: loss_weights[0] is {weights[0]}; it must be 0: nothing comes before the first token"
+        )
+    return weights
+
+
+def _number(request: pb.OptimStepRequest, name: Literal["learning_rate", "max_grad_norm"]) -> float | None:
+    """Return an optional number that is finite and not negative."""
+    if not request.HasField(name):
+        return None
+    value: float = getattr(request, name)
+    if not (math.isfinite(value) and value >= 0):
+        raise InvalidInput(f"{name} is {value}; it must be finite and at least 0, or unset for the recipe's")
+    return value
+
+
+def _sha256(request: Message) -> str:
+    return hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()
+
+
+def time_left(context: Context) -> float:
+    """Return seconds to the caller's deadline; there always is one, the interceptor sees to it."""
+    left = context.time_remaining()
+    return max(left, 0.0) if left is not None else 0.0

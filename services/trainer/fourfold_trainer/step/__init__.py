@@ -1,0 +1,1 @@
+"""One training step: advantages, micro-batches, optimizer step, metrics."""

@@ -1,0 +1,48 @@
+"""Workers of the engines that `logprob_driver` starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fourfold_rollout.vllm.worker import RolloutWorker
+from tests.support.slow_worker import SlowWorker
+
+
+class CountingWorker(SlowWorker):
+    """The service's own, which takes its time and counts preemptions from the first time it is asked."""
+
+    _preemptions: list[str] | None = None
+
+    def runner_name(self) -> str:
+        """Return the module of its model runner."""
+        return _runner_name(self)
+
+    def count_preemptions(self) -> int:
+        """Return how many there were."""
+        if self._preemptions is None:
+            seen = self._preemptions = []
+            runner: Any = self.model_runner  # type: ignore[attr-defined]
+            real = runner.execute_model
+
+            def execute_model(scheduler_output: Any, *rest: Any, **more: Any) -> Any:
+                seen.extend(scheduler_output.preempted_req_ids or ())
+                return real(scheduler_output, *rest, **more)
+
+            runner.execute_model = execute_model
+        return len(self._preemptions)
+
+
+class UnableWorker(RolloutWorker):
+    """vLLM's own log-probabilities."""
+
+    def logprobs_open(self, path: str, slots: int, width: int) -> str:
+        """Refuse."""
+        return "it is a test"
+
+    def runner_name(self) -> str:
+        """Return the module of its model runner."""
+        return _runner_name(self)
+
+
+def _runner_name(worker: Any) -> str:
+    return str(type(worker.model_runner).__module__)

@@ -1,0 +1,127 @@
+"""Real trainer engines with LoRA, one after another: `python -m tests.support.lora_driver CASES.json OUT`.
+
+As `tests.support.trainer_driver`, whose cases and engines these are. What `does` says:
+
+    train     three steps, saved in `folder` after the second
+    resume    the third one, from the checkpoint in `source`
+    refuse    saves in `folder`, then tries the checkpoints of OUT/refused.json; OUT/<name>.txt is what it was told
+
+OUT/<name> <moment> are exports, OUT/<name> <moment>.safetensors what an engine would have got at the same moment.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from fourfold.errors import WrongState
+from fourfold.weights.digest import combine_digest, partial_sums
+from fourfold.weights.transport.base import Deadline, Group, make_receiver
+from tests.support.trainer_driver import Case, Run
+from tests.support.weight_peers import Collector
+
+_TIMEOUT = 30.0
+
+
+def export(run: Run, out: Path, moment: str, *, ema: bool = False) -> None:
+    """Export a model."""
+    folder = out / f"{run.case.name} {moment}"
+    folder.mkdir()
+    run.engine.export(folder, ema=ema)
+
+
+def stream(run: Run, out: Path, moment: str, *, epoch: int, backend: str = "shm") -> None:
+    """Send the weights to a receiver of ours, and write what it got."""
+    manifest = run.engine.manifest()
+    if run.case.stage == 3:  # no collective: an abort may reach one rank before it begins, another one after
+        policy: Any = run.engine._worker.policy
+        assert all(p.ds_status.name == "AVAILABLE" for p in policy._adapters.parameters)
+    receiver = make_receiver(backend, Group(epoch=epoch, manifest=manifest, receiver_count=1), 0, torch.device("cpu"))
+    receiver.accept(run.engine.make_offers(epoch, backend, 1, timeout=_TIMEOUT))
+    run.engine.open_weights(epoch, timeout=_TIMEOUT)
+    receiver.open(Deadline(_TIMEOUT))
+    sent = run.engine.send_weights(epoch, epoch, timeout=_TIMEOUT)
+    sink = Collector(manifest)
+    receiver.receive(epoch, sink, Deadline(_TIMEOUT))
+    assert combine_digest(manifest, [partial_sums(manifest, sink.taken)]) == sent.weights_digest
+    tensors = dict(zip((spec.name for spec in manifest.tensors), sink.tensors(), strict=True))
+    safetensors.torch.save_file(tensors, out / f"{run.case.name} {moment}.safetensors")
+    receiver.close()
+
+
+def perform(case: Case, out: Path) -> dict[str, Any]:
+    """Train three steps; save, send and export on the way."""
+    run, saved = Run(case, out), Path(case.folder)
+    saved.mkdir()
+    stream(run, out, "0", epoch=0)  # before anything was forwarded
+    seen: dict[str, Any] = {"before": run.logprobs()}
+    export(run, out, "0")
+    for number in (1, 2):
+        run.train(number)
+    stream(run, out, "2", epoch=1)
+    export(run, out, "2")
+    seen["at 2"] = run.logprobs()
+    run.engine.save(saved)
+    run.train(3)
+    stream(run, out, "3", epoch=2)  # straight after an update
+    seen |= {"after": run.logprobs(), "losses": run.losses, "norms": run.norms}
+    export(run, out, "3")
+    if case.ema:
+        export(run, out, "average", ema=True)
+        seen["after average"] = run.logprobs()
+    run.close()
+    return seen
+
+
+def resume(case: Case, out: Path) -> dict[str, Any]:
+    """Go on with another case's checkpoint."""
+    run = Run(case, out)
+    run.engine.load(Path(case.source))
+    stream(run, out, "2", epoch=0)
+    seen: dict[str, Any] = {"at 2": run.logprobs()}
+    run.train(3)
+    seen["after"] = run.logprobs()
+    stream(run, out, "3", epoch=1)
+    run.close()
+    return seen
+
+
+def refuse(case: Case, out: Path) -> None:
+    """Write what the trainer says to checkpoints that are not its own, one line each, and that nothing changed."""
+    run = Run(case, out)
+    before, said = run.logprobs(), []
+    if case.folder:
+        Path(case.folder).mkdir()
+        run.engine.save(Path(case.folder))
+    for folder in json.loads((out / "refused.json").read_text()):
+        try:
+            run.engine.load(Path(folder))
+            said.append("nothing")
+        except WrongState as error:
+            said.append(error.message)
+    np.testing.assert_array_equal(run.logprobs(), before)
+    (out / f"{case.name}.txt").write_text("\n".join(said))
+    run.close()
+
+
+def main(cases: Sequence[Case], out: Path) -> None:
+    """Run the cases in their order."""
+    for case in cases:
+        began = time.monotonic()
+        if case.does == "refuse":
+            refuse(case, out)
+        else:
+            np.savez(out / case.name, **(resume if case.does == "resume" else perform)(case, out))
+        sys.stderr.write(f"{case.name}: {time.monotonic() - began:.1f} s\n")
+
+
+if __name__ == "__main__":
+    main([Case(**case) for case in json.loads(Path(sys.argv[1]).read_text())], Path(sys.argv[2]))

@@ -1,0 +1,56 @@
+"""One of the ranks that share rows through DeepSpeed: `python -m tests.support.sequence_ranks RANK COUNT SIZE FOLDER`.
+
+COUNT ranks meet over gloo, in groups of SIZE, each with a row of its own. What a rank found of case i is written to
+FOLDER/<i>-<rank>.safetensors.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from fourfold.config import Config
+from tests.support.sequence_cases import CASES, float64_alone, make_model, run
+
+
+def config_of(ranks: int, size: int) -> Config:
+    """Return a recipe of so many ranks."""
+    return Config.model_validate(
+        {
+            "name": "sequence",
+            "steps": 1,
+            "model": {"source": "none"},
+            "data": {"train": {"path": "train.jsonl"}},
+            "batch": {"prompts_per_step": 4, "group_size": 4},
+            "sampling": {"max_new_tokens": 8},
+            "trainer": {"ranks": ranks, "sequence_parallel_size": size, "step_timeout_seconds": 60},
+        }
+    )
+
+
+def main(rank: int, count: int, size: int, folder: Path) -> None:
+    """Run all cases."""
+    from fourfold_trainer.ranks import process_group
+
+    config = config_of(count, size)
+    place = process_group.places(config, critic=False)[rank]
+    os.environ.update(process_group.environment(config, place))
+    from fourfold_trainer.zero import group, ulysses
+
+    group.join(config, rank=rank, rank_count=count, gpu=place.gpu, rendezvous=folder / "rendezvous")
+    exchange = ulysses.make_exchange(config, rank=rank)
+    for index, case in enumerate(CASES):
+        with float64_alone():
+            found = run(case, make_model(case), exchange, seed=rank // size)
+        file = folder / f"{index}-{rank}.safetensors"
+        safetensors.torch.save_file({name: value.clone() for name, value in found.items()}, file)
+    group.leave()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

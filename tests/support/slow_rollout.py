@@ -1,0 +1,33 @@
+"""`fourfold` with a slow rollout engine: `python -m tests.support.slow_rollout serve rollout RECIPE`."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+from fourfold_rollout.generate import servicer
+from fourfold_rollout.generate.coalesce import Gatherer
+from fourfold_rollout.vllm import environment
+
+
+def _slow_down() -> None:
+    # The calls of one wave come in time to be one batch, and the engine's step takes its time.
+    module: Any = servicer
+    module.Gatherer = partial(Gatherer, quiet=0.15, longest=2.0)
+    real = environment.prepare
+
+    def prepare(*given: object, **more: object) -> None:
+        real(*given, **more)  # type: ignore[arg-type]
+        from fourfold_rollout.vllm import launch  # vLLM reads the environment when it is imported
+
+        launch._WORKER = "tests.support.slow_worker.SlowWorker"  # type: ignore[misc]
+
+    environment.prepare = prepare
+
+
+if __name__ == "__main__":
+    from fourfold.cli.main import main
+
+    _slow_down()
+    sys.exit(main())

@@ -1,0 +1,400 @@
+"""Real trainer engines for tests, one after another: `python -m tests.support.trainer_driver CASES.json OUT`.
+
+A process of its own, because DeepSpeed keeps state in module variables and reads the
+environment. Each case makes an engine and does what its `does` says; what it saw is written
+to OUT/<name>.npz, the layout of its checkpoints to OUT/<name>.json. Ranks above 0 are children
+of this process, as in the service.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from fourfold.config import Config
+from fourfold.metrics import PADDING_FRACTION
+from fourfold.rpc.codec import Float32Array, Sample
+from fourfold_trainer.checkpoint.store import layout_of
+from fourfold_trainer.ranks.engine import RankGroup
+from fourfold_trainer.service.metrics import summarise
+from fourfold_trainer.step.advantages import Memory
+from fourfold_trainer.step.micro_batches import Compute, add_gradient, forward, look_up
+from fourfold_trainer.step.train_step import Result, train_step
+from tests.fakes.trainer_engine import group_of
+from tests.support.plain_gradients import ragged
+
+REPOSITORY = Path(__file__).parents[2]
+SERVICES = ("rollout", "trainer", "reward", "coordinator")
+LEARNING_RATE = 1e-3
+VOCABULARY = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One engine."""
+
+    name: str
+    model: str
+    stage: int = 3
+    ranks: int = 1
+    sequence: int = 1
+    """Ranks that share a row."""
+    dtype: str = "float32"
+    device: str = "cpu"
+    budget: int = 512
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    mini_batches: int = 1
+    checkpointing: bool = False
+    does: str = "train"
+    """train: three steps, and with a folder the weights, too. restore: two, save, two more; then back, and the third
+    again. resume: the same, and a new engine loads and does the third, too. poison: a step whose gradient overflows
+    comes first. copy: load `source`, save, the third step. average: three steps; saves after the second, then back, and
+    the third again. parts: a gradient is discarded, then three steps of two parts each, the second with another
+    learning rate and norm, and looked up in between. stream: a step, then the weights as they are exported and as they
+    would be sent. export: a step, then the weights twice, the second time after a pass without gradients; nothing is
+    saved. split: the first step, again and again, of every batch of SPLITS with each of its budgets; saves after each,
+    in a folder of its own."""
+    folder: str = ""
+    """For the checkpoint."""
+    source: str = ""
+    """Folder of another case's checkpoint."""
+    ema: float = 0.0
+    lora: dict[str, Any] = field(default_factory=dict)
+    liger: bool = False
+    optimizer: str = "adamw"
+    offload: str = "none"
+    router_coef: float = 0.0
+    max_grad_norm: float = 1.0
+    critic_source: str = ""
+    critic_ranks: int = 0
+
+
+# Tokens of a micro-batch, by kind of the batch: one pass on each rank, two or three, one for each sample.
+SPLITS = {"many": (512, 64, 25), "few": (512, 16), "one": (16,)}
+
+
+def batch(number: int) -> list[Sample]:
+    """Return the batch of a step: groups of several sizes and lengths, one of them constant, one of one."""
+    common: dict[str, Any] = {"vocabulary": VOCABULARY, "seed": number, "reference": True}
+    return [
+        *group_of([0, 1, 0, 1], group="a", prompt=9, completion=6, **common),
+        *group_of([2, -1, 0], group="b", prompt=21, completion=3, temperature=0.7, **common),
+        *group_of([1, 1], group="c", prompt=4, completion=9, **common),
+        *group_of([1], group="d", prompt=5, completion=5, **common),
+        *group_of([0, 3, 1, 1], group="e", prompt=2, completion=17, temperature=1.3, **common),
+    ]
+
+
+def config_of(case: Case) -> Config:
+    """Return the recipe of a case."""
+    return Config.model_validate(
+        {
+            "name": "driver",
+            "steps": 10,
+            "model": {"source": case.model, "dtype": case.dtype, "max_context_tokens": 32},
+            "data": {"train": {"path": "train.jsonl"}},
+            "batch": {
+                "prompts_per_step": 5,
+                "group_size": 4,
+                "tokens_per_micro_batch": case.budget,
+                "mini_batches_per_step": case.mini_batches,
+            },
+            "sampling": {"max_new_tokens": 8},
+            "algorithm": case.algorithm,
+            "critic": {
+                "source": case.critic_source,
+                "ranks": case.critic_ranks,
+                "learning_rate": LEARNING_RATE,
+                "weight_decay": 0.01,
+                "max_grad_norm": case.max_grad_norm,
+            },
+            "trainer": {
+                "device": case.device,
+                "ranks": case.ranks,
+                "sequence_parallel_size": case.sequence,
+                "zero_stage": case.stage,
+                "learning_rate": LEARNING_RATE,
+                "max_grad_norm": case.max_grad_norm,
+                "gradient_checkpointing": case.checkpointing,
+                "ema_decay": case.ema,
+                "optimizer": case.optimizer,
+                "offload": case.offload,
+                "router_aux_loss_coef": case.router_coef,
+                "step_timeout_seconds": 60,
+                "weight_decay": 0.01,
+                "lora": case.lora,
+                "liger_kernels": case.liger,
+            },
+        }
+    )
+
+
+def loss_weights(samples: Sequence[Sample]) -> list[Float32Array]:
+    """Return weights of both signs; 0 on the first token, on others, and on all of every fifth sample."""
+    weights = []
+    for i, one in enumerate(samples):
+        row = np.sin(np.arange(len(one.token_ids)) * (i + 1)).astype(np.float32) / 8
+        row[::3] = 0.0
+        weights.append(row * (i % 5 > 0))
+    return weights
+
+
+# Learning rate and norm of each step made of parts: the recipe's, others, no clipping at all.
+OPTIM = ((LEARNING_RATE, 1.0), (LEARNING_RATE / 2, 0.25), (LEARNING_RATE, 0.0))
+
+
+class Run:
+    """A real engine, driven as `core` does it."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case, self.config = case, config_of(case)
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        self.metrics: list[float] = []
+        """Of every step, in the order of their names; but for what depends on how a step is split."""
+        self.engine = RankGroup(
+            self.config, Path(case.model), run_dir=folder, member_id="trainer-0", on_death=self._on_death
+        )
+
+    def train(self, number: int, *, kl_coef: float | None = None) -> Result:
+        """Train step `number`."""
+        result = train_step(self.engine, batch(number), self.config, step=number, memory=Memory(kl_coef=kl_coef))
+        self.losses += [result.policy.loss, result.critic.loss]
+        self.norms += result.policy_norms + result.critic_norms
+        found = summarise(result, self.config, step=number)
+        self.metrics += [found[name] for name in sorted(found) if name != PADDING_FRACTION]
+        return result
+
+    def step(self, number: int) -> None:
+        """Make step `number`, whole or in parts, as the case says."""
+        if self.case.does == "parts":
+            self.train_parts(number)
+        else:
+            self.train(number)
+
+    def train_parts(self, number: int) -> None:
+        """Make step `number` of two parts; the rank's second one may be dummies alone."""
+        samples = batch(number)
+        weights = loss_weights(samples)
+        rate, norm = OPTIM[number - 1]
+        loss = self._add(samples[:-1], weights[:-1])
+        self.logprobs()
+        loss += self._add(samples[-1:], weights[-1:])
+        self.losses.append(loss)
+        self.norms.append(self.engine.optim_step(learning_rate=rate, max_grad_norm=norm))
+
+    def discard(self) -> None:
+        """Add a large gradient and forget it."""
+        samples = batch(9)
+        self._add(samples, [np.where(np.arange(len(s.token_ids)) > 0, 9, 0).astype(np.float32) for s in samples])
+        self.engine.discard_gradient()
+
+    def _add(self, samples: Sequence[Sample], weights: Sequence[Float32Array]) -> float:
+        rows = add_gradient(self.engine.forward_backward, samples, weights, self.config)
+        return sum(float(w[w != 0] @ row) for w, row in zip(weights, rows, strict=True))
+
+    def logprobs(self) -> Float32Array:
+        """Return the log-probabilities of a fixed batch, all samples one after another."""
+        return self._look_up(self.engine.compute_logprobs)
+
+    def entropies(self) -> Float32Array:
+        """Return the entropies of the same."""
+        found = forward(self.engine, batch(99), self.config, entropies=True, values=False)
+        return np.concatenate([row[1:] for row in found.entropies])
+
+    def values(self) -> Float32Array:
+        """Return the critic's values of a fixed batch; none without a critic."""
+        if not self.config.algorithm.needs_critic:
+            return np.zeros(0, np.float32)
+        return self._look_up(self.engine.compute_values, ranks=self.config.critic_data_parallel_size)
+
+    def _look_up(self, compute: Compute, *, ranks: int = 0) -> Float32Array:
+        samples = batch(99)
+        every = [np.arange(1, len(s.token_ids)) for s in samples]
+        return np.concatenate(look_up(compute, samples, every, self.config, ranks=ranks))
+
+    def weights(self, name: str, *, ema: bool = False) -> Float32Array:
+        """Export into a new folder beside the checkpoint; return all weights, one after another."""
+        folder = Path(self.case.folder).with_name(f"{self.case.name} {name}")
+        folder.mkdir()
+        self.engine.export(folder, ema=ema)
+        tensors = safetensors.torch.load_file(folder / "model.safetensors")
+        return np.concatenate([tensors[name].float().numpy().ravel() for name in sorted(tensors)])
+
+    def close(self) -> None:
+        """End the engine so that another one can be made."""
+        self.engine.leave()
+        self.engine.close()
+
+    def _on_death(self, message: str) -> None:
+        sys.stderr.write(message + "\n")
+
+
+def copy(run: Run) -> dict[str, Any]:
+    """Load another engine's checkpoint, save it, and go on with it."""
+    run.engine.load(Path(run.case.source))
+    run.engine.save(Path(run.case.folder))
+    run.train(3)
+    seen = {"straight": run.logprobs(), "straight_values": run.values(), "losses": run.losses, "norms": run.norms}
+    run.close()
+    return seen
+
+
+def average(run: Run) -> dict[str, Any]:
+    """Return the weights before and after each of three steps, and the exported averages."""
+    seen: dict[str, Any] = {"weights 0": run.weights("0"), "average 0": run.weights("average 0", ema=True)}
+    for number in (1, 2, 3):
+        run.train(number)
+        seen[f"weights {number}"] = run.weights(str(number))
+        if number == 2:
+            run.engine.save(Path(run.case.folder))
+    seen["after"] = run.logprobs()
+    seen["average 3"] = run.weights("average 3", ema=True)
+    seen["after export"] = run.logprobs()
+    run.engine.load(Path(run.case.folder))
+    run.train(3)
+    seen["again"], seen["average again"] = run.weights("again"), run.weights("average again", ema=True)
+    run.close()
+    return seen
+
+
+def stream(run: Run) -> dict[str, Any]:
+    """Return all weights of one rank, before and after a step, and then as the source hands them out."""
+    source = run.engine._worker.policy.weight_source()
+    seen: dict[str, Any] = {"before": run.weights("before")}
+    run.train(1)
+    seen["exported"] = run.weights("exported")
+    source.begin_round()  # nothing has moved
+    manifest = source.manifest()
+    spans = sorted(manifest.spans_of_rank(0), key=lambda span: manifest.tensors[span.tensor].name)
+    seen["streamed"] = np.concatenate([source.read(span).float().cpu().numpy() for span in spans])
+    seen["streamed_from"] = np.array([str(source.read(span).device.type) for span in spans])
+    source.end_round()
+    run.close()
+    return seen
+
+
+def export(run: Run) -> dict[str, Any]:
+    """Return the weights right after a step and again after a pass without gradients, which prefetches parameters."""
+    run.logprobs()
+    run.train(1)
+    seen: dict[str, Any] = {
+        "after step": hashlib.sha256(run.weights("0").tobytes()).hexdigest(),
+        "logprobs": run.logprobs(),
+    }
+    model: Any = run.engine._worker.policy._model  # type: ignore[attr-defined]
+    seen["in_flight"] = sum(p.ds_status.name == "INFLIGHT" for p in model.parameters())
+    seen["after pass"] = hashlib.sha256(run.weights("1").tobytes()).hexdigest()
+    seen["logprobs again"] = run.logprobs()
+    run.train(2)
+    seen["losses"] = run.losses
+    run.close()
+    return seen
+
+
+def offloads(engine: RankGroup) -> list[bool]:
+    """Return whether DeepSpeed has the policy's optimizer, and its parameters, in main memory."""
+    optimizer: Any = engine._worker.policy._engine.optimizer  # type: ignore[attr-defined]
+    own = getattr(optimizer, "offload_optimizer", getattr(optimizer, "cpu_offload", False))
+    return [bool(own), bool(getattr(optimizer, "offload_param", False))]
+
+
+def split(run: Run) -> dict[str, Any]:
+    """Make the same step with every split; leave what Adam saw in checkpoints."""
+    folder = Path(run.case.folder)
+    (folder / "start").mkdir()
+    run.engine.save(folder / "start")
+    for kind, budgets in SPLITS.items():
+        for budget in budgets:
+            run.engine.load(folder / "start")
+            table = run.config.batch.model_copy(update={"tokens_per_micro_batch": budget})
+            config = run.config.model_copy(update={"batch": table})
+            samples = ragged(kind, vocabulary=VOCABULARY)
+            train_step(run.engine, samples, config, step=1, memory=Memory())
+            (folder / f"{kind} {budget}").mkdir()
+            run.engine.save(folder / f"{kind} {budget}")
+    run.close()
+    return {}
+
+
+WHOLE = {"copy": copy, "average": average, "export": export, "split": split, "stream": stream}
+
+
+def perform(case: Case, folder: Path) -> dict[str, Any]:
+    """Do what a case says; return arrays by name."""
+    run = Run(case, folder)
+    layout = layout_of(run.config, run.engine.manifest())
+    (folder / f"{case.name}.json").write_text(json.dumps(layout))
+    if case.does in WHOLE:
+        return WHOLE[case.does](run)
+    seen: dict[str, Any] = {"before": run.logprobs(), "offloads": offloads(run.engine)}
+    if case.does == "poison":
+        poisoned = run.train(9, kl_coef=1e39)
+        seen["poisoned_norm"] = poisoned.policy_norms[0]
+        seen["after_poison"] = run.logprobs()
+        run.losses.clear()
+        run.norms.clear()
+    if case.does == "parts":
+        run.discard()
+        seen["after_discard"] = run.logprobs()
+        seen["entropies"] = run.entropies()
+    for number in (1, 2):
+        run.step(number)
+    if case.does in ("restore", "resume"):
+        torch.rand(7)  # nothing here draws random numbers so far; a model with dropout would
+        run.engine.save(Path(case.folder))
+        run.train(3)
+        seen["straight"], seen["straight_values"] = run.logprobs(), run.values()
+        run.train(4)
+        run.engine.load(Path(case.folder))  # back, in the same engine
+        run.train(3)
+        seen["back"] = run.logprobs()
+    if case.does == "resume":
+        run.close()
+        run = Run(case, folder)
+        run.engine.load(Path(case.folder))
+        seen["loaded"] = run.logprobs()
+    if case.does != "restore":
+        run.step(3)
+    seen |= {"after": run.logprobs(), "values": run.values(), "losses": run.losses, "norms": run.norms}
+    seen["metrics"] = run.metrics
+    if case.does == "train" and case.folder:
+        seen["weights"] = run.weights("end")
+    run.close()
+    return seen
+
+
+def main(cases: Sequence[Case], out: Path) -> None:
+    """Run the cases, in their order: under ZeRO-3, one with several ranks must be the first of its process."""
+    for case in cases:
+        began = time.monotonic()
+        np.savez(out / case.name, **perform(case, out))
+        sys.stderr.write(f"{case.name}: {time.monotonic() - began:.1f} s\n")
+
+
+def trainer_environment() -> dict[str, str]:
+    """Return the environment of a trainer's process in tests."""
+    paths = [str(REPOSITORY), *(str(REPOSITORY / "services" / name) for name in SERVICES)]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])  # where libraries lie that are not installed
+    # One thread: tiny models gain nothing from more, and threads that wait for each other crawl on a busy machine.
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+def write_cases(path: Path, cases: Sequence[Case]) -> None:
+    """Write what `main` reads."""
+    path.write_text(json.dumps([asdict(case) for case in cases]))
+
+
+if __name__ == "__main__":
+    main([Case(**case) for case in json.loads(Path(sys.argv[1]).read_text())], Path(sys.argv[2]))

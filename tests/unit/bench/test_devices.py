@@ -1,0 +1,71 @@
+"""Devices of benchmarks: their names, and those that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from fourfold.cli import main as cli_main
+from fourfold.errors import ConfigError
+from fourfold.host.gpus import Gpu
+from fourfold_bench import devices
+from fourfold_bench.devices import check_present, default_device, physical_gpu, visible
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    devices.usable.cache_clear()
+    yield
+    devices.usable.cache_clear()
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [Gpu(id="4", name="one"), Gpu(id="GPU-6", name="another")]
+    monkeypatch.setattr("fourfold.host.gpus.visible_gpus", lambda: there)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fourfold.host.gpus.visible_gpus", list)
+
+
+def test_gpus_are_named_as_the_driver_names_them(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert physical_gpu("cuda:1") == "GPU-6" and physical_gpu("cuda") == "4"
+    monkeypatch.setattr("fourfold.host.gpus.visible_gpus", list)
+    assert visible("cuda:1", "cuda:0")["CUDA_VISIBLE_DEVICES"] == "GPU-6,4", "as it was when the benchmark began"
+    assert visible("cpu")["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_the_first_gpu_is_the_default(two_gpus: None) -> None:
+    assert default_device() == "cuda:0"
+    check_present(["cuda:1", "cuda:0", "cuda", "cpu"])
+
+
+def test_without_gpus_it_is_the_cpu(no_gpu: None) -> None:
+    assert default_device() == "cpu"
+    check_present(["cpu"])
+
+
+@pytest.mark.parametrize(
+    ("device", "message"),
+    [
+        ("cuda:2", "this process sees 2, of which the last is cuda:1"),
+        ("gpu", "'gpu': it must be cpu, or cuda:0, cuda:1, ..."),
+        ("cuda:first", "it must be cpu, or"),
+    ],
+)
+def test_what_is_not_there_is_refused(device: str, message: str, two_gpus: None) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_present(["cuda:0", device])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["rollout", "--device", "cuda:0"], ["step", "--device", "cuda"], ["weights", "--trainer-device", "cuda:0"]],
+)
+def test_a_gpu_without_gpus_is_one_line(words: list[str], no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_main.main(["bench", *words]) == 1
+    error = capsys.readouterr().err
+    assert error == "fourfold: device cuda:0: this process sees no GPU (`fourfold doctor` says why); take cpu\n"

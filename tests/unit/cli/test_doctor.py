@@ -1,0 +1,118 @@
+"""What the doctor says about this machine, and about machines that lack something."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fourfold import sandbox
+from fourfold.cli import doctor
+from fourfold.cli.doctor import Check
+from fourfold.sandbox import Offer
+
+READ_MEMORY = doctor.available_memory
+
+
+@pytest.fixture(autouse=True)
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests may be using this machine's memory and disk."""
+    monkeypatch.setattr(doctor, "available_memory", lambda: 16 << 30)
+    monkeypatch.setattr(doctor, "RUN_GIB", 0)
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    return doctor.main(parser.parse_args(list(words)))
+
+
+def test_development_machine_runs_every_service(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    output = capsys.readouterr().out
+    for role in ("rollout", "trainer", "reward", "reference", "coordinator"):
+        assert f"  ok       {role}: fourfold-" in output
+    assert "Next: fourfold run recipes/quickstart.toml" in output
+
+
+def test_missing_package_gives_the_exact_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = doctor.version_of
+    monkeypatch.setattr(doctor, "version_of", lambda name: "" if name == "deepspeed" else found(name))
+    assert run() == 1
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index("  missing  trainer: not installed: deepspeed")
+    assert lines[at + 1].strip() == "> pip install fourfold-trainer"
+    assert lines[-1].startswith("1 missing")
+
+
+def test_sandbox_of_the_machine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Offer(files=True, network=True, processes=True, landlock_abi=7)
+    monkeypatch.setattr(sandbox, "probe", lambda: whole)
+    assert Check(
+        state="ok",
+        text="scorers are confined: files by Landlock (version 7), network and processes by seccomp",
+    ) in list(doctor.machine())
+    monkeypatch.setattr(sandbox, "probe", lambda: Offer(network=True, processes=True))
+    check = next(check for check in doctor.machine() if "scorers" in check.text)
+    assert (check.state, check.text) == (
+        "none",
+        "scorers are confined: in part (network, processes)",
+    )
+    assert check.fix.startswith("the machine has no Landlock (Linux 5.13 or newer")
+
+
+def test_optional_package_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = doctor.version_of
+    monkeypatch.setattr(doctor, "version_of", lambda name: "" if name == "ray" else found(name))
+    ray = next(check for check in doctor.extras() if "--launcher ray" in check.text)
+    assert (ray.state, ray.fix) == ("none", "pip install 'fourfold-coordinator[ray]'")
+    assert run() == 0
+
+
+@pytest.mark.parametrize(("version", "state"), [("0.25.1", "missing"), ("0.26.0", "ok"), ("0.33.0", "missing")])
+def test_vllm_outside_the_supported_range_is_told(monkeypatch: pytest.MonkeyPatch, version: str, state: str) -> None:
+    monkeypatch.setattr(doctor, "version_of", lambda name: version if name == "vllm" else "1.0")
+    assert next(iter(doctor.services())).state == state
+
+
+def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+    check = doctor._compiler()
+    assert check.state == "missing" and "no g++" in check.text and "apt install g++" in check.fix
+
+
+def test_little_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "available_memory", lambda: 3 << 30)
+    check = doctor._memory()
+    assert check.state == "missing" and "3.0 GiB of memory free; the quickstart takes up to" in check.text
+
+
+def test_memory_of_this_machine_can_be_read() -> None:
+    assert 0 < READ_MEMORY() < 1 << 50
+
+
+def test_deep_explains_a_part_that_crashes() -> None:
+    ok = doctor._import("x", "print('noise'); print('x 1.2, ABI 3')")
+    assert ok == Check(state="ok", text="x 1.2, ABI 3")
+    broken = doctor._import("x", "raise ImportError('undefined symbol: _Z3foo')")
+    assert broken.state == "missing" and "undefined symbol: _Z3foo" in broken.text and "exit code 1" in broken.text
+    crashed = doctor._import("x", "import os; os.abort()")
+    assert "signal 6" in crashed.text and sys.executable in crashed.fix
+
+
+def test_deep_program_texts_are_python() -> None:
+    for module, code in doctor._DEEP.items():
+        compile(code, module, "exec")
+    done = subprocess.run([sys.executable, "-c", doctor._DEEP["grpc"]], capture_output=True, text=True, timeout=30)
+    assert done.stdout.startswith("grpc 1."), done.stderr
+
+
+def test_gpus_without_the_library_are_read_from_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert doctor.find_gpus() == [path.name for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*"))]

@@ -1,0 +1,145 @@
+"""The command line: what it imports, what it refuses, and its exit codes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.cli import main as cli_main
+from fourfold.service.lifecycle import ServeOptions
+
+ROOT = Path(__file__).parents[3]
+QUICKSTART = ROOT / "recipes" / "quickstart.toml"
+HEAVY = ("torch", "grpc", "numpy", "transformers", "vllm", "deepspeed", "ray", "reasoning_gym", "rich")
+
+
+def start(*words: str, code: str = "") -> subprocess.CompletedProcess[str]:
+    argv = ["-c", code] if code else ["-m", "fourfold", *words]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=30, cwd=ROOT, env=env)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["doctor"], ["plan", str(QUICKSTART)]])
+def test_light_commands_import_nothing_heavy(words: list[str], record_property: Any) -> None:
+    code = (
+        "import sys, fourfold.cli.main\n"
+        f"fourfold.cli.main.main({words!r})\n"
+        f"print('HEAVY', [m for m in {HEAVY!r} if m in sys.modules], file=sys.stderr)"
+    )
+    began = time.perf_counter()
+    done = start(code=code)
+    record_property("seconds", round(time.perf_counter() - began, 3))
+    assert done.stderr.splitlines()[-1] == "HEAVY []", done.stderr
+
+
+def test_without_a_command_the_overview_is_shown_as_a_usage_error() -> None:
+    done = start()
+    assert done.returncode == 2
+    assert all(f"  {name} " in done.stdout for name in ("run", "serve", "plan", "doctor", "certs", "chat", "watch"))
+
+
+def test_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_main.main(["plna"]) == 2
+    assert "did you mean `plan`?" in capsys.readouterr().err
+
+
+def test_bad_recipe_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "bad.toml"
+    recipe.write_text(QUICKSTART.read_text().replace("group_size", "group_sise"))
+    assert cli_main.main(["plan", str(recipe)]) == 1
+    error = capsys.readouterr().err
+    assert "batch.group_sise: no such key. Did you mean `group_size`?" in error
+    assert "Traceback" not in error
+
+
+def test_wrong_usage_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli_main.main(["plan"])
+    assert error.value.code == 2
+    assert cli_main.main(["serve", "rollout"]) == 2
+    assert "give the recipe" in capsys.readouterr().err
+
+
+def test_service_that_is_not_installed_names_its_distribution(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())
+    assert cli_main.main(["serve", "trainer", str(QUICKSTART)]) == 1
+    assert "`trainer` is not installed here; pip install fourfold-trainer" in capsys.readouterr().err
+    assert cli_main.main(["run", str(QUICKSTART)]) == 1
+    assert "pip install fourfold-coordinator" in capsys.readouterr().err
+
+
+def test_service_without_its_libraries_names_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Entry:
+        def load(self) -> object:
+            raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: (Entry(),))
+    assert cli_main.main(["serve", "rollout", str(QUICKSTART)]) == 1
+    assert "needs the module 'vllm', which is not installed; pip install fourfold-rollout" in capsys.readouterr().err
+
+
+def test_serve_hands_its_arguments_to_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ServeOptions] = []
+
+    class Entry:
+        def load(self) -> object:
+            def service(options: ServeOptions) -> int:
+                seen.append(options)
+                return 7
+
+            return service
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: (Entry(),))
+    words = ["--listen", "127.0.0.1:7001", "--coordinator", "127.0.0.1:7000", "--member-id", "reward-3"]
+    assert cli_main.main(["serve", "reward", str(QUICKSTART), *words, "--advertise", "localhost"]) == 7
+    assert cli_main.main(["serve", "trainer", str(QUICKSTART), "--run-dir", "/tmp/x"]) == 7
+    assert cli_main.main(["serve", "coordinator", str(QUICKSTART)]) == 7
+    reward, trainer, coordinator = seen
+    assert (reward.role, reward.member_id, reward.listen) == ("reward", "reward-3", "127.0.0.1:7001")
+    assert (reward.coordinator, reward.advertise, reward.run_dir) == ("127.0.0.1:7000", "localhost", None)
+    assert reward.config.name == "quickstart"
+    assert (trainer.member_id, trainer.run_dir, trainer.listen) == ("trainer-0", Path("/tmp/x"), "127.0.0.1:0")
+    assert coordinator.run_dir == Path("runs/quickstart")
+
+
+def test_built_in_verifiers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli_main.main(["serve", "reward", "--list"]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert {"exact_match", "last_number", "math_verify"} <= set(names)
+    assert cli_main.main(["serve", "trainer", "--list"]) == 2
+
+
+def test_certs_makes_files(tmp_path: Path) -> None:
+    assert cli_main.main(["certs", str(tmp_path / "certs"), "--host", "node-7"]) == 0
+    assert (tmp_path / "certs" / "ca.pem").is_file()
+    assert cli_main.main(["certs", str(tmp_path / "certs")]) == 1  # nothing is overwritten
+
+
+def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(words: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_main, "_dispatch", interrupted)
+    assert cli_main.main(["plan"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_reader_who_has_read_enough_is_no_error() -> None:
+    """As with `fourfold plan RECIPE | head`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "fourfold", "plan", str(QUICKSTART)]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=50, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -1,0 +1,310 @@
+"""Recipes: every mistake is named with file, line, rule and fix, and dump is the inverse of load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold import config
+from fourfold.config import Config
+from fourfold.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[3]
+RECIPE = """\
+name = "tiny"
+steps = 3
+
+[model]
+source = "models/tiny"
+max_context_tokens = 64
+
+[data.train]
+path = "train.jsonl"
+
+[batch]
+prompts_per_step = 2
+group_size = 4
+
+[sampling]
+max_new_tokens = 16
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused(tmp_path: Path, text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config.load(write(tmp_path, text))
+    return caught.value.message.replace(str(tmp_path), "DIR")
+
+
+@pytest.mark.parametrize("recipe", sorted((REPOSITORY / "recipes").glob("**/*.toml")), ids=lambda p: p.name)
+def test_every_recipe_of_the_repository_is_valid(recipe: Path) -> None:
+    settings = config.load(recipe)
+    assert settings.batch.samples_per_step == settings.batch.prompts_per_step * settings.batch.group_size
+
+
+def test_a_minimal_recipe_gets_defaults(tmp_path: Path) -> None:
+    settings = config.load(write(tmp_path, RECIPE))
+    assert settings.sampling.temperature == 1.0
+    assert settings.trainer.zero_stage == 3
+    assert settings.security.directory == ""
+    assert not settings.needs_reference
+    assert config.load(write(tmp_path, RECIPE + "[algorithm]\nkl.coef = 0.1\n")).needs_reference
+
+
+def test_values_never_change(tmp_path: Path) -> None:
+    settings = config.load(write(tmp_path, RECIPE))
+    with pytest.raises(pydantic.ValidationError):
+        settings.batch.group_size = 3
+
+
+@pytest.mark.parametrize(
+    ("change", "to", "message"),
+    [
+        ("steps = 3", "step = 3", "DIR/recipe.toml:2  step: no such key. Did you mean `steps`?"),
+        ("steps = 3", "", "DIR/recipe.toml:1  steps: missing; it has no default. Add it."),
+        ("group_size = 4", "groupsize = 4", ":13  batch.groupsize: no such key. Did you mean `group_size`?"),
+        ("group_size = 4", "learning_rate = 1", ":13  batch.learning_rate: no such key. Did you mean `trainer.learn"),
+        ("group_size = 4", "zzz = 1", ":13  batch.zzz: no such key. Known here: epochs_per_step, group_size, mini_ba"),
+        ("group_size = 4", "group_size = 0", ":13  batch.group_size = 0: input should be greater than or equal to 1"),
+        ("group_size = 4", 'group_size = "4x"', ":13  batch.group_size = '4x': input should be a valid integer"),
+        ("[batch]", "[bach]", ":11  bach: no such key. Did you mean `batch`?"),
+        ('name = "tiny"', 'name = "a b"', ":1  name = 'a b': string should match pattern"),
+        ("max_new_tokens = 16", "max_new_tokens = 64", "sampling.max_new_tokens = 64 leaves no room for a prompt"),
+        ("max_new_tokens = 16", "max_new_tokens = 8\ntop_p = 0.9", ":15  sampling: `top_p` is refused for training"),
+        ("max_new_tokens = 16", "max_new_tokens = 8\ntop_k = 5", "`top_k` is refused for training rollouts"),
+        (
+            "max_new_tokens = 16",
+            "max_new_tokens = 8\ntemperature = 0.005",
+            ":17  sampling.temperature: 0.005 is below 0.01, at which the engine would sample instead, so that every "
+            "importance ratio would be wrong; raise it to 0.01 or more",
+        ),
+        ("max_new_tokens = 16", "max_new_tokens = 8\ntemperature = 0.0", ":17  sampling.temperature = 0.0: input sh"),
+        ('path = "train.jsonl"', "", ":8  data.train: path and reasoning_gym are empty: rows have one source; set p"),
+        (
+            'path = "train.jsonl"',
+            'reasoning_gym = "x"',
+            "reasoning_gym = 'x' makes rows without end; set size, how",
+        ),
+        (
+            'path = "train.jsonl"',
+            'path = "x"\noptions = {a = 1}',
+            "options = {'a': 1} are a reasoning-gym task's",
+        ),
+        (
+            "group_size = 4",
+            "group_size = 4\ntokens_per_micro_batch = 32",
+            "cannot hold one sample of model.max_context",
+        ),
+        (
+            "[batch]",
+            "[trainer]\nranks = 9\n[batch]",
+            "= 8 samples cannot feed 9 trainer ranks in 1 mini-batches; raise batch.prompts",
+        ),
+        (
+            "[batch]",
+            '[algorithm]\npreset = "ppo"\n[critic]\nranks = 9\n[batch]',
+            "8 samples in 1 mini-batches cannot feed critic.ranks = 9; lower it, or raise batch.prompts_per_step",
+        ),
+        ("steps = 3", "steps = 3 4", "DIR/recipe.toml: not valid TOML: "),
+        ("steps = 3", "steps = true", ":2  steps = True"),
+        ("steps = 3", "steps = 2.5", ":2  steps = 2.5"),
+        ("steps = 3", 'steps = "3"', ":2  steps = '3': input should be a valid integer"),
+        (
+            "[sampling]",
+            "[trainer]\nadam_betas = [0.9, 0.9, 0.9]\n[sampling]",
+            ":16  trainer.adam_betas = [0.9, 0.9, 0.9]: tu",
+        ),
+        ("[sampling]", "[weights]\ntimeout_seconds = 0\n[sampling]", "weights.timeout_seconds = 0: input should be"),
+        (
+            "[sampling]",
+            "[weights]\ntimeout_seconds = nan\n[sampling]",
+            "weights.timeout_seconds = nan: input should be",
+        ),
+        (
+            "[sampling]",
+            '[trainer]\nzero_stage = 0\noffload = "optimizer"\n[sampling]',
+            ':15  trainer: offload = "optimizer" needs zero_stage 1, 2 or 3, and it is 0; set zero_stage = 1, or '
+            'offload = "none"',
+        ),
+        (
+            "[sampling]",
+            '[trainer]\nzero_stage = 2\noffload = "optimizer+parameters"\n[sampling]',
+            ':15  trainer: offload = "optimizer+parameters" needs zero_stage 3, and it is 2; set zero_stage = 3, or '
+            'offload = "optimizer"',
+        ),
+        (
+            "[sampling]",
+            '[weights]\nbackend = "nccl"\n[sampling]',
+            'weights.backend = "nccl" moves weights between GPUs, and trainer.device = "cpu"; set weights.backend =',
+        ),
+        (
+            "[sampling]",
+            '[trainer]\ndevice = "cuda"\n[weights]\nbackend = "cuda_ipc"\n[sampling]',
+            'weights.backend = "cuda_ipc" moves weights between GPUs, and rollout.gpus_per_replica = 0; set weights.b',
+        ),
+        (
+            "[sampling]",
+            '[weights]\npause = "stop"\n[sampling]',
+            "weights.pause = 'stop': input should be 'keep', 'wait'",
+        ),
+        (
+            "[sampling]",
+            '[trainer]\ndevice = "cuda"\noffload = "optimizer+parameters"\n[rollout]\ngpus_per_replica = 1\n'
+            '[weights]\nbackend = "nccl"\n[sampling]',
+            'trainer.offload = "optimizer+parameters"; set weights.backend = "auto", or keep both on GPUs',
+        ),
+        ("[sampling]", "[weights]\nverify_every = 0\n[sampling]", "weights.verify_every = 0: input should be greater"),
+        (
+            "[sampling]",
+            '[rollout]\nquantization = "fp8"\n[sampling]',
+            'rollout: quantization = "fp8" needs a GPU; set gpus_per_replica to at least 1, or remove it',
+        ),
+        (
+            "[sampling]",
+            "[rollout]\nsleep_mode = true\n[sampling]",
+            "rollout: sleep_mode = true needs a GPU; set gpus_per_re",
+        ),
+        ("[sampling]", '[trainer]\noffload = "disk"\n[sampling]', ":16  trainer.offload = 'disk': input should be"),
+        ("[sampling]", "[trainer]\nmuon_momentum = 1\n[sampling]", "trainer.muon_momentum = 1: input should be less"),
+        ("[sampling]", "[trainer]\nema_decay = 1\n[sampling]", "trainer.ema_decay = 1: input should be less than 1"),
+        (
+            "[sampling]",
+            "[checkpoint]\nkeep_best = 2\n[sampling]",
+            "checkpoint.keep_best = 2 needs held-out scores, and there is no held-out data; add [data.holdout] or",
+        ),
+        ("[sampling]", "[algorithm.kl]\ncoef = inf\n[sampling]", "algorithm.kl.coef = inf: input should be"),
+        ("[sampling]", "[trainer]\nlearning_rate = nan\n[sampling]", "trainer.learning_rate = nan: input should be"),
+        ("[sampling]", '[algorithm]\npreset = "grop"\n[sampling]', ":15  algorithm: preset 'grop' is unknown; choose"),
+        (
+            "[sampling]",
+            '[algorithm.kl]\ncoef = 0.1\nestimator = "k1"\n[sampling]',
+            ":15  algorithm.kl: estimator k1 has no gradient",
+        ),
+        (
+            "[sampling]",
+            "[algorithm.kl]\ntarget = 0.1\n[sampling]",
+            "algorithm.kl: target = 0.1 steers coef, and coef = 0 stays 0 whatever multiplies it; set coef above 0",
+        ),
+        (
+            'path = "train.jsonl"',
+            'path = "train.jsonl"\nreasoning_gym = "products"',
+            "data.train: path = 'train.jsonl' and reasoning_gym = 'products': rows have one source; remove one",
+        ),
+        ("[sampling]", "[algorithm]\nclip_hihg = 0.1\n[sampling]", ":16  algorithm.clip_hihg: no such key. Did you"),
+        ("[sampling]", "[algorithm.correction]\nlow = 3\n[sampling]", "algorithm.correction: low = 3"),
+        (
+            "[sampling]",
+            '[algorithm]\nadvantage = "remax"\nshaping.normalize = true\n[sampling]',
+            "not that of the greedy answer which advantage = `remax` compares it with; remove",
+        ),
+        ("[sampling]", "[algorithm]\ndual_clip = 0.5\n[sampling]", "dual_clip = 0.5 must be above 1, or 0 for none"),
+        ("[sampling]", "[algorithm]\ngamma = 0.9\n[sampling]", "gamma = 0.9 has no meaning for advantage = `grpo`"),
+        ("group_size = 4", "group_size = 1", "`grpo` compares the samples of a prompt; raise it to at least 2"),
+        (
+            "[sampling]",
+            '[algorithm.filter]\nkeep = "mean-inside"\nlow = 1\n[sampling]',
+            "algorithm.filter: low = 1.0 must be below high = 1.0",
+        ),
+        (
+            "group_size = 4",
+            'group_size = 1\n[algorithm]\npreset = "reinforce++"\nfilter.keep = "varied"',
+            "algorithm.filter.keep = `varied` keeps groups whose scores differ; raise it to at least 2",
+        ),
+        (
+            "[sampling]",
+            "[algorithm.kl]\ncoef = 0.1\ntarget = 0.1\nhorizon = 1\n[sampling]",
+            "algorithm.kl.horizon = 1 is too short for 8 samples a step",
+        ),
+    ],
+)
+def test_a_mistake_is_named_with_line_rule_and_fix(tmp_path: Path, change: str, to: str, message: str) -> None:
+    assert change in RECIPE
+    assert message in refused(tmp_path, RECIPE.replace(change, to))
+
+
+def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
+    text = RECIPE.replace("steps = 3", "steps = 0").replace("group_size = 4", "group_size = 0")
+    assert len(refused(tmp_path, text).splitlines()) == 2
+
+
+def test_a_file_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> None:
+    for path, message in {
+        tmp_path / "none.toml": "cannot read the recipe (No such file or directory); give the path of a TOML file",
+        tmp_path: "cannot read the recipe (Is a directory)",
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            config.load(path)
+        assert message in caught.value.message
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes(b'name = "caf\xe9"\n')
+    with pytest.raises(ConfigError, match="UTF-8"):
+        config.load(latin)
+
+
+text = st.text(st.characters(codec="utf-8"), max_size=12)
+scalar = st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False) | text
+value = st.recursive(scalar, lambda v: st.lists(v, max_size=3) | st.dictionaries(text, v, max_size=3), max_leaves=8)
+
+
+@given(options=st.dictionaries(text, value, max_size=4), prompt=text, source=text, rate=st.floats(1e-12, 10))
+def test_what_dump_writes_load_reads(
+    tmp_path_factory: pytest.TempPathFactory, options: dict[str, Any], prompt: str, source: str, rate: float
+) -> None:
+    settings = Config.model_validate(
+        {
+            "name": "n",
+            "steps": 1,
+            "model": {"source": source},
+            "data": {
+                "train": {"reasoning_gym": "products", "size": 3, "options": options},
+                "holdout": {"groups": 2},
+                "system_prompt": prompt,
+            },
+            "batch": {"prompts_per_step": 2, "group_size": 2},
+            "sampling": {"max_new_tokens": 4, "stop_token_ids": [1, 2]},
+            "trainer": {"learning_rate": rate},
+        }
+    )
+    path = tmp_path_factory.getbasetemp() / "dumped.toml"
+    path.write_text(config.dump(settings), encoding="utf-8")
+    assert config.load(path) == settings
+
+
+@pytest.mark.parametrize("name", config.PRESETS)
+def test_a_preset_gives_every_key_its_value_and_the_recipe_may_change_one(tmp_path: Path, name: str) -> None:
+    plain = config.load(write(tmp_path, f'{RECIPE}[algorithm]\npreset = "{name}"\n')).algorithm
+    for key, value in config.PRESETS[name].items():
+        found = getattr(plain, key)
+        assert (found.model_dump(include=set(value)) if isinstance(value, dict) else found) == value
+    text = f'{RECIPE}[algorithm]\npreset = "{name}"\n[algorithm.kl]\ncoef = 0.5\n'
+    changed = config.load(write(tmp_path, text)).algorithm
+    assert changed.kl.coef == 0.5
+    assert changed.model_dump(exclude={"kl": {"coef"}}) == plain.model_dump(exclude={"kl": {"coef"}})
+
+
+def test_a_group_of_one_is_for_estimators_that_compare_nothing(tmp_path: Path) -> None:
+    text = RECIPE.replace("group_size = 4", "group_size = 1") + '[algorithm]\npreset = "ppo"\n'
+    assert config.load(write(tmp_path, text)).algorithm.needs_critic
+
+
+def test_a_kind_of_correction_brings_its_bounds(tmp_path: Path) -> None:
+    text = RECIPE + '[algorithm]\npreset = "cispo"\n[algorithm.correction]\n'
+    for keys, bounds in {
+        'kind = "icepop"': (0.5, 5.0),
+        'kind = "sequence-mask"': (0.999, 1.002),
+        'kind = "icepop"\nhigh = 3.0': (0.5, 3.0),
+        "high = 3.0": (0.0, 3.0),
+    }.items():
+        correction = config.load(write(tmp_path, text + keys + "\n")).algorithm.correction
+        assert (correction.low, correction.high) == bounds, keys

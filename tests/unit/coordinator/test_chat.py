@@ -1,0 +1,63 @@
+"""A talk as token ids: nothing the model said is tokenised again, and the template stays whole."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as RawTokenizer
+
+from fourfold.model.tokenizer import Tokenizer
+from fourfold_coordinator.cli.chat import Conversation, Words
+
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}<e>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One token per byte, <s> and <e>."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = RawTokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<s>", "<e>")])
+    raw.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<e>"}')
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return Tokenizer.load(folder)
+
+
+def text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    return str(tokenizer._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_next_prompt_goes_on_from_the_ids_of_the_answer(tokenizer: Tokenizer, ended: bool) -> None:
+    talk = Conversation(tokenizer, system="Be brief.")
+    first = talk.ask("Hello")
+    assert text(tokenizer, first) == "<s>system\nBe brief.<e>\n<s>user\nHello<e>\n<s>assistant\n"
+    answer = tokenizer.encode("Hi<e>" if ended else "Hi")
+    talk.answered(first, answer)
+    second = talk.ask("Bye")
+    assert second[: len(first) + len(answer)] == [*first, *answer]
+    # The end of the turn is there once, whether the model wrote it or was cut off.
+    assert text(tokenizer, second[len(first) :]) == "Hi<e>\n<s>user\nBye<e>\n<s>assistant\n"
+
+
+def test_asking_does_not_change_the_talk_until_there_is_an_answer(tokenizer: Tokenizer) -> None:
+    talk = Conversation(tokenizer)
+    assert talk.ask("Hello") == talk.ask("Hello")
+    talk.answered(talk.ask("Hello"), tokenizer.encode("Hi<e>"))
+    talk.forget()
+    assert text(tokenizer, talk.ask("Again")) == "<s>user\nAgain<e>\n<s>assistant\n"
+
+
+def test_words_come_whole(tokenizer: Tokenizer) -> None:
+    words = Words(tokenizer)
+    pieces = [words.add([token]) for token in tokenizer.encode("a \u00e9\U0001f600!<e>")]
+    assert "".join(pieces) == "a \u00e9\U0001f600!"
+    assert "\ufffd" not in "".join(pieces)
+    assert pieces[2] == "" and pieces[3] == "\u00e9"  # two bytes, one character

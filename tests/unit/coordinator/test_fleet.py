@@ -1,0 +1,366 @@
+"""Which processes a recipe asks for, and what happens when one dies. The launcher is a fake, so are the deaths."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.cli import main as cli_main
+from fourfold.config import Config
+from fourfold.coordinator.v1 import run_service_pb2 as run_pb
+from fourfold.errors import ConfigError
+from fourfold.host.clock import Clock, SystemClock
+from fourfold.host.postmortem import Death
+from fourfold.host.process import Command
+from fourfold_coordinator.cli.dashboard import _PHASES
+from fourfold_coordinator.cli.run import make_run_dir
+from fourfold_coordinator.launch.fleet import COORDINATOR, Fleet, Service, launched, started_by_hand
+from fourfold_coordinator.launch.local import assign_gpus, shared_gpus
+from fourfold_coordinator.launch.placement import bundles, refuse_unless_fits
+
+ROOT = Path(__file__).parents[3]
+
+
+def recipe(**tables: Any) -> Config:
+    base: dict[str, Any] = {
+        "name": "t",
+        "steps": 1,
+        "model": {"source": "m"},
+        "data": {"train": {"path": "x.jsonl"}},
+        "batch": {"prompts_per_step": 5, "group_size": 4},
+        "sampling": {"max_new_tokens": 10},
+    }
+    return Config.model_validate(base | tables)
+
+
+class FakeLauncher:
+    """Notes what is started; the test says what dies and what is ready."""
+
+    def __init__(self) -> None:
+        self.started: list[Command] = []
+        self.dying: list[Death] = []
+        self.ready: set[str] = set()
+
+    def start(self, service: Service, command: Command) -> None:
+        assert service.name == command.name
+        self.started.append(command)
+
+    def deaths(self) -> list[Death]:
+        dying, self.dying = self.dying, []
+        return dying
+
+    def is_ready(self, name: str) -> bool:
+        return name in self.ready
+
+    def stop(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def names(self) -> list[str]:
+        return [command.name for command in self.started]
+
+
+class FakeClock(SystemClock):
+    seconds = 1000.0
+
+    def monotonic(self) -> float:
+        return self.seconds
+
+
+def death(name: str, *, code: int = 1, number: int = 0, was_ready: bool = True) -> Death:
+    return Death(
+        name=name, time=0.0, exit_code=code, signal=number, oom_kills=0, was_ready=was_ready, log=f"logs/{name}.log",
+        last_lines=(f"{name} says why",),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+def started(tmp_path: Path, config: Config, clock: Clock) -> tuple[Fleet, FakeLauncher, list[str]]:
+    """A fleet whose coordinator listens and whose services were started."""
+    launcher, notes = FakeLauncher(), list[str]()
+    fleet = Fleet(config, run_dir=tmp_path, launcher=launcher, notify=notes.append, clock=clock)
+    fleet.start()
+    assert launcher.names() == [COORDINATOR]
+    assert fleet.tick() is None and launcher.names() == [COORDINATOR]  # nobody starts before it listens
+    (tmp_path / "coordinator.address").write_text("127.0.0.1:4000\n")
+    assert fleet.tick() is None
+    return fleet, launcher, notes
+
+
+def test_services_of_a_recipe() -> None:
+    config = recipe(rollout={"replicas": 2, "gpus_per_replica": 2}, trainer={"ranks": 4, "device": "cuda"})
+    assert [(s.name, s.gpus) for s in launched(config)] == [
+        ("rollout-0", 2), ("rollout-1", 2), ("trainer-0", 4), ("reward-0", 0),
+    ]  # fmt: skip
+    assert "reference-0" in [s.name for s in launched(recipe(algorithm={"kl": {"coef": 0.1}}))]
+    by_hand = recipe(rollout={"replicas": 0}, trainer={"replicas": 0})
+    assert [s.name for s in launched(by_hand)] == ["reward-0"]
+    assert [s.name for s in started_by_hand(by_hand)] == ["rollout-0", "trainer-0"]
+
+
+def test_coordinator_starts_first_and_its_address_is_handed_on(tmp_path: Path, clock: FakeClock) -> None:
+    (tmp_path / "coordinator.address").write_text("stale")
+    fleet, launcher, _ = started(tmp_path, recipe(), clock)
+    assert launcher.names() == [COORDINATOR, "rollout-0", "trainer-0", "reward-0"]
+    words = launcher.started[1].argv
+    assert words[1:5] == ("-m", "fourfold", "serve", "rollout")
+    assert words[words.index("--coordinator") + 1] == fleet.address == "127.0.0.1:4000"
+    assert words[words.index("--listen") + 1] == "127.0.0.1:0"
+    assert "--coordinator" not in launcher.started[0].argv
+
+
+def test_states_follow_the_processes(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = started(tmp_path, recipe(), clock)
+    launcher.ready = {"rollout-0"}
+    assert fleet.states() == [
+        (COORDINATOR, "ready"), ("rollout-0", "ready"), ("trainer-0", "starting"), ("reward-0", "starting"),
+    ]  # fmt: skip
+
+
+def test_coordinator_decides_how_the_run_ended(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = started(tmp_path, recipe(), clock)
+    launcher.dying = [death(COORDINATOR, code=0)]
+    ending = fleet.tick()
+    assert ending is not None and ending.done
+    launcher.dying = [death(COORDINATOR, code=1)]
+    ending = fleet.tick()
+    assert ending is not None and not ending.done and "coordinator-0 says why" in ending.text
+
+
+def test_service_dead_at_its_first_start_ends_the_run_with_its_words(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = started(tmp_path, recipe(), clock)
+    launcher.dying = [death("rollout-0", was_ready=False), death(COORDINATOR, code=1)]
+    ending = fleet.tick()
+    assert ending is not None and "rollout-0 died before it was ready" in ending.text
+    assert "rollout-0 says why" in ending.text and COORDINATOR not in ending.text  # the first death, not the cascade
+
+
+@pytest.mark.parametrize("name", ["rollout-0", "reward-0", "trainer-0"])
+def test_service_that_dies_is_started_again_a_few_times(tmp_path: Path, clock: FakeClock, name: str) -> None:
+    fleet, launcher, notes = started(tmp_path, recipe(retry={"restarts": 2}), clock)
+    for restart in (1, 2):
+        launcher.dying = [death(name, code=0, number=signal.SIGKILL)]
+        assert fleet.tick() is None
+        clock.seconds += 60
+        assert fleet.tick() is None
+        assert launcher.names().count(name) == 1 + restart
+        assert len(notes) == restart and f"{name} died (killed by SIGKILL)" in notes[-1]
+    launcher.dying = [death(name, was_ready=False)]
+    ending = fleet.tick()
+    assert ending is not None and "started again 2 times already (retry.restarts = 2)" in ending.text
+    assert fleet.earlier == notes
+
+
+def test_second_restart_waits_a_little(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = started(tmp_path, recipe(), clock)
+    launcher.dying = [death("reward-0")]
+    fleet.tick()
+    assert launcher.names().count("reward-0") == 2  # at once
+    launcher.dying = [death("reward-0")]
+    fleet.tick()
+    assert launcher.names().count("reward-0") == 2 and ("reward-0", "restarting") in fleet.states()
+    clock.seconds += 1.01
+    fleet.tick()
+    assert launcher.names().count("reward-0") == 3
+
+
+def test_lost_replica_is_given_up_while_another_lives(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, notes = started(tmp_path, recipe(rollout={"replicas": 2}, retry={"restarts": 0}), clock)
+    launcher.dying = [death("rollout-0")]
+    assert fleet.tick() is None
+    assert ("rollout-0", "lost") in fleet.states() and "is given up" in notes[-1]
+    launcher.dying = [death("rollout-1")]
+    ending = fleet.tick()
+    assert ending is not None and not ending.done
+
+
+def test_coordinator_that_never_listens_is_told(tmp_path: Path, clock: FakeClock) -> None:
+    fleet = Fleet(recipe(), run_dir=tmp_path, launcher=FakeLauncher(), notify=print, clock=clock)
+    fleet.start()
+    clock.seconds += 1000
+    ending = fleet.tick()
+    assert ending is not None and "coordinator-0 does not listen after" in ending.text
+
+
+def test_service_that_never_gets_ready_is_told(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = started(tmp_path, recipe(retry={"service_wait_seconds": 5}), clock)
+    launcher.ready = {"rollout-0", "reward-0"}
+    clock.seconds += 1000
+    ending = fleet.tick()
+    assert ending is not None and ending.text.startswith("trainer-0 not ready in time")
+
+
+@pytest.mark.parametrize(("critic_ranks", "gpus"), [(0, 2), (3, 5)])
+def test_a_critic_apart_has_gpus_of_its_own(critic_ranks: int, gpus: int) -> None:
+    tables = {"trainer": {"device": "cuda", "ranks": 2}, "critic": {"ranks": critic_ranks}}
+    (trainer,) = [s for s in launched(recipe(algorithm={"preset": "ppo"}, **tables)) if s.role == "trainer"]
+    assert (trainer.gpus, trainer.cpus) == (gpus, gpus)
+    (without,) = [s for s in launched(recipe(**tables)) if s.role == "trainer"]
+    assert without.gpus == 2
+
+
+def test_gpus_are_dealt_out_in_order_and_shared_when_there_are_few() -> None:
+    services = launched(recipe(rollout={"replicas": 2, "gpus_per_replica": 1}, trainer={"ranks": 2, "device": "cuda"}))
+    assert assign_gpus(services, ["4", "5", "6", "7"], colocated=None) == {
+        "rollout-0": ("4",), "rollout-1": ("5",), "trainer-0": ("6", "7"),
+    }  # fmt: skip
+    few = assign_gpus(services, ["0", "1"], colocated=None)
+    assert few == {"rollout-0": ("0",), "rollout-1": ("1",), "trainer-0": ("0", "1")}
+    assert shared_gpus(few) == {"0": ["rollout-0", "trainer-0"], "1": ["rollout-1", "trainer-0"]}
+    with pytest.raises(ConfigError, match="trainer-0 asks for 2 GPUs and this machine offers 1"):
+        assign_gpus(services, ["0"], colocated=None)
+
+
+def test_colocated_services_share_gpus_and_others_do_not() -> None:
+    tables: dict[str, Any] = {
+        "rollout": {"replicas": 2, "gpus_per_replica": 2, "kv_cache_gib": 1},
+        "trainer": {"ranks": 4, "device": "cuda"},
+        "algorithm": {"kl": {"coef": 0.1}},
+        "reference": {"device": "cuda", "replicas": 2, "tokens_per_batch": 8192},
+    }
+    together = launched(recipe(**tables, placement={"colocated": True}))
+    names = ["4", "5", "6", "7"]
+    assert assign_gpus(together, names, colocated=True) == {
+        "rollout-0": ("4", "5"), "rollout-1": ("6", "7"), "trainer-0": ("4", "5", "6", "7"),
+        "reference-0": ("4",), "reference-1": ("5",),
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="services share GPUs and ask for 5 GPUs, this machine offers 4"):
+        five = launched(recipe(**tables | {"rollout": {"replicas": 5, "gpus_per_replica": 1, "kv_cache_gib": 1}},
+                               placement={"colocated": True}))  # fmt: skip
+        assign_gpus(five, names, colocated=True)
+    apart = launched(recipe(**tables, placement={"colocated": False}))
+    assert shared_gpus(assign_gpus(apart, [str(n) for n in range(10)], colocated=False)) == {}
+    with pytest.raises(ConfigError, match="services have their own and ask for 10 GPUs, this machine offers 4"):
+        assign_gpus(apart, names, colocated=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trainer": {"device": "cpu"}}, 'trainer.device = "cpu"; set it to "cuda"'),
+        ({"rollout": {"replicas": 1, "kv_cache_gib": 1}}, "rollout.gpus_per_replica = 0; set it to at least 1"),
+        ({"rollout": {"gpus_per_replica": 1}}, "needs rollout.kv_cache_gib"),
+        ({"weights": {"backend": "nccl"}}, "NCCL refuses two ranks"),
+        ({"reference": {"device": "cuda", "replicas": 2}}, "two copies of one model on a GPU; set it to at most 1"),
+    ],
+)
+def test_what_cannot_share_gpus_is_refused(change: dict[str, Any], message: str) -> None:
+    tables: dict[str, Any] = {
+        "rollout": {"gpus_per_replica": 1, "kv_cache_gib": 1},
+        "trainer": {"device": "cuda"},
+        "algorithm": {"kl": {"coef": 0.1}},
+        "placement": {"colocated": True},
+    }
+    recipe(**tables)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        recipe(**tables | change)
+
+
+def test_cluster_that_is_too_small_is_refused_with_a_table() -> None:
+    services = launched(recipe(rollout={"replicas": 2, "gpus_per_replica": 2}, trainer={"ranks": 4, "device": "cuda"}))
+    refuse_unless_fits(services, [{"CPU": 64, "GPU": 4}, {"CPU": 64, "GPU": 4}])
+    with pytest.raises(ConfigError) as error:  # 8 GPUs in all, but none has 4 left for the trainer
+        refuse_unless_fits(services, [{"CPU": 64, "GPU": 3}, {"CPU": 64, "GPU": 3}, {"CPU": 64, "GPU": 2}])
+    assert error.value.message.splitlines() == [
+        "trainer-0 finds no place on the cluster.",
+        "                           CPU   GPU",
+        "asked  rollout-0             2     2",
+        "asked  rollout-1             2     2",
+        "asked  trainer-0             4     4",
+        "asked  reward-0              1     0",
+        "asked  together              9     8",
+        "have   node 0               64     3",
+        "have   node 1               64     3",
+        "have   node 2               64     2",
+        "Lower rollout.replicas, rollout.gpus_per_replica, trainer.ranks or critic.ranks, let services share GPUs "
+        "(placement.colocated), or add nodes to the cluster.",
+    ]
+    with pytest.raises(ConfigError, match="reward-0 finds no place"):  # CPUs run out
+        refuse_unless_fits(services, [{"CPU": 8, "GPU": 8}])
+
+
+def test_services_that_share_gpus_are_set_aside_together() -> None:
+    tables: dict[str, Any] = {
+        "rollout": {"replicas": 3, "gpus_per_replica": 1, "kv_cache_gib": 1},
+        "trainer": {"ranks": 2, "device": "cuda"},
+    }
+    services = launched(recipe(**tables, placement={"colocated": True}))
+    together, alone, reward = bundles(services)
+    assert (together.name, together.gpus, together.cpus) == ("rollout-0, rollout-1, trainer-0", 2, 6)
+    assert (alone.name, alone.gpus, alone.shares) == ("rollout-2", 1, False)
+    assert (reward.name, reward.gpus) == ("reward-0", 0)
+    assert [together.places_of(service) for service in together.services] == [(0,), (1,), (0, 1)]
+    refuse_unless_fits(services, [{"CPU": 9, "GPU": 3}])
+    with pytest.raises(ConfigError, match="rollout-0, rollout-1, trainer-0 finds no place"):
+        refuse_unless_fits(services, [{"CPU": 64, "GPU": 1}] * 3)
+
+
+def test_run_folder_takes_a_free_name_and_keeps_the_recipe(tmp_path: Path) -> None:
+    from fourfold import config as configuration
+
+    names = [make_run_dir(recipe(), "demo", tmp_path)[0].name for _ in range(3)]
+    assert names == ["demo", "demo-2", "demo-3"]
+    written = configuration.load(tmp_path / "demo-2" / "config.toml")
+    assert written == recipe().model_copy(update={"name": "demo-2"})
+    with pytest.raises(ConfigError, match=r"name = '\.\./x'"):
+        make_run_dir(recipe(), "../x", tmp_path)
+
+
+def test_bad_input_of_run_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    separate = (ROOT / "recipes" / "separate_gpu.toml").read_text()
+    good = (ROOT / "recipes" / "quickstart.toml").read_text()
+    shared = good.replace("[trainer]", "[trainer]\nranks = 2\nsequence_parallel_size = 2")
+    for text, words, code, message in (
+        (good + "\n[rolout]\n", ["r.toml"], 1, "rolout: no such key. Did you mean `rollout`?"),
+        (good.replace("builtin:smollm2-135m-instruct", "gone"), ["r.toml"], 1, "model.source = 'gone': no such folder"),
+        (shared, ["r.toml"], 1, "trainer.sequence_parallel_size = 2 does not divide the 9 attention heads"),
+        (good, [], 2, "give a recipe, or --resume RUN_DIR"),
+        (good, ["nowhere.toml"], 1, "nowhere.toml: cannot read the recipe"),
+        (good, ["--resume", "nowhere"], 1, "nowhere: not the folder of a run"),
+        (good, ["--resume", "nowhere", "--name", "x"], 1, "--name and --resume exclude each other"),
+        (separate, ["r.toml"], 1, "rollout-0 asks for 1 GPU and this machine offers 0"),
+    ):
+        (tmp_path / "r.toml").write_text(text)
+        assert cli_main.main(["run", *words]) == code
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_every_phase_of_a_run_has_words() -> None:
+    assert set(_PHASES) == set(run_pb.RunPhase.values()) - {run_pb.RUN_PHASE_UNSPECIFIED}
+
+
+def test_the_return_of_a_service_is_told_with_its_time(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, notes = started(tmp_path, recipe(), clock)
+    for number in (1, 2):
+        launcher.ready.discard("rollout-0")
+        launcher.dying = [death("rollout-0")]
+        fleet.tick()
+        clock.seconds += 12
+        fleet.tick()
+        assert len(notes) == 2 * number - 1
+        launcher.ready.add("rollout-0")
+        fleet.tick()
+        fleet.tick()
+        assert notes[-1] == "rollout-0 is back (12 s)" and len(notes) == 2 * number
+
+
+def test_the_line_of_a_death_has_the_cause_in_the_services_own_words(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, notes = started(tmp_path, recipe(), clock)
+    words = "trainer-0-rank-1 died: killed by SIGKILL, by somebody's kill -9"
+    launcher.dying = [replace(death("trainer-0"), said=words)]
+    fleet.tick()
+    assert f"trainer-0 died (ended with exit code 1: {words}); starting it again" in notes[0]

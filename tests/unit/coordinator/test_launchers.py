@@ -1,0 +1,91 @@
+"""Which GPUs `fourfold run` gives to its services, which print what they see. The machine's are a fake NVML's."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold import config as configuration
+from fourfold.cli import main as cli_main
+from fourfold.errors import ConfigError
+from fourfold.host.process import Command
+from fourfold_coordinator.cli import chat
+from fourfold_coordinator.cli.run import _launcher
+from fourfold_coordinator.launch import ray
+from fourfold_coordinator.launch.fleet import Service
+from fourfold_coordinator.launch.local import LocalLauncher
+from tests.fakes.nvml import pynvml
+
+ROOT = Path(__file__).parents[3]
+COLOCATED = ROOT / "recipes" / "colocated_gpu.toml"  # 8 GiB of KV cache on each of two GPUs
+SHOW = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES', 'all'), os.environ.get('CUDA_DEVICE_ORDER'))"
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two large GPUs, and one for a display."""
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+    monkeypatch.setenv("FAKE_GPUS", "H200 141, H200 141, T400 4")
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("gpus", [{}, {"trainer-0": ("0", "2")}])
+def test_a_local_service_sees_its_own_gpus_alone(gpus: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
+    launcher = LocalLauncher(run_dir=tmp_path, gpus=gpus)
+    names = ("reward-0", "trainer-0")
+    for name in names:
+        service = Service(role=name.partition("-")[0], name=name)
+        launcher.start(service, Command(name=name, argv=(sys.executable, "-c", SHOW)))
+    died, end = 0, time.monotonic() + 30
+    while died < len(names) and time.monotonic() < end:
+        died += len(launcher.deaths())
+        time.sleep(0.02)
+    launcher.stop()
+    seen = {name: (tmp_path / "logs" / f"{name}.log").read_text().rstrip("\n") for name in names}
+    assert seen == {name: f"{','.join(gpus.get(name, ()))} PCI_BUS_ID" for name in names}
+
+
+@pytest.mark.parametrize("named", ["0,1", "GPU-0aaa,GPU-1", None])
+def test_a_gpu_that_no_service_gets_may_be_small(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert isinstance(launcher(), LocalLauncher)
+
+
+def test_a_gpu_that_is_too_small_is_refused_before_a_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    assert cli_main.main(["run", str(COLOCATED)]) == 1
+    assert "of weights, gradients, optimizer and KV cache, and has 4.0; lower rollout" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_on_ray_the_same_is_refused_when_it_says_which_gpus_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(ray, "RayLauncher", lambda services, **options: given.update(options))
+    launcher("ray")
+    given["check_gpu"](141 << 30)
+    with pytest.raises(ConfigError, match=r"placement.colocated = true: while sampling .* and has 4.0"):
+        given["check_gpu"](4 << 30)
+
+
+def launcher(kind: str = "local") -> object:
+    words = argparse.Namespace(launcher=kind, ray_address="", listen="127.0.0.1:0")
+    return _launcher(words, configuration.load(COLOCATED), Path("run"))
+
+
+@pytest.mark.parametrize(("named", "gpus"), [("1", 1), ("", 0)])
+def test_an_engine_to_chat_with_takes_a_gpu_that_it_may_use(
+    named: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    (tmp_path / "config.json").write_text("{}")
+    assert chat._recipe(tmp_path, max_tokens=8).rollout.gpus_per_replica == gpus

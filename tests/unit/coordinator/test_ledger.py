@@ -1,0 +1,238 @@
+"""The ledger against a small model, and what it refuses."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from fourfold.errors import AlreadyExists, NotFound, WrongState
+from fourfold_coordinator.state.ledger import LEGAL, TRAINER_RESTORED, EvalRow, Ledger, State
+
+LIVE = [State.ISSUED, State.RUNNING, State.ROLLED, State.READY, State.LEASED]
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """Any sequence of calls leaves the ledger as the model says; refused calls change nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.ledger = Ledger(self.folder / "ledger.sqlite")
+        self.states: dict[str, State] = {}
+        self.step_of: dict[str, int] = {}
+        self.trained_in: dict[str, int] = {}
+        self.steps: dict[int, int] = {}  # step -> policy version
+        self.checkpoints: dict[int, int] = {}
+        self.highest = 0
+        self.position = 0
+
+    def teardown(self) -> None:
+        self.ledger.close()
+        shutil.rmtree(self.folder)
+
+    def pick(self, data: Any, *states: State) -> list[str]:
+        ids = sorted(name for name, state in self.states.items() if not states or state in states)
+        return data.draw(st.lists(st.sampled_from(ids), min_size=1, max_size=4, unique=True)) if ids else []
+
+    @rule(count=st.integers(1, 4), again=st.booleans())
+    def issue(self, count: int, again: bool) -> None:
+        position = max(self.position - 1, 0) if again else self.position
+        self.position = max(self.position, position + 1)
+        step = len(self.steps) + 1
+        issued = self.ledger.issue(step=step, position=position, count=count)
+        assert not set(issued.sample_ids) & set(self.states), "ids are unique in the run"
+        for sample_id in issued.sample_ids:
+            self.states[sample_id], self.step_of[sample_id] = State.ISSUED, step
+
+    @precondition(lambda self: self.states)
+    @rule(data=st.data(), to=st.sampled_from(list(State)))
+    def move(self, data: Any, to: State) -> None:
+        ids = self.pick(data)
+        if all(to in LEGAL[self.states[name]] for name in ids):
+            if to is State.DROPPED:
+                self.ledger.drop(ids, "BECAUSE")
+            else:
+                self.ledger.move(ids, to)
+            self.states.update(dict.fromkeys(ids, to))
+        else:
+            with pytest.raises(WrongState):
+                self.ledger.move(ids, to)
+
+    @precondition(lambda self: State.READY in self.states.values())
+    @rule(data=st.data())
+    def train(self, data: Any) -> None:
+        ids, step = self.pick(data, State.READY), len(self.steps) + 1
+        self.ledger.lease(step, ids)
+        self.ledger.lease(step, ids)
+        version = self.highest + data.draw(st.integers(0, 1))
+        for _ in range(2):
+            self.ledger.acknowledge(
+                step, policy_version=version, skipped_reason="", data_position=self.position, seconds=1.0
+            )
+        self.steps[step] = version
+        for name in ids:
+            assert name not in self.trained_in, "a sample enters one step"
+            self.states[name], self.trained_in[name] = State.TRAINED, step
+            self.step_of[name] = step
+        self.ledger.publishing(version, step)
+        self.highest = max(self.highest, version)
+
+    @precondition(lambda self: State.READY in self.states.values())
+    @rule(data=st.data())
+    def lease_and_die(self, data: Any) -> None:
+        ids, step = self.pick(data, State.READY), len(self.steps) + 1
+        self.ledger.lease(step, ids)
+        self.states.update(dict.fromkeys(ids, State.LEASED))
+        self.restore()
+
+    @rule()
+    def checkpoint(self) -> None:
+        step = len(self.steps)
+        if step:
+            self.ledger.commit_checkpoint(step=step, data_position=self.position, policy_version=self.steps[step])
+            self.checkpoints[step] = self.position
+
+    @rule()
+    def restore(self) -> None:
+        point = self.ledger.last_checkpoint()
+        step = point.step if point else 0
+        assert step == max(self.checkpoints, default=0)
+        lost = [n for n, s in self.states.items() if s in LIVE or (s is State.TRAINED and self.step_of[n] > step)]
+        assert self.ledger.restore(step) == len(lost)
+        self.states.update(dict.fromkeys(lost, State.DROPPED))
+        self.steps = {s: v for s, v in self.steps.items() if s <= step}
+        self.position = point.data_position if point else 0
+
+    @rule()
+    def reopen(self) -> None:
+        self.ledger.close()
+        self.ledger = Ledger(self.folder / "ledger.sqlite")
+
+    @invariant()
+    def agrees(self) -> None:
+        assert {name: self.ledger.state(name) for name in self.states} == self.states
+        assert [row.step for row in self.ledger.steps()] == sorted(self.steps)
+        assert self.ledger.last_step() == len(self.steps)
+        assert self.ledger.highest_version() == self.highest
+        assert sum(self.ledger.dropped().values()) == sum(s is State.DROPPED for s in self.states.values())
+
+
+LedgerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestLedgerAgainstAModel = LedgerMachine.TestCase
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path / "ledger.sqlite")
+
+
+def ready(ledger: Ledger, count: int = 2, *, step: int = 1, position: int = 0) -> tuple[str, ...]:
+    ids = ledger.issue(step=step, position=position, count=count).sample_ids
+    for state in (State.RUNNING, State.ROLLED, State.READY):
+        ledger.move(ids, state)
+    return ids
+
+
+def acknowledge(ledger: Ledger, step: int, version: int) -> None:
+    ledger.acknowledge(step, policy_version=version, skipped_reason="", data_position=step)
+
+
+def test_a_move_is_whole_or_not_at_all(ledger: Ledger) -> None:
+    ids = ledger.issue(step=1, position=0, count=2).sample_ids
+    ledger.move(ids[:1], State.RUNNING)
+    with pytest.raises(WrongState, match=r"is ISSUED; it cannot become ROLLED"):
+        ledger.move(ids, State.ROLLED)
+    assert [ledger.state(name) for name in ids] == [State.RUNNING, State.ISSUED]
+
+
+def test_a_sample_nobody_issued_is_not_found(ledger: Ledger) -> None:
+    with pytest.raises(NotFound, match="never issued"):
+        ledger.move(["p0-0-0"], State.RUNNING)
+
+
+def test_nothing_is_dropped_without_a_reason(ledger: Ledger) -> None:
+    ids = ledger.issue(step=1, position=0, count=2).sample_ids
+    with pytest.raises(WrongState, match="without a reason"):
+        ledger.drop(ids, "")
+
+
+def test_a_trained_sample_enters_no_other_step(ledger: Ledger) -> None:
+    ids = ready(ledger)
+    ledger.lease(1, ids)
+    acknowledge(ledger, 1, 1)
+    with pytest.raises(WrongState, match="only READY"):
+        ledger.lease(2, ids)
+    with pytest.raises(WrongState):
+        ledger.drop(ids, "CHANGED_MY_MIND")
+
+
+def test_one_step_takes_one_batch(ledger: Ledger) -> None:
+    first, second = ready(ledger), ready(ledger, position=1)
+    ledger.lease(1, first)
+    with pytest.raises(AlreadyExists, match="leased with 2 other samples"):
+        ledger.lease(1, second)
+    with pytest.raises(WrongState, match="the next is 1"):
+        ledger.lease(2, second)
+
+
+def test_a_checkpoint_of_another_step_is_refused(ledger: Ledger) -> None:
+    with pytest.raises(WrongState, match="0 steps are done"):
+        ledger.commit_checkpoint(step=1, data_position=1, policy_version=1)
+
+
+def test_a_restore_forgets_what_came_later_and_keeps_versions(ledger: Ledger) -> None:
+    kept = ready(ledger)
+    ledger.lease(1, kept)
+    acknowledge(ledger, 1, 1)
+    ledger.publishing(1, 1)
+    for step in (0, 1):
+        ledger.add_eval(EvalRow(step=step, score=0.5, half_width=None, answer_count=4, missing_count=0, answers=[]))
+    ledger.commit_checkpoint(step=1, data_position=1, policy_version=1)
+    lost = ready(ledger, step=2, position=1)
+    ledger.lease(2, lost)
+    acknowledge(ledger, 2, 2)
+    ledger.publishing(2, 2)
+    ledger.add_eval(EvalRow(step=2, score=0.7, half_width=0.1, answer_count=4, missing_count=0, answers=[]))
+    unfinished = ledger.issue(step=3, position=2, count=2).sample_ids
+    ledger.drop(ledger.issue(step=1, position=3, count=1).sample_ids, "NO_IDEA")
+    ledger.drop(ledger.issue(step=2, position=4, count=3).sample_ids, "FILTERED")  # its prompt is issued again
+    assert ledger.restore(1) == 4
+    assert {ledger.state(name) for name in (*lost, *unfinished)} == {State.DROPPED}
+    assert {ledger.state(name) for name in kept} == {State.TRAINED}
+    assert ledger.dropped() == {TRAINER_RESTORED: 4 + 3, "NO_IDEA": 1}
+    assert [row.step for row in ledger.evals()] == [0, 1]
+    assert (ledger.last_step(), ledger.highest_version()) == (1, 2)
+    again = ledger.issue(step=2, position=1, count=2)
+    assert not set(again.sample_ids) & set(lost)
+
+
+def test_a_killed_process_leaves_no_half_transaction(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ids = ledger.issue(step=1, position=0, count=2).sample_ids
+    # What a kill between two statements leaves behind: an open transaction, never committed.
+    ledger._db.execute("BEGIN IMMEDIATE")
+    ledger._db.execute("UPDATE samples SET state = 'TRAINED'")
+    shutil.copytree(tmp_path, tmp_path / "after")
+    ledger._db.execute("ROLLBACK")
+    after = Ledger(tmp_path / "after" / "ledger.sqlite")
+    assert {after.state(name) for name in ids} == {State.ISSUED}
+
+
+def test_the_file_is_in_wal_mode(tmp_path: Path) -> None:
+    Ledger(tmp_path / "ledger.sqlite")
+    with sqlite3.connect(tmp_path / "ledger.sqlite") as other:
+        assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_step_0_cannot_be_acknowledged(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    with pytest.raises(WrongState, match="step 0 cannot be acknowledged: 0 steps are done"):
+        ledger.acknowledge(0, policy_version=0, skipped_reason="", data_position=0)

@@ -1,0 +1,119 @@
+"""What is known of an engine's load, for how long, and that its watch outlives every failure."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+from fourfold.errors import Unavailable
+from fourfold.host.clock import SYSTEM_CLOCK
+from fourfold.rollout.v1.rollout_service_pb2 import WatchLoadResponse
+from fourfold_coordinator.routing import load as module
+from fourfold_coordinator.routing.load import STALE_SECONDS, Load, watch
+
+
+def report(rate: float = 0.0, *, cache: int = 0, free: int = 0, running: int = 1) -> WatchLoadResponse:
+    return WatchLoadResponse(
+        running_sample_count=running, token_rate=rate, kv_cache_token_count=cache, free_kv_cache_token_count=free
+    )
+
+
+def test_nothing_is_known_before_a_report_and_of_a_service_that_does_not_tell() -> None:
+    load = Load()
+    assert (load.speed(5), load.room(5), load.cache_use(5), load.fullest()) == (None, None, None, 0)
+    load.take(report(), 5)
+    assert (load.speed(5), load.room(5), load.cache_use(5), load.fullest()) == (None, None, None, 0)
+
+
+def test_a_report_is_known_until_it_is_stale() -> None:
+    load = Load()
+    load.take(report(50.0, cache=100, free=25), 10)
+    late = 10 + STALE_SECONDS
+    assert (load.speed(late), load.room(late), load.cache_use(late)) == (50, 25, 0.75)
+    late += 0.01
+    assert (load.speed(late), load.room(late), load.cache_use(late)) == (None, 0, None)
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf, -math.inf, -5.0])
+def test_numbers_that_make_no_sense_are_not_known(rate: float) -> None:
+    load = Load()
+    load.take(report(rate, cache=-5, free=7), 0)
+    assert (load.speed(0), load.room(0)) == (None, None)
+    load.take(report(cache=10, free=20), 0)
+    assert load.room(0) == 10
+    load.take(report(cache=10, free=-20), 0)
+    assert (load.room(0), load.cache_use(0)) == (0, 1)
+
+
+def test_room_is_that_of_the_report_less_what_was_given_since() -> None:
+    load = Load()
+    load.take(report(cache=100, free=60), 0)
+    early, other = load.give(30), load.give(20)
+    assert load.room(0) == 10
+    load.end(other)
+    assert load.room(0) == 30
+    load.take(report(cache=100, free=40), 1)
+    assert load.room(1) == 40
+    load.end(early)
+    assert load.room(1) == 40, "the report has counted it; the next one will not"
+
+
+def test_an_engine_that_runs_empty_is_still_known_to_be_fast() -> None:
+    load = Load()
+    load.take(report(800.0), 0)
+    load.take(report(20.0), 1)
+    assert 780 < (load.speed(1) or 0) < 800
+    load.take(report(20.0), 61)
+    assert 380 < (load.speed(61) or 0) < 400
+    load.take(report(0.0, running=0), 600)
+    assert 380 < (load.speed(600) or 0) < 400, "idle time says nothing"
+    load.take(report(900.0), 601)
+    assert load.speed(601) == 900
+
+
+def test_the_fullest_moment_is_told_once() -> None:
+    load = Load()
+    for free in (80, 10, 50):
+        load.take(report(cache=100, free=free), 0)
+    assert (load.fullest(), load.fullest()) == (0.9, 0)
+
+
+class Streams:
+    """A client whose streams do one after the other what a test says."""
+
+    peer = "rollout-0"
+
+    def __init__(self, *ways: str) -> None:
+        self.ways, self.opened = list(ways), 0
+
+    def watch_load(self, *, period: float) -> AsyncGenerator[WatchLoadResponse, None]:
+        assert period == module.PERIOD_SECONDS
+        self.opened += 1
+        return self._stream(self.ways.pop(0) if self.ways else "silent", self.opened)
+
+    async def _stream(self, way: str, rate: float) -> AsyncGenerator[WatchLoadResponse, None]:
+        if way == "refused":
+            raise Unavailable("it does not know WatchLoad")
+        yield report(rate)
+        if way == "breaks":
+            raise Unavailable("connection lost")
+        if way == "silent":
+            await asyncio.Event().wait()
+
+
+async def test_a_watch_opens_again_what_ended_broke_or_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(module, "STALE_SECONDS", 0.05)
+    client: Any = Streams("refused", "ends", "breaks", "silent", "refused")
+    load = Load()
+    task = asyncio.create_task(watch(client, load, SYSTEM_CLOCK))
+    async with asyncio.timeout(5):
+        while client.opened < 6 or (load.speed(SYSTEM_CLOCK.monotonic()) or 0) < 6:
+            await asyncio.sleep(0.005)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -1,0 +1,273 @@
+"""Data of every kind, the split that keeps held-out operands out, and the order that can be taken up again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold import config as configuration
+from fourfold.config import Config
+from fourfold.errors import ConfigError
+from fourfold_coordinator.data.prompts import Prompt, Prompts, derive_seed, load_prompts
+from tests.fakes.toy import make_config
+
+QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
+ROWS = [{"question": f"{a} * {b} =", "answer": str(a * b), "difficulty": a} for a in range(3) for b in range(3)]
+
+
+class Letters:
+    """A tokenizer: one token a character; plain text may get a begin token, 1."""
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], /) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+    def encode(self, text: str, /, *, add_special: bool = False) -> list[int]:
+        return ([1] if add_special else []) + [ord(c) for c in text]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Callable[..., Prompts]:
+    def load(path: Path | str, **data: Any) -> Prompts:
+        table = {"train": {"path": str(path)}, "holdout": None, **data}
+        return load_prompts(make_config(tmp_path, data=table), Letters())
+
+    return load
+
+
+def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def write_folder(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """As `datasets.Dataset.save_to_disk` writes it: two Arrow streams and state.json."""
+    path.mkdir()
+    names = [f"data-{i:05d}-of-00002.arrow" for i in range(2)]
+    for name, part in zip(names, (rows[:4], rows[4:]), strict=True):
+        table = pa.Table.from_pylist(part)
+        with pa.OSFile(str(path / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    (path / "dataset_info.json").write_text("{}")
+    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": n} for n in names]}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("a.jsonl", write_jsonl), ("a.parquet", write_parquet), ("a", write_folder)]
+)
+def test_every_format_gives_the_same_prompts(
+    tmp_path: Path, load: Callable[..., Prompts], name: str, write: Callable[[Path, Any], Path]
+) -> None:
+    prompts = load(write(tmp_path / name, ROWS)).train
+    assert [p.text for p in prompts] == [f"<user>{row['question']}<assistant>" for row in ROWS]
+    assert [p.answer for p in prompts] == [row["answer"] for row in ROWS]
+    assert [json.loads(p.metadata_json) for p in prompts] == [{"difficulty": row["difficulty"]} for row in ROWS]
+    assert prompts[0].token_ids.dtype == np.int32
+    assert bytes(prompts[0].token_ids.tolist()).decode() == prompts[0].text
+
+
+def test_a_size_takes_the_first_rows(tmp_path: Path, load: Callable[..., Prompts]) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    assert len(load(path, train={"path": str(path), "size": 4}).train) == 4
+
+
+def test_chat_messages_and_a_system_prompt(tmp_path: Path, load: Callable[..., Prompts]) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "plain"}, {"question": messages}])
+    plain, chat = load(path, system_prompt="Be brief.").train
+    assert plain.text == "<system>Be brief.<user>plain<assistant>"
+    assert chat.text == "<user>hi<assistant>ho<assistant>"
+    assert plain.answer == ""
+
+
+def test_plain_text_is_sent_as_it_is(tmp_path: Path, load: Callable[..., Prompts]) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "2 + 2"}])
+    (prompt,) = load(path, chat=False, prompt_field="text").train
+    assert prompt.text == "2 + 2"
+    assert prompt.token_ids.tolist() == [1, *map(ord, "2 + 2")]
+
+
+def test_metadata_is_the_other_columns_and_what_is_in_metadata(tmp_path: Path, load: Callable[..., Prompts]) -> None:
+    row = {"question": "q", "answer": 4, "level": 2, "metadata": {"source": "x", "level": 3}}
+    (prompt,) = load(write_jsonl(tmp_path / "a.jsonl", [row])).train
+    assert json.loads(prompt.metadata_json) == {"level": 3, "source": "x"}
+    assert prompt.answer == "4"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"question": "a"}\n{"question": \n', r"a.jsonl:2: not valid JSON"),
+        ("[1]\n", r"a.jsonl:1: a list; each line is one JSON object"),
+        ('{"prompt": "a"}\n', r"row 0: no column 'question'; it has prompt; set data.prompt_field"),
+        ('{"question": 3}\n', r"row 0: a prompt is a text, or a list of messages"),
+        ('{"question": [{"role": "user"}]}\n', r"row 0: a prompt is a text, or a list of messages"),
+        ("", r"no prompt is left: it is empty"),
+    ],
+)
+def test_malformed_rows_are_named(tmp_path: Path, load: Callable[..., Prompts], content: str, words: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=words):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "words"),
+    [
+        ("missing.jsonl", lambda p: None, "does not exist"),
+        ("a.csv", lambda p: p.write_text("x"), "unknown kind '.csv'"),
+        ("a.parquet", lambda p: p.write_text("x"), "not a Parquet file"),
+        ("folder", lambda p: p.mkdir(), "no readable state.json"),
+    ],
+)
+def test_files_that_are_no_data_are_named(
+    tmp_path: Path, load: Callable[..., Prompts], name: str, make: Callable[[Path], Any], words: str
+) -> None:
+    make(tmp_path / name)
+    with pytest.raises(ConfigError, match=words):
+        load(tmp_path / name)
+
+
+def test_a_folder_of_several_splits_is_refused_with_their_names(tmp_path: Path, load: Callable[..., Prompts]) -> None:
+    (tmp_path / "d" / "train").mkdir(parents=True)
+    (tmp_path / "d" / "dataset_dict.json").write_text("{}")
+    with pytest.raises(ConfigError, match="several splits; give one of them: train"):
+        load(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("task", "options", "words"),
+    [
+        ("product", {}, "reasoning_gym = 'product': there is no such task; did you mean 'products'?"),
+        ("qqq", {}, r"there is no such task; known are .*products"),
+        ("products", {"min_term": 2}, "options of reasoning_gym 'products': it has no 'min_term'; did you mean 'min_"),
+        ("products", {"size": 3}, "'size' stands beside reasoning_gym; move it there"),
+        ("composite", {"datasets": [{"name": "chain_sum", "weight": 1}]}, "reasoning_gym 'composite' with options"),
+        ("products", {"min_terms": 3, "max_terms": 2}, r"'max_terms': 2\}: max_terms must be >= min_terms"),
+    ],
+)
+def test_a_task_that_cannot_be_made_is_named(
+    load: Callable[..., Prompts], task: str, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load("", train={"reasoning_gym": task, "options": options, "size": 3})
+
+
+def test_prompts_that_are_too_long_are_dropped_and_counted(
+    tmp_path: Path, load: Callable[..., Prompts], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": "a"}, {"question": "b" * 80}, {"question": "c" * 47}])
+    with caplog.at_level(logging.WARNING):
+        prompts = load(path).train
+    assert [p.index for p in prompts] == [0]  # 64 tokens of context, 17 of the template: 47 leave no room to answer
+    assert "dropped 2 of 3 prompts" in caplog.text and "rows 1, 2" in caplog.text
+    with pytest.raises(ConfigError, match=r"no prompt is left: all 1 are too long for model.max_context_tokens = 64"):
+        load(write_jsonl(tmp_path / "b.jsonl", [{"question": "b" * 80}]))
+
+
+def test_separate_evaluation_data(tmp_path: Path, load: Callable[..., Prompts]) -> None:
+    train = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    held_out = write_jsonl(tmp_path / "b.jsonl", [{"question": "x"}, {"question": "x"}])
+    prompts = load(train, eval={"path": str(held_out)})
+    assert len(prompts.train) == 9
+    assert [p.group_key for p in prompts.held_out] == ["row 0", "row 1"]
+
+
+def test_more_groups_than_there_are_cannot_be_held_out(tmp_path: Path, load: Callable[..., Prompts]) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=r"data.holdout.groups = 3, but the data has 3 groups by 'difficulty'"):
+        load(path, holdout={"field": "difficulty", "groups": 3})
+    with pytest.raises(ConfigError, match=r"no field 'level' for data.holdout; it has difficulty"):
+        load(path, holdout={"field": "level", "groups": 1})
+
+
+# -- the quickstart's split -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def quickstart() -> tuple[Config, Prompts]:
+    config = configuration.load(QUICKSTART)
+    model = config.model.model_copy(update={"max_context_tokens": 512})  # here a token is one letter
+    config = config.model_copy(update={"model": model})
+    return config, load_prompts(config, Letters())
+
+
+def operands(prompt: Prompt) -> tuple[int, int]:
+    found = re.search(r"(\d) \* (\d)\. Give", prompt.text)
+    assert found
+    return int(found[1]), int(found[2])
+
+
+def test_no_held_out_pair_is_in_training_in_either_order(quickstart: tuple[Config, Prompts]) -> None:
+    _, prompts = quickstart
+    held_out = {operands(p) for p in prompts.held_out}
+    trained = {operands(p) for p in prompts.train}
+    assert not trained & held_out
+    assert not trained & {(b, a) for a, b in held_out}
+    assert len(trained | held_out) == 100, "every pair of digits is in one of the two"
+
+
+def test_the_quickstart_evaluates_22_ordered_pairs_of_11_groups(quickstart: tuple[Config, Prompts]) -> None:
+    config, prompts = quickstart
+    pairs = [operands(p) for p in prompts.held_out]
+    assert len(pairs) == len(set(pairs)) == 22
+    assert len({frozenset(pair) for pair in pairs}) == len({p.group_key for p in prompts.held_out}) == 11
+    assert all((b, a) in pairs for a, b in pairs)
+    assert len(pairs) * config.evaluation.samples_per_prompt == 176
+
+
+def test_the_split_is_a_matter_of_the_seed(quickstart: tuple[Config, Prompts]) -> None:
+    config, prompts = quickstart
+    again = load_prompts(config, Letters())
+    other = load_prompts(config.model_copy(update={"seed": 18}), Letters())
+    assert again.digest() == prompts.digest() != other.digest()
+    assert {p.group_key for p in again.held_out} != {p.group_key for p in other.held_out}
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+
+
+def numbered(count: int, seed: int = 0) -> Prompts:
+    prompts = [
+        Prompt(index=i, text=str(i), token_ids=np.array([i], np.int32), answer="", metadata_json="{}", group_key=str(i))
+        for i in range(count)
+    ]
+    return Prompts(train=prompts, held_out=[], seed=seed)
+
+
+@given(count=st.integers(1, 20), seed=st.integers(0, 2**31 - 1), position=st.integers(0, 100))
+def test_the_order_is_endless_fair_and_can_be_taken_up_anywhere(count: int, seed: int, position: int) -> None:
+    prompts = numbered(count, seed)
+    start = position - position % count
+    one_pass = [prompts.at(start + offset).index for offset in range(count)]
+    assert sorted(one_pass) == list(range(count)), "every pass has each prompt once"
+    assert numbered(count, seed).at(position).index == one_pass[position - start]
+
+
+def test_passes_and_seeds_are_shuffled_differently() -> None:
+    orders = [[numbered(20, seed).at(20 * i + j).index for j in range(20)] for seed in (0, 1) for i in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_derived_seeds_leave_room_for_the_samples_of_a_group() -> None:
+    seeds = [derive_seed(17, "train", i) for i in range(1000)]
+    assert len(set(seeds)) == 1000
+    assert all(seed >= 0 and seed + 256 < 2**53 for seed in seeds)
+    assert derive_seed(17, "train", 0) == 1325246660875858, "a release that changes this changes every run"

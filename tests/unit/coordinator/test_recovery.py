@@ -1,0 +1,235 @@
+"""What a restore chooses, and what it does to the files of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from fourfold.config import Config
+from fourfold.errors import NotFound, WrongState
+from fourfold.trainer.v1.trainer_service_pb2 import TrainerStatus
+from fourfold_coordinator.reporting.run_service import RunBoard
+from fourfold_coordinator.routing.trainer_session import TrainerSession
+from fourfold_coordinator.state.disk_wait import DiskWait
+from fourfold_coordinator.state.ledger import Ledger
+from fourfold_coordinator.training.recovery import Restored, cut_after, newest_checkpoint, restore, rewrite_metrics
+
+CONFIG = Config.model_validate(
+    {
+        "name": "t",
+        "steps": 9,
+        "model": {"source": "m"},
+        "data": {"train": {"path": "x.jsonl"}},
+        "batch": {"prompts_per_step": 3, "group_size": 2},
+        "sampling": {"max_new_tokens": 4},
+        "trainer": {"step_timeout_seconds": 77.0},
+    }
+)
+
+
+class Session:
+    """A session with a trainer of the test; it remembers the deadline of every call."""
+
+    def __init__(self, status: TrainerStatus, *, has_checkpoint: bool = True) -> None:
+        self.status = status
+        self.has_checkpoint = has_checkpoint
+        self.policy_version = -1
+        self.timeouts: dict[str, float] = {}
+
+    async def call(self, name: str, work: Callable[[Any], Awaitable[Any]]) -> Any:
+        return await work(SimpleNamespace(trainer=self))
+
+    async def get_status(self, *, timeout: float) -> TrainerStatus:
+        self.timeouts["GetStatus"] = timeout
+        return self.status
+
+    async def load_checkpoint(self, step: int, *, timeout: float) -> TrainerStatus:
+        self.timeouts["LoadCheckpoint"] = timeout
+        if not self.has_checkpoint:
+            raise NotFound("no such folder")
+        return TrainerStatus(step=step, policy_version=step)
+
+    async def raise_policy_version(self, version: int) -> int:
+        self.policy_version = version
+        return version
+
+
+async def restored(folder: Path, ledger: Ledger, session: Session) -> Restored:
+    disk = DiskWait(folder, RunBoard(name="t", step_count=9), wait_seconds=1.0)
+    return await restore(CONFIG, folder, ledger, cast(TrainerSession, session), disk)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    """Four steps of three prompts each; a checkpoint after the second."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    for step in range(1, 5):
+        ledger.acknowledge(step, policy_version=step, skipped_reason="", data_position=3 * step)
+        ledger.record_metrics(step, {"reward/mean": step / 10}, seconds=1.0)
+        if step == 2:
+            ledger.commit_checkpoint(step=2, data_position=6, policy_version=2)
+    return ledger
+
+
+@pytest.mark.parametrize(
+    ("trainer_has", "chosen"),
+    [
+        (-1, (2, 6)),  # a trainer that does not say
+        (1, (2, 6)),  # of an earlier step
+        (2, (2, 6)),
+        (4, (4, 12)),  # written before the coordinator died, and never committed
+        (9, (2, 6)),  # of a step that the ledger does not know
+    ],
+)
+def test_the_newest_checkpoint_that_both_sides_know(ledger: Ledger, trainer_has: int, chosen: tuple[int, int]) -> None:
+    point = newest_checkpoint(ledger, TrainerStatus(checkpoint_step=trainer_has))
+    assert (point.step, point.data_position) == chosen
+
+
+def test_a_step_whose_numbers_are_not_known_is_no_checkpoint(ledger: Ledger) -> None:
+    ledger.acknowledge(5, policy_version=5, skipped_reason="", data_position=15)
+    assert newest_checkpoint(ledger, TrainerStatus(checkpoint_step=5)).step == 2
+
+
+def test_without_a_checkpoint_the_run_begins_anew(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    assert newest_checkpoint(ledger, TrainerStatus(checkpoint_step=7)).step == 0
+
+
+def test_lines_of_later_steps_and_torn_lines_are_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    whole = [json.dumps({"step": step, "text": "\u00e4"}, ensure_ascii=False) for step in (1, 1, 2, 3)]
+    path.write_text("\n".join([*whole, '{"step": 2, "text": "to']), encoding="utf-8")
+    cut_after(path, 2)
+    assert path.read_text(encoding="utf-8").splitlines() == whole[:3]
+    cut_after(path, 2)
+    assert path.read_text(encoding="utf-8").splitlines() == whole[:3]
+    cut_after(path, 0)
+    assert path.read_text(encoding="utf-8") == ""
+    cut_after(tmp_path / "missing.jsonl", 0)
+    assert not (tmp_path / "missing.jsonl").exists()
+
+
+def test_a_line_that_cannot_be_read_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    good = [b'{"step": 1}\n', b'{"step": 2}\n', b'{"step": 2, "text": "\xff"}\n']
+    path.write_bytes(good[0] + b'{"st\n' + b'{"text": ""}\n' + b"[1]\n" + good[1] + good[2])
+    cut_after(path, 2)
+    assert path.read_text(encoding="utf-8").splitlines() == [
+        '{"step": 1}', '{"step": 2}', '{"step": 2, "text": "\ufffd"}',
+    ]  # fmt: skip
+
+
+def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    done: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        fresh = path.with_name("samples.jsonl.new")
+        assert fresh.read_text() == '{"step": 1}\n', "all of it was handed to the system"
+        assert os.fstat(descriptor).st_ino == fresh.stat().st_ino
+        done.append("fsync")
+
+    replace = Path.replace
+
+    def note(self: Path, target: Path) -> Path:
+        done.append("replace")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", note)
+    cut_after(path, 1)
+    assert done == ["fsync", "replace"]
+
+
+def test_a_last_line_without_its_end_is_not_trusted(tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"step": 1}\n{"step": 1}')
+    cut_after(path, 5)
+    assert path.read_text() == '{"step": 1}\n'
+
+
+def test_metrics_are_written_again_as_the_ledger_has_them(tmp_path: Path, ledger: Ledger) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "reward/mean": 0.9}\n{"step": 7}\n{"st')
+    ledger.restore(2)
+    rewrite_metrics(path, ledger.steps())
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows == [{"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.2}]
+    assert not list(tmp_path.glob("*.new"))
+
+
+async def test_versions_go_on_above_the_only_one_that_was_published(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.publishing(1, 1)
+    session = Session(TrainerStatus(checkpoint_step=-1))
+    assert await restored(tmp_path, ledger, session) == Restored(step=0, data_position=0)
+    assert session.policy_version == 2, "an engine may hold version 1 of the weights that are lost"
+    assert "going on after step 0 with policy version 2" in caplog.text
+
+
+async def test_a_run_that_published_nothing_keeps_the_version_of_the_trainer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = Session(TrainerStatus(checkpoint_step=-1, policy_version=5))
+    await restored(tmp_path, Ledger(tmp_path / "ledger.sqlite"), session)
+    assert session.policy_version == 5
+    assert "LoadCheckpoint" not in session.timeouts and not caplog.text
+
+
+async def test_the_checkpoint_of_the_first_step_is_one_as_any_other(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger.acknowledge(1, policy_version=1, skipped_reason="", data_position=3)
+    ledger.record_metrics(1, {"reward/mean": 0.5}, seconds=1.0)
+    session = Session(TrainerStatus(step=1, checkpoint_step=1))
+    assert await restored(tmp_path, ledger, session) == Restored(step=1, data_position=3)
+    assert "LoadCheckpoint" in session.timeouts
+    checkpoint = ledger.last_checkpoint()
+    assert checkpoint is not None and checkpoint.step == 1
+
+
+async def test_a_restore_goes_back_to_the_checkpoint_and_gives_every_call_a_deadline(
+    tmp_path: Path, ledger: Ledger
+) -> None:
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 5)))
+    ledger.publishing(4, 4)
+    session = Session(TrainerStatus(step=4, checkpoint_step=2))
+    assert await restored(tmp_path, ledger, session) == Restored(step=2, data_position=6)
+    assert session.timeouts == {"GetStatus": 10.0, "LoadCheckpoint": 77.0}
+    assert session.policy_version == 5
+    assert ledger.last_step() == 2
+    checkpoint = ledger.last_checkpoint()
+    assert checkpoint is not None and (checkpoint.step, checkpoint.data_position) == (2, 6)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        assert [json.loads(line)["step"] for line in (tmp_path / name).read_text().splitlines()] == [1, 2]
+
+
+async def test_a_checkpoint_that_the_ledger_never_committed_is_committed_by_the_restore(
+    tmp_path: Path, ledger: Ledger
+) -> None:
+    await restored(tmp_path, ledger, Session(TrainerStatus(step=4, checkpoint_step=4)))
+    checkpoint = ledger.last_checkpoint()
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.data_position, checkpoint.policy_version) == (4, 12, 4)
+
+
+async def test_a_trainer_that_trained_and_has_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    with pytest.raises(WrongState, match="the trainer is at step 3 and the run has no checkpoint after step 0"):
+        await restored(tmp_path, ledger, Session(TrainerStatus(step=3, checkpoint_step=-1)))
+
+
+async def test_a_trainer_without_the_checkpoint_of_the_ledger_is_refused(tmp_path: Path, ledger: Ledger) -> None:
+    with pytest.raises(NotFound, match="last checkpoint is that of step 2, and the trainer does not have it"):
+        await restored(tmp_path, ledger, Session(TrainerStatus(step=2), has_checkpoint=False))

@@ -1,0 +1,110 @@
+"""The report of a run, and the distance between two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.config import dump
+from fourfold_coordinator.reporting import report
+from fourfold_coordinator.state.ledger import EvalRow, Ledger
+from tests.fakes.toy import make_config
+
+
+def evaluation(step: int, score: float) -> EvalRow:
+    answers = [{"prompt": "2 * 3 =", "completion": "6", "answer": "6", "score": 1.0}]
+    return EvalRow(step=step, score=score, half_width=0.1, answer_count=16, missing_count=0, answers=answers)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    """Two steps, the second skipped, three evaluations."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    for step, reason in ((1, ""), (2, "NO_ADVANTAGE")):
+        ledger.acknowledge(step, policy_version=1, skipped_reason=reason, data_position=3 * step)
+        ledger.record_metrics(step, {"reward/mean": step / 10}, seconds=2.0 * step)
+    for step, score in ((0, 0.1), (1, 0.3), (2, 0.6)):
+        ledger.add_eval(evaluation(step, score))
+    ledger.put({report.FIRST_STEP: '{"samples_sha256": "ab"}'})
+    return ledger
+
+
+def build(root: Path, ledger: Ledger, **changes: Any) -> dict[str, Any]:
+    return report.build(
+        make_config(root, **changes),
+        ledger,
+        seconds=12.3456,
+        peak_memory_bytes=5,
+        uncounted=["trainer-0"],
+        restarts={"trainer-0": 2},
+        resumes=1,
+        model="/runs/toy/model",
+    )
+
+
+def test_a_report_says_before_and_after(tmp_path: Path, ledger: Ledger) -> None:
+    facts = build(tmp_path, ledger)
+    assert facts["eval_before"] == {"step": 0, "score": 0.1, "half_width": 0.1, "n": 16, "missing": 0}
+    assert facts["eval_after"]["score"] == 0.6
+    assert (facts["steps"], facts["seconds"], facts["seconds_per_step"], facts["seed"]) == (2, 12.346, 3.0, 3)
+    assert (facts["restarts"], facts["resumes"]) == ({"trainer-0": 2}, 1)
+    assert facts["peak_memory_without"] == ["trainer-0"]
+    assert (facts["skipped_steps"], facts["policy_version"], facts["peak_memory_bytes"]) == (1, 1, 5)
+    assert facts["answers_after"][0]["completion"] == "6"
+    assert facts["first_step"] == {"samples_sha256": "ab"}
+
+
+def test_a_run_without_held_out_data_has_no_evaluation(tmp_path: Path) -> None:
+    facts = build(tmp_path, Ledger(tmp_path / "empty.sqlite"))
+    assert (facts["eval_before"], facts["eval_after"], facts["seconds_per_step"]) == (None, None, None)
+
+
+def test_the_curve_is_a_picture(tmp_path: Path, ledger: Ledger) -> None:
+    report.draw_curve(tmp_path / "curve.png", ledger.steps(), ledger.evals(), title="toy")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    report.draw_curve(tmp_path / "empty.png", [], [], title="a run that had nothing to draw")
+    assert (tmp_path / "empty.png").exists()
+
+
+def finish(root: Path, name: str, ledger: Ledger, *, tokens: list[list[int]], **changes: Any) -> dict[str, Any]:
+    """A finished run's folder; returns its report."""
+    folder = root / name
+    folder.mkdir()
+    (folder / "config.toml").write_text(dump(make_config(root, name=name, **changes)))
+    rows = [{"step": 1, "sample_id": f"s{i}", "token_ids": ids} for i, ids in enumerate(tokens)]
+    rows.append({"step": 2, "sample_id": "later", "token_ids": [9]})
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [{"step": 1, "reward/mean": 0.1 * len(tokens[0])}, {"step": 2, "reward/mean": 0.2}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report.write(folder, build(root, ledger, name=name, **changes), ledger.steps(), ledger.evals())
+    written: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return written
+
+
+def test_the_report_of_a_repeated_run_states_the_distance(
+    tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "draw_curve", lambda *args, **kwargs: None)
+    root = tmp_path / "runs"
+    root.mkdir()
+    assert finish(root, "toy", ledger, tokens=[[1, 2], [3, 4]])["distance"] is None
+    assert finish(root, "other", ledger, tokens=[[1, 2]], seed=8)["distance"] is None, "another recipe"
+    distance = finish(root, "toy-2", ledger, tokens=[[1, 2, 3], [3, 4]])["distance"]
+    assert distance["run"] == "toy"
+    assert distance["same_seed"] and distance["same_first_step_samples"]
+    assert distance["first_step_equal_share"] == 0.5
+    assert distance["reward_difference_max"] == pytest.approx(0.1)
+    assert distance["eval_after_difference"] == 0.0
+    assert report.compare(root / "toy", root / "toy-2")["first_step_equal_share"] == 0.5
+
+
+def test_a_neighbour_that_cannot_be_read_is_no_obstacle(
+    tmp_path: Path, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "draw_curve", lambda *args, **kwargs: None)
+    finish(tmp_path, "toy", ledger, tokens=[[1]])
+    (tmp_path / "toy" / "report.json").write_text("{")
+    assert finish(tmp_path, "toy-2", ledger, tokens=[[1]])["distance"] is None

@@ -1,0 +1,397 @@
+"""Which replica gets the work, what a failure costs, and how long the run waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import DeadlinePassed, InvalidInput, Overloaded, PeerFault, PermissionDenied, Unavailable
+from fourfold.host.clock import SYSTEM_CLOCK
+from fourfold.rpc.channel import open_channel
+from fourfold_coordinator.routing import circuit_breaker
+from fourfold_coordinator.routing.registry import Member, Registry
+from fourfold_coordinator.routing.replica import Budget, GivenUp, Replica, RunEnds, ServiceMissing
+from fourfold_coordinator.routing.router import Router
+from fourfold_coordinator.routing.scheduling import Demand
+from fourfold_coordinator.state.faults import Faults
+
+ROLE = Role.ROLE_REWARD
+
+
+class Bench:
+    """A router and members that nobody has to serve: their work is a function of the test."""
+
+    def __init__(self, *, wait_seconds: float = 0.3) -> None:
+        self.waits: list[str] = []
+        self.registry = Registry(clock=SYSTEM_CLOCK, tokenizer_sha256=b"t" * 32, ttl=60)
+        self.router = Router(
+            self.registry,
+            open_channel=lambda member: open_channel(member.target, None),
+            tokenizer_sha256=b"t" * 32,
+            clock=SYSTEM_CLOCK,
+            wait_seconds=wait_seconds,
+            on_wait=self.waits.append,
+        )
+        self.tokens: dict[str, bytes] = {}
+
+    def join(self, name: str, *, incarnation: str = "a", capacity: int = 0, role: Any = ROLE) -> Replica:
+        self.tokens[name] = self.registry.register(
+            Member(
+                member_id=name,
+                incarnation=incarnation * 32,
+                role=role,
+                target="127.0.0.1:9",
+                tokenizer_sha256=b"t" * 32 if role != ROLE else b"",
+            )
+        )
+        replica = next(r for r in self.router.replicas(role) if r.member.member_id == name)
+        replica.capacity = capacity
+        self.router.hinder(replica, "")
+        return replica
+
+    async def call(
+        self,
+        work: Callable[[Replica], Any],
+        *,
+        samples: int = 1,
+        infrastructure: int = 5,
+        data: int = 1,
+        role: Any = ROLE,
+        version: int | None = None,
+    ) -> Any:
+        budget = Budget(infrastructure=infrastructure, data=data)
+        async with asyncio.timeout(10):
+            return await self.router.call(role, work, demand=Demand(samples=samples), budget=budget, version=version)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
+    yield bench
+    for replica in bench.router.replicas(ROLE):
+        await replica.channel.close()
+
+
+async def name(replica: Replica) -> str:
+    return replica.member.member_id
+
+
+async def test_work_goes_to_the_replica_with_the_fewest_samples(bench: Bench) -> None:
+    for member in ("a", "b", "c"):
+        bench.join(member)
+    gate = asyncio.Event()
+    begun: list[tuple[str, int]] = []
+
+    def piece(samples: int) -> Any:
+        async def work(replica: Replica) -> None:
+            begun.append((replica.member.member_id, samples))
+            await gate.wait()
+
+        return asyncio.create_task(bench.call(work, samples=samples))
+
+    tasks = [piece(samples) for samples in (4, 2, 1, 1, 1, 2)]
+    while len(begun) < 6:
+        await asyncio.sleep(0)
+    assert begun == [("a", 4), ("b", 2), ("c", 1), ("c", 1), ("b", 1), ("c", 2)]
+    gate.set()
+    await asyncio.gather(*tasks)
+    assert [r.outstanding for r in bench.router.replicas(ROLE)] == [0, 0, 0]
+
+
+async def test_a_full_replica_is_waited_for_and_work_goes_out_in_its_order(bench: Bench) -> None:
+    replica = bench.join("a", capacity=4)
+    running: list[int] = []
+    order: list[int] = []
+
+    def piece(number: int, samples: int) -> Any:
+        async def work(_: Replica) -> None:
+            order.append(number)
+            running.append(samples)
+            assert sum(running) <= 4 and replica.outstanding <= 4
+            await asyncio.sleep(0.02)
+            running.remove(samples)
+
+        return bench.call(work, samples=samples)
+
+    await asyncio.gather(*(piece(i, samples) for i, samples in enumerate((3, 2, 1, 4, 1, 3))))
+    assert order == sorted(order), "nobody overtakes"
+
+
+async def test_a_dead_replica_costs_one_try_and_another_one_does_the_work(bench: Bench) -> None:
+    for member in ("a", "b"):
+        bench.join(member)
+    tried: list[str] = []
+
+    async def work(replica: Replica) -> str:
+        tried.append(replica.member.member_id)
+        if replica.member.member_id == "a":
+            raise Unavailable("connection refused")
+        return "done"
+
+    assert await bench.call(work, infrastructure=1) == "done"
+    assert tried == ["a", "b"]
+    assert await bench.call(work, infrastructure=0) == "done", "the dead one rests"
+    assert tried == ["a", "b", "b"]
+
+
+async def test_the_infrastructure_budget_ends(bench: Bench) -> None:
+    for member in ("a", "b", "c"):
+        bench.join(member)
+
+    async def work(replica: Replica) -> None:
+        raise Unavailable(f"{replica.member.member_id} is draining", reason="DRAINING")
+
+    with pytest.raises(GivenUp, match="given up after its last try: c is draining") as error:
+        await bench.call(work, infrastructure=2)
+    assert error.value.reason == "DRAINING"
+
+
+async def test_data_failures_have_a_budget_of_their_own(bench: Bench) -> None:
+    bench.join("a")
+    tries: list[int] = []
+
+    async def work(_: Replica) -> None:
+        tries.append(1)
+        raise InvalidInput("token 9 is outside the vocabulary", reason="BAD_PROMPT")
+
+    with pytest.raises(GivenUp) as error:
+        await bench.call(work, infrastructure=5, data=1)
+    assert len(tries) == 2 and error.value.reason == "BAD_PROMPT"
+
+
+async def test_an_overloaded_replica_rests_as_long_as_it_asks(bench: Bench) -> None:
+    bench.join("a")
+    times: list[float] = []
+
+    async def work(_: Replica) -> str:
+        times.append(asyncio.get_running_loop().time())
+        if len(times) == 1:
+            raise Overloaded("queue full", retry_after=0.15)
+        return "done"
+
+    assert await bench.call(work) == "done"
+    assert 0.15 <= times[1] - times[0] < 5
+
+
+async def test_a_replica_that_is_full_of_our_own_work_costs_no_try(bench: Bench) -> None:
+    """It takes two pieces at a time and does not say so beforehand."""
+    replica = bench.join("a")
+    inside: list[int] = []
+    refused: list[int] = []
+
+    def piece(number: int) -> Any:
+        async def work(_: Replica) -> int:
+            if len(inside) == 2:
+                refused.append(number)
+                raise Overloaded("too many tokens", retry_after=0.5)
+            inside.append(number)
+            await asyncio.sleep(0.02)
+            inside.remove(number)
+            return number
+
+        return bench.call(work, samples=4, infrastructure=0)
+
+    assert await asyncio.gather(*(piece(i) for i in range(6))) == list(range(6))
+    assert refused and replica.outstanding == 0
+
+
+async def test_one_replica_that_refuses_us_says_nothing_of_the_others(bench: Bench) -> None:
+    for member in ("a", "b"):
+        bench.join(member)
+
+    async def work(replica: Replica) -> str:
+        if replica.member.member_id == "a":
+            raise PermissionDenied("coordinator may not call Score")
+        return "done"
+
+    assert await bench.call(work, infrastructure=1) == "done"
+
+
+async def test_an_error_that_ends_the_run_is_not_tried_again(bench: Bench) -> None:
+    bench.join("a")
+    tries: list[int] = []
+
+    async def work(_: Replica) -> None:
+        tries.append(1)
+        raise RunEnds("the recipe says stop")
+
+    with pytest.raises(RunEnds):
+        await bench.call(work)
+    assert tries == [1]
+
+
+async def test_failures_are_counted_and_shown_until_a_call_works(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(circuit_breaker, "_FIRST_REST_SECONDS", 0.001)
+    shown: dict[str, str] = {}
+    bench.router.faults = Faults(report=shown.__setitem__, resolve=shown.__delitem__)
+    bench.join("a").scorer = "mine@1"
+    seen: list[str] = []
+
+    async def work(_: Replica) -> str:
+        seen.append(shown.get("a (mine@1)", ""))
+        if len(seen) <= 4:
+            raise PeerFault("a at 127.0.0.1:9", "WRONG_COUNT", f"Score: answered {len(seen)} scores")
+        return "done"
+
+    assert await bench.call(work) == "done"
+    text = "its calls fail and are tried again; the first with WRONG_COUNT: a at 127.0.0.1:9: Score: answered 1 scores"
+    assert seen == ["", "", "", text, text] and shown == {}
+    assert bench.router.faults.rows() == [
+        {"peer": "a", "kind": "WRONG_COUNT", "count": 4, "first": "a at 127.0.0.1:9: Score: answered 1 scores"}
+    ]
+
+
+async def test_a_replica_that_failed_often_gets_one_call_until_that_one_works(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(circuit_breaker, "_FIRST_REST_SECONDS", 0.001)
+    replica = bench.join("a")
+    for number in range(circuit_breaker.THRESHOLD):
+        replica.breaker.failed(Unavailable("away"), float(number))
+    probed = asyncio.Event()
+    begun: list[bool] = []
+
+    async def work(one: Replica) -> None:
+        begun.append(one.breaker.probing)
+        if len(begun) == 1:
+            await probed.wait()
+
+    calls = [asyncio.create_task(bench.call(work)) for _ in range(3)]
+    while not begun:
+        await asyncio.sleep(0)
+    await bench.router.changed(timeout=0.05)
+    assert begun == [True]
+    probed.set()
+    await asyncio.gather(*calls)
+    assert begun == [True, False, False]
+
+
+async def test_what_is_shown_of_a_member_goes_with_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: dict[str, str] = {}
+    bench.router.faults = Faults(report=shown.__setitem__, resolve=shown.__delitem__)
+    replica = bench.join("a")
+    bench.router.failed(replica, DeadlinePassed("a: Score took longer than 3 s"))
+    assert "Score took longer" in shown["a"], "one that hangs is shown at once"
+    bench.registry.deregister(bench.tokens["a"])
+    assert shown == {}
+
+
+async def test_a_role_without_services_is_named_after_the_wait(bench: Bench) -> None:
+    with pytest.raises(ServiceMissing, match=r"no usable reward service for 0.3 s \(none has registered\)") as error:
+        await bench.call(name)
+    assert error.value.reason == "NO_REWARD_SERVICE"
+    assert bench.waits[0] == "a reward service (none has registered)"
+
+
+async def test_a_hindered_replica_is_not_used_and_says_why(bench: Bench) -> None:
+    replica = bench.join("a")
+    bench.router.hinder(replica, "its weight update failed")
+    with pytest.raises(ServiceMissing, match="a: its weight update failed"):
+        await bench.call(name)
+
+
+async def test_a_replica_that_comes_late_gets_the_waiting_work(bench: Bench) -> None:
+    waiting = asyncio.create_task(bench.call(name))
+    await asyncio.sleep(0.05)
+    bench.join("late")
+    assert await waiting == "late"
+    assert bench.waits[-1] == ""
+
+
+async def test_an_engine_with_older_weights_is_not_used(bench: Bench) -> None:
+    old, new = (bench.join(member, role=Role.ROLE_ROLLOUT) for member in ("old", "new"))
+    old.version, new.version = 3, 4
+    assert await bench.call(name, role=Role.ROLE_ROLLOUT, version=4) == "new"
+    new.version = 3
+    with pytest.raises(ServiceMissing):
+        await bench.call(name, role=Role.ROLE_ROLLOUT, version=4)
+
+
+async def test_work_of_a_replaced_process_is_cut_off_and_done_by_the_new_one(bench: Bench) -> None:
+    bench.join("a", incarnation="a")
+    begun = asyncio.Event()
+
+    async def work(replica: Replica) -> str:
+        begun.set()
+        if replica.member.incarnation.startswith("a"):
+            await asyncio.sleep(60)
+        return replica.member.incarnation[0]
+
+    task = asyncio.create_task(bench.call(work, infrastructure=1))
+    await begun.wait()
+    bench.join("a", incarnation="b")
+    assert await task == "b"
+
+
+async def test_work_of_a_member_that_leaves_may_end(bench: Bench) -> None:
+    bench.join("a")
+    begun, gate = asyncio.Event(), asyncio.Event()
+
+    async def work(_: Replica) -> str:
+        begun.set()
+        await gate.wait()
+        return "finished while it drained"
+
+    task = asyncio.create_task(bench.call(work, infrastructure=0))
+    await begun.wait()
+    bench.registry.deregister(bench.tokens["a"])
+    assert bench.router.replicas(ROLE) == []
+    gate.set()
+    assert await task == "finished while it drained"
+
+
+async def test_waiting_for_services_says_what_is_missing(bench: Bench) -> None:
+    bench.join("a")
+    await bench.router.wait_for({ROLE: 1})
+    await bench.router.wait_for({ROLE: 2}, seconds=0.05)  # one is enough after a while
+    with pytest.raises(ServiceMissing, match=r"no usable trainer service for 0.05 s"):
+        await bench.router.wait_for({ROLE: 1, Role.ROLE_TRAINER: 1}, seconds=0.05)
+    assert "trainer 0 of 1 (none has registered)" in bench.waits
+
+
+async def test_what_was_refused_beside_other_work_is_asked_again_when_that_work_has_failed() -> None:
+    bench = Bench(wait_seconds=0.3)
+    bench.join("a")
+    gate, tries = asyncio.Event(), {"small": 0, "large": 0}
+
+    async def small(_: Replica) -> str:
+        tries["small"] += 1
+        if tries["small"] == 1:
+            await gate.wait()
+            raise Unavailable("lost")
+        return "small"
+
+    async def large(_: Replica) -> str:
+        tries["large"] += 1
+        if tries["large"] == 1:
+            raise Overloaded("too many tokens", retry_after=0.01)
+        return "large"
+
+    one = asyncio.create_task(
+        bench.router.call(ROLE, small, demand=Demand(samples=1), budget=Budget(infrastructure=5, data=1))
+    )
+    await asyncio.sleep(0.05)
+    other = asyncio.create_task(
+        bench.router.call(ROLE, large, demand=Demand(samples=8), budget=Budget(infrastructure=5, data=1))
+    )
+    await asyncio.sleep(0.05)
+    gate.set()
+    found = await asyncio.wait_for(asyncio.gather(one, other), 5)
+    assert tuple(found) == ("small", "large")
+
+
+async def test_more_samples_than_anybody_takes_at_once_are_an_error_and_no_endless_wait() -> None:
+    bench = Bench(wait_seconds=0.1)
+    bench.join("a", capacity=4)
+
+    async def never(_: Replica) -> str:
+        raise AssertionError("it has no room")
+
+    with pytest.raises(ServiceMissing, match="takes the 8 samples of one prompt at once; the largest takes 4"):
+        await asyncio.wait_for(
+            bench.router.call(ROLE, never, demand=Demand(samples=8), budget=Budget(infrastructure=5, data=1)), 5
+        )

@@ -1,0 +1,166 @@
+"""What the router does for its members: it watches the load of engines and releases what a departed member had."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from fourfold.coordinator.v1 import run_service_pb2 as pb
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import Unavailable
+from fourfold.host.clock import SYSTEM_CLOCK
+from fourfold_coordinator.routing import router
+from fourfold_coordinator.routing.load import Load
+from fourfold_coordinator.routing.registry import Member, Registry
+from fourfold_coordinator.routing.replica import Replica
+from fourfold_coordinator.routing.router import Router
+from tests.fakes.rollout import until
+
+
+class Channel:
+    """Stands for a channel on which nobody calls; counts how often it was closed."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+
+    async def close(self) -> None:
+        self.closed += 1
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+class Scene:
+    """A router that runs, and whose watches and channels are noted."""
+
+    def __init__(self) -> None:
+        self.registry = Registry(clock=SYSTEM_CLOCK, tokenizer_sha256=b"t" * 32, ttl=60)
+        self.channels: dict[str, Channel] = {}
+        self.router = Router(
+            self.registry,
+            open_channel=self._open,
+            tokenizer_sha256=b"t" * 32,
+            clock=SYSTEM_CLOCK,
+            wait_seconds=5,
+        )
+        self.watched: list[Load] = []
+        self.unwatched: list[Load] = []
+
+    def _open(self, member: Member) -> Any:
+        return self.channels.setdefault(member.target, Channel())
+
+    async def watch(self, client: Any, load: Load, clock: Any) -> None:
+        self.watched.append(load)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.unwatched.append(load)
+
+    def join(self, name: str, role: Role.ValueType, number: int) -> tuple[Replica, bytes]:
+        member = Member(
+            member_id=name,
+            incarnation="a" * 32,
+            role=role,
+            target=f"127.0.0.1:{number}",
+            tokenizer_sha256=b"" if role == Role.ROLE_REWARD else b"t" * 32,
+        )
+        token = self.registry.register(member)
+        (replica,) = [r for r in self.router.replicas(role) if r.member.member_id == name]
+        replica.vocabulary_size = 100
+        self.router.hinder(replica, "")  # as if it had been looked at
+        return replica, token
+
+
+@pytest.fixture
+async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
+    scene = Scene()
+    monkeypatch.setattr(router, "watch", scene.watch)
+    running = asyncio.create_task(scene.router.run())
+    yield scene
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert all(channel.closed == 1 for channel in scene.channels.values()), "each channel is closed once"
+
+
+async def test_only_engines_are_watched_for_load(scene: Scene) -> None:
+    roles = (Role.ROLE_TRAINER, Role.ROLE_REWARD, Role.ROLE_REFERENCE)
+    for number, role in enumerate(roles, 1):
+        scene.join(f"{number}-other", role, number)
+    engine, _ = scene.join("9-engine", Role.ROLE_ROLLOUT, 9)
+    await until(lambda: engine.load in scene.watched)
+    late, _ = scene.join("a-engine", Role.ROLE_ROLLOUT, 10)
+    await until(lambda: late.load in scene.watched)
+    assert scene.watched == [engine.load, late.load], "one watch of each engine, and of nobody else"
+
+
+async def test_an_engine_is_watched_when_it_was_looked_at(scene: Scene) -> None:
+    first, _ = scene.join("first", Role.ROLE_ROLLOUT, 1)
+    first.vocabulary_size = 0
+    second, _ = scene.join("second", Role.ROLE_ROLLOUT, 2)
+    await until(lambda: second.load in scene.watched)
+    assert first.load not in scene.watched
+    first.vocabulary_size = 100
+    scene.router.notify()
+    await until(lambda: first.load in scene.watched)
+
+
+async def test_a_departed_replica_is_released(scene: Scene) -> None:
+    replica, token = scene.join("engine", Role.ROLE_ROLLOUT, 1)
+    load, channel, left = replica.load, scene.channels["127.0.0.1:1"], weakref.ref(replica)
+    await until(lambda: load in scene.watched)
+    scene.registry.deregister(token)
+    await until(lambda: channel.closed == 1 and load in scene.unwatched)
+    assert scene.router.replicas(Role.ROLE_ROLLOUT) == []
+    with pytest.raises(Unavailable):
+        await replica.call(asyncio.sleep(0))
+    del replica
+    follower, _ = scene.join("next", Role.ROLE_ROLLOUT, 2)
+    await until(lambda: follower.load in scene.watched)
+    gc.collect()
+    assert left() is None, "a run of many days sees many engines come and go"
+
+
+async def test_the_channel_of_a_departed_replica_is_closed_after_its_last_call(scene: Scene) -> None:
+    replica, token = scene.join("scorer", Role.ROLE_REWARD, 1)
+    go = asyncio.Event()
+    call = asyncio.create_task(replica.call(go.wait()))
+    await asyncio.sleep(0)
+    scene.registry.deregister(token)
+    other, other_token = scene.join("other", Role.ROLE_REWARD, 2)
+    scene.registry.deregister(other_token)
+    await until(lambda: scene.channels["127.0.0.1:2"].closed == 1)
+    assert scene.channels["127.0.0.1:1"].closed == 0
+    go.set()
+    await call
+    scene.router.notify()
+    await until(lambda: scene.channels["127.0.0.1:1"].closed == 1)
+    assert other.gone
+
+
+@pytest.mark.parametrize(("late", "state"), [(False, pb.MEMBER_STATE_LIVE), (True, pb.MEMBER_STATE_SILENT)])
+async def test_a_member_is_shown_with_the_state_of_its_lease(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, late: bool, state: int
+) -> None:
+    scene.join("scorer", Role.ROLE_REWARD, 1)
+    monkeypatch.setattr(scene.registry, "overdue", lambda _member_id: (late, 1_795_000_000.0))
+    (row,) = scene.router.members()
+    assert (row.member_id, row.role, row.target) == ("scorer", "reward", "127.0.0.1:1")
+    assert (row.policy_version, row.state) == (-1, state)
+    assert row.state_since.ToNanoseconds() == 1_795_000_000 * 10**9
+
+
+async def test_a_run_waits_for_all_the_services_that_it_wants_although_one_is_there(scene: Scene) -> None:
+    waits: list[str] = []
+    scene.router.on_wait = waits.append
+    scene.join("a", Role.ROLE_REWARD, 1)
+    waiting = asyncio.create_task(scene.router.wait_for({Role.ROLE_REWARD: 2}))
+    await until(lambda: any("reward 1 of 2" in what for what in waits))
+    assert not waiting.done()
+    scene.join("b", Role.ROLE_REWARD, 2)
+    await asyncio.wait_for(waiting, 5)
+    assert waits[-1] == ""

@@ -1,0 +1,78 @@
+"""Who gets a call: the formula in a table, keys of prompts, and the lengths that are expected."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fourfold_coordinator.routing.scheduling import Candidate, Lengths, Prefixes, call_tokens, choose, prefix_keys
+
+C = Candidate
+
+
+@pytest.mark.parametrize(
+    ("candidates", "size", "best"),
+    [
+        ([C(name="a", outstanding=0), C(name="b", outstanding=0)], 10, "a"),
+        ([C(name="b", outstanding=0), C(name="a", outstanding=0)], 10, "a"),
+        ([C(name="a", outstanding=11), C(name="b", outstanding=10)], 1, "b"),
+        # (100 + 20) / 30 = 4 s beside (0 + 20) / 4 = 5 s
+        ([C(name="a", outstanding=0, speed=4.0), C(name="b", outstanding=100, speed=30.0)], 20, "b"),
+        ([C(name="a", outstanding=0, speed=6.0), C(name="b", outstanding=100, speed=30.0)], 20, "a"),
+        # one that nobody has measured counts as the mean of the others, (2 + 6) / 2
+        ([C(name="a", outstanding=10, speed=2.0), C(name="b", outstanding=30, speed=6.0),
+          C(name="c", outstanding=17)], 2, "c"),
+        ([C(name="a", outstanding=10, speed=2.0), C(name="b", outstanding=30, speed=6.0),
+          C(name="c", outstanding=20)], 2, "b"),
+        # a KV cache that is full comes after one that is not, however fast it is; what is not known is enough
+        ([C(name="a", outstanding=0, speed=100.0, room=19), C(name="b", outstanding=900, speed=1.0, room=20)], 20, "b"),
+        ([C(name="a", outstanding=0, speed=100.0, room=19), C(name="b", outstanding=900, speed=1.0)], 20, "b"),
+        ([C(name="a", outstanding=9, room=0), C(name="b", outstanding=8, room=-50)], 20, "b"),
+        # a held prefix is worth what it saves and no more
+        ([C(name="a", outstanding=0), C(name="b", outstanding=63, held=64)], 500, "b"),
+        ([C(name="a", outstanding=0), C(name="b", outstanding=65, held=64)], 500, "a"),
+        ([C(name="a", outstanding=0), C(name="b", outstanding=25, held=64)], 20, "a"),
+        # who has just failed this work is the last to be asked again
+        ([C(name="a", outstanding=0, avoided=True), C(name="b", outstanding=99, room=0)], 1, "b"),
+    ],
+)  # fmt: skip
+def test_the_choice(candidates: list[Candidate], size: int, best: str) -> None:
+    assert choose(candidates, size).name == best
+
+
+def test_the_size_of_a_call_counts_every_prompt() -> None:
+    assert call_tokens(samples=8, prompt=100, expected=50) == 1200
+
+
+def test_keys_of_a_prompt_stand_for_its_leading_tokens() -> None:
+    tokens = np.arange(300, dtype=np.int32)
+    keys = prefix_keys(tokens)
+    assert [count for count, _ in keys] == [64, 128, 256, 300]
+    assert prefix_keys(tokens.astype(np.int32)[:256])[:3] == keys[:3], "a shorter prompt is found in a longer one"
+    other = tokens.copy()
+    other[128] += 1
+    assert [a == b for a, b in zip(prefix_keys(other), keys, strict=True)] == [True, True, False, False]
+    assert [count for count, _ in prefix_keys(tokens[:5])] == [5]
+    assert [count for count, _ in prefix_keys(tokens[:64])] == [64]
+
+
+def test_a_prefix_is_found_with_who_was_given_it_last_and_the_oldest_is_forgotten() -> None:
+    prefixes, first = Prefixes(limit=4), np.arange(130, dtype=np.int32)
+    prefixes.give(prefix_keys(first), "a")
+    assert prefixes.held(prefix_keys(first)) == {"a": 130}
+    later = np.concatenate([first, first])
+    assert prefixes.held(prefix_keys(later)) == {"a": 128}
+    prefixes.give(prefix_keys(first[:64]), "b")
+    assert prefixes.held(prefix_keys(later)) == {"b": 64, "a": 128}
+    prefixes.give(prefix_keys(first + 1), "c")  # three keys more than there is room for
+    assert prefixes.held(prefix_keys(first)) == {"b": 64}
+
+
+def test_expected_lengths_are_the_mean_of_those_seen_and_never_above_the_limit() -> None:
+    lengths = Lengths()
+    assert lengths.expected(512) == 512
+    lengths.saw([10, 20, 60])
+    assert lengths.expected(512) == 30
+    assert lengths.expected(16) == 16
+    lengths.saw([100] * 20_000)
+    assert lengths.expected(512) >= 98, "what was long ago fades"

@@ -1,0 +1,70 @@
+"""What the coordinator refuses before it begins."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.errors import ConfigError
+from fourfold_coordinator.reporting.memory import MemoryMeter, pss_bytes
+from fourfold_coordinator.routing.registry import Member
+from fourfold_coordinator.serve import locked, write_atomically
+
+
+def test_one_run_folder_has_one_coordinator(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        with pytest.raises(ConfigError, match="another coordinator runs there"):
+            with locked(tmp_path):
+                pass
+    with locked(tmp_path):
+        pass
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "coordinator.address"
+    write_atomically(path, "127.0.0.1:1\n")
+    write_atomically(path, "127.0.0.1:2\n")
+    assert path.read_text() == "127.0.0.1:2\n"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_memory_is_the_sum_over_the_processes_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FOURFOLD_PARENT_PID", raising=False)
+    meter = MemoryMeter()
+    blob = bytearray(b"x" * 50_000_000)
+    assert meter.sample() > len(blob)
+    assert pss_bytes(2**22 + 1) == 0, "a process that is gone"
+    assert MemoryMeter(pss=lambda pid: 7).sample() % 7 == 0
+
+
+def test_memory_counts_services_that_were_started_by_hand_and_names_those_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    serve = (
+        "import socket, sys; server = socket.create_server(('127.0.0.1', 0)); "
+        "print(server.getsockname()[1], flush=True); sys.stdin.read()"
+    )
+    with (
+        subprocess.Popen([sys.executable, "-c", serve], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as service,
+        subprocess.Popen([sys.executable, "-c", serve], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher,
+    ):
+        assert service.stdout is not None
+        port = int(service.stdout.readline())
+        monkeypatch.setenv("FOURFOLD_PARENT_PID", str(launcher.pid))  # which the service is not below
+        meter = MemoryMeter(pss=lambda pid: 7)
+        assert meter.sample() == 7
+        here, there = member("reward-0", f"127.0.0.1:{port}"), member("trainer-0", f"gpu-node.invalid:{port}")
+        assert meter.sample([here, there]) == 14
+        assert meter.sample([there]) == 7, "its pid may be another's by now"
+        assert meter.uncounted == ["trainer-0"]
+        for process in (service, launcher):
+            process.kill()
+
+
+def member(member_id: str, target: str) -> Member:
+    role = Role.ROLE_REWARD
+    return Member(member_id=member_id, incarnation="0" * 32, role=role, target=target, tokenizer_sha256=b"")

@@ -1,0 +1,178 @@
+"""What sampling a prompt asks of a replica: its tokens as they are expected by then, and its prefix."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fourfold import config as configuration
+from fourfold.config import Config
+from fourfold.errors import FourfoldError
+from fourfold.rollout.client import Completion
+from fourfold.rollout.v1 import rollout_service_pb2 as rollout
+from fourfold.rpc.codec import VersionSpan
+from fourfold_coordinator.data.prompts import Prompt
+from fourfold_coordinator.routing.scheduling import Demand, prefix_keys
+from fourfold_coordinator.training.service_calls import Peers
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
+PROMPT = Prompt(
+    index=0, text="?", token_ids=np.arange(90, dtype=np.int32), answer="", metadata_json="{}", group_key="0"
+)
+
+
+class Router:
+    """Answers every call with completions of a length, and keeps what was asked."""
+
+    def __init__(self) -> None:
+        self.demands: list[Demand] = []
+        self.length = 0
+
+    async def call(self, role: int, work: Any, *, demand: Demand, budget: Any, version: int) -> list[Completion]:
+        self.demands.append(demand)
+        return [
+            Completion(
+                sample_index=index,
+                token_ids=np.zeros(self.length, np.int32),
+                logprobs=np.zeros(self.length, np.float32),
+                version_spans=(VersionSpan(policy_version=0, token_count=self.length),),
+                finish_reason=rollout.FINISH_REASON_STOP,
+            )
+            for index in range(demand.samples)
+        ]
+
+
+class Decoder:
+    def decode(self, token_ids: Any, /) -> str:
+        return ""
+
+
+async def test_a_call_says_what_it_will_take() -> None:
+    config = configuration.load(RECIPE)
+    router: Any = Router()
+    peers = Peers(config, router, Decoder())
+    for samples, length in ((4, 3), (2, 9), (1, 1)):
+        router.length = length
+        names = [f"s{index}" for index in range(samples)]
+        await peers.generate(PROMPT, group_id="g", sample_ids=names, seed=1, version=0, budget=peers.budget())
+    longest = min(config.sampling.max_new_tokens, config.model.max_context_tokens - 90)
+    assert [(d.samples, d.tokens) for d in router.demands] == [
+        (4, 4 * (90 + longest)),  # nothing is known yet
+        (2, 2 * (90 + 3)),
+        (1, 90 + 5),  # four of 3 and two of 9
+    ]
+    assert {d.prefix for d in router.demands} == {prefix_keys(PROMPT.token_ids)}
+
+
+class OneReplica:
+    """A router with one replica of each kind, which notes what it is asked and answers as a test says."""
+
+    def __init__(self) -> None:
+        self.requests: list[rollout.GenerateRequest] = []
+        self.timeouts: list[float] = []
+        self.tries = 1
+        self.missing = 0
+        self.token = 5
+        self.replica = SimpleNamespace(
+            member=SimpleNamespace(peer="rollout-0 at here"), vocabulary_size=9, rollout=self, reference=self
+        )
+
+    async def call(self, role: int, work: Any, **_: Any) -> Any:
+        for _try in range(self.tries):
+            answer = await work(self.replica)
+        return answer
+
+    async def complete(self, request: rollout.GenerateRequest, *, timeout: float) -> list[Completion]:
+        self.requests.append(request)
+        self.timeouts.append(timeout)
+        return [
+            Completion(
+                sample_index=index,
+                token_ids=np.full(2, self.token, np.int32),
+                logprobs=np.full(2, -0.5, np.float32),
+                version_spans=(VersionSpan(policy_version=3, token_count=2),),
+                finish_reason=rollout.FINISH_REASON_STOP,
+            )
+            for index in range(request.sample_count - self.missing)
+        ]
+
+    async def compute_logprobs(self, samples: Any, *, timeout: float) -> list[Any]:
+        self.timeouts.append(timeout)
+        return [np.full(92, -0.25, np.float32) for _ in samples[self.missing :]]
+
+
+def _config() -> Config:
+    config = configuration.load(RECIPE)
+    sampling = config.sampling.model_copy(update={"temperature": 0.5})
+    trainer = config.trainer.model_copy(update={"step_timeout_seconds": 77.0})
+    return config.model_copy(update={"sampling": sampling, "trainer": trainer})
+
+
+async def _ask(router: OneReplica, **more: Any) -> list[Any]:
+    asked: Any = router
+    peers = Peers(_config(), asked, Decoder())
+    names = ["s0", "s1", "s2"]
+    return await peers.generate(
+        PROMPT, group_id="g", sample_ids=names, seed=40, version=3, budget=peers.budget(), **more
+    )
+
+
+async def test_every_try_is_a_request_with_an_id_of_its_own() -> None:
+    router = OneReplica()
+    router.tries = 3
+    entered: list[int] = []
+
+    @asynccontextmanager
+    async def on_try() -> AsyncIterator[None]:
+        entered.append(len(router.requests))
+        yield
+
+    trajectories = await _ask(router, on_try=on_try)
+    assert [r.request_id for r in router.requests] == ["g-0", "g-1", "g-2"]
+    assert entered == [0, 1, 2], "before each request"
+    assert router.timeouts == [77.0] * 3
+    for request in router.requests:
+        assert list(request.prompt_token_ids) == list(range(90))
+        assert (request.sample_count, request.min_policy_version) == (3, 3)
+        assert (request.sampling_params.temperature, request.sampling_params.seed) == (0.5, 40)
+    assert [t.sample.sample_id for t in trajectories] == ["s0", "s1", "s2"]
+    assert {(t.sample.group_id, t.sample.temperature) for t in trajectories} == {("g", 0.5)}
+
+
+async def test_a_greedy_answer_is_asked_for_at_0_and_counts_at_1() -> None:
+    router = OneReplica()
+    trajectories = await _ask(router, greedy=True)
+    assert [r.request_id for r in router.requests] == ["g-greedy-0"]
+    assert router.requests[0].sampling_params.temperature == 0.0
+    assert {(t.sample.group_id, t.sample.temperature) for t in trajectories} == {("g", 1.0)}
+
+
+async def test_completions_that_cannot_be_are_refused() -> None:
+    router = OneReplica()
+    router.token = 9
+    with pytest.raises(FourfoldError, match="rollout-0 at here"):
+        await _ask(router)
+    router.token = 5
+    router.missing = 1
+    with pytest.raises(ValueError, match="shorter"):
+        await _ask(router)
+
+
+async def test_a_reference_gives_each_sample_its_row_in_time() -> None:
+    router = OneReplica()
+    trajectories = await _ask(router)
+    asked: Any = router
+    peers = Peers(_config(), asked, Decoder())
+    found = await peers.reference(trajectories, peers.budget())
+    assert router.timeouts[-1] == 77.0
+    assert [t.sample.sample_id for t in found] == ["s0", "s1", "s2"]
+    assert all((t.sample.reference_logprobs == -0.25).all() and len(t.sample.reference_logprobs) == 92 for t in found)
+    router.missing = 1
+    with pytest.raises(ValueError, match="shorter"):
+        await peers.reference(trajectories, peers.budget())

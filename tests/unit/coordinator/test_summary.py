@@ -1,0 +1,86 @@
+"""The report of a run, as people read it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fourfold_coordinator.cli.summary import answer_table, summary_lines
+
+PROMPT = "<|im_start|>system\nReply.<|im_end|>\n<|im_start|>user\nWhat is {}?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def answer(expression: str, completion: str, score: float | None) -> dict[str, Any]:
+    return {"prompt": PROMPT.format(expression), "completion": completion, "answer": "12", "score": score}
+
+
+def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path: Path) -> None:
+    report = {
+        "name": "demo", "seed": 17, "steps": 24, "seconds": 250.2, "seconds_per_step": 9.83,
+        "peak_memory_bytes": 8_260_000_000, "dropped": {"REWARD_ERROR": 3},
+        "eval_before": {"step": 0, "score": 0.106, "half_width": 0.071, "n": 160},
+        "eval_after": {"step": 24, "score": 0.631, "half_width": None, "n": 160},
+        "distance": {"run": "demo-1", "same_first_step_prompts": True, "same_first_step_seeds": True,
+                     "same_first_step_samples": True, "eval_after_difference": -0.02},
+        "answers_before": [answer("3 * 4", "I think\nit is 34, because of this and that", 0.0)],
+        "answers_after": [answer("3 * 4", "12", 1.0)],
+    }  # fmt: skip
+    (tmp_path / "curve.png").touch()
+    text = "\n".join(summary_lines(report, tmp_path))
+    assert "demo is done: 24 steps (9.8 s each) in 4:10 min, seed 17, at most 8.3 GB of memory." in text
+    away = {**report, "peak_memory_without": ["trainer-0"]}
+    assert "8.3 GB of memory (without trainer-0: not on the coord" in "\n".join(summary_lines(away, tmp_path))
+    assert "Held-out accuracy: 0.11 +- 0.07 (160 answers) before, 0.63 (160 answers) after training (95 %)." in text
+    assert "Dropped samples: 3 REWARD_ERROR" in text
+    assert "What to look at" not in text and "Resumed" not in text and "Started again" not in text
+    disturbed = summary_lines({**report, "resumes": 2, "restarts": {"trainer-0": 2, "rollout-0": 1}}, tmp_path)
+    assert "Resumed 2 times." in disturbed
+    assert "Started again while the run went on: rollout-0 1x, trainer-0 2x." in disturbed
+    wrong = [
+        {"text": "82% were cut off; raise it", "steps": 20, "first": 2, "last": 24},
+        {"text": "nothing was learned: every sample scored 0", "steps": 1, "first": 3, "last": 3},
+    ]
+    lines = summary_lines({**report, "skipped_steps": 1, "diagnosis": wrong}, tmp_path)
+    assert "1 of 24 steps changed nothing." in lines
+    assert "  20 steps, 2 to 24: 82% were cut off; raise it" in lines
+    assert "  step 3: nothing was learned: every sample scored 0" in lines
+    assert "Against demo-1, the same recipe: the same first step, accuracy -0.02." in text
+    assert "What is 3 * 4?" in text and "I think it is 34," in text and "12 *" in text
+    assert f"{tmp_path}/curve.png" in text and f"{tmp_path}/metrics.jsonl" not in text
+    assert text.endswith(f"Talk to it: fourfold chat {tmp_path}/model")
+
+
+def test_answers_are_paired_by_prompt() -> None:
+    table = answer_table([answer("1 * 2", "a", 0.0), answer("2 * 2", "b", None)], [answer("2 * 2", "c", 1.0)])
+    assert len(table) == 5  # an empty line, the title, an empty line, the head, one pair
+    assert table[4].split() == ["What", "is", "2", "*", "2?", "12", "b", "c", "*"]
+    assert answer_table([], []) == []
+
+
+def test_what_prompts_share_is_said_once_and_what_differs_in_every_row() -> None:
+    asked = [f"Solve this multiplication: {a} * {a + 1}. Give only the result." for a in (3, 12)]
+    table = answer_table([answer(q, "x", 0.0) for q in asked], [answer(q, "y", 1.0) for q in asked])
+    assert " ".join(table[:3]).split("(")[0].strip() == (
+        'Answers to the held-out prompts "What is Solve this multiplication: ... Give only the result.?"'
+    )
+    assert [line.split() for line in table[-2:]] == [
+        ["3", "*", "4.", "12", "x", "y", "*"],
+        ["12", "*", "13.", "12", "x", "y", "*"],
+    ]
+
+
+def test_long_prompts_and_answers_stay_readable_in_80_columns() -> None:
+    prompt = "Natalia sold clips to {} of her friends in April, and then half as many in May. How many in all?"
+    asked = [prompt.format(48), prompt.format(9).replace("Natalia", "Weng").replace("in all", "were sold")]
+    long = "She sold them in April, " * 9 + "so the answer is 72"
+    table = answer_table([answer(q, long, 1.0) for q in asked], [answer(q, "z" * 200, 0.0) for q in asked])
+    assert max(map(len, table)) <= 80
+    text = "\n".join(table)
+    assert "Natalia sold clips to" in text and "many in all??" in text
+    assert "She sold them in" in text and "answer is 72 *" in text, "beginning and end"
+    assert len(table) == 4 + 2 * 3
+
+
+def test_answers_cannot_steer_the_terminal() -> None:
+    table = answer_table([answer("1 * 2", "\x1b[2J9", 0.0)], [answer("1 * 2", "\x9b7\u202e", 0.0)])
+    assert "?[2J9" in table[4] and "?7?" in table[4] and table[4].isprintable()

@@ -1,0 +1,117 @@
+"""Who waits for whom on the way of the weights, told from what happens; and which tensors differ."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from fourfold.coordinator.v1 import run_service_pb2 as pb
+from fourfold.coordinator.v1.membership_service_pb2 import Role
+from fourfold.weights.digest_sums import differing_tensors, naming
+from fourfold_coordinator.routing.registry import Member
+from fourfold_coordinator.weights import plane
+from fourfold_coordinator.weights.plane import WeightPlane
+
+MANIFEST = b'{"tensors":[["a","float32",[1]],["b","float32",[2]],["c","bfloat16",[3]]]}'
+ENGINES = ["rollout-0", "rollout-1"]
+
+
+class _Replica:
+    def __init__(self, name: str, role: Role.ValueType = Role.ROLE_ROLLOUT) -> None:
+        self.member = Member(member_id=name, incarnation="1", role=role, target="x:1", tokenizer_sha256=b"")
+        self.version, self.hindrance = 4, ""
+
+
+class Scene:
+    """A plane with a clock of its own, a trainer and two engines."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.plane = WeightPlane(lambda: self.now)
+        self.plane.policy_version = 5
+        self.replicas = [_Replica("trainer-0", Role.ROLE_TRAINER), *(_Replica(name) for name in ENGINES)]
+
+    def begin(self, phase: str, busy: list[str] | None = None) -> None:
+        self.plane.begin(
+            phase, trainer="trainer-0", engines=ENGINES, busy=[*ENGINES, "trainer-0"] if busy is None else busy
+        )
+
+    def report(self) -> pb.GetWeightPlaneResponse:
+        return self.plane.report(cast(Any, reversed(self.replicas)))
+
+    def waits(self) -> dict[str, list[str]]:
+        return {party.member_id: list(party.waits_for) for party in self.report().parties}
+
+
+def test_between_updates_nobody_waits() -> None:
+    scene = Scene()
+    for name in ENGINES:
+        scene.plane.state(name, plane.SERVING)
+    scene.now = 3.0
+    report = scene.report()
+    assert (report.phase, report.phase_seconds, report.policy_version) == ("", 0.0, 5)
+    assert [p.member_id for p in report.parties] == ["trainer-0", *ENGINES], "the trainer first"
+    assert [(p.state, p.state_seconds) for p in report.parties[1:]] == [("serving", 3.0)] * 2
+    assert scene.waits() == {"trainer-0": [], "rollout-0": [], "rollout-1": []}
+    assert scene.plane.line() == ""
+
+
+def test_in_a_pause_those_who_stopped_wait_for_the_others() -> None:
+    scene = Scene()
+    scene.begin(plane.PAUSE)
+    assert scene.waits() == {"trainer-0": ENGINES, "rollout-0": [], "rollout-1": []}
+    scene.plane.answered("rollout-0")
+    scene.now = 2.4
+    assert scene.waits() == {"trainer-0": ["rollout-1"], "rollout-0": ["rollout-1"], "rollout-1": []}
+    assert [p.state for p in scene.report().parties] == ["updating", "waiting", "updating"]
+    assert scene.plane.line() == "weights of version 5: pause for 2 s (rollout-1, trainer-0)"
+
+
+def test_in_a_transfer_engines_wait_for_the_trainer_and_it_for_them() -> None:
+    scene = Scene()
+    scene.begin(plane.TRANSFER)
+    assert scene.waits() == {"trainer-0": ENGINES, "rollout-0": ["trainer-0"], "rollout-1": ["trainer-0"]}
+    scene.plane.answered("rollout-1")
+    assert scene.waits() == {
+        "trainer-0": ["rollout-0"],
+        "rollout-0": ["trainer-0"],
+        "rollout-1": ["rollout-0", "trainer-0"],
+    }
+    scene.plane.answered("trainer-0")
+    assert scene.waits() == {"trainer-0": ["rollout-0"], "rollout-0": [], "rollout-1": ["rollout-0"]}
+
+
+def test_while_the_trainer_looks_the_probe_up_all_wait_for_it() -> None:
+    scene = Scene()
+    scene.begin(plane.LOOK_UP, busy=["trainer-0"])
+    assert scene.waits() == {"trainer-0": [], "rollout-0": ["trainer-0"], "rollout-1": ["trainer-0"]}
+
+
+def test_commits_wait_for_nobody() -> None:
+    scene = Scene()
+    scene.begin(plane.COMMIT, busy=ENGINES)
+    assert scene.waits() == {"trainer-0": [], "rollout-0": [], "rollout-1": []}
+    scene.plane.end()
+    assert scene.report().phase == ""
+
+
+def test_an_error_stays_until_the_engine_serves_again() -> None:
+    scene = Scene()
+    scene.plane.backend("rollout-0", "nccl")
+    scene.plane.state("rollout-0", plane.FENCED, "its probe differs")
+    scene.now = 1.0
+    scene.plane.state("rollout-0", plane.UPDATING)
+    party = scene.report().parties[1]
+    assert (party.state, party.last_error, party.backend) == ("updating", "its probe differs", "nccl")
+    scene.plane.state("rollout-0", plane.SERVING)
+    assert scene.report().parties[1].last_error == ""
+    scene.replicas[1].hindrance = "not looked at yet"
+    assert scene.report().parties[1].state == "waiting", "a new process of that name"
+
+
+def test_tensors_whose_sums_differ_are_named_in_their_order() -> None:
+    left = bytes(16) + bytes([1]) * 16 + bytes([2]) * 16
+    assert differing_tensors(MANIFEST, left, left) == []
+    assert differing_tensors(MANIFEST, left, bytes(48)) == ["b", "c"]
+    assert differing_tensors(MANIFEST, left, b"") == [], "left out on one side"
+    assert naming(["a"]) == "a"
+    assert naming(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"

@@ -1,0 +1,284 @@
+"""Supervision of real child processes: the first death is explained, and nothing outlives its owner."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fourfold.errors import DeadlinePassed, Unavailable
+from fourfold.host import log_rotation, postmortem, process
+from fourfold.host.postmortem import tail
+from fourfold.host.process import Command, Supervisor
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
+    owner = Supervisor(tmp_path / "logs")
+    yield owner
+    owner.stop(grace_seconds=0)
+
+
+def shell(name: str, script: str) -> Command:
+    return Command(name=name, argv=("/bin/sh", "-c", script))
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_ready_line_gives_the_target_and_output_goes_to_the_log(supervisor: Supervisor) -> None:
+    child = supervisor.start(shell("rollout-0", "echo loading; echo oops >&2; echo READY 127.0.0.1:5000; sleep 60"))
+    assert supervisor.wait_ready(["rollout-0"], timeout_seconds=10) == {"rollout-0": "127.0.0.1:5000"}
+    assert child.log.read_text() == "loading\noops\nREADY 127.0.0.1:5000\n"
+    assert child.log.name == "rollout-0.log"
+
+
+def test_first_death_is_explained_with_exit_code_and_last_lines(supervisor: Supervisor, tmp_path: Path) -> None:
+    supervisor.start(shell("trainer-0", "echo READY a:1; while [ ! -e $0.go ]; do sleep 0.01; done; exit 1"))
+    supervisor.start(shell("rollout-0", f"while [ ! -e {tmp_path}/go ]; do sleep 0.01; done; exit 9"))
+    supervisor.start(shell("reward-0", "seq 1 40; echo the reason; exit 3"))
+    wait_for(lambda: not supervisor.children["reward-0"].alive)
+    (tmp_path / "go").touch()
+    wait_for(lambda: not supervisor.children["rollout-0"].alive)
+    first, second = supervisor.deaths()
+    assert (first.name, first.exit_code, first.signal) == ("reward-0", 3, 0)
+    assert (second.name, second.exit_code) == ("rollout-0", 9)
+    text = first.explain()
+    assert "reward-0 died before it was ready: ended with exit code 3." in text
+    assert text.splitlines()[-1] == "  | the reason"
+    assert len(first.last_lines) == 30
+    assert first.log in text
+    assert supervisor.deaths() == []  # each is told once
+
+
+def running_in_group(group: int) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, pgrp = path.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue
+        if int(pgrp) == group and state != "Z":
+            found.append(path.parent.name)
+    return found
+
+
+@pytest.mark.parametrize(("oom_kills", "words"), [(0, "somebody's kill -9"), (1, "out-of-memory killer struck")])
+def test_sigkill_is_named_and_told_from_running_out_of_memory(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, oom_kills: int, words: str
+) -> None:
+    child = supervisor.start(shell("trainer-0", "echo READY a:1; sleep 60"))
+    supervisor.wait_ready(["trainer-0"], timeout_seconds=10)
+    before = postmortem.oom_kill_count()
+    monkeypatch.setattr(process, "oom_kill_count", lambda: before + oom_kills)
+    os.kill(child.pid, signal.SIGKILL)
+    wait_for(lambda: not child.alive)
+    (death,) = supervisor.deaths()
+    assert death.explain().startswith("trainer-0 died: killed by SIGKILL")
+    assert words in death.explain()
+
+
+def test_oom_counter_is_readable_here() -> None:
+    assert postmortem.oom_kill_count() >= 0
+    assert postmortem._cgroup_memory_files() or Path("/proc/vmstat").exists()
+
+
+def test_silent_child_is_explained_as_silent(supervisor: Supervisor) -> None:
+    child = supervisor.start(shell("reward-0", "exit 0"))
+    wait_for(lambda: not child.alive)
+    assert "It wrote nothing to its log" in supervisor.deaths()[0].explain()
+
+
+def test_wait_ready_reports_a_child_that_died_instead(supervisor: Supervisor) -> None:
+    supervisor.start(shell("rollout-0", "echo no such model; exit 1"))
+    with pytest.raises(Unavailable, match=r"rollout-0 died before it was ready: ended with exit code 1"):
+        supervisor.wait_ready(["rollout-0"], timeout_seconds=10)
+
+
+def test_wait_ready_has_a_deadline(supervisor: Supervisor) -> None:
+    supervisor.start(shell("rollout-0", "sleep 60"))
+    with pytest.raises(DeadlinePassed, match=r"rollout-0 not ready after 0 s; .*rollout-0\.log"):
+        supervisor.wait_ready(["rollout-0"], timeout_seconds=0.1)
+
+
+def test_json_records_of_a_log_are_told_as_people_read_them(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    record = {"time": "2026-01-02T03:04:05.678Z", "level": "error", "message": "cannot load", "traceback": "a\nb"}
+    log.write_text(f'plain {{\n{json.dumps(record)}\n{{"other": 1}}\n')
+    assert tail(log) == ("plain {", "03:04:05 error: cannot load", "a", "b", '{"other": 1}')
+    assert tail(tmp_path / "none.log") == ()
+
+
+def test_a_log_that_is_too_long_is_cut_off_and_its_end_still_explains_a_death(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_ROTATION_SECONDS", 3600)
+    monkeypatch.setattr(log_rotation, "MAX_BYTES", 20_000)
+    monkeypatch.setattr(log_rotation, "KEPT_BYTES", 500)
+    earlier = supervisor.start(shell("rollout-0", "seq 1 2000"))  # a process of the same name and log
+    wait_for(lambda: not earlier.alive)
+    supervisor.deaths()
+    script = f"seq 1 5000; echo READY a:1; while [ ! -e {tmp_path}/go ]; do sleep 0.01; done; echo the reason; exit 3"
+    child = supervisor.start(shell("rollout-0", script))
+    supervisor.wait_ready(["rollout-0"], timeout_seconds=10)
+    before = child.log.read_text()
+    child.rotate_log()
+    kept = child.log.read_text()
+    assert 450 < len(kept) <= 500 and before.endswith("\n" + kept)
+    assert child.log.with_name("rollout-0.log.1").read_text() == before
+    child.rotate_log()  # short now: nothing happens
+    (tmp_path / "go").touch()
+    wait_for(lambda: not child.alive)
+    (death,) = supervisor.deaths()
+    assert death.was_ready and len(death.last_lines) == 30 and death.last_lines[-2:] == ("READY a:1", "the reason")
+    assert child.log.read_text() == kept + "the reason\n"
+
+
+def test_logs_are_watched_while_their_processes_run(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_ROTATION_SECONDS", 0.01)
+    monkeypatch.setattr(log_rotation, "MAX_BYTES", 1000)
+    monkeypatch.setattr(log_rotation, "KEPT_BYTES", 100)
+    children = [supervisor.start(shell(name, "seq 1 2000; sleep 60")) for name in ("rollout-0", "rollout-1")]
+    wait_for(lambda: all(child.log.with_name(f"{child.log.name}.1").exists() for child in children))
+    wait_for(lambda: all(child.log.stat().st_size <= 1000 for child in children))
+
+
+def test_the_limit_of_open_files_is_raised_to_what_the_owner_may_have() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+        assert process.raise_file_limit() == hard
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_program_that_is_not_there_is_one_clear_error(supervisor: Supervisor) -> None:
+    with pytest.raises(Unavailable, match="x-0: cannot start /no/such/program"):
+        supervisor.start(Command(name="x-0", argv=("/no/such/program",)))
+
+
+def test_restarted_child_continues_its_log_and_is_judged_by_its_own_lines(supervisor: Supervisor) -> None:
+    supervisor.start(shell("rollout-0", "echo READY a:1; echo first life; exit 1"))
+    wait_for(lambda: not supervisor.children["rollout-0"].alive)
+    child = supervisor.start(shell("rollout-0", "echo second life; exit 2"))
+    assert not child.poll_ready()
+    wait_for(lambda: not child.alive)
+    first, second = supervisor.deaths()
+    assert (first.was_ready, second.was_ready) == (True, False)
+    assert second.last_lines == ("second life",)
+    assert child.log.read_text().count("life") == 2
+
+
+def test_stop_ends_all_at_once_and_kills_what_ignores_it(supervisor: Supervisor, tmp_path: Path) -> None:
+    grandchildren = f"sleep 60 & setsid sleep 60 & echo $! > {tmp_path}/pid"
+    supervisor.start(shell("deaf", f"trap '' TERM; {grandchildren}; echo READY a:1; while :; do sleep 1; done"))
+    supervisor.start(shell("polite", "trap 'echo bye; exit 0' TERM; echo READY a:1; while :; do sleep 0.05; done"))
+    supervisor.wait_ready(["deaf", "polite"], timeout_seconds=10)
+    wait_for(lambda: (tmp_path / "pid").read_text().strip())
+    detached = int((tmp_path / "pid").read_text())
+    assert is_running(detached)
+
+    began = time.monotonic()
+    supervisor.stop(grace_seconds=1.5)
+    assert 1.5 <= time.monotonic() - began < 10
+    assert "bye" in supervisor.children["polite"].log.read_text()
+    deaths = {death.name: death for death in supervisor.deaths()}
+    assert deaths["polite"].exit_code == 0 and not deaths["polite"].signal
+    assert deaths["deaf"].signal == signal.SIGKILL
+    wait_for(lambda: not is_running(detached))  # another session: found by the tag
+    assert running_in_group(supervisor.children["deaf"].pid) == []
+    with pytest.raises(Unavailable, match="being stopped"):
+        supervisor.start(shell("late", "true"))
+
+
+def test_kill_does_not_wait(supervisor: Supervisor) -> None:
+    child = supervisor.start(shell("deaf", "trap '' TERM; echo READY a:1; while :; do sleep 1; done"))
+    supervisor.wait_ready(["deaf"], timeout_seconds=10)
+    began = time.monotonic()
+    supervisor.kill()
+    supervisor.stop(grace_seconds=30)
+    assert time.monotonic() - began < 15
+    assert not is_running(child.pid)
+
+
+_PARENT = """
+import sys, time
+from pathlib import Path
+from fourfold.host.process import Command, Supervisor
+supervisor = Supervisor(Path(sys.argv[1]))
+supervisor.start(Command(name="child", argv=tuple(sys.argv[2:])))
+time.sleep(60)
+"""
+_OBEDIENT = (
+    "from fourfold.host.process import die_with_parent as d; d(); import os, time; print(os.getpid()); time.sleep(60)"
+)
+
+
+@pytest.mark.parametrize(
+    "child",
+    [(sys.executable, "-c", _OBEDIENT), ("/bin/sh", "-c", "setsid sleep 60 & echo $!; wait")],
+    ids=["asked the kernel", "detached itself"],
+)
+def test_descendants_die_with_a_parent_that_was_killed(tmp_path: Path, child: tuple[str, ...]) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT, str(tmp_path), *child], env=env)
+    log = tmp_path / "child.log"
+    try:
+        wait_for(lambda: log.exists() and log.read_text().endswith("\n"))
+        pid = int(log.read_text())
+        assert is_running(pid)
+    finally:
+        parent.kill()
+        parent.wait(10)
+    wait_for(lambda: not is_running(pid))
+
+
+def test_child_whose_parent_is_gone_already_ends_itself() -> None:
+    code = "from fourfold.host.process import die_with_parent; die_with_parent(); print('alive')"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), process.PARENT_PID_VARIABLE: "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=20, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout == b""
+
+
+def test_a_service_that_ends_by_itself_says_why_in_its_last_words(supervisor: Supervisor) -> None:
+    script = (
+        "echo READY a:1; echo 'rollout-0: an earlier trouble'; echo 'rollout-0: its engine was killed by SIGKILL.' >&2;"
+        "for i in $(seq 1 100); do echo '  | a line of its engine'; done; exit 1"
+    )
+    supervisor.start(shell("rollout-0", script))
+    wait_for(lambda: not supervisor.children["rollout-0"].alive)
+    (death,) = supervisor.deaths()
+    assert death.said == "its engine was killed by SIGKILL"
+    assert death.brief == "ended with exit code 1: its engine was killed by SIGKILL"
+    assert death.explain().startswith("rollout-0 died: ended with exit code 1: its engine was killed by SIGKILL.")
+
+
+def test_last_words_are_those_of_this_process_and_cannot_steer_a_terminal(supervisor: Supervisor) -> None:
+    supervisor.start(shell("reward-0", "echo 'reward-0: of the first one'; exit 1"))
+    wait_for(lambda: not supervisor.children["reward-0"].alive)
+    supervisor.start(shell("reward-0", "printf '\\033[2J\\n'; exit 1"))
+    wait_for(lambda: not supervisor.children["reward-0"].alive)
+    first, second = supervisor.deaths()
+    assert (first.said, second.said) == ("of the first one", "")
+    assert second.last_lines == ("?[2J",)

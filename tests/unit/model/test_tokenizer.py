@@ -1,0 +1,165 @@
+"""Chat templates and token ids of a tiny tokenizer that is made here."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Library
+
+from fourfold.errors import ConfigError, InvalidInput
+from fourfold.model.tokenizer import Tokenizer, chat_template, tokenizer_sha256
+
+TEMPLATE = """\
+{%- if messages[0]['role'] != 'system' %}
+<|start|>system
+You help.<|end|>
+{% endif %}
+{%- for message in messages %}
+    {%- if message.role not in ['system', 'user', 'assistant'] %}
+        {{- raise_exception('no role ' + message.role) }}
+    {%- endif %}
+    {%- if loop.index > 9 %}{% break %}{% endif %}
+<|start|>{{ message.role }}
+    {% generation %}{{- '\\n' + message['content'] | trim }}{% endgeneration %}<|end|>
+{% endfor %}
+{%- if add_generation_prompt %}
+{{ '<|start|>assistant\\n' }}
+{%- endif %}"""
+USER = [{"role": "user", "content": " 3 * 4 <b> "}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A byte-level tokenizer with three special tokens, a template, and its configuration files."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = Library(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(t, special=True) for t in ("<|start|>", "<|end|>", "<|text|>")])
+    library.post_processor = processors.TemplateProcessing(single="<|text|> $A", special_tokens=[("<|text|>", 258)])
+    library.enable_truncation(max_length=20)
+    library.enable_padding(length=40)
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    write(tmp_path, "tokenizer_config.json", {"eos_token": {"content": "<|end|>"}, "bos_token": "<|start|>"})
+    write(tmp_path, "generation_config.json", {"eos_token_id": [258, 257]})
+    write(tmp_path, "config.json", {"eos_token_id": 258, "vocab_size": 320})
+    return tmp_path
+
+
+def write(folder: Path, name: str, value: Any) -> None:
+    (folder / name).write_text(json.dumps(value))
+
+
+def test_a_chat_is_rendered_as_the_template_says(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    expected = "<|start|>system\nYou help.<|end|>\n<|start|>user\n3 * 4 <b><|end|>\n<|start|>assistant\n"
+    assert re.sub(r"\n\s*", "\n", tokenizer.render_chat(USER)).strip() == expected.strip()
+    assert "assistant" not in tokenizer.render_chat(USER, add_generation_prompt=False)
+
+
+def test_ids_come_back_as_text_without_special_tokens(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    text = "<|start|>user\n\u00e9\u4e2d \U0001f600  x<|end|>" + "long" * 50
+    ids = tokenizer.encode(text)
+    assert ids[0] == 256
+    assert len(ids) > 200, "neither truncated nor padded, whatever the file says"
+    assert tokenizer.decode(ids) == "user\n\u00e9\u4e2d \U0001f600  x" + "long" * 50
+    assert tokenizer.encode("x", add_special=True) == [258, *tokenizer.encode("x")]
+    assert tokenizer.encode("") == []
+    assert tokenizer.decode([]) == ""
+    assert tokenizer.decode([319, *tokenizer.encode("x"), 5000]) == "x"
+
+
+def test_stop_tokens_and_vocabulary_come_from_the_model_folder(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.stop_token_ids == (257, 258)
+    assert tokenizer.vocabulary_size == 320
+    write(folder, "config.json", {"text_config": {"vocab_size": 400}})
+    (folder / "generation_config.json").unlink()
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.stop_token_ids == (257,)
+    assert tokenizer.vocabulary_size == 400
+    (folder / "config.json").unlink()
+    (folder / "tokenizer_config.json").unlink()
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.stop_token_ids == ()
+    assert tokenizer.vocabulary_size == 259
+
+
+def test_the_hash_depends_on_the_ids_and_on_the_template_and_on_nothing_else(folder: Path) -> None:
+    first = tokenizer_sha256(folder)
+    assert len(first) == 32
+    assert Tokenizer.load(folder).sha256 == first
+    write(folder, "config.json", {"vocab_size": 1000})
+    write(folder, "generation_config.json", {})
+    assert tokenizer_sha256(folder) == first
+    (folder / "chat_template.jinja").unlink()
+    without = tokenizer_sha256(folder)
+    assert without != first
+    write(folder, "tokenizer_config.json", {"chat_template": TEMPLATE})  # where older models keep it
+    assert tokenizer_sha256(folder) == first
+    write(folder, "tokenizer_config.json", {"chat_template": [{"name": "default", "template": TEMPLATE}]})
+    assert tokenizer_sha256(folder) == first
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace("<|text|>", "<|else|>"))
+    assert tokenizer_sha256(folder) not in (first, without)
+
+
+def test_the_hash_needs_neither_library(folder: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from pathlib import Path; from fourfold.model.tokenizer import tokenizer_sha256; "
+        f"print(tokenizer_sha256(Path({str(folder)!r})).hex()); "
+        "sys.exit(1 if {'tokenizers', 'jinja2', 'torch'} & set(sys.modules) else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert (result.returncode, result.stdout.strip()) == (0, tokenizer_sha256(folder).hex()), result.stderr
+
+
+def test_a_model_without_a_template_says_what_to_do(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    assert chat_template(folder) is None
+    with pytest.raises(ConfigError, match=r"no chat template; set data\.chat = false"):
+        Tokenizer.load(folder).render_chat(USER)
+
+
+def test_messages_that_the_template_refuses_are_invalid(folder: Path) -> None:
+    with pytest.raises(InvalidInput, match="roles \\['tool'\\]: no role tool"):
+        Tokenizer.load(folder).render_chat([{"role": "tool", "content": "x"}])
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content + 1 }}")
+    with pytest.raises(InvalidInput, match="the chat template refuses"):
+        Tokenizer.load(folder).render_chat(USER)
+
+
+def test_a_template_cannot_leave_its_sandbox(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ messages.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(InvalidInput, match="unsafe"):
+        Tokenizer.load(folder).render_chat(USER)
+    (folder / "chat_template.jinja").write_text("{{ messages.append(1) }}")
+    with pytest.raises(InvalidInput, match="unsafe"):
+        Tokenizer.load(folder).render_chat(USER)
+
+
+def test_files_that_are_missing_or_damaged_are_clear_errors(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{% if %}")
+    with pytest.raises(ConfigError, match="the chat template is no Jinja template"):
+        Tokenizer.load(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json: not valid JSON .*is the model folder complete"):
+        Tokenizer.load(folder)
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: `tokenizers` cannot read it"):
+        Tokenizer.load(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="needs a model with a fast tokenizer"):
+        Tokenizer.load(folder)
+    with pytest.raises(ConfigError, match="needs a model with a fast tokenizer"):
+        tokenizer_sha256(folder)

@@ -1,0 +1,238 @@
+"""Chunked log-probabilities and entropies against the plain computation: values and gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from fourfold.errors import ConfigError
+from fourfold.nn import forward
+from fourfold.nn import logprobs as logprobs_module
+from fourfold.nn.batching import pack
+from fourfold.nn.logprobs import token_logprobs
+from tests.support.tiny_models import write_tiny_model
+
+ROWS, HIDDEN, VOCABULARY = 11, 8, 37
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def inputs(dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(ROWS, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype).requires_grad_()
+    offset = torch.randn(VOCABULARY, generator=generator).to(dtype).requires_grad_() if bias else None
+    targets = torch.randint(0, VOCABULARY, (ROWS,), generator=generator)
+    return hidden, weight, offset, targets, 0.5 + torch.rand(ROWS, generator=generator)
+
+
+def plain(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperatures: Tensor, softcap: float
+) -> tuple[Tensor, Tensor]:
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    if softcap:
+        logits = torch.tanh(logits / softcap) * softcap
+    logs = torch.log_softmax(logits / temperatures[:, None], -1)
+    return logs.gather(1, targets[:, None]).squeeze(1), -(logs.exp() * logs).sum(1)
+
+
+@pytest.mark.parametrize("asked", ["logprobs", "entropies", "both"])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk_rows", [0, 1, 4, ROWS])
+def test_values_and_gradients_equal_the_plain_computation(
+    chunk_rows: int, bias: bool, softcap: float, asked: str
+) -> None:
+    upstream = torch.linspace(-1, 1, ROWS), torch.linspace(2, -1, ROWS)
+    hidden, weight, offset, targets, temperatures = inputs(torch.float32, bias)
+    leaves = [leaf for leaf in (hidden, weight, offset) if leaf is not None]
+
+    def gradients(logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, ...]:
+        loss = torch.zeros(())
+        if asked != "entropies":
+            loss = loss + (logprobs * upstream[0]).sum()
+        if asked != "logprobs":
+            assert entropies is not None
+            loss = loss + (entropies * upstream[1]).sum()
+        return torch.autograd.grad(loss, leaves)
+
+    wanted = plain(hidden, weight, offset, targets, temperatures, softcap)
+    found = token_logprobs(
+        hidden, weight, offset, targets, temperatures, softcap=softcap, chunk_rows=chunk_rows, entropy=True
+    )
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+    torch.testing.assert_close(gradients(*found), gradients(*wanted), atol=1e-5, rtol=1e-5)
+
+
+def test_entropies_by_hand() -> None:
+    # Logits 0 and log(3) at temperature 1: probabilities 1/4 and 3/4. At temperature 1/2: 1/10 and 9/10.
+    hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [math.log(3)]])
+    targets = torch.tensor([0, 1])
+    logprobs, entropies = token_logprobs(hidden, weight, None, targets, torch.tensor([1.0, 0.5]), entropy=True)
+    torch.testing.assert_close(logprobs, torch.tensor([math.log(0.25), math.log(0.9)]))
+    wanted = [-0.25 * math.log(0.25) - 0.75 * math.log(0.75), -0.1 * math.log(0.1) - 0.9 * math.log(0.9)]
+    torch.testing.assert_close(entropies, torch.tensor(wanted))
+
+
+def test_entropy_of_the_uniform_and_of_the_certain() -> None:
+    hidden = torch.tensor([[0.0], [1.0]])
+    weight = torch.tensor([[200.0], [0.0], [-200.0], [0.0]], requires_grad=True)
+    _, entropies = token_logprobs(hidden, weight, None, torch.tensor([1, 1]), torch.ones(2), entropy=True)
+    assert entropies is not None
+    torch.testing.assert_close(entropies, torch.tensor([math.log(4), 0.0]))
+    assert torch.isfinite(torch.autograd.grad(entropies.sum(), weight)[0]).all()
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("chunk_rows", [0, 3])
+def test_float64_gradients_are_those_of_finite_differences(chunk_rows: int, softcap: float) -> None:
+    hidden, weight, offset, targets, temperatures = inputs(torch.float64, True)
+    assert offset is not None
+
+    def outputs(hidden: Tensor, weight: Tensor, offset: Tensor) -> tuple[Tensor, ...]:
+        logprobs, entropies = token_logprobs(
+            hidden, weight, offset, targets, temperatures, softcap=softcap, chunk_rows=chunk_rows, entropy=True
+        )
+        assert logprobs.dtype == torch.float64 and entropies is not None
+        return logprobs, entropies
+
+    assert torch.autograd.gradcheck(outputs, (hidden, weight, offset))
+
+
+def test_entropies_that_nothing_depends_on_cost_nothing_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor | None] = []
+    real = logprobs_module._grad_scaled
+
+    def spy(*args: Any) -> Tensor:
+        seen.append(args[-1])
+        return real(*args)
+
+    monkeypatch.setattr(logprobs_module, "_grad_scaled", spy)
+    hidden, weight, _, targets, temperatures = inputs(torch.float32, False)
+    logprobs, _ = token_logprobs(hidden, weight, None, targets, temperatures, entropy=True)
+    torch.autograd.grad(logprobs.sum(), weight)
+    assert seen == [None]
+
+
+def test_bfloat16_gradients_do_not_depend_on_the_chunks() -> None:
+    hidden, weight, _, targets, temperatures = inputs(torch.bfloat16, False)
+    whole, chunked = (
+        torch.autograd.grad(token_logprobs(hidden, weight, None, targets, temperatures, chunk_rows=n)[0].sum(), weight)[
+            0
+        ]
+        for n in (0, 2)
+    )
+    assert whole.dtype == chunked.dtype == torch.bfloat16
+    torch.testing.assert_close(whole, chunked, atol=0.05, rtol=0.02)
+
+
+def test_only_what_needs_a_gradient_gets_one() -> None:
+    hidden, weight, _, targets, temperatures = inputs(torch.float32, False)
+    result, none = token_logprobs(hidden, weight.detach(), None, targets, temperatures, chunk_rows=3)
+    assert none is None
+    assert torch.autograd.grad(result.sum(), hidden)[0].any()
+    with torch.no_grad():
+        assert not token_logprobs(hidden, weight, None, targets, temperatures)[0].requires_grad
+
+
+def test_no_rows_give_no_values_and_zero_gradients() -> None:
+    hidden, weight, _, _, _ = inputs(torch.float32, False)
+    none = torch.empty(0, dtype=torch.int64)
+    result, entropies = token_logprobs(hidden[:0], weight, None, none, torch.empty(0), entropy=True)
+    assert result.shape == (0,) and entropies is not None and entropies.shape == (0,)
+    assert not torch.autograd.grad(result.sum() + entropies.sum(), weight)[0].any()
+
+
+def load(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def build(name: str, config: Any) -> Any:
+    """Return a random model of a class."""
+    torch.manual_seed(0)
+    return getattr(transformers, name)(config)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen2", "qwen3", "gemma", "gpt_neox"])
+def test_an_installed_model_gives_the_logprobs_of_its_own_logits(tmp_path: Path, family: str) -> None:
+    folder = write_tiny_model(tmp_path, family, dtype="float32")
+    model, original = load(folder), load(folder)
+    names = [name for name, _ in model.named_parameters()]
+    forward.install(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    ids = [torch.arange(3, 12, dtype=torch.int32).numpy(), torch.arange(40, 44, dtype=torch.int32).numpy()]
+    positions = [torch.tensor([1, 5, 8]).numpy(), torch.tensor([3]).numpy()]
+    batch = pack(ids, positions, [1.0, 0.7])
+    found, _ = model(**forward.batch_arguments(batch, torch.device("cpu")))
+    wanted = []
+    for row, chosen, temperature in zip(ids, positions, [1.0, 0.7], strict=True):
+        logits = original(input_ids=torch.from_numpy(row)[None].long()).logits[0].float() / temperature
+        logprobs = torch.log_softmax(logits, -1)
+        wanted += [logprobs[p - 1, row[p]] for p in chosen]
+    torch.testing.assert_close(found, torch.stack(wanted), atol=2e-5, rtol=0)
+
+
+def test_logit_softcapping_of_gemma2_is_known() -> None:
+    config = transformers.Gemma2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        final_logit_softcapping=2.0,
+    )
+    forward.install(build("Gemma2ForCausalLM", config))  # compares with the model's own logits
+
+
+def test_an_architecture_with_other_logits_is_refused_by_name() -> None:
+    config = transformers.GraniteConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        logits_scaling=8.0,
+        initializer_range=0.5,
+    )
+    with pytest.raises(ConfigError, match="GraniteForCausalLM makes its logits in a way that is not known here"):
+        forward.install(build("GraniteForCausalLM", config))
+
+
+def test_a_model_without_an_output_embedding_is_refused_by_name() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(ConfigError, match="LlamaModel has no plain output embedding"):
+        forward.install(build("LlamaModel", config))
+
+
+def test_dropout_is_switched_off() -> None:
+    config = transformers.GPTNeoXConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        hidden_dropout=0.5,
+        attention_dropout=0.5,
+    )
+    model = build("GPTNeoXForCausalLM", config).train()
+    forward.disable_dropout(model)
+    ids = torch.arange(8)[None]
+    torch.testing.assert_close(model(input_ids=ids).logits, model(input_ids=ids).logits, atol=0, rtol=0)

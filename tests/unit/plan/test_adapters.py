@@ -1,0 +1,119 @@
+"""Which layers get an adapter, and what `fourfold plan` says of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fourfold import config as configuration
+from fourfold.config import Config, LoraConfig
+from fourfold.errors import ConfigError
+from fourfold.model import folder as model_folder
+from fourfold.plan import report
+from fourfold.plan.adapters import adapter_plan, linear_shapes, select
+from fourfold.plan.memory import checkpoint_bytes, memory_plan
+from tests.support.tiny_models import write_tiny_model
+
+QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
+NAMES = ["layers.0.attn.q_proj", "layers.0.attn.v_proj", "layers.0.mlp.up_proj", "layers.1.attn.q_proj"]
+
+
+def recipe(**lora: Any) -> Config:
+    data = configuration.load(QUICKSTART).model_dump()
+    data["model"]["dtype"] = "bfloat16"  # the base model's; adapters have float32 masters beside it
+    data["trainer"]["lora"] = lora
+    return Config.model_validate(data)
+
+
+def chosen(*targets: str) -> list[str]:
+    return select(NAMES, LoraConfig(rank=4, target_modules=targets))
+
+
+def test_layers_are_meant_by_the_ends_of_their_names() -> None:
+    assert chosen("all-linear") == NAMES
+    assert chosen("q_proj") == [NAMES[0], NAMES[3]]
+    assert chosen("0.attn.q_proj", "up_proj") == [NAMES[0], NAMES[2]]
+    assert chosen("layers.1.attn.q_proj") == [NAMES[3]]
+
+
+@pytest.mark.parametrize(
+    ("target", "hint"),
+    [
+        ("q_porj", "did you mean 'q_proj'? Its"),
+        ("proj", "did you mean"),
+        ("attn", "'attn'. Its"),
+        ("1.attn.v_proj", "'v_proj'?"),
+    ],
+)
+def test_a_layer_that_is_not_there_is_refused(target: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        chosen("q_proj", target)
+    message = caught.value.message
+    assert message.startswith(f"trainer.lora.target_modules: the model has no linear layer {target!r}")
+    assert message.endswith("linear layers are q_proj, up_proj, v_proj: give some of these, or 'all-linear'")
+    assert hint in message
+
+
+def test_the_linear_layers_of_a_folder_are_those_of_its_model(tmp_path: Path) -> None:
+    for family in ("llama", "qwen2", "gpt_neox"):
+        folder = write_tiny_model(tmp_path / family, family)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        wanted = {
+            name: tuple(module.weight.shape)
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings()
+        }
+        assert linear_shapes(str(folder)) == wanted
+
+
+def test_the_built_in_model_has_the_tensors_that_its_size_says() -> None:
+    source = "builtin:smollm2-135m-instruct"
+    shapes = model_folder.tensor_shapes(source)
+    count = sum(one[0] * (one[1] if len(one) > 1 else 1) for one in shapes.values())
+    assert count == model_folder.shape(source).parameter_count
+
+
+def test_the_plan_says_how_much_is_trained() -> None:
+    said = " ".join(report.describe(recipe(rank=16)).split())
+    # A layer: q 576+576, k and v 192+576 each, o 576+576, gate, up and down 576+1536 each; times 16, times 30.
+    assert 16 * 30 * (2 * 1152 + 2 * 768 + 3 * 2112) == 4_884_480
+    assert (
+        "adapters of rank 16 in 210 linear layers (down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj), "
+        "scale 2: 4.88M parameters are trained, 3.63% of the model's"
+    ) in said
+    assert "checkpoints of about 0.1 GiB" in said
+    assert "lora" not in report.describe(recipe())
+    assert adapter_plan(recipe()) is None
+
+
+def test_the_plan_counts_masters_and_checkpoints_of_adapters_alone() -> None:
+    config = recipe(rank=16, target_modules=["q_proj", "v_proj"])
+    found = adapter_plan(config)
+    assert found is not None
+    assert (found.layers, found.kinds, found.parameter_count) == (60, ("q_proj", "v_proj"), 16 * 30 * (1152 + 768))
+    shape = model_folder.shape(config.model.source)
+    trained = found.parameter_count
+    assert checkpoint_bytes(config, shape, trained=trained) == 12 * trained
+    row, whole = (memory_plan(config, shape, trained=n)[0] for n in (trained, None))
+    assert (row.gradients, row.optimizer) == (4 * trained, 16 * trained)
+    assert (row.weights, row.activations) == (whole.weights, whole.activations)
+
+
+def test_a_recipe_with_adapters_of_no_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`target_modules` means nothing without adapters; give a `rank` above 0"):
+        LoraConfig(target_modules=("q_proj",))
+    with pytest.raises(ValueError, match=r'has "all-linear" and other names; keep one'):
+        LoraConfig(rank=4, target_modules=("q_proj", "all-linear"))
+    with pytest.raises(ValueError, match="at least 1 item"):
+        LoraConfig(rank=4, target_modules=())
+
+
+def test_scales() -> None:
+    assert LoraConfig(rank=16).scale == 2.0
+    assert LoraConfig(rank=64).scale == 0.5
+    assert LoraConfig(rank=64, use_rslora=True).scale == 4.0
+    assert recipe(rank=2, target_modules="q_proj").trainer.lora.target_modules == ("q_proj",)

@@ -1,0 +1,278 @@
+"""The text of `fourfold plan`: what a newcomer reads before the first run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold import config as configuration
+from fourfold.cli.main import main
+from fourfold.config import Config
+from fourfold.errors import ConfigError
+from fourfold.model import folder
+from fourfold.plan import report
+from fourfold.plan.placement import refuse_unless_fits
+
+QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
+
+# Word for word what the command prints: the README quotes it.
+QUICKSTART_PLAN = """\
+quickstart: 9 steps of grpo on builtin:smollm2-135m-instruct
+
+model       134.5M parameters: 30 layers of 576, 9 heads (3 for keys and values), vocabulary 49,152, tied
+            embeddings. Trained in float32.
+data        4,096 rows made by reasoning-gym `products` (min_terms 2, max_terms 2, min_digits 1, max_digits 1,
+            seed 0), as chat; system prompt "Reply with only the final answer."
+held out    11 groups of rows, drawn with seed 17 and never trained on; rows with the same numbers in
+            `expression`, in any order, are one group. 8 sampled answers to each of their distinct prompts
+            before step 1 and after steps 3, 6, 9.
+one step    12 prompts x 8 samples = 96 trajectories of at most 128 tokens, 16 of them sampled: at most 12,288
+            tokens, 1,536 to train on, in one optimizer step.
+algorithm   p is the log-probability of a sampled token now, o before the step; ratio = exp(p - o).
+            reward: r = score.
+            advantage: A = (r - mean(r)) / (std(r) + 1e-06), mean and std over the samples of a prompt; 0 when
+            all scored the same; the same for each token of a sample.
+            loss of a token: l = -min(ratio A, clip(ratio, 0.8, 1.2) A).
+            loss: l summed over all sampled tokens / their number: every token weighs the same (token-mean).
+            updates: 1 a step, in which p = o, so that no clip binds.
+the run     9 steps = 864 trajectories. 3 checkpoints of about 1.5 GiB; the newest 2 stay in
+            runs/quickstart/checkpoints.
+trainer     1 rank on CPU, ZeRO stage 3. The 96 trajectories go, in micro-batches of at most 2,048 tokens: 16
+            of full length, so 6 passes at most. How they are split changes nothing in the result.
+optimizer   AdamW with betas 0.9 and 0.999; learning rate 1e-05, constant; gradients clipped to a norm of 1.
+rollout     1 service on CPU: 1 GiB of KV cache = 23,301 tokens = 182 samples of full length. At most 256
+            samples run at once in each, and 8,192 tokens in a step of the engine.
+reward      1 service, 1 worker process: `last_number`, at most 10 s for a sample.
+reference   none, because algorithm.kl.coef is 0.
+weights     0.50 GiB reach the engine after every step, through shared memory, or by gloo between containers
+            of one machine.
+            Samples that run finish first. Sums of all tensors are compared with the trainer's in the first 3
+            updates and every 10 versions, the log-probabilities of a probe prompt every time.
+policy lag  0: each step is sampled by the weights that the step before it made.
+
+GiB each     number  weights  gradients  optimizer  activations  kv cache  programs  total
+trainer           1     1.00       0.50       1.50         3.00         -      0.68   6.69
+rollout           1     0.50          -          -         0.38      1.00      1.27   3.15
+transfer          1     0.50          -          -            -         -         -   0.50
+reward            2        -          -          -            -         -      0.06   0.06
+coordinator       1        -          -          -            -         -      0.23   0.23
+Main memory, all of them together: about 10.7 GiB.
+"""
+
+
+def in_bfloat16() -> dict[str, Any]:
+    """The quickstart's tables in bfloat16, which has masters to count."""
+    data = configuration.load(QUICKSTART).model_dump()
+    data["model"]["dtype"] = "bfloat16"
+    return data
+
+
+def changed(**tables: dict[str, Any]) -> str:
+    """Their plan with some keys changed, on one line per sentence."""
+    data = in_bfloat16()
+    for name, table in tables.items():
+        keep = {} if "preset" in table else data[name]  # every key is written out, and would win over the preset's
+        data[name] = {**keep, **table}
+    return " ".join(report.describe(Config.model_validate(data)).split())
+
+
+def test_plan_of_the_quickstart_word_for_word(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(QUICKSTART)]) == 0
+    assert capsys.readouterr().out == QUICKSTART_PLAN
+
+
+def test_plan_needs_no_converted_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert not folder.is_ready("builtin:smollm2-135m-instruct")
+    assert report.describe(configuration.load(QUICKSTART)) == QUICKSTART_PLAN
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_model_is_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(QUICKSTART.read_text().replace("builtin:smollm2-135m-instruct", "no/such/folder"))
+    assert main(["plan", str(recipe)]) == 1
+    assert "model.source = 'no/such/folder': no such folder" in capsys.readouterr().err
+
+
+def test_resolved_recipe_reads_back_to_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(QUICKSTART), "--resolved"]) == 0
+    (tmp_path / "resolved.toml").write_text(capsys.readouterr().out)
+    assert configuration.load(tmp_path / "resolved.toml") == configuration.load(QUICKSTART)
+
+
+def test_plan_of_gpus_and_ranks() -> None:
+    text = changed(trainer={"ranks": 8, "device": "cuda"}, rollout={"replicas": 2, "gpus_per_replica": 1})
+    assert "8 ranks on GPU, ZeRO stage 3. The 96 trajectories go, 12 of them on each rank, in micro-batches" in text
+    assert "Trained in bfloat16 with float32 masters." in text
+    assert "2 services on 1 GPU each: 85% of each GPU's memory" in text
+    assert "0.25 GiB reach each of 2 engines after every step" in text
+    assert "trainer, per GPU 8" in text and "rollout, per GPU 2" in text and "85% of GPU" in text
+
+
+_SHARED: dict[str, dict[str, Any]] = {
+    "trainer": {"ranks": 2, "device": "cuda"},
+    "rollout": {"replicas": 2, "gpus_per_replica": 1, "kv_cache_gib": 8, "sleep_mode": True},
+    "algorithm": {"preset": "grpo", "kl": {"coef": 0.1}},
+    "reference": {"device": "cuda", "tokens_per_batch": 8192},
+}
+
+
+def test_plan_says_who_is_on_which_gpu() -> None:
+    shared = changed(**_SHARED, placement={"colocated": True})
+    assert "placement 2 GPUs, shared: GPU 0: rollout-0, trainer-0, reference-0; GPU 1: rollout-1, trainer-0." in shared
+    assert "with the engine asleep" in shared
+    unset = changed(**_SHARED)
+    assert "placement 5 GPUs, one service on each: GPU 0: rollout-0; GPU 1: rollout-1; GPU 2: trainer-0; GPU" in unset
+    assert "A machine with fewer lets them share." in unset
+    assert "fewer lets" not in changed(**_SHARED, placement={"colocated": False})
+    assert "placement" not in changed()
+
+
+def test_what_shares_a_gpu_must_fit_on_it_in_each_phase() -> None:
+    data = in_bfloat16() | {"placement": {"colocated": True}}
+    for name, table in _SHARED.items():
+        data[name] = table if name == "algorithm" else {**data[name], **table}
+    asleep = Config.model_validate(data)
+    gib = 1 << 30
+    # 8 of KV cache, 0.25 of each copy of the weights, and of the trainer's rank 0.13 + 0.25 + 1.0
+    refuse_unless_fits(asleep, round(10.0 * gib))
+    with pytest.raises(ConfigError, match=r"while sampling a GPU must hold at least 9\.9 GiB .* and has 9\.0"):
+        refuse_unless_fits(asleep, 9 * gib)
+    data["rollout"] |= {"kv_cache_gib": 1}
+    refuse_unless_fits(Config.model_validate(data), 4 * gib)
+    data["trainer"] |= {"ranks": 1, "zero_stage": 0}
+    data["rollout"] |= {"replicas": 1, "sleep_mode": False}
+    with pytest.raises(ConfigError, match=r"set rollout.sleep_mode = true, or set placement.colocated = false"):
+        refuse_unless_fits(Config.model_validate(data), 3 * gib)
+
+
+def test_plan_of_ranks_that_share_micro_batches() -> None:
+    text = changed(trainer={"ranks": 6, "sequence_parallel_size": 3})
+    assert "The 96 trajectories go, 48 of them on each group of 3 ranks, in micro-batches of at most 2,048" in text
+    assert "The 3 ranks of a group share every micro-batch (sequence parallelism): each holds at most 683" in text
+    assert "sequence parallelism" not in changed(trainer={"ranks": 6})
+    with pytest.raises(ConfigError, match="sequence_parallel_size = 2 does not divide the 9 attention heads of model"):
+        changed(trainer={"ranks": 6, "sequence_parallel_size": 2})
+
+
+def test_plan_tells_what_is_started_by_hand_and_the_reference() -> None:
+    text = changed(rollout={"replicas": 0}, algorithm={"kl": {"coef": 0.01}})
+    assert "rollout started by hand on CPU" in text
+    assert "reference 1 service on CPU, with the weights of builtin:smollm2-135m-instruct, frozen." in text
+
+
+def test_plan_of_files() -> None:
+    data = {"train": {"path": "train.jsonl"}, "holdout": None, "eval": {"path": "test.parquet", "size": 100}}
+    text = changed(data=data, evaluation={"samples_per_prompt": 1, "max_prompts": 50})
+    assert "data all rows of train.jsonl, as chat" in text
+    assert "the first 100 rows of test.parquet. 1 sampled answer to the first 50 of their prompts before step 1" in text
+    assert "held out nothing, so that no accuracy is measured" in changed(data={"holdout": None})
+
+
+def test_plan_tells_how_a_batch_is_used() -> None:
+    four = changed(batch={"mini_batches_per_step": 4})
+    assert "1,536 to train on, in 4 optimizer steps of 24 samples." in four
+    assert "16 of full length, so 8 passes at most" in four
+    twice = changed(batch={"mini_batches_per_step": 5, "epochs_per_step": 2})
+    assert "in 10 optimizer steps of at most 20 samples, 2 times over all of them." in twice
+    one = changed(batch={"prompts_per_step": 1, "group_size": 1}, algorithm={"preset": "reinforce++"})
+    assert "one step 1 prompt x 1 sample = 1 trajectories" in one
+
+
+def test_plan_tells_what_is_kept() -> None:
+    best = changed(checkpoint={"keep": 1, "keep_best": 3})
+    assert "the newest 1 and the 3 with the best held-out score stay in runs/quickstart/checkpoints." in best
+    average = changed(trainer={"ema_decay": 0.992})
+    assert (
+        "A moving average of the weights, decay 0.992 with each optimizer step, is exported, too, as "
+        "runs/quickstart/model-ema." in average
+    )
+    assert "3 checkpoints of about 2.0 GiB" in average and "trainer 1 0.50 0.50 2.51" in average
+
+
+def test_plan_tells_the_optimizers_and_their_learning_rates() -> None:
+    table = {"optimizer": "muon", "schedule": "cosine", "warmup_steps": 3, "final_learning_rate_share": 0.1}
+    text = changed(trainer={**table, "weight_decay": 0.1}, algorithm={"preset": "ppo"}, critic={"warmup_steps": 1})
+    assert (
+        "optimizer Muon with momentum 0.95 for the layers' matrices, AdamW with betas 0.9 and 0.999 for the rest; "
+        "learning rate 1e-05, reached after 3 steps, falling as a cosine to 0.1 of it after step 9; weight decay "
+        "0.1, gradients clipped to a norm of 1. critic: the same; learning rate 9e-06, reached after 1 step, constant "
+        "from then on; gradients clipped to a norm of 1." in text
+    )
+
+
+def test_plan_tells_what_is_offloaded() -> None:
+    for offload, device, sentence in (
+        ("optimizer", "cuda", "norm of 1. Masters and moments stay in main memory, and the CPU updates them. rollout"),
+        ("optimizer+parameters", "cuda", "the CPU updates them. Each layer's weights come to the GPU for its passes."),
+        ("optimizer", "cpu", "On CPU they are there without offloading, too, which only costs time here."),
+    ):
+        text = changed(trainer={"offload": offload, "device": device})
+        assert sentence in text
+        assert "trainer, offloaded 1 " in text
+
+
+def test_plan_counts_the_critic() -> None:
+    plain, text = changed(), changed(algorithm={"preset": "ppo"})
+    assert "quickstart: 9 steps of ppo on" in text
+    assert "1 rank on CPU for policy and critic, ZeRO stage 3." in text
+    assert "checkpoints of about 1.5 GiB" in plain and "checkpoints of about 3.0 GiB" in text
+    assert "critic 1 0.50 0.50 2.00 - - - 3.01 rollout" in text and "critic" not in plain
+    apart = changed(algorithm={"preset": "ppo"}, critic={"ranks": 2})
+    assert "1 rank on CPU for the policy, and 2 ranks of its own for the critic, at the same time, ZeRO" in apart
+    assert "critic 2 0.38 0.25 1.00" in apart
+    assert changed(critic={"ranks": 2}) == plain
+    with pytest.raises(ConfigError, match="no such folder"):
+        changed(algorithm={"preset": "ppo"}, critic={"source": "no/such/folder"})
+    assert changed(critic={"source": "no/such/folder"}) == plain, "there is none to load"
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"backend": "gloo"}, "after every step, by gloo. Samples that run finish first."),
+        ({"pause": "keep"}, "Samples that run stop where they are and go on under the new weights, with the keys and"),
+        ({"pause": "abort"}, "Samples that run are ended, and sampled anew."),
+        ({"verify_every": 1}, "Sums of all tensors are compared with the trainer's, and the log-probabilities of"),
+        ({"verify_first": 0, "verify_every": 7}, "compared with the trainer's every 7 versions, the log-probabilities"),
+    ],
+)
+def test_plan_says_how_weights_travel_and_what_is_compared(keys: dict[str, Any], sentence: str) -> None:
+    assert sentence in changed(weights=keys)
+
+
+@pytest.mark.parametrize(
+    ("backend", "sentence", "copied"),
+    [
+        ("auto", "where they reach it (CUDA IPC), else by NCCL, and through main memory where neither goes.", False),
+        ("cuda_ipc", "read by the engine's GPUs out of the trainer's memory (CUDA IPC).", False),
+        ("nccl", "from GPU to GPU by NCCL.", False),
+        ("shm", "through shared memory.", True),
+    ],
+)
+def test_between_gpus_weights_take_no_main_memory(backend: str, sentence: str, copied: bool) -> None:
+    text = changed(weights={"backend": backend}, trainer={"device": "cuda"}, rollout={"gpus_per_replica": 1})
+    assert sentence in text
+    assert ("transfer 1" in text) == copied
+
+
+def test_weights_that_are_offloaded_go_through_main_memory() -> None:
+    text = changed(trainer={"device": "cuda", "offload": "optimizer+parameters"}, rollout={"gpus_per_replica": 1})
+    assert "after every step, through shared memory, or by gloo" in text and "transfer 1" in text
+
+
+def test_plan_says_what_an_engine_does_with_its_memory() -> None:
+    text = changed(rollout={"gpus_per_replica": 1, "quantization": "fp8", "sleep_mode": True})
+    assert "Weights are rounded to fp8 as they arrive. It sleeps while the trainer trains." in text
+
+
+def test_plan_says_what_an_engine_does_at_once() -> None:
+    gpus = {"gpus_per_replica": 1, "replicas": 2}
+    text = changed(rollout=gpus, batch={"prompts_per_step": 200}, data={"holdout": None})
+    assert "At most 800 samples run at once in each, and 16,384 tokens in a step of the engine." in text
+    given = changed(rollout={"max_concurrent_samples": 40, "vllm": {"block_size": 64, "kv_cache_dtype": "fp8"}})
+    assert "At most 40 samples run at once in each, and 8,192 tokens in a step" in given
+    assert "step of the engine. vLLM's own options: block_size = 64, kv_cache_dtype = fp8. reward" in given

@@ -1,0 +1,185 @@
+"""Tokens and the versions that sampled them: cutting at the boundaries, and keeping a version back."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fourfold_rollout.engine import Finish, SampleOutput
+from fourfold_rollout.generate.versions import SampleVersions
+from fourfold_rollout.pause.hold import Gate
+
+
+def output(first: int, end: int, finish: Finish | None = None) -> SampleOutput:
+    return SampleOutput(
+        token_ids=np.arange(first, end, dtype=np.int32),
+        logprobs=-np.arange(first, end, dtype=np.float32),
+        finish=finish,
+    )
+
+
+def plain(pieces: list[tuple[int, SampleOutput]]) -> list[tuple[int, list[int], list[float], Finish | None]]:
+    return [(version, o.token_ids.tolist(), o.logprobs.tolist(), o.finish) for version, o in pieces]
+
+
+class TestCut:
+    def test_a_final_output_over_three_versions(self) -> None:
+        versions = SampleVersions()
+        versions.end(2, 4)
+        versions.end(2, 5)  # not a token of it
+        versions.end(5, 6)
+        assert plain(versions.cut(output(0, 7, Finish.STOP), 9)) == [
+            (4, [0, 1], [0, -1], None),
+            (6, [2, 3, 4], [-2, -3, -4], None),
+            (9, [5, 6], [-5, -6], Finish.STOP),
+        ]
+
+    def test_no_empty_piece_where_nothing_was_sampled_after_the_last_boundary(self) -> None:
+        versions = SampleVersions()
+        versions.end(3, 1)
+        whole = output(0, 3, Finish.ABORTED)
+        assert plain(versions.cut(whole, 2)) == plain([(1, whole)])
+
+    def test_an_update_that_was_given_up_cuts_nothing(self) -> None:
+        versions = SampleVersions()
+        versions.end(3, 1)
+        whole = output(0, 5, Finish.STOP)
+        assert plain(versions.cut(whole, 1)) == plain([(1, whole)])
+
+    def test_a_finish_without_tokens_stays(self) -> None:
+        versions = SampleVersions()
+        versions.cut(output(0, 3), 1)
+        versions.end(3, 1)
+        assert plain(versions.cut(output(3, 3, Finish.ABORTED), 2)) == [(2, [], [], Finish.ABORTED)]
+
+    def test_outputs_in_parts_across_a_boundary(self) -> None:
+        versions = SampleVersions()
+        versions.end(4, 1)  # none of the four tokens has come out of the engine yet
+        assert plain(versions.cut(output(0, 2), 2)) == plain([(1, output(0, 2))])
+        assert plain(versions.cut(output(2, 6), 2)) == plain([(1, output(2, 4)), (2, output(4, 6))])
+        versions.end(6, 2)  # all of them are out: nothing remains to be counted
+        versions.end(8, 3)
+        assert plain(versions.cut(output(6, 7), 4)) == plain([(3, output(6, 7))])
+        last = output(7, 9, Finish.STOP)
+        assert plain(versions.cut(last, 4)) == plain([(3, output(7, 8)), (4, output(8, 9, Finish.STOP))])
+        assert plain(versions.cut(output(9, 10), 5)) == plain([(5, output(9, 10))])
+
+    def test_two_boundaries_ahead_of_what_has_come_out(self) -> None:
+        versions = SampleVersions()
+        versions.end(4, 1)
+        versions.end(8, 2)
+        assert plain(versions.cut(output(0, 2), 3)) == plain([(1, output(0, 2))])
+        whole = output(2, 9, Finish.LENGTH)
+        pieces = [(1, output(2, 4)), (2, output(4, 8)), (3, output(8, 9, Finish.LENGTH))]
+        assert plain(versions.cut(whole, 3)) == plain(pieces)
+
+    def test_a_finish_whose_last_tokens_never_came_is_of_the_present_version(self) -> None:
+        versions = SampleVersions()
+        versions.end(4, 1)
+        versions.cut(output(0, 2), 2)
+        assert plain(versions.cut(output(2, 2, Finish.ABORTED), 2)) == [(2, [], [], Finish.ABORTED)]
+
+    @given(
+        steps=st.lists(st.sampled_from(["sample", "give", "update"]), max_size=60),
+        finishes=st.booleans(),
+    )
+    def test_every_token_gets_the_version_that_sampled_it(self, steps: list[str], finishes: bool) -> None:
+        versions, version, given_count = SampleVersions(), 0, 0
+        truth: list[int] = []
+        pieces: list[tuple[int, SampleOutput]] = []
+        for step in [*steps, "give"]:
+            if step == "sample":
+                truth.append(version)
+            elif step == "update":  # some tokens may still be inside the engine
+                versions.end(len(truth), version)
+                version += 1
+            elif len(truth) > given_count:
+                finish = Finish.LENGTH if finishes else None
+                cut = versions.cut(output(given_count, len(truth), finish), version)
+                assert [p.finish for _, p in cut] == [None] * (len(cut) - 1) + [finish]
+                assert all(a != b for (a, _), (b, _) in itertools.pairwise(cut))
+                pieces += cut
+                given_count = len(truth)
+        assert [token for _, piece in pieces for token in piece.token_ids] == list(range(len(truth)))
+        assert [v for v, piece in pieces for _ in piece.token_ids] == truth
+        assert all((piece.logprobs == -piece.token_ids).all() for _, piece in pieces)
+
+
+class Log:
+    """Takes down what the gate lets out."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int, str]] = []
+
+    def deliver(self, index: int, version: int, output: SampleOutput) -> None:
+        self.seen.append((index, version, ",".join(map(str, output.token_ids)) + "." * (output.finish is not None)))
+
+    def drop(self, index: int, version: int) -> None:
+        self.seen.append((index, version, "dropped"))
+
+
+class TestGate:
+    def test_held_tokens_wait_and_older_ones_pass(self) -> None:
+        gate, log = Gate(), Log()
+        gate.version = 2
+        gate.hold()
+        gate.pass_on(log, 0, 2, output(0, 1))
+        gate.pass_on(log, 1, 1, output(0, 2))
+        gate.pass_on(log, 0, 2, output(1, 2, Finish.STOP))
+        assert log.seen == [(1, 1, "0,1")]
+        gate.release()
+        assert log.seen == [(1, 1, "0,1"), (0, 2, "0"), (0, 2, "1.")]
+        gate.pass_on(log, 2, 2, output(0, 1))
+        assert log.seen[-1] == (2, 2, "0")
+        assert not gate.holding
+
+    def test_dropped_tokens_never_come_out(self) -> None:
+        gate, log = Gate(), Log()
+        gate.version = 2
+        gate.hold()
+        gate.pass_on(log, 0, 2, output(0, 1))
+        gate.pass_on(log, 1, 2, output(0, 1, Finish.STOP))
+        gate.drop()
+        assert log.seen == [(1, 2, "dropped")]
+        gate.pass_on(log, 0, 2, output(1, 2))
+        gate.pass_on(log, 2, 1, output(0, 1))
+        gate.pass_on(log, 0, 2, output(2, 2, Finish.ABORTED))
+        gate.release()  # too late
+        gate.pass_on(log, 4, 2, output(0, 1))
+        gate.drop()  # again
+        assert log.seen == [(1, 2, "dropped"), (2, 1, "0"), (0, 2, "dropped")]
+        assert gate.holding
+        gate.end()
+        gate.pass_on(log, 3, 2, output(0, 1))  # the same number again, after a new update
+        assert log.seen[-1] == (3, 2, "0")
+
+    def test_a_hold_after_a_drop_is_like_any_other(self) -> None:
+        gate, log = Gate(), Log()
+        gate.end()  # without a drop: does nothing
+        for _ in range(2):
+            gate.hold()
+            gate.drop()
+            gate.end()
+            gate.hold()
+            gate.end()  # without a drop: the hold goes on
+            gate.pass_on(log, 0, 0, output(0, 1))
+            assert gate.holding and log.seen == []
+            gate.release()
+            assert log.seen == [(0, 0, "0")] and not gate.holding
+            log.seen.clear()
+        gate.release()  # without a hold: does nothing
+        gate.drop()
+        gate.pass_on(log, 0, 0, output(1, 2, Finish.STOP))
+        assert log.seen == [(0, 0, "1.")]
+
+    def test_nothing_comes_out_to_who_has_gone(self) -> None:
+        gate, gone, log = Gate(), Log(), Log()
+        gate.hold()
+        for taker in (gone, log):
+            gate.pass_on(taker, 0, 0, output(0, 1, Finish.STOP))
+        gate.forget(gone)
+        gate.release()
+        assert (len(gone.seen), len(log.seen)) == (0, 1)

@@ -1,0 +1,243 @@
+"""One sample in vLLM: what becomes of each output, and that no error of it reaches vLLM's task for all outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fourfold.errors import FourfoldError, Internal, Unavailable
+from fourfold.rollout.v1 import rollout_service_pb2 as pb
+from fourfold_rollout.engine import Finish, SampleOutput, SampleRequest, Sink
+from fourfold_rollout.generate.outputs import Outputs
+from fourfold_rollout.pause.hold import Gate
+from fourfold_rollout.vllm.logprob_table import LogprobTable, open_table
+from fourfold_rollout.vllm.sample import VllmSample, logprob_values
+
+SLOTS, WIDTH = 2, 8
+
+
+class Takes:
+    """A sink that keeps what it gets, and raises what it is told to."""
+
+    def __init__(self) -> None:
+        self.outputs: list[SampleOutput] = []
+        self.errors: list[FourfoldError] = []
+        self.raises: Exception | None = None
+
+    def put(self, index: int, output: SampleOutput) -> None:
+        if self.raises is not None:
+            raise self.raises
+        self.outputs.append(output)
+
+    def boundary(self, index: int, token_count: int) -> None:
+        raise AssertionError("nothing paused")
+
+    def fail(self, error: FourfoldError) -> None:
+        self.errors.append(error)
+
+
+class Owner:
+    """Knows what runs, as the engine does."""
+
+    def __init__(self) -> None:
+        self.live: set[int] = set()
+        self.done: tuple[list[int], Any] = ([], None)
+        """Tokens that vLLM has handed out, and their log-probabilities."""
+        self.asked: list[VllmSample] = []
+        """Samples that are to give again."""
+
+    def ask_again(self, sample: VllmSample) -> None:
+        self.asked.append(sample)
+
+    def processed(self, sample: VllmSample) -> tuple[Sequence[int], Any]:
+        return self.done
+
+    def is_running(self, sample: VllmSample) -> bool:
+        return id(sample) in self.live
+
+    def note_output(self, sample: VllmSample, output: SampleOutput) -> None:
+        if output.finish is not None:
+            self.forget(sample)
+
+    def forget(self, sample: VllmSample) -> bool:
+        found = self.is_running(sample)
+        self.live.discard(id(sample))
+        return found
+
+
+class Stage:
+    """A table and the samples that have rows in it."""
+
+    def __init__(self) -> None:
+        self.table = LogprobTable(SLOTS, WIDTH)
+        self.cells = open_table(self.table.path, SLOTS, WIDTH)
+        self.owner = Owner()
+        self.sink = Takes()
+
+    def sample(self, *, values: Sequence[float] | None, sink: Sink | None = None, streaming: bool = True) -> VllmSample:
+        """Start one; `values` is what the worker writes, None: vLLM gives the log-probabilities itself."""
+        request = SampleRequest(
+            key="k", prompt_token_ids=[1], temperature=1.0, top_p=1.0, top_k=0, max_tokens=WIDTH, stop_token_ids=(),
+            seed=0, cache_salt="", streaming=streaming, sink=sink or self.sink,
+        )  # fmt: skip
+        row = None if values is None else self.table.acquire(WIDTH)
+        sample = VllmSample(self.owner, request, row)
+        if row is not None:
+            self.cells[row.slot, : len(values or ())] = values
+        self.owner.live.add(id(sample))
+        return sample
+
+    @property
+    def holds(self) -> tuple[int, int]:
+        """Samples that run, and rows that are taken."""
+        return len(self.owner.live), SLOTS - self.table.free_count
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+def result(ids: Sequence[int], finish: str | None = None, logprobs: Any = None) -> Any:
+    """What vLLM puts."""
+    completion = SimpleNamespace(token_ids=list(ids), logprobs=logprobs, finish_reason=finish)
+    return SimpleNamespace(outputs=[completion], finished=finish is not None)
+
+
+def test_tokens_come_with_their_cells_and_the_end_gives_the_row_back(stage: Stage) -> None:
+    sample = stage.sample(values=[-1, -2, -3])
+    sample.attach(SimpleNamespace(request_id="theirs", output=result([5])))
+    assert sample.id == "theirs"
+    sample.put(result([6, 7], "stop"))
+    sample.put(result([8]))  # nobody wants it any more
+    assert [o.token_ids.tolist() for o in stage.sink.outputs] == [[5], [6, 7]]
+    assert [o.logprobs.tolist() for o in stage.sink.outputs] == [[-1], [-2, -3]]
+    assert [o.finish for o in stage.sink.outputs] == [None, Finish.STOP]
+    assert stage.holds == (0, 0)
+    assert stage.sink.errors == []
+
+
+@pytest.mark.parametrize("row", [True, False], ids=["row", "vllm"])
+def test_one_that_does_not_stream_gives_what_is_there_when_asked_and_the_rest_at_its_end(
+    stage: Stage, row: bool
+) -> None:
+    sample = stage.sample(values=[-1, -2, -3, -4] if row else None, streaming=False)
+    ids, logprobs = [5, 6, 7, 8], [{5 + i: SimpleNamespace(logprob=-1.0 - i)} for i in range(4)]
+    sample.give()
+    assert stage.sink.outputs == []
+    for count, had_nothing in ((2, True), (2, False), (3, True)):
+        assert stage.owner.asked == [sample] * had_nothing
+        stage.owner.asked.clear()
+        stage.owner.done = ids[:count], logprobs[:count]
+        sample.give()
+    sample.put(result(ids, "stop", logprobs=logprobs))
+    sample.give()
+    assert [o.token_ids.tolist() for o in stage.sink.outputs] == [[5, 6], [7], [8]]
+    assert [o.logprobs.tolist() for o in stage.sink.outputs] == [[-1, -2], [-3], [-4]]
+    assert [o.finish for o in stage.sink.outputs] == [None, None, Finish.STOP]
+    assert stage.holds == (0, 0)
+
+
+def test_what_cannot_be_given_is_told_to_the_sink(stage: Stage) -> None:
+    sample = stage.sample(values=[-1], streaming=False)
+    stage.owner.done = [5, 6], None
+    sample.give()
+    (error,) = stage.sink.errors
+    assert "tokens 0 to 1 of a sample without the log-probability" in error.message
+    assert stage.holds == (1, 1)
+
+
+def test_a_sample_that_ends_without_a_log_probability_ends_with_an_error_and_is_forgotten(stage: Stage) -> None:
+    sample = stage.sample(values=[-1])
+    sample.put(result([5, 6], "length"))
+    (error,) = stage.sink.errors
+    assert isinstance(error, Internal)
+    assert "tokens 0 to 1 of a sample without the log-probability" in error.message
+    assert stage.sink.outputs == []
+    assert stage.holds == (0, 0)
+
+
+def test_one_that_vllm_still_samples_waits_for_its_owner_to_end_it(stage: Stage) -> None:
+    stage.sample(values=[]).put(result([5]))
+    assert len(stage.sink.errors) == 1
+    assert stage.holds == (1, 1)
+
+
+@pytest.mark.parametrize("finish", [None, "stop"])
+def test_an_error_that_nobody_named_ends_the_sample_alone(stage: Stage, finish: str | None) -> None:
+    sample, other = stage.sample(values=[-1]), stage.sample(values=[-2])
+    stage.sink.raises = KeyError("index 9")
+    sample.put(result([5], finish))
+    stage.sink.raises = None
+    (error,) = stage.sink.errors
+    assert isinstance(error, Internal)
+    assert "an output of the engine cannot be used: KeyError: 'index 9'" in error.message
+    other.put(result([6], "stop"))
+    assert [o.token_ids.tolist() for o in stage.sink.outputs] == [[6]]
+    assert stage.holds == ((1, 1) if finish is None else (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (result([5, 6], logprobs=[{5: SimpleNamespace(logprob=-1)}]), "ValueError: zip"),
+        (result([5], logprobs=[{6: SimpleNamespace(logprob=-1)}]), "KeyError: 5"),
+        (result([5], logprobs=None), "ValueError: zip"),
+        (SimpleNamespace(outputs=[], finished=True), "IndexError"),
+        (result([], "eaten"), "the engine gave a sample up: eaten"),
+    ],
+    ids=["too few", "of another token", "none", "nothing", "unknown end"],
+)
+def test_what_vllm_gives_without_a_row_and_cannot_be_used(stage: Stage, bad: Any, words: str) -> None:
+    stage.sample(values=None).put(bad)
+    (error,) = stage.sink.errors
+    assert words in error.message
+
+
+def test_without_a_row_the_log_probabilities_are_vllms(stage: Stage) -> None:
+    sample = stage.sample(values=None)
+    sample.put(result([5, 6], logprobs=SimpleNamespace(logprobs=[-1.0, -2.0])))
+    sample.put(result([7], logprobs=[{7: SimpleNamespace(logprob=-3.0)}]))
+    sample.put(result([], "length", logprobs=SimpleNamespace(logprobs=[-1.0, -2.0, -3.0])))
+    assert np.concatenate([o.logprobs for o in stage.sink.outputs]).tolist() == [-1, -2, -3]
+    assert stage.sink.outputs[-1].finish is Finish.LENGTH
+    assert stage.owner.live == set()
+    assert logprob_values(None, []) == []
+
+
+def test_the_death_of_the_engine_ends_a_sample_once(stage: Stage) -> None:
+    sample = stage.sample(values=[-1])
+    sample.fail(Unavailable("killed"))
+    sample.put(result([5], "stop"))
+    assert [error.message for error in stage.sink.errors] == ["killed"]
+    assert (stage.sink.outputs, stage.holds) == ([], (0, 0))
+
+
+async def test_a_sample_that_gives_all_at_its_end_is_cut_where_the_weights_changed(stage: Stage) -> None:
+    chunks: list[pb.SampleChunk] = []
+    gate = Gate()
+    sink = Outputs(1, gate, chunks.append)
+    sample = stage.sample(values=[-1, -2, -3], sink=sink, streaming=False)
+    sink.boundary(0, 2)
+    gate.version = 1
+    sample.put(result([5, 6, 7], "stop"))
+    assert [(c.policy_version, len(c.token_ids) // 4) for c in chunks] == [(0, 2), (1, 1)]
+    assert np.frombuffer(chunks[1].logprobs, "<f4").tolist() == [-3]
+    await sink.complete()
+
+
+async def test_nobody_is_asked_after_the_end_of_a_call(stage: Stage) -> None:
+    """Its timer would keep the call's samples and prompt; one that nobody stops would ask for ever."""
+    sink = Outputs(1, Gate(), lambda _: None)
+    sample = stage.sample(values=[-1], sink=sink, streaming=False)
+    sink.pull([sample], every=60)
+    timer = sink._timer
+    assert timer is not None
+    sample.put(result([5], "stop"))
+    assert timer.cancelled()
+    sink.pull([sample], every=60)
+    assert sink._timer is timer

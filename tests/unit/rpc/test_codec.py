@@ -1,0 +1,224 @@
+"""The packed form of samples: what goes in comes out, and every malformed message is refused by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fourfold.errors import InvalidInput
+from fourfold.rpc import codec
+from fourfold.rpc.codec import Sample, VersionSpan, decode, encode
+from fourfold.types.v1 import experience_pb2 as pb
+
+VOCABULARY = 1000
+MAX_TOKENS = 64
+
+
+def make(prompt: int = 3, sampled: int = 5, *, seed: int = 0, **changes: object) -> Sample:
+    rng = np.random.default_rng(seed)
+    n = prompt + sampled
+    mask = np.arange(n) >= prompt
+    logprobs = np.where(mask, -rng.random(n), np.nan).astype(np.float32)
+    spans = [VersionSpan(policy_version=-1, token_count=prompt)]
+    spans += [VersionSpan(policy_version=7, token_count=sampled)] if sampled else []
+    values: dict[str, object] = {
+        "sample_id": "s-1",
+        "group_id": "g_1",
+        "token_ids": rng.integers(0, VOCABULARY, n, dtype=np.int32),
+        "behavior_logprobs": logprobs,
+        "action_mask": mask,
+        "loss_mask": mask,
+        "version_spans": tuple(spans),
+        "temperature": 1.0,
+    }
+    return Sample(**(values | changes))  # type: ignore[arg-type]
+
+
+def read(message: pb.Experience) -> Sample:
+    return decode(message, vocabulary_size=VOCABULARY, max_tokens=MAX_TOKENS)
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    prompt, sampled = draw(st.integers(1, 20)), draw(st.integers(1, 20))
+    sample = make(prompt, sampled, seed=draw(st.integers(0, 1000)))
+    loss = sample.action_mask & np.array(
+        draw(st.lists(st.booleans(), min_size=prompt + sampled, max_size=prompt + sampled))
+    )
+    reference = np.where(np.arange(prompt + sampled) == 0, np.nan, -1.5).astype(np.float32)
+    return make(
+        prompt,
+        sampled,
+        loss_mask=loss,
+        temperature=draw(st.floats(0.125, 2, width=32)),
+        top_p=draw(st.sampled_from([1.0, 0.5])),
+        top_k=draw(st.sampled_from([0, 40])),
+        truncated=draw(st.booleans()),
+        score=draw(st.none() | st.floats(-1000, 1000, width=32)),
+        scorer=draw(st.sampled_from(["", "exact@1"])),
+        reference_logprobs=draw(st.sampled_from([reference, codec.EMPTY_FLOATS])),
+        token_rewards=draw(st.sampled_from([sample.action_mask.astype(np.float32), codec.EMPTY_FLOATS])),
+        baseline_score=draw(st.none() | st.floats(-1000, 1000, width=32)),
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(samples())
+def test_a_sample_comes_back_bit_by_bit(sample: Sample) -> None:
+    back = read(pb.Experience.FromString(encode(sample).SerializeToString()))
+    for name in ("token_ids", "behavior_logprobs", "action_mask", "loss_mask", "reference_logprobs", "token_rewards"):
+        before, after = getattr(sample, name), getattr(back, name)
+        assert before.dtype == after.dtype and before.tobytes() == after.tobytes(), name
+    for name in (
+        "sample_id",
+        "group_id",
+        "version_spans",
+        "temperature",
+        "top_p",
+        "top_k",
+        "truncated",
+        "score",
+        "scorer",
+        "baseline_score",
+    ):
+        assert getattr(sample, name) == getattr(back, name), name
+    assert back.oldest_version == 7
+
+
+def floats(*values: float) -> bytes:
+    return np.array(values, "<f4").tobytes()
+
+
+NAN = float("nan")
+BAD: list[tuple[str, Callable[[pb.Experience], object], str]] = [
+    ("id", lambda m: setattr(m, "sample_id", "a b"), "sample_id is 'a b'; it must be 1 to 128 characters"),
+    ("empty id", lambda m: setattr(m, "sample_id", ""), "sample_id is ''"),
+    ("group", lambda m: setattr(m, "group_id", "x" * 129), "group_id is 'xxx"),
+    ("odd ids", lambda m: setattr(m, "token_ids", b"\0" * 33), "token_ids has 33 bytes; int32 needs a multiple of 4"),
+    ("one token", lambda m: setattr(m, "token_ids", b"\0" * 4), "1 tokens; it must have 2 to 64"),
+    ("too long", lambda m: setattr(m, "token_ids", b"\0" * 4 * 65), "65 tokens; it must have 2 to 64"),
+    ("vocabulary", lambda m: setattr(m, "token_ids", codec.pack_ints([1] * 7 + [1000])), "token id 1000 is outside"),
+    ("negative", lambda m: setattr(m, "token_ids", codec.pack_ints([1] * 7 + [-2])), "token id -2 is outside"),
+    ("short mask", lambda m: setattr(m, "action_mask", b"\0\1"), "action_mask has 2 bytes; 8 tokens need 8"),
+    (
+        "mask of 2",
+        lambda m: setattr(m, "action_mask", b"\0\0\0\1\1\1\1\2"),
+        "action_mask holds 2; each byte must be 0 or 1",
+    ),
+    ("first sampled", lambda m: setattr(m, "action_mask", b"\1" * 8), "action_mask[0] is 1"),
+    ("loss length", lambda m: setattr(m, "loss_mask", b"\0\1"), "loss_mask has 2 bytes"),
+    ("loss of 3", lambda m: setattr(m, "loss_mask", b"\0\0\0\3\1\1\1\1"), "loss_mask holds 3"),
+    ("loss outside", lambda m: setattr(m, "loss_mask", b"\0\0\1\1\1\1\1\1"), "it must be a subset"),
+    (
+        "short logprobs",
+        lambda m: setattr(m, "behavior_logprobs", b"\0" * 28),
+        "behavior_logprobs has 28 bytes; 8 float32 need 32",
+    ),
+    (
+        "positive",
+        lambda m: setattr(m, "behavior_logprobs", floats(NAN, NAN, NAN, -1, -1, 0.5, -1, -1)),
+        "behavior_logprobs holds 0.5 on a sampled token",
+    ),
+    (
+        "nan sampled",
+        lambda m: setattr(m, "behavior_logprobs", floats(NAN, NAN, NAN, -1, -1, NAN, -1, -1)),
+        "behavior_logprobs holds nan on a sampled token",
+    ),
+    (
+        "number on the prompt",
+        lambda m: setattr(m, "behavior_logprobs", floats(NAN, -1, NAN, -1, -1, -1, -1, -1)),
+        "behavior_logprobs must be NaN on tokens that were not sampled",
+    ),
+    (
+        "positive on the prompt",
+        lambda m: setattr(m, "behavior_logprobs", floats(NAN, 1, NAN, -1, -1, -1, -1, -1)),
+        "behavior_logprobs must be NaN on tokens that were not sampled",
+    ),
+    ("greedy", lambda m: setattr(m, "temperature", 0), "temperature is 0.0; it must be in (0, 2]"),
+    ("hot", lambda m: setattr(m, "temperature", 2.5), "temperature is 2.5"),
+    ("nan temperature", lambda m: setattr(m, "temperature", NAN), "temperature is nan"),
+    ("top_p", lambda m: setattr(m, "top_p", 0), "top_p is 0.0; it must be in (0, 1]"),
+    ("top_k", lambda m: setattr(m, "top_k", -1), "top_k is -1"),
+    ("no spans", lambda m: m.ClearField("version_spans"), "version_spans cover 0 tokens; the sample has 8"),
+    ("span of 0", lambda m: setattr(m.version_spans[0], "token_count", 0), "token_count >= 1"),
+    (
+        "huge span",
+        lambda m: setattr(m.version_spans[0], "token_count", 2**31 - 1),
+        "version_spans cover 2147483652 tokens",
+    ),
+    ("version -2", lambda m: setattr(m.version_spans[0], "policy_version", -2), r"policy_version in [-1, 2^53]"),
+    (
+        "huge version",
+        lambda m: setattr(m.version_spans[1], "policy_version", 2**63 - 1),
+        r"policy_version in [-1, 2^53]",
+    ),
+    ("sampled prompt", lambda m: setattr(m.version_spans[0], "policy_version", 3), "-1 exactly where action_mask is 0"),
+    ("no version", lambda m: setattr(m.version_spans[1], "policy_version", -1), "-1 exactly where action_mask is 0"),
+    ("no end", lambda m: m.ClearField("end_reason"), "end_reason is 0; it must be TERMINATED or TRUNCATED"),
+    ("score", lambda m: setattr(m, "score", NAN), "score is nan; it must be finite"),
+    ("reference length", lambda m: setattr(m, "reference_logprobs", b"\0" * 4), "reference_logprobs has 4 bytes"),
+    (
+        "reference nan",
+        lambda m: setattr(m, "reference_logprobs", floats(NAN, -1, -1, -1, -1, NAN, -1, -1)),
+        "finite after the first token",
+    ),
+    ("baseline", lambda m: setattr(m, "baseline_score", NAN), "baseline_score is nan; it must be finite"),
+    ("rewards length", lambda m: setattr(m, "token_rewards", b"\0" * 4), "token_rewards has 4 bytes"),
+    ("prompt reward", lambda m: setattr(m, "token_rewards", floats(1, *[0] * 7)), "0 where action_mask is 0"),
+    ("reward nan", lambda m: setattr(m, "token_rewards", floats(*[0] * 7, NAN)), "token_rewards must be finite"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+def test_a_malformed_message_is_refused_with_the_reason(
+    change: Callable[[pb.Experience], object], message: str
+) -> None:
+    experience = encode(make())
+    read(experience)
+    change(experience)
+    with pytest.raises(InvalidInput, match=re.escape(message)) as caught:
+        read(experience)
+    assert "s-1" in str(caught.value) or "sample_id" in message
+
+
+def test_an_equal_loss_mask_does_not_travel() -> None:
+    sample = make()
+    assert encode(sample).loss_mask == b""
+    assert encode(make(loss_mask=sample.action_mask.copy())).loss_mask == b""
+    other = sample.action_mask.copy()
+    other[-1] = False
+    assert encode(make(loss_mask=other)).loss_mask == other.tobytes()
+
+
+def test_chunks_keep_order_and_size() -> None:
+    messages = [encode(make(sample_id=f"s{i}")) for i in range(100)]
+    size = messages[0].ByteSize()
+    groups = list(codec.chunks(messages, limit=10 * size))
+    assert [m.sample_id for group in groups for m in group] == [f"s{i}" for i in range(100)]
+    assert max(sum(m.ByteSize() for m in group) for group in groups) <= 10 * size
+    assert [len(g) for g in codec.chunks(messages[:3], limit=1)] == [1, 1, 1]
+    assert [len(g) for g in codec.chunks(messages[:6], limit=3 * size)] == [3, 3]
+    assert [len(g) for g in codec.chunks(messages[:6], limit=3 * size - 1)] == [2, 2, 2]
+    assert list(codec.chunks([])) == []
+
+
+def test_a_repeated_sample_id_is_refused() -> None:
+    codec.check_unique(["a", "b"])
+    with pytest.raises(InvalidInput, match="sample a occurs twice"):
+        codec.check_unique(["a", "b", "a"])
+
+
+def test_lists_and_arrays_pack_to_the_same_bytes() -> None:
+    ints, numbers = [0, 1, -1, 2**31 - 1, -(2**31)], [0.0, -0.5, -1e-30, float("-inf"), NAN]
+    assert codec.pack_ints(ints) == codec.pack_ints(tuple(ints)) == np.array(ints, "<i4").tobytes()
+    assert (
+        codec.pack_floats(numbers)
+        == codec.pack_floats(np.array(numbers, np.float32))
+        == np.array(numbers, "<f4").tobytes()
+    )
+    assert codec.pack_ints([]) == codec.pack_floats([]) == b""

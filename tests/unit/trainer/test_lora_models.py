@@ -1,0 +1,165 @@
+"""Adapters in real architectures: values and gradients in float64 against a model that is summed up by hand."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fourfold.config import LoraConfig
+from fourfold.errors import ConfigError
+from fourfold.nn import forward
+from fourfold.nn.batching import TokenBatch
+from fourfold.weights.source.dense import DenseSource, named_weights
+from fourfold_trainer.zero.lora import Adapters
+from fourfold_trainer.zero.settings import deepspeed_settings
+from tests.support.architectures import build
+from tests.support.plain_lora import put_in
+from tests.support.trainer_driver import Case, config_of
+from tests.unit.nn.test_packed_models import CPU, batch, plain, scalar
+
+NAMES = ["llama", "qwen2", "gemma2", "phi3", "gpt_neox", "qwen2_moe", "mixtral"]
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="PEFT is optional")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def adapted(name: str, **changes: Any) -> tuple[Any, Adapters]:
+    """Return a model in float64 that gives log-probabilities, with adapters that are not 0."""
+    model = build(name, torch.float64)
+    forward.install(model)
+    adapters = Adapters(LoraConfig(**{"rank": 3, "alpha": 6.0, **changes}), model, source=Path("base"), seed=5)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapters.parameters:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(noise / parameter.shape[1] ** 0.5)
+    return model, adapters
+
+
+def logprobs(model: Any, packed: TokenBatch) -> Tensor:
+    result: Tensor = model(**forward.batch_arguments(packed, CPU))[0]
+    return result
+
+
+@needs_peft
+@pytest.mark.parametrize("name", NAMES)
+def test_values_and_gradients_are_those_of_the_sum(name: str) -> None:
+    model, adapters = adapted(name)
+    packed, reference = batch(), build(name, torch.float64)
+    layers = {
+        weight.removesuffix(".weight"): (one.a.detach(), one.b.detach()) for weight, one in adapters.by_weight.items()
+    }
+    truth = put_in(reference, layers, scale=2.0)
+    found, (wanted, _) = logprobs(model, packed), plain(reference, packed)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=2e-5)  # heads compute in float32
+    torch.autograd.backward([scalar(found.double()), scalar(wanted)])
+    for weight, one in adapters.by_weight.items():
+        for mine, theirs in zip((one.a, one.b), truth[weight.removesuffix(".weight")], strict=True):
+            assert theirs.grad is not None and theirs.grad.norm() > 0
+            assert float((mine.grad - theirs.grad).norm()) < 1e-4 * float(theirs.grad.norm())
+    trained = {id(p) for p in adapters.parameters}
+    assert all((p.grad is not None) == (id(p) in trained) for p in model.parameters())
+
+
+@needs_peft
+def test_a_model_computes_the_same_until_it_is_trained() -> None:
+    model = build("llama", torch.float64)
+    forward.install(model)
+    before, state = logprobs(model, batch()), torch.get_rng_state()
+    adapters = Adapters(LoraConfig(rank=3), model, source=Path("base"), seed=5)
+    torch.testing.assert_close(logprobs(model, batch()), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(one.a.std() > 0.05 and not one.b.any() for one in adapters.by_weight.values())
+    same, other = (
+        Adapters(LoraConfig(rank=3), build("llama", torch.float64), source=Path("base"), seed=seed) for seed in (5, 6)
+    )
+    for name, one in adapters.by_weight.items():
+        assert torch.equal(one.a, same.by_weight[name].a) and not torch.equal(one.a, other.by_weight[name].a)
+
+
+@needs_peft
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_weights_are_sent_under_the_names_that_they_had(name: str) -> None:
+    plain = DenseSource(build(name, torch.float32))
+    wanted = [spec.name for spec in plain.manifest().tensors]
+    model = build(name, torch.float32)
+    adapters = Adapters(LoraConfig(rank=3), model, source=Path("base"), seed=5)
+    assert [spec.name for spec in DenseSource(model, rename=adapters.rename).manifest().tensors] == wanted
+    assert set(adapters.by_weight) < {owner for owner, _ in plain.owners}
+    assert all(not p.requires_grad for _, p in named_weights(model, adapters.rename))
+
+
+@needs_peft
+def test_adapters_stay_whole_and_nothing_else_does() -> None:
+    config = config_of(Case(name="x", model="x", stage=3))
+    model = build("llama", torch.float32)
+    forward.install(model)
+    threshold = "stage3_param_persistence_threshold"
+    assert threshold not in deepspeed_settings(config, model, max_grad_norm=1.0)["zero_optimization"]  # as a critic
+    Adapters(LoraConfig(rank=4096), model, source=Path("base"), seed=5)
+    assert deepspeed_settings(config, model, max_grad_norm=1.0)["zero_optimization"][threshold] == 4096 * 48
+
+
+@needs_peft
+def test_adapters_have_the_dtype_of_the_model() -> None:
+    model = build("llama", torch.bfloat16)
+    adapters = Adapters(LoraConfig(rank=3), model, source=Path("base"), seed=5)
+    assert {p.dtype for p in adapters.parameters} == {torch.bfloat16}
+
+
+@needs_peft
+def test_named_layers_alone_get_an_adapter() -> None:
+    _, adapters = adapted("llama", target_modules=("q_proj", "1.mlp.down_proj"))
+    assert sorted(adapters.by_weight) == [
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.1.mlp.down_proj.weight",
+        "model.layers.1.self_attn.q_proj.weight",
+    ]
+
+
+@needs_peft
+@pytest.mark.parametrize(
+    ("name", "targets", "message"),
+    [
+        ("llama", ("q_porj",), "the model has no linear layer 'q_porj'; did you mean 'q_proj'?"),
+        ("llama", ("lm_head",), "the model has no linear layer 'lm_head'. Its linear layers are down_proj, gate_proj"),
+        ("llama", ("embed_tokens",), "the model has no linear layer 'embed_tokens'"),
+        ("gpt2", ("all-linear",), "trainer.lora.target_modules: the model has no linear layer; set trainer.lora.rank"),
+    ],
+)
+def test_a_layer_that_cannot_have_an_adapter_is_refused_first(
+    name: str, targets: tuple[str, ...], message: str
+) -> None:
+    model = build(name, torch.float32)
+    forward.install(model)
+    before = [(n, p.requires_grad) for n, p in model.named_parameters()]
+    with pytest.raises(ConfigError) as caught:
+        Adapters(LoraConfig(rank=3, target_modules=targets), model, source=Path("base"), seed=5)
+    assert message in caught.value.message
+    assert [(n, p.requires_grad) for n, p in model.named_parameters()] == before
+
+
+def test_without_peft_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    model = build("llama", torch.float32)
+    monkeypatch.setattr("importlib.import_module", missing)
+    with pytest.raises(ConfigError) as caught:
+        Adapters(LoraConfig(rank=3), model, source=Path("base"), seed=5)
+    assert caught.value.message == (
+        "trainer.lora.rank = 3 needs PEFT, which cannot be imported (No module named 'peft'); "
+        "pip install 'fourfold-trainer[lora]', or set it to 0"
+    )

@@ -1,0 +1,141 @@
+"""Where the ranks of policy and critic are, and how their calls meet; real ranks are in tests/integration."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+
+from fourfold.config import Config
+from fourfold.errors import DeadlinePassed, Unavailable
+from fourfold.host.postmortem import Death
+from fourfold_trainer.engine import EngineFailedError
+from fourfold_trainer.ranks import process_group as ranks_process_group
+from fourfold_trainer.ranks.engine import RankGroup
+from fourfold_trainer.ranks.process_group import ProcessGroup, environment, places
+from fourfold_trainer.ranks.rank_channel import Link
+
+
+def recipe(**tables: Any) -> Config:
+    return Config.model_validate(
+        {
+            "name": "ranks",
+            "steps": 1,
+            "model": {"source": "tiny", "max_context_tokens": 12},
+            "data": {"train": {"path": "train.jsonl"}},
+            "sampling": {"max_new_tokens": 8},
+            "batch": {"prompts_per_step": 4, "group_size": 3},
+            "trainer": {"ranks": 2, "device": "cuda"},
+            **tables,
+        }
+    )
+
+
+def held(config: Config, *, critic: bool = False) -> list[tuple[int, int, str, int]]:
+    return [(p.rank, p.rank_count, p.holds, p.gpu) for p in places(config, critic=critic)]
+
+
+def test_a_critic_is_in_the_ranks_of_the_policy_or_on_gpus_after_them() -> None:
+    assert held(recipe()) == [(0, 2, "policy", 0), (1, 2, "policy", 1)]
+    shared = recipe(algorithm={"preset": "ppo"})
+    assert held(shared) == [(0, 2, "both", 0), (1, 2, "both", 1)]
+    apart = recipe(algorithm={"preset": "ppo"}, critic={"ranks": 3})
+    assert held(apart) == [(0, 2, "policy", 0), (1, 2, "policy", 1)]
+    assert held(apart, critic=True) == [(0, 3, "critic", 2), (1, 3, "critic", 3), (2, 3, "critic", 4)]
+    last = environment(apart, places(apart, critic=True)[2])
+    assert (last["RANK"], last["WORLD_SIZE"], last["LOCAL_RANK"]) == ("2", "3", "4")
+    assert last["NCCL_SOCKET_IFNAME"] == last["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def group(second: ThreadPoolExecutor | None) -> RankGroup:
+    """Return one without ranks."""
+    made = object.__new__(RankGroup)
+    made._second = second
+    return made
+
+
+def test_calls_for_a_critic_apart_run_beside_those_for_the_policy() -> None:
+    meeting, met = threading.Barrier(2, timeout=30), list[int]()
+    with ThreadPoolExecutor(1) as second:
+        assert group(second).beside(lambda: met.append(meeting.wait()), meeting.wait) != met[0]
+
+
+def test_an_error_of_either_is_raised_when_both_have_ended() -> None:
+    ended: list[str] = []
+
+    def fail(name: str) -> None:
+        ended.append(name)
+        raise Unavailable(name)
+
+    with ThreadPoolExecutor(1) as second:
+        with pytest.raises(Unavailable, match="policy"):
+            group(second).beside(lambda: ended.append("critic"), lambda: fail("policy"))
+        with pytest.raises(Unavailable, match="critic"):
+            group(second).beside(lambda: fail("critic"), lambda: ended.append("policy"))
+    assert sorted(ended) == ["critic", "critic", "policy", "policy"]
+
+
+def test_calls_in_shared_ranks_take_turns_the_critic_first() -> None:
+    order: list[str] = []
+    group(None).beside(lambda: order.append("critic"), lambda: order.append("policy"))
+    assert order == ["critic", "policy"]
+
+
+def process_group(*links: Link) -> ProcessGroup:
+    """Return a group whose ranks are the other ends of these links."""
+    made = object.__new__(ProcessGroup)
+    made._config, made._timeout, made._sequence, made._death = recipe(), 0.05, 0, ""
+    made._places = places(recipe(), critic=False)[1:]
+    made.links, made.worker, made.change_count = list(links), None, 0
+    return made
+
+
+def test_a_broken_link_without_a_death_is_no_error_for_a_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_process_group, "_BLAME_SECONDS", 0.0)
+    left, right = socket.socketpair()
+    group = process_group(Link(left))
+    right.close()
+    with pytest.raises(EngineFailedError, match="compute_logprobs: the link broke while sending"):
+        group.call("compute_logprobs")
+    assert group.change_count == 0
+    with pytest.raises(EngineFailedError, match="update_policy: the link broke"):
+        group.call("update_policy")
+    assert group.change_count == 1, "some rank may have got the command"
+    left.close()
+
+
+def test_a_rank_that_does_not_answer_ends_all_but_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_process_group, "_BLAME_SECONDS", 0.0)
+    left, right = socket.socketpair()
+    with left, right:
+        group = process_group(Link(left))
+        with pytest.raises(EngineFailedError, match="save: the other end of the link did not answer in time"):
+            group.call("save")
+        with pytest.raises(DeadlinePassed):  # aborted, and the next epoch may do
+            group.ask("send_weights", fields={}, timeout=0.05)
+
+
+class Dying:
+    """A supervisor one of whose children has died."""
+
+    def deaths(self) -> list[Death]:
+        return [
+            Death(
+                name="trainer-0-rank-1", time=0.0, exit_code=0, signal=9, oom_kills=0, was_ready=False, log="x.log",
+                last_lines=(),
+            )
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("loaded", "words"), [(True, "died: "), (False, "died before it was ready: ")])
+def test_a_rank_that_dies_in_training_was_ready(loaded: bool, words: str) -> None:
+    made, told = object.__new__(ProcessGroup), list[str]()
+    made._closing, made._loaded = threading.Event(), threading.Event()
+    made._supervisor, made._on_death = cast(Any, Dying()), told.append
+    if loaded:
+        made._loaded.set()
+    made._watch()
+    assert told[0].startswith(f"trainer-0-rank-1 {words}killed by SIGKILL, by somebody's kill -9")

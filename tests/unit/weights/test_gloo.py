@@ -1,0 +1,234 @@
+"""Gloo between real processes: several senders and receivers, abort, deadlines, a member that is killed."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fourfold.errors import DeadlinePassed, StaleEpoch, Unavailable, WrongState
+from fourfold.weights.digest import combine_digest
+from fourfold.weights.manifest import Manifest
+from fourfold.weights.sender import WeightSender
+from fourfold.weights.source.dense import DenseSource
+from tests.support.weight_peers import Peer, make_model, receiver, sender
+
+_TIMEOUT = 10.0
+_BIG = 20_000_000  # elements: more than one bucket
+
+
+@contextmanager
+def _peers(*peers: Peer) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for peer in peers:
+            peer.stop()
+
+
+def _weights(seed: int = 1, big: int = 0) -> WeightSender:
+    return WeightSender(DenseSource(make_model(seed, big=big)), rank=0, rank_count=1)
+
+
+def _join(weights: WeightSender, *receivers: Peer, epoch: int = 1) -> None:
+    offer = weights.make_offer(epoch, "gloo", len(receivers), timeout=_TIMEOUT)
+    for peer in receivers:
+        peer.start("open", epoch, "gloo", [offer], _TIMEOUT)
+    weights.open(epoch, timeout=_TIMEOUT)
+    for peer in receivers:
+        peer.result()
+
+
+def test_two_ranks_reach_two_receivers_and_the_digests_agree() -> None:
+    senders = [Peer(sender, 4, 0, rank, 2) for rank in range(2)]
+    manifest = Manifest.from_bytes(senders[0].call("manifest"))
+    receivers = [Peer(receiver, manifest.to_bytes(), 2, index) for index in range(2)]
+    with _peers(*senders, *receivers):
+        offers = [peer.call("make_offer", 1, "gloo", 2) for peer in senders]
+        for peer in receivers:
+            peer.start("open", 1, "gloo", offers, _TIMEOUT)
+        for peer in senders:
+            peer.start("open", 1, _TIMEOUT)
+        for peer in (*senders, *receivers):
+            peer.result()
+        for version in (1, 2):
+            for peer in senders:
+                peer.call("reseed", version)
+            for peer in receivers:
+                peer.start("receive", version, _TIMEOUT)
+            for peer in senders:
+                peer.start("send", 1, version, _TIMEOUT)
+            digest = combine_digest(manifest, [peer.result()[0] for peer in senders])
+            assert [peer.result() for peer in receivers] == [digest] * 2
+            values = [p.float().flatten().tolist() for p in make_model(version).parameters()]
+            assert receivers[1].call("values") == values
+
+
+def test_several_buckets_arrive_whole_and_only_loopback_listens() -> None:
+    weights = _weights(big=_BIG)
+    peer = Peer(receiver, weights.manifest().to_bytes(), 1, 0)
+    with _peers(peer):
+        _join(weights, peer)
+        for pid in (psutil.Process().pid, peer.process.pid):
+            listening = [c.laddr.ip for c in psutil.Process(pid).net_connections("tcp") if c.status == "LISTEN"]
+            assert set(listening) == {"127.0.0.1"}
+        peer.start("receive", 1, _TIMEOUT)
+        sent = weights.send(1, 1, timeout=_TIMEOUT)
+        assert peer.result() == combine_digest(weights.manifest(), [sent.partial_sums])
+        assert sent.sent_bytes >= 2 * _BIG
+        weights.close()
+
+
+def test_a_receiver_that_does_not_come_ends_open_at_its_deadline() -> None:
+    weights = _weights()
+    weights.make_offer(1, "gloo", 1, timeout=_TIMEOUT)
+    start = time.monotonic()
+    with pytest.raises(DeadlinePassed, match="meeting of all 2 members"):
+        weights.open(1, timeout=0.3)
+    assert 0.25 < time.monotonic() - start < 5
+    with pytest.raises(StaleEpoch, match="closed"):
+        weights.open(1, timeout=1)
+
+
+def test_deadlines_hold_on_both_sides_when_the_other_does_nothing() -> None:
+    weights = _weights(big=_BIG)
+    peer = Peer(receiver, weights.manifest().to_bytes(), 1, 0)
+    with _peers(peer):
+        _join(weights, peer)
+        start = time.monotonic()
+        with pytest.raises(DeadlinePassed):
+            peer.start("receive", 1, 0.5)
+            peer.result()
+        assert 0.4 < time.monotonic() - start < 4
+
+        _join(weights, peer, epoch=2)
+        start = time.monotonic()
+        with pytest.raises((DeadlinePassed, Unavailable)):
+            weights.send(2, 1, timeout=0.5)
+        assert time.monotonic() - start < 4
+
+
+def test_the_senders_abort_ends_the_receivers_wait_at_once() -> None:
+    weights = _weights()
+    peer = Peer(receiver, weights.manifest().to_bytes(), 1, 0)
+    with _peers(peer):
+        _join(weights, peer)
+        peer.start("receive", 1, 20.0)
+        time.sleep(0.1)
+        start = time.monotonic()
+        weights.abort(1)
+        with pytest.raises(StaleEpoch, match="aborted"):
+            peer.result()
+        assert time.monotonic() - start < 3
+
+
+def test_abort_from_another_thread_ends_a_wait_at_once_and_the_process_goes_on() -> None:
+    weights = _weights()
+    peer = Peer(receiver, weights.manifest().to_bytes(), 1, 0)
+    with _peers(peer):
+        _join(weights, peer)
+        peer.call("abort_in", 0.2)
+        start = time.monotonic()
+        with pytest.raises(StaleEpoch, match="aborted"):
+            peer.call("receive", 1, 20.0)
+        peer.call("close")
+        assert peer.call("pid") == peer.process.pid  # nothing of it is blocked by the abandoned operation
+        assert time.monotonic() - start < 5
+
+
+def test_abort_while_the_receivers_are_awaited_ends_open() -> None:
+    trainer = Peer(sender, 1, 0, 0, 1)
+    with _peers(trainer):
+        offer = trainer.call("make_offer", 1, "gloo", 2)
+        peer = Peer(receiver, trainer.call("manifest"), 2, 0)
+        with _peers(peer):
+            peer.start("open", 1, "gloo", [offer], 20.0)
+            time.sleep(0.2)
+            trainer.call("abort", 1)
+            with pytest.raises(StaleEpoch, match="aborted"):
+                peer.result()
+
+
+def test_a_killed_sender_is_noticed_at_once() -> None:
+    trainer = Peer(sender, 1, 0, 0, 1)
+    peer = Peer(receiver, trainer.call("manifest"), 1, 0)
+    with _peers(peer, trainer):
+        peer.start("open", 1, "gloo", [trainer.call("make_offer", 1, "gloo", 1)], _TIMEOUT)
+        trainer.call("open", 1, _TIMEOUT)
+        peer.result()
+        peer.start("receive", 1, 20.0)
+        time.sleep(0.1)
+        start = time.monotonic()
+        trainer.kill()
+        with pytest.raises(Unavailable, match="a member is gone"):
+            peer.result()
+        assert time.monotonic() - start < 5
+
+
+def test_a_killed_receiver_ends_the_send_and_the_next_epoch_works() -> None:
+    weights = _weights(big=_BIG)
+    peer = Peer(receiver, weights.manifest().to_bytes(), 1, 0)
+    with _peers(peer):
+        _join(weights, peer)
+        peer.kill()
+        start = time.monotonic()
+        with pytest.raises(Unavailable, match="a member is gone"):
+            weights.send(1, 1, timeout=20)
+        assert time.monotonic() - start < 5
+    other = Peer(receiver, weights.manifest().to_bytes(), 1, 0)
+    with _peers(other):
+        _join(weights, other, epoch=2)
+        other.start("receive", 1, _TIMEOUT)
+        sent = weights.send(2, 1, timeout=_TIMEOUT)
+        assert other.result() == combine_digest(weights.manifest(), [sent.partial_sums])
+
+
+def test_another_version_than_the_expected_one_is_refused_and_the_sender_learns_of_it() -> None:
+    weights = _weights()
+    peer = Peer(receiver, weights.manifest().to_bytes(), 1, 0)
+    with _peers(peer):
+        _join(weights, peer)
+        peer.start("receive", 2, _TIMEOUT)
+        peer.start("close")
+        with pytest.raises(Unavailable, match="a member is gone"):
+            weights.send(1, 3, timeout=_TIMEOUT)
+        with pytest.raises(WrongState, match="version 3"):
+            peer.result()
+
+
+def test_closing_leaves_no_folder_and_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    weights = _weights()
+    peer = Peer(receiver, weights.manifest().to_bytes(), 1, 0)
+    with _peers(peer):
+        _join(weights, peer)
+        weights.close()
+        peer.call("close")
+        before = psutil.Process().num_fds()
+        for epoch in range(2, 5):
+            _join(weights, peer, epoch=epoch)
+            weights.close()
+            peer.call("close")
+        assert psutil.Process().num_fds() <= before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_a_killed_sender_goes_with_the_next_one() -> None:
+    temporary = Path(tempfile.gettempdir())
+    before = set(temporary.glob("fourfold-gloo-*"))
+    trainer = Peer(sender, 1, 0, 0, 1)
+    with _peers(trainer):
+        trainer.call("make_offer", 1, "gloo", 1)
+        (left,) = set(temporary.glob("fourfold-gloo-*")) - before
+        trainer.kill()
+    os.utime(left, (0, 0))  # a minute later
+    weights = _weights()
+    weights.make_offer(1, "gloo", 1, timeout=_TIMEOUT)
+    assert not left.exists()
+    weights.close()

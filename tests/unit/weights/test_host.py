@@ -1,0 +1,70 @@
+"""Processes that end with another one, however that one ends. Real processes, kill -9."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psutil
+
+_SLEEP = "import time; print(os.getpid(), flush=True); time.sleep(60)"
+_HEAD = "import os, subprocess, sys; from fourfold.weights.transport.host import *; "
+
+
+@contextmanager
+def _python(code: str, process_count: int) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """Run `code`, which prints the pids of `process_count` processes."""
+    child = subprocess.Popen([sys.executable, "-c", _HEAD + code], stdout=subprocess.PIPE, text=True)
+    processes: list[psutil.Process] = []
+    try:
+        assert child.stdout is not None
+        for _ in range(process_count):
+            processes.append(psutil.Process(int(child.stdout.readline())))
+        yield child, processes
+    finally:
+        child.kill()
+        child.wait()
+        for process in processes:
+            if process.is_running():
+                process.kill()
+        if child.stdout is not None:
+            child.stdout.close()
+
+
+def _spawn(code: str) -> str:
+    return f"subprocess.Popen([sys.executable, '-c', {_HEAD + code!r}])"
+
+
+def _are_gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=5)
+    return not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_child_dies_with_its_parent() -> None:
+    with _python(_spawn("die_with_parent(os.getppid()); " + _SLEEP) + ".wait()", 1) as (parent, processes):
+        parent.kill()
+        parent.wait()
+        assert _are_gone(processes)
+
+
+def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
+    code = "print(os.getpid(), flush=True); sys.stdin.readline(); die_with_parent(999999999); " + _SLEEP
+    child = subprocess.Popen(
+        [sys.executable, "-c", _HEAD + code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    try:
+        child.communicate("\n", timeout=10)
+        assert child.returncode == -9
+    finally:
+        child.kill()
+
+
+def test_a_grandchild_ends_its_parent_and_itself_when_the_service_dies() -> None:
+    worker = "die_with(parent_of(os.getppid()), os.getppid()); " + _SLEEP
+    core = f"core = {_spawn(worker)}; " + _SLEEP  # knows nothing of the service's death
+    with _python(_spawn(core) + ".wait()", 2) as (service, processes):
+        service.kill()
+        service.wait()
+        assert _are_gone(processes)

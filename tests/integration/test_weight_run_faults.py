@@ -1,7 +1,7 @@
 """`fourfold run` in which somebody is killed in the middle of a weight update: it ends well, by itself or resumed.
 
-The coordinator tells `tests/fault_injection` which call it is about to make; see there. What happens between the calls, and in
-every other phase, is in `test_weight_faults.py`.
+The coordinator tells `tests/fault_injection` which call it is about to make; see there.
+What happens between the calls, and in every other phase, is in `test_weight_faults.py`.
 """
 
 from __future__ import annotations

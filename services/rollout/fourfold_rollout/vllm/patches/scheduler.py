@@ -1,9 +1,10 @@
 """The schedulers that vLLM gets: vLLM's own, with less to do for samples that decode.
 
 The core process has one thread for all samples, and what it takes to schedule them is time in which the GPU waits;
-`python -m fourfold_bench.scheduler` measures it. Steps in which all samples decode go through
-decoding.py. In the others, with prompts among them, the block manager has a short way for those that decode: vLLM asks it for slots, and tells it later
-how far blocks may be cached; with blocks of 16 tokens both walk through four layers for nothing in 13 of 16 steps.
+`python -m fourfold_bench.scheduler` measures it. Steps in which all samples decode go through decoding.py. In the
+others, with prompts among them, the block manager has a short way for those that decode: vLLM asks it for slots, and
+tells it later how far blocks may be cached; with blocks of 16 tokens both walk through four layers for nothing in 13
+of 16 steps.
 
 What is scheduled stays the same, block by block; tests/integration/test_scheduler.py compares them.
 """

@@ -3,8 +3,8 @@
 The trainer is the service as a process, with two ranks under ZeRO-3, a policy with a moving average, a critic, an
 adaptive KL coefficient, running moments of the scores, and two optimizer steps of each model in a step. It is fed
 recorded batches, saves after every second step, and is killed by `tests/fault_injection` at the moments of MOMENTS.
-After each death another trainer loads the newest checkpoint and gets the batches from there on. Every answer, and every byte of
-the checkpoints, must be those of a run that nobody killed.
+After each death another trainer loads the newest checkpoint and gets the batches from there on. Every answer, and
+every byte of the checkpoints, must be those of a run that nobody killed.
 """
 
 from __future__ import annotations

@@ -30,12 +30,13 @@ from typing import Any, Final
 import numpy as np
 import psutil
 
+from fourfold.arrays import Sample
 from fourfold.host.process import die_with_parent
 from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
 from fourfold.rpc.channel import open_channel
-from fourfold.rpc.codec import Sample, encode
+from fourfold.rpc.codec import encode
 from fourfold.rpc.quota import UNLIMITED, Quotas
 from fourfold.rpc.server import Server
 from fourfold.trainer.client import TrainerClient

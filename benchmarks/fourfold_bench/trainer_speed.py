@@ -24,12 +24,12 @@ import numpy as np
 import torch
 import transformers
 
+from fourfold.arrays import Sample, VersionSpan
 from fourfold.config import Config
-from fourfold.rpc.codec import Sample, VersionSpan
 from fourfold_bench import record
+from fourfold_trainer.algorithm.state import AlgorithmState
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.ranks.engine import RankGroup
-from fourfold_trainer.step.advantages import Memory
 from fourfold_trainer.step.micro_batches import look_up
 from fourfold_trainer.step.train_step import train_step
 
@@ -170,7 +170,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     lengths = np.array([len(s.token_ids) for s in samples], np.float64)
     forward = 2 * parameters * lengths.sum() + 4 * layers * hidden * (lengths**2).sum() / 2
     positions = [np.flatnonzero(s.action_mask) for s in samples]
-    memory, steps, lookups, dummies = Memory(), list[float](), list[float](), 0.0
+    memory, steps, lookups, dummies = AlgorithmState(), list[float](), list[float](), 0.0
     for step in range(1, options.warmup + options.runs + 1):
         began = time.perf_counter()
         look_up(engine.compute_logprobs, samples, positions, config)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fourfold.arrays import Float32Array, Int32Array
 from fourfold.errors import InvalidInput
-from fourfold.rpc.codec import Float32Array, Int32Array
 
 Int64Array = NDArray[np.int64]
 

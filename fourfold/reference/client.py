@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import grpc
 
+from fourfold.arrays import Float32Array, Sample
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1 import reference_service_pb2_grpc as pb_grpc
 from fourfold.rpc import logprobs
 from fourfold.rpc.channel import call
-from fourfold.rpc.codec import Float32Array, Sample
 from fourfold.rpc.model_info import check_model
 
 

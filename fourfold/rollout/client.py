@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
+from fourfold.arrays import Float32Array, Int32Array, VersionSpan
 from fourfold.rollout.stream_check import StreamCheck, sample_count
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
@@ -18,7 +19,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 from fourfold.rpc import logprobs as rpc_logprobs
 from fourfold.rpc.channel import call, require, stream
-from fourfold.rpc.codec import Float32Array, Int32Array, VersionSpan, pack_ints
+from fourfold.rpc.codec import pack_ints
 from fourfold.rpc.model_info import LARGEST_OF_ENGINE, check_model, check_version
 from fourfold.rpc.weight_replies import MAX_DEVICES, check_devices, check_digest, check_sums
 from fourfold.types.v1.experience_pb2 import Experience

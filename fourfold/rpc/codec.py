@@ -1,10 +1,8 @@
-"""Samples as numpy arrays, and their packed form on the wire.
+"""Packs samples into messages, and unpacks and checks them.
 
 `Sample` is what code works with; `Experience` is how it travels. `encode` and `decode` are
 the only two places that know both. `decode` checks every length and range before anything
 is used and names the sample that is wrong.
-
-Shapes: n tokens in a sample. All arrays are token-aligned and read-only.
 """
 
 from __future__ import annotations
@@ -13,12 +11,12 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array, Int32Array, Sample, VersionSpan
 from fourfold.bounds import MAX_NUMBER
 from fourfold.errors import InvalidInput
 from fourfold.types.v1 import experience_pb2 as pb
@@ -26,47 +24,6 @@ from fourfold.types.v1 import experience_pb2 as pb
 ID_PATTERN: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 # One message of a stream; the gRPC limit is 16 MiB. 1 MiB chunks are the fastest measured.
 CHUNK_BYTES: Final = 1 << 20
-
-Int32Array = NDArray[np.int32]
-Float32Array = NDArray[np.float32]
-BoolArray = NDArray[np.bool_]
-
-EMPTY_FLOATS: Final[Float32Array] = np.empty(0, np.float32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionSpan:
-    """`token_count` consecutive tokens sampled by `policy_version`; -1 for tokens nobody sampled."""
-
-    policy_version: int
-    token_count: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample:
-    """One trajectory, with its score and reference log-probabilities once it has them."""
-
-    sample_id: str
-    group_id: str
-    token_ids: Int32Array  # [n]
-    behavior_logprobs: Float32Array  # [n], NaN where action_mask is False
-    action_mask: BoolArray  # [n]
-    loss_mask: BoolArray  # [n], subset of action_mask
-    version_spans: tuple[VersionSpan, ...]
-    temperature: float
-    top_p: float = 1.0
-    top_k: int = 0
-    truncated: bool = False
-    score: float | None = None
-    scorer: str = ""
-    reference_logprobs: Float32Array = field(default_factory=lambda: EMPTY_FLOATS)  # [n] or [0]
-    token_rewards: Float32Array = field(default_factory=lambda: EMPTY_FLOATS)  # [n] or [0]
-    baseline_score: float | None = None
-
-    @property
-    def oldest_version(self) -> int:
-        """Version of the oldest sampled token; -1 when nothing was sampled."""
-        return min((s.policy_version for s in self.version_spans if s.policy_version >= 0), default=-1)
 
 
 def encode(sample: Sample) -> pb.Experience:

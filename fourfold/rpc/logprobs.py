@@ -8,8 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from fourfold.arrays import Float32Array, Sample
 from fourfold.rpc.channel import call, require
-from fourfold.rpc.codec import Float32Array, Sample, chunks, pack_ints
+from fourfold.rpc.codec import chunks, pack_ints
 from fourfold.types.v1 import experience_pb2 as pb
 
 # The protos allow 8 MiB a request.

@@ -14,9 +14,10 @@ import grpc
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fourfold.arrays import Float32Array, Sample
 from fourfold.rpc import logprobs as rpc_logprobs
 from fourfold.rpc.channel import call, checked, errors, require, stream
-from fourfold.rpc.codec import Float32Array, Sample, chunks, pack_floats, pack_ints
+from fourfold.rpc.codec import chunks, pack_floats, pack_ints
 from fourfold.rpc.model_info import check_model, check_version
 from fourfold.rpc.weight_replies import check_devices, check_digest, check_offers, check_sums
 from fourfold.text import clean, is_key, is_reason

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from fourfold.arrays import Sample
 from fourfold.reward.v1 import reward_service_pb2 as reward
-from fourfold.rpc.codec import Sample, decode
+from fourfold.rpc.codec import decode
 from tests.fakes.stage import Stage, check_books, fresh_processes, until
 from tests.fakes.toy import VOCABULARY
 from tests.fakes.toy_scorers import FakeReference

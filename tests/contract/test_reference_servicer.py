@@ -16,13 +16,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="the reference service needs its extra: fourfold-reward[reference]")
 transformers = pytest.importorskip("transformers", reason="the reference service needs fourfold-reward[reference]")
 
+from fourfold.arrays import Float32Array  # noqa: E402
 from fourfold.errors import ConfigError, DeadlinePassed, Overloaded, Unavailable  # noqa: E402
 from fourfold.model.tokenizer import tokenizer_sha256  # noqa: E402
 from fourfold.nn import logprobs  # noqa: E402
 from fourfold.reference.client import ReferenceClient  # noqa: E402
 from fourfold.reference.v1 import reference_service_pb2 as pb  # noqa: E402
 from fourfold.reference.v1.reference_service_pb2_grpc import add_ReferenceServiceServicer_to_server  # noqa: E402
-from fourfold.rpc.codec import Float32Array, pack_ints  # noqa: E402
+from fourfold.rpc.codec import pack_ints  # noqa: E402
 from fourfold.types.v1.experience_pb2 import Experience  # noqa: E402
 from fourfold_reward.reference import servicer as module  # noqa: E402
 from fourfold_reward.reference.model import ReferenceModel, Stopped  # noqa: E402

@@ -10,8 +10,9 @@ import pytest
 from fourfold.coordinator.client import RunClient
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
-from fourfold_coordinator.reporting.run_service import RunBoard, RunServicer
+from fourfold_coordinator.reporting.run_service import RunServicer
 from fourfold_coordinator.state.ledger import EvalRow
+from fourfold_coordinator.state.run_board import RunBoard
 from tests.conftest import Serve
 from tests.fakes.clock import FakeClock
 

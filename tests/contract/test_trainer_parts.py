@@ -14,7 +14,7 @@ import pytest
 from fourfold.errors import AlreadyExists, InvalidInput, NotFound, WrongState
 from fourfold.trainer.client import ForwardBackward
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
-from fourfold_trainer.step.packing import WeightedBatch
+from fourfold_trainer.batches import WeightedBatch
 from tests.conftest import Serve
 from tests.fakes.trainer_engine import VOCABULARY, FakeEngine, group_of
 from tests.fakes.trainer_service import SECONDS, Start, Trainer, trainers

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from fourfold import metrics
+from fourfold.arrays import Float32Array, Sample, VersionSpan
 from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Unavailable, WrongState
-from fourfold.rpc.codec import Float32Array, Sample, VersionSpan, encode
+from fourfold.rpc.codec import encode
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold_trainer.engine import EngineFailedError
 from tests.conftest import Serve

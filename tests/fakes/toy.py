@@ -24,12 +24,12 @@ import numpy as np
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
+from fourfold.arrays import Float32Array
 from fourfold.config import Config
 from fourfold.coordinator.client import MembershipClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.rpc.channel import open_channel
-from fourfold.rpc.codec import Float32Array
 from fourfold.rpc.server import Server
 from fourfold.service.membership import Membership
 

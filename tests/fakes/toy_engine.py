@@ -12,13 +12,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fourfold.arrays import Float32Array
 from fourfold.config import Config
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.router import Routers
-from fourfold.rpc.codec import Float32Array
+from fourfold_trainer.batches import PolicyBatch, ValueBatch
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.step.optimizer_step import update_critic, update_policy
-from fourfold_trainer.step.packing import PolicyBatch, ValueBatch
 from tests.fakes.trainer_engine import VOCABULARY
 
 T = TypeVar("T")

@@ -10,13 +10,13 @@ from typing import TypeVar
 import numpy as np
 
 from fourfold import metrics
+from fourfold.arrays import Float32Array, Sample, VersionSpan
 from fourfold.errors import StaleEpoch
 from fourfold.nn.batching import TokenBatch
-from fourfold.rpc.codec import Float32Array, Sample, VersionSpan
 from fourfold.weights.manifest import Manifest, Span, TensorSpec
+from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, Sent, UpdateSettings, UpdateSums
-from fourfold_trainer.step.flops import Machine, ModelSize
-from fourfold_trainer.step.packing import PolicyBatch, ValueBatch, WeightedBatch
+from fourfold_trainer.flops import Machine, ModelSize
 
 VOCABULARY = 100
 T = TypeVar("T")

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fourfold.arrays import Sample
 from fourfold.config import Config
-from fourfold.rpc.codec import Sample, encode
+from fourfold.rpc.codec import encode
 from fourfold.trainer.client import TrainerClient, TrainerWeightClient
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fourfold.arrays import Sample, VersionSpan
 from fourfold.reference.client import ReferenceClient
 from fourfold.rpc.channel import open_channel
-from fourfold.rpc.codec import Sample, VersionSpan
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 

@@ -31,9 +31,10 @@ from fourfold.trainer.v1 import trainer_service_pb2 as trainer_pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as trainer_grpc
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight_pb
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
-from fourfold_coordinator.reporting.run_service import RunBoard, RunServicer
+from fourfold_coordinator.reporting.run_service import RunServicer
 from fourfold_coordinator.routing.membership import MembershipServicer
 from fourfold_coordinator.routing.registry import Registry
+from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_reward import loader
 from fourfold_reward.pool import WorkerPool
 from fourfold_reward.reference.servicer import Loaded, ReferenceServicer

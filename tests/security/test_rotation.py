@@ -27,9 +27,9 @@ from fourfold.rpc.server import Server
 from fourfold.security import certs
 from fourfold.security.access import ROLLOUT, Security
 from fourfold.security.principal import Principal
-from fourfold_coordinator.reporting.run_service import RunBoard
 from fourfold_coordinator.routing.certificates import Certificates
 from fourfold_coordinator.routing.registry import Member, Registry
+from fourfold_coordinator.state.run_board import RunBoard
 from tests.fakes.clock import FakeClock
 from tests.fakes.servicers import Reward, Rollout
 from tests.security.pki import Pki

@@ -35,9 +35,10 @@ from fourfold.rpc.server import Server
 from fourfold.security.access import ROLLOUT as ROLLOUT_IDENTITY
 from fourfold.security.access import Security
 from fourfold.security.principal import Principal
-from fourfold_coordinator.reporting.run_service import RunBoard, RunServicer
+from fourfold_coordinator.reporting.run_service import RunServicer
 from fourfold_coordinator.routing.membership import MembershipServicer
 from fourfold_coordinator.routing.registry import Registry
+from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_rollout.generate.admission import Limits as ServiceLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
 from fourfold_rollout.update.controller import EngineWeights

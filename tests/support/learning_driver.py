@@ -21,10 +21,10 @@ import numpy as np
 import torch
 import transformers
 
+from fourfold.arrays import Sample, VersionSpan
 from fourfold.config import Config
-from fourfold.rpc.codec import Sample, VersionSpan
+from fourfold_trainer.algorithm.state import AlgorithmState
 from fourfold_trainer.ranks.engine import RankGroup
-from fourfold_trainer.step.advantages import Memory
 from fourfold_trainer.step.train_step import train_step
 
 STEPS: Final = 20
@@ -107,7 +107,7 @@ def learn(preset: str, folder: Path, out: Path) -> list[float]:
     config = recipe(preset, folder)
     engine = RankGroup(config, folder, run_dir=out, member_id="trainer-0", on_death=_say)
     reference = load(folder)
-    memory, rewards = Memory(), list[float]()
+    memory, rewards = AlgorithmState(), list[float]()
     for step in range(1, STEPS + 1):
         exported = out / "exported"
         exported.mkdir(exist_ok=True)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fourfold.rpc.codec import Float32Array, Sample
+from fourfold.arrays import Float32Array, Sample
 from tests.fakes.trainer_engine import group_of
 
 Gradients = dict[str, Tensor]

@@ -22,13 +22,13 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from fourfold.arrays import Float32Array, Sample
 from fourfold.config import Config
 from fourfold.metrics import PADDING_FRACTION
-from fourfold.rpc.codec import Float32Array, Sample
+from fourfold_trainer.algorithm.state import AlgorithmState
 from fourfold_trainer.checkpoint.store import layout_of
 from fourfold_trainer.ranks.engine import RankGroup
 from fourfold_trainer.service.metrics import summarise
-from fourfold_trainer.step.advantages import Memory
 from fourfold_trainer.step.micro_batches import Compute, add_gradient, forward, look_up
 from fourfold_trainer.step.train_step import Result, train_step
 from tests.fakes.trainer_engine import group_of
@@ -169,7 +169,9 @@ class Run:
 
     def train(self, number: int, *, kl_coef: float | None = None) -> Result:
         """Train step `number`."""
-        result = train_step(self.engine, batch(number), self.config, step=number, memory=Memory(kl_coef=kl_coef))
+        result = train_step(
+            self.engine, batch(number), self.config, step=number, memory=AlgorithmState(kl_coef=kl_coef)
+        )
         self.losses += [result.policy.loss, result.critic.loss]
         self.norms += result.policy_norms + result.critic_norms
         found = summarise(result, self.config, step=number)
@@ -321,7 +323,7 @@ def split(run: Run) -> dict[str, Any]:
             table = run.config.batch.model_copy(update={"tokens_per_micro_batch": budget})
             config = run.config.model_copy(update={"batch": table})
             samples = ragged(kind, vocabulary=VOCABULARY)
-            train_step(run.engine, samples, config, step=1, memory=Memory())
+            train_step(run.engine, samples, config, step=1, memory=AlgorithmState())
             (folder / f"{kind} {budget}").mkdir()
             run.engine.save(folder / f"{kind} {budget}")
     run.close()

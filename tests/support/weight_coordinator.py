@@ -34,12 +34,12 @@ from fourfold.rollout.v1.rollout_control_service_pb2_grpc import RolloutControlS
 from fourfold.rpc.channel import CLIENT_OPTIONS, call, open_channel
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1.trainer_weight_service_pb2_grpc import TrainerWeightServiceStub
-from fourfold_coordinator.reporting.run_service import RunBoard
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.router import Router
 from fourfold_coordinator.routing.trainer_session import TrainerSession
 from fourfold_coordinator.state.disk_wait import DiskWait
 from fourfold_coordinator.state.ledger import Ledger
+from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_coordinator.weights import backends, calls, update
 from fourfold_coordinator.weights.broker import Broker
 from fourfold_coordinator.weights.plane import WeightPlane

@@ -13,7 +13,8 @@ import pytest
 
 from fourfold import metrics
 from fourfold.host import disk
-from fourfold.metrics import METRICS, MetricsWriter
+from fourfold.metrics import METRICS
+from fourfold_coordinator.state.metrics_file import MetricsWriter
 
 
 def lines(path: Path) -> list[dict[str, object]]:

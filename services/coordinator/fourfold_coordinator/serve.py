@@ -38,7 +38,7 @@ from .cli.summary import is_finished
 from .data.prompts import Prompts, load_prompts
 from .reporting.lifetime import PEAK_MEMORY, Lifetime
 from .reporting.memory import MemoryMeter
-from .reporting.run_service import RunBoard, RunServicer
+from .reporting.run_service import RunServicer
 from .routing.certificates import Certificates
 from .routing.membership import MembershipServicer
 from .routing.registry import Member, Registry
@@ -48,6 +48,7 @@ from .routing.trainer_session import TrainerSession
 from .state.disk_wait import DiskWait
 from .state.faults import Faults
 from .state.ledger import Ledger
+from .state.run_board import RunBoard
 from .training.context import Parts
 from .training.evaluate import Evaluator
 from .training.loop import Loop

@@ -14,8 +14,8 @@ from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
+from fourfold.arrays import Float32Array, Int32Array
 from fourfold.errors import FourfoldError
-from fourfold.rpc.codec import Float32Array, Int32Array
 
 EMPTY_IDS: Final[Int32Array] = np.empty(0, np.int32)
 

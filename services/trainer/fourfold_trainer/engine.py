@@ -17,14 +17,14 @@ from typing import Final, Protocol, TypeVar
 import numpy as np
 from torch import Tensor
 
+from fourfold.arrays import EMPTY_FLOATS, Float32Array
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.router import Routers
-from fourfold.rpc.codec import EMPTY_FLOATS, Float32Array
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.source.dense import WeightSource
+from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.checkpoint.shards import Shard
-from fourfold_trainer.step.flops import Machine, ModelSize
-from fourfold_trainer.step.packing import PolicyBatch, ValueBatch, WeightedBatch
+from fourfold_trainer.flops import Machine, ModelSize
 
 T = TypeVar("T")
 

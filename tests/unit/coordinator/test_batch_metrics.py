@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from fourfold import metrics as m
+from fourfold.arrays import VersionSpan
 from fourfold.errors import PeerFault, Unavailable, WrongState
 from fourfold.metrics import METRICS
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.rpc.codec import VersionSpan, decode, encode
+from fourfold.rpc.codec import decode, encode
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.reporting.batch_metrics import summarize
 from fourfold_coordinator.state.samples import Batch, Group, Trajectory, build_sample, check_completions, digest

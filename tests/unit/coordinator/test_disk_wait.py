@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fourfold_coordinator.reporting.run_service import RunBoard
 from fourfold_coordinator.state.disk_wait import DiskFull, DiskWait
 from fourfold_coordinator.state.ledger import Ledger, State
+from fourfold_coordinator.state.run_board import RunBoard
 from tests.fakes.clock import FakeClock
 
 

@@ -14,10 +14,10 @@ import pytest
 from fourfold.config import Config
 from fourfold.errors import NotFound, WrongState
 from fourfold.trainer.v1.trainer_service_pb2 import TrainerStatus
-from fourfold_coordinator.reporting.run_service import RunBoard
 from fourfold_coordinator.routing.trainer_session import TrainerSession
 from fourfold_coordinator.state.disk_wait import DiskWait
 from fourfold_coordinator.state.ledger import Ledger
+from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_coordinator.training.recovery import Restored, cut_after, newest_checkpoint, restore, rewrite_metrics
 
 CONFIG = Config.model_validate(

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from fourfold import config as configuration
+from fourfold.arrays import VersionSpan
 from fourfold.config import Config
 from fourfold.errors import FourfoldError
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.rpc.codec import VersionSpan
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.routing.scheduling import Demand, prefix_keys
 from fourfold_coordinator.training.service_calls import Peers

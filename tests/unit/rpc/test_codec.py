@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fourfold.arrays import EMPTY_FLOATS, Sample, VersionSpan
 from fourfold.errors import InvalidInput
 from fourfold.rpc import codec
-from fourfold.rpc.codec import Sample, VersionSpan, decode, encode
+from fourfold.rpc.codec import decode, encode
 from fourfold.types.v1 import experience_pb2 as pb
 
 VOCABULARY = 1000
@@ -61,8 +62,8 @@ def samples(draw: st.DrawFn) -> Sample:
         truncated=draw(st.booleans()),
         score=draw(st.none() | st.floats(-1000, 1000, width=32)),
         scorer=draw(st.sampled_from(["", "exact@1"])),
-        reference_logprobs=draw(st.sampled_from([reference, codec.EMPTY_FLOATS])),
-        token_rewards=draw(st.sampled_from([sample.action_mask.astype(np.float32), codec.EMPTY_FLOATS])),
+        reference_logprobs=draw(st.sampled_from([reference, EMPTY_FLOATS])),
+        token_rewards=draw(st.sampled_from([sample.action_mask.astype(np.float32), EMPTY_FLOATS])),
         baseline_score=draw(st.none() | st.floats(-1000, 1000, width=32)),
     )
 

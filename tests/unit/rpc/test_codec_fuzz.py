@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as stn
 
+from fourfold.arrays import Sample, VersionSpan
 from fourfold.errors import InvalidInput
 from fourfold.rpc import codec
-from fourfold.rpc.codec import Sample, VersionSpan, chunks, decode, encode
+from fourfold.rpc.codec import chunks, decode, encode
 from fourfold.types.v1 import experience_pb2 as pb
 
 VOCABULARY = 1000

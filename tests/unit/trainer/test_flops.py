@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from fourfold import metrics
-from fourfold_trainer.step.flops import Machine, ModelSize, Work, peak_rate, speed
+from fourfold_trainer.flops import Machine, ModelSize, Work, peak_rate, speed
 
 SIZE = ModelSize(parameters=100, trained_parameters=100, attention=4)
 

@@ -13,11 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold import metrics as m
+from fourfold.arrays import Sample
 from fourfold.nn.router import Routed
-from fourfold.rpc.codec import Sample
+from fourfold_trainer.algorithm.state import AlgorithmState
+from fourfold_trainer.flops import Work
 from fourfold_trainer.service import metrics
-from fourfold_trainer.step.advantages import Memory
-from fourfold_trainer.step.flops import Work
 from fourfold_trainer.step.train_step import train_step
 from tests.fakes.toy_engine import Toy, ToyEngine
 from tests.fakes.trainer_engine import group_of, sample
@@ -75,7 +75,7 @@ def test_a_loss_that_is_no_number_is_counted() -> None:
     engine = ToyEngine(recipe())
     with torch.no_grad():
         engine.policy[0] = math.nan
-    result = train_step(engine, batch(), recipe(), step=1, memory=Memory())  # type: ignore[arg-type]
+    result = train_step(engine, batch(), recipe(), step=1, memory=AlgorithmState())  # type: ignore[arg-type]
     found = metrics.summarise(result, recipe(), step=1)
     assert (found[m.NONFINITE_LOSS], found[m.UPDATES]) == (1, 0)
     assert metrics.summarise(run(batch(), recipe())[1], recipe(), step=1)[m.NONFINITE_LOSS] == 0

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fourfold.arrays import Float32Array, Sample
 from fourfold.config import Config
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch, pack, split_by_tokens
-from fourfold.rpc.codec import Float32Array, Sample
 from fourfold_trainer.step.advantages import Batch, Credit
 from fourfold_trainer.step.micro_batches import LossTokens, look_up
 from fourfold_trainer.step.packing import deal, policy_batches, to_arrays, token_batches, value_batches

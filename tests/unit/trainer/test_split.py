@@ -18,14 +18,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fourfold.arrays import Float32Array, Sample
 from fourfold.config import Config
 from fourfold.nn import forward
 from fourfold.nn.batching import TokenBatch
-from fourfold.rpc.codec import Float32Array, Sample
+from fourfold_trainer.algorithm.state import AlgorithmState
+from fourfold_trainer.batches import PolicyBatch, ValueBatch
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
-from fourfold_trainer.step.advantages import Memory
 from fourfold_trainer.step.optimizer_step import update_critic, update_policy
-from fourfold_trainer.step.packing import PolicyBatch, ValueBatch
 from fourfold_trainer.step.train_step import train_step
 from tests.fakes.trainer_engine import sample
 from tests.support.architectures import VOCABULARY, build, know_float64_alone
@@ -181,7 +181,7 @@ def test_a_split_step_has_the_gradients_of_one_padded_batch(
     for algorithm in ALGORITHMS:
         config = recipe(algorithm, ranks, budget)
         engine: Any = Ranks(config, policy, critic)
-        train_step(engine, samples, config, step=1, memory=Memory())
+        train_step(engine, samples, config, step=1, memory=AlgorithmState())
         if algorithm == "policy":
             advantages = torch.from_numpy(group_advantages(samples)).double()[:, None]
             wanted = policy_gradients(plain, samples, advantages, kl_coef=0.1, entropy_coef=0.01)

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from fourfold import metrics as m
+from fourfold.arrays import Sample
 from fourfold.config import PRESETS, Config, CriticConfig, TrainerConfig
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch
-from fourfold.rpc.codec import Sample
+from fourfold_trainer.algorithm.state import AlgorithmState
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step import train_step as step_train_step
-from fourfold_trainer.step.advantages import Memory
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.micro_batches import mini_batches
 from fourfold_trainer.step.train_step import Result, train_step
@@ -62,7 +62,7 @@ def batch() -> list[Sample]:
 
 def run(samples: Sequence[Sample], config: Config, *, number: int = 1) -> tuple[ToyEngine, Result]:
     engine = ToyEngine(config)
-    return engine, train_step(engine, samples, config, step=number, memory=Memory())  # type: ignore[arg-type]
+    return engine, train_step(engine, samples, config, step=number, memory=AlgorithmState())  # type: ignore[arg-type]
 
 
 # ---- independence of the split -----------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_a_log_probability_that_is_no_number_leaves_the_kl_coefficient_alone() -
     engine = ToyEngine(config)
     with torch.no_grad():
         engine.policy[0] = math.nan
-    result = train_step(engine, batch(), config, step=1, memory=Memory())  # type: ignore[arg-type]
+    result = train_step(engine, batch(), config, step=1, memory=AlgorithmState())  # type: ignore[arg-type]
     assert (result.skipped_reason, result.memory.kl_coef) == ("NOT_FINITE", 0.1)
 
 
@@ -307,7 +307,7 @@ def test_the_distance_in_the_reward_is_reported_only_where_it_is_subtracted() ->
 
 def test_the_critic_learns_the_returns_and_lowers_the_variance_of_the_advantages() -> None:
     config = recipe(algorithm={"preset": "ppo", "kl": {"coef": 0.0}, "whiten": "off"}, critic={"learning_rate": 0.5})
-    engine, memory, variances = ToyEngine(config), Memory(), []
+    engine, memory, variances = ToyEngine(config), AlgorithmState(), []
     samples = batch()
     for number in range(1, 40):
         result = train_step(engine, samples, config, step=number, memory=memory)  # type: ignore[arg-type]
@@ -329,7 +329,7 @@ def test_a_critic_whose_gradient_overflows_while_it_is_trained_alone_skips_the_s
     engine = ToyEngine(config)
     with torch.no_grad():
         engine.critic[:] = math.nan
-    result = train_step(engine, batch(), config, step=1, memory=Memory())  # type: ignore[arg-type]
+    result = train_step(engine, batch(), config, step=1, memory=AlgorithmState())  # type: ignore[arg-type]
     assert result.skipped_reason == "NOT_FINITE"
 
 
@@ -349,7 +349,7 @@ def test_policy_and_critic_may_work_at_the_same_time() -> None:
     config = recipe(algorithm={"preset": "ppo"}, batch={"mini_batches_per_step": 2}, critic={"ranks": 3})
     other, wanted = run(batch(), config)
     engine = PolicyFirst(config)
-    found = train_step(engine, batch(), config, step=1, memory=Memory())  # type: ignore[arg-type]
+    found = train_step(engine, batch(), config, step=1, memory=AlgorithmState())  # type: ignore[arg-type]
     assert engine.beside_count == 3  # the look-up and two mini-batches
     for mine, theirs in zip(
         engine.gradients + engine.critic_gradients, other.gradients + other.critic_gradients, strict=True

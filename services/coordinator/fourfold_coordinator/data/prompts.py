@@ -21,9 +21,9 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from fourfold.arrays import Int32Array
 from fourfold.config import Config, DataConfig, DataSourceConfig, HoldoutConfig
 from fourfold.errors import ConfigError
-from fourfold.rpc.codec import Int32Array
 
 from .sources import Row, describe, read_rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fourfold import metrics as m
-from fourfold.rpc.codec import Sample
+from fourfold.arrays import Sample
 
 from ..state.samples import Batch
 

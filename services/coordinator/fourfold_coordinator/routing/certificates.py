@@ -9,7 +9,7 @@ from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.security.access import Security, expiry_warning
 from fourfold.security.principal import Principal
 
-from ..reporting.run_service import RunBoard
+from ..state.run_board import RunBoard
 from .registry import Registry
 
 _PERIOD_SECONDS: Final = 60.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
-from fourfold.rpc.codec import Int32Array
+from fourfold.arrays import Int32Array
 
 PrefixKeys = tuple[tuple[int, bytes], ...]
 """(tokens, digest of that many leading tokens) of one prompt, shortest first."""

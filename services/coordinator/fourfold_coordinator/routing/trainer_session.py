@@ -16,7 +16,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import DeadlinePassed, Overloaded, PeerFault, Unavailable, WrongState
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
-from ..reporting.run_service import RunBoard
+from ..state.run_board import RunBoard
 from .replica import Replica
 from .router import LOOK_SECONDS, Router
 

@@ -22,7 +22,7 @@ from fourfold.errors import Unavailable
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.host.disk import free_gib, is_full
 
-from ..reporting.run_service import RunBoard
+from .run_board import RunBoard
 
 log = logging.getLogger("fourfold.coordinator")
 

@@ -26,11 +26,12 @@ from typing import Any
 import numpy as np
 
 from fourfold import metrics as m
+from fourfold.arrays import Float32Array, Sample, VersionSpan
 from fourfold.config import Config
 from fourfold.errors import PeerFault, Unavailable
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.rpc.codec import Float32Array, Sample, VersionSpan, encode
+from fourfold.rpc.codec import encode
 from fourfold.types.v1.experience_pb2 import Experience
 
 from ..data.prompts import Prompt

@@ -10,12 +10,12 @@ from fourfold.config import Config
 from ..data.prompts import Prompts
 from ..reporting.lifetime import Lifetime
 from ..reporting.memory import MemoryMeter
-from ..reporting.run_service import RunBoard
 from ..routing.certificates import Certificates
 from ..routing.router import Router
 from ..routing.trainer_session import TrainerSession
 from ..state.disk_wait import DiskWait
 from ..state.ledger import Ledger
+from ..state.run_board import RunBoard
 from ..weights.broker import Broker
 from .evaluate import Evaluator
 from .service_calls import Peers

@@ -32,8 +32,8 @@ from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import Internal, PeerFault
 from fourfold.host.disk import append_lines
-from fourfold.metrics import MetricsWriter
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
+from fourfold_coordinator.state.metrics_file import MetricsWriter
 
 from ..reporting import report
 from ..reporting.batch_metrics import summarize

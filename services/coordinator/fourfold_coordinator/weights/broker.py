@@ -19,11 +19,11 @@ from dataclasses import replace
 from typing import Final
 
 from fourfold import metrics as m
+from fourfold.arrays import Int32Array
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import WEIGHTS_REFUSED, FourfoldError, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
-from fourfold.rpc.codec import Int32Array
 
 from ..routing.replica import Replica
 from ..routing.router import LOOK_SECONDS, Router

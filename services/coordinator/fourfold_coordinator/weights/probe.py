@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
+from fourfold.arrays import Float32Array, Int32Array, Sample, VersionSpan
 from fourfold.errors import WrongState
-from fourfold.rpc.codec import Float32Array, Int32Array, Sample, VersionSpan
 
 log = logging.getLogger("fourfold.coordinator")
 

@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from fourfold import metrics as m
+from fourfold.arrays import Float32Array
 from fourfold.config import Config
 from fourfold.errors import FourfoldError, Internal, StaleEpoch, Unavailable, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
-from fourfold.rpc.codec import Float32Array
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.weights.digest_sums import differing_tensors, naming
 

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from fourfold.rpc.codec import Float32Array, Int32Array
+from fourfold.arrays import Float32Array, Int32Array
 
 # Forward passes of one round: enough to be filled evenly, and few enough that nobody waits long for an answer.
 PASSES_PER_ROUND: Final = 8

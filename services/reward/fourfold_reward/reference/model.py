@@ -16,10 +16,10 @@ import torch
 import transformers
 from torch import Tensor
 
+from fourfold.arrays import Float32Array, Int32Array
 from fourfold.errors import ConfigError
 from fourfold.nn import forward
 from fourfold.nn.batching import pack, split_by_tokens
-from fourfold.rpc.codec import Float32Array, Int32Array
 
 _DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -12,10 +12,11 @@ from typing import Any, Final
 
 import grpc
 
+from fourfold.arrays import Int32Array
 from fourfold.errors import InvalidInput, Overloaded, Unavailable
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1 import reference_service_pb2_grpc as pb_grpc
-from fourfold.rpc.codec import Int32Array, check_id, decode_token_ids, pack_floats
+from fourfold.rpc.codec import check_id, decode_token_ids, pack_floats
 from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_reward.reference.merging import Merger
 from fourfold_reward.reference.model import ReferenceModel, Stopped

@@ -16,9 +16,9 @@ from typing import Final
 
 import numpy as np
 
+from fourfold.arrays import EMPTY_FLOATS, Float32Array
 from fourfold.errors import FourfoldError, Unavailable
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold.rpc.codec import EMPTY_FLOATS, Float32Array
 from fourfold_rollout.engine import EMPTY_IDS, Finish, Sample, SampleOutput
 from fourfold_rollout.generate.versions import SampleVersions
 from fourfold_rollout.pause.hold import Gate

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 
-from fourfold.rpc.codec import Float32Array
+from fourfold.arrays import Float32Array
 
 _PORTABLE_AND_MAPPED: Final = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 

@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from fourfold.arrays import Float32Array
 from fourfold.errors import Internal, Overloaded
-from fourfold.rpc.codec import Float32Array
 
 SLOT: Final = "fourfold_slot"
 """Key of `SamplingParams.extra_args`: the number of the request's row."""

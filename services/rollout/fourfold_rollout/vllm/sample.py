@@ -8,8 +8,8 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from fourfold.arrays import EMPTY_FLOATS
 from fourfold.errors import FourfoldError, Internal
-from fourfold.rpc.codec import EMPTY_FLOATS
 from fourfold_rollout.engine import Finish, SampleOutput, SampleRequest
 from fourfold_rollout.vllm.logprob_table import LogprobRow
 

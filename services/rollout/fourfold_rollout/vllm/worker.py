@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from fourfold.rpc.codec import Float32Array
+from fourfold.arrays import Float32Array
 from fourfold.weights.apply.vllm_worker import WeightWorker
 from fourfold_rollout.vllm.logprob_table import open_table
 

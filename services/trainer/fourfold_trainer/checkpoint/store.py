@@ -32,7 +32,7 @@ from fourfold.config import Config
 from fourfold.errors import NotFound, Unavailable, WrongState
 from fourfold.weights.manifest import Manifest
 from fourfold_trainer.algorithm.rewards import RunningMoments
-from fourfold_trainer.step.advantages import Memory
+from fourfold_trainer.algorithm.state import AlgorithmState
 
 FORMAT: Final = 3
 STATE_FILE: Final = "trainer.json"
@@ -67,7 +67,7 @@ class TrainerState:
     """SHA-256 over the batches of all steps so far: two states of one step and other batches differ in it."""
     answer: StepAnswer | None = None
     """Of the last step."""
-    memory: Memory = field(default_factory=Memory)
+    memory: AlgorithmState = field(default_factory=AlgorithmState)
     """Of the algorithm."""
 
 
@@ -203,7 +203,7 @@ def _state(fields: dict[str, Any]) -> TrainerState:
     answer, memory = fields.pop("answer"), fields.pop("memory")
     scores = RunningMoments(**memory.pop("scores"))
     return TrainerState(
-        **fields, answer=StepAnswer(**answer) if answer else None, memory=Memory(**memory, scores=scores)
+        **fields, answer=StepAnswer(**answer) if answer else None, memory=AlgorithmState(**memory, scores=scores)
     )
 
 

@@ -18,18 +18,19 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from fourfold.arrays import Float32Array
 from fourfold.config import Config
 from fourfold.errors import FourfoldError
 from fourfold.nn.batching import TokenBatch
-from fourfold.rpc.codec import Float32Array
 from fourfold.weights.digest import add_sums, digest_of, unsummed_digest
 from fourfold.weights.manifest import Manifest
+from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.engine import Sent, UpdateSettings, UpdateSums
+from fourfold_trainer.flops import Machine, ModelSize
 from fourfold_trainer.ranks.process_group import ProcessGroup, checked, places
 from fourfold_trainer.ranks.rank_channel import Array, Message
 from fourfold_trainer.ranks.worker import RankWorker, read_error, read_sums
-from fourfold_trainer.step.flops import Machine, ModelSize
-from fourfold_trainer.step.packing import Batch, PolicyBatch, ValueBatch, WeightedBatch, to_arrays
+from fourfold_trainer.step.packing import Batch, to_arrays
 
 # What an answer may take longer than the deadline that the command carries.
 _ANSWER_GRACE_SECONDS: Final = 5.0

@@ -22,9 +22,9 @@ from fourfold.weights.sender import WeightSender
 from fourfold.weights.transport.base import available_backends
 from fourfold_trainer.checkpoint.shards import Shard
 from fourfold_trainer.engine import Critic, Policy, Trained, UpdateSettings, UpdateSums
+from fourfold_trainer.flops import Machine
 from fourfold_trainer.ranks.rank_channel import Message, from_bytes
 from fourfold_trainer.step import packing
-from fourfold_trainer.step.flops import Machine
 from fourfold_trainer.step.optimizer_step import (
     discard_gradient,
     forward_backward,

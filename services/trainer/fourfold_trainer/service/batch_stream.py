@@ -16,9 +16,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from fourfold.arrays import Sample
 from fourfold.config import Config
 from fourfold.errors import DeadlinePassed, InvalidInput, Overloaded
-from fourfold.rpc.codec import Sample
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.types.v1.experience_pb2 import Experience
 

@@ -14,19 +14,10 @@ import numpy as np
 from google.protobuf.message import Message
 
 from fourfold import metrics
+from fourfold.arrays import BoolArray, Float32Array, Sample
 from fourfold.bounds import MAX_RAISED_VERSION, check_number
 from fourfold.errors import InvalidInput
-from fourfold.rpc.codec import (
-    BoolArray,
-    Float32Array,
-    Sample,
-    check_id,
-    check_unique,
-    decode,
-    decode_token_ids,
-    floats,
-    pack_floats,
-)
+from fourfold.rpc.codec import check_id, check_unique, decode, decode_token_ids, floats, pack_floats
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.types.v1 import experience_pb2

@@ -22,15 +22,16 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from fourfold import metrics
+from fourfold.arrays import Sample
 from fourfold.config import Config
 from fourfold.errors import AlreadyExists, FourfoldError, InvalidInput, Unavailable, WrongState
-from fourfold.rpc.codec import Sample
+from fourfold_trainer import flops
 from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, layout_of, whole
 from fourfold_trainer.engine import Engine
 from fourfold_trainer.service import metrics as service_metrics
 from fourfold_trainer.service.engine_thread import EngineThread, Phase
 from fourfold_trainer.service.weight_transfers import Transfers
-from fourfold_trainer.step import accumulation, flops
+from fourfold_trainer.step import accumulation
 from fourfold_trainer.step import train_step as steps
 from fourfold_trainer.step.accumulation import Gradient
 from fourfold_trainer.step.micro_batches import Forward, forward

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fourfold import metrics
+from fourfold.arrays import Float32Array, Sample
 from fourfold.config import Config
 from fourfold.errors import AlreadyExists, WrongState
-from fourfold.rpc.codec import Float32Array, Sample
 from fourfold_trainer.checkpoint.store import StepAnswer, TrainerState
 from fourfold_trainer.engine import Engine
 from fourfold_trainer.step.lr_schedule import learning_rate

@@ -13,30 +13,21 @@ The formulas are in algorithm/.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fourfold.arrays import Float32Array, Sample
 from fourfold.config import AlgorithmConfig, Config
-from fourfold.rpc.codec import Float32Array, Sample
 from fourfold_trainer.algorithm import advantages as estimators
 from fourfold_trainer.algorithm import kl, rewards
+from fourfold_trainer.algorithm.state import AlgorithmState
 
 Float64Array = NDArray[np.float64]
 Int64Array = NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """What an algorithm remembers from one step to the next; part of the checkpoint."""
-
-    kl_coef: float | None = None
-    """Where the controller has moved the coefficient; None: the recipe's."""
-    scores: rewards.RunningMoments = field(default_factory=rewards.RunningMoments)
-    """Of all scores so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -86,7 +77,7 @@ class Credit:
     kl: Float64Array | None  # [k], estimated distance of the old policy to the reference, where it was needed
 
 
-def shape(batch: Batch, config: Config, memory: Memory) -> tuple[Float64Array, Memory]:
+def shape(batch: Batch, config: Config, memory: AlgorithmState) -> tuple[Float64Array, AlgorithmState]:
     """Return each sample's score after normalisation and length penalties, float64 [B]."""
     shaping = config.algorithm.shaping
     scores: Float64Array = np.array([sample.score for sample in batch.samples], np.float64)

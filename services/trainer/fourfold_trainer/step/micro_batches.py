@@ -17,15 +17,15 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fourfold.arrays import EMPTY_FLOATS, Float32Array, Sample
 from fourfold.config import Config
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch
-from fourfold.rpc.codec import EMPTY_FLOATS, Float32Array, Sample
 from fourfold_trainer.algorithm import aggregation
+from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.engine import Engine
 from fourfold_trainer.step import packing
 from fourfold_trainer.step.advantages import Batch, Credit, Int64Array
-from fourfold_trainer.step.packing import PolicyBatch, ValueBatch, WeightedBatch
 
 # A pass without gradients keeps the activations of one layer, and so takes more tokens in the same memory: not so
 # where gradient checkpoints let a pass with gradients keep no more.

@@ -24,14 +24,15 @@ import torch
 from torch import Tensor
 
 from fourfold import metrics
+from fourfold.arrays import Float32Array
 from fourfold.config import AlgorithmConfig, CriticConfig
 from fourfold.nn.transfer import to_device
-from fourfold.rpc.codec import Float32Array
 from fourfold_trainer.algorithm import corrections, kl, losses
 from fourfold_trainer.algorithm.losses import TokenLoss
+from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.engine import Critic, Policy, UpdateSettings, UpdateSums
 from fourfold_trainer.step.metric_accumulator import Tally, distances
-from fourfold_trainer.step.packing import PolicyBatch, ValueBatch, WeightedBatch, dummy_tokens
+from fourfold_trainer.step.packing import dummy_tokens
 
 
 def update_policy(

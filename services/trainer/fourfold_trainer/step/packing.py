@@ -11,14 +11,14 @@ Legend: k loss tokens of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fourfold.arrays import EMPTY_FLOATS, Sample
 from fourfold.nn.batching import Int64Array, TokenBatch, pack, split_by_tokens
-from fourfold.rpc.codec import EMPTY_FLOATS, Float32Array, Int32Array, Sample
+from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 
 Array = NDArray[Any]
 Batch: TypeAlias = "TokenBatch | PolicyBatch | ValueBatch | WeightedBatch"
@@ -26,42 +26,6 @@ T = TypeVar("T")
 
 _DUMMY_TOKENS: Final = np.zeros(2, np.int32)
 _DUMMY_POSITIONS: Final = np.ones(1, np.int64)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PolicyBatch:
-    """One forward and backward pass of the policy on one rank."""
-
-    tokens: TokenBatch
-    segments: Int32Array  # [k], the sample of each token, 0 for the first
-    weights: Float32Array  # [k], of each token's loss; 0: a dummy, which counts nowhere
-    advantages: Float32Array  # [k]
-    behavior_logprobs: Float32Array  # [k]
-    old_logprobs: Float32Array  # [k], or [0]: the present ones, because the policy has not moved yet
-    reference_logprobs: Float32Array  # [k], or [0] where the loss needs none
-
-    @property
-    def is_dummy(self) -> bool:
-        """Whether nothing of it counts."""
-        return not self.weights.any()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ValueBatch:
-    """One forward and backward pass of the critic on one rank."""
-
-    tokens: TokenBatch
-    weights: Float32Array  # [k]; 0: a dummy
-    returns: Float32Array  # [k]
-    old_values: Float32Array  # [k]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WeightedBatch:
-    """One forward and backward pass of the policy on one rank, for a loss that is known by its derivatives."""
-
-    tokens: TokenBatch
-    weights: Float32Array  # [k], derivative of the loss by each log-probability; a dummy's is 0
 
 
 def to_arrays(batch: Batch) -> list[Array]:

@@ -20,12 +20,14 @@ from typing import Final
 
 import numpy as np
 
+from fourfold.arrays import Float32Array, Sample
 from fourfold.config import AlgorithmConfig, Config
 from fourfold.errors import InvalidInput
-from fourfold.rpc.codec import Float32Array, Sample, check_unique
+from fourfold.rpc.codec import check_unique
+from fourfold_trainer.algorithm.state import AlgorithmState
 from fourfold_trainer.engine import Engine, UpdateSettings, UpdateSums
-from fourfold_trainer.step.advantages import Batch, Credit, Float64Array, Memory, assign, next_kl_coef, shape
-from fourfold_trainer.step.flops import Work
+from fourfold_trainer.flops import Work
+from fourfold_trainer.step.advantages import Batch, Credit, Float64Array, assign, next_kl_coef, shape
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.micro_batches import Compute, LossTokens, look_up, mini_batches
 
@@ -39,7 +41,7 @@ NOT_FINITE: Final = "NOT_FINITE"
 class Result:
     """What a step did."""
 
-    memory: Memory
+    memory: AlgorithmState
     batch: Batch
     outcomes: Float64Array  # [B], before the comparison within groups
     credit: Credit
@@ -118,7 +120,9 @@ def _check_behavior(sample: Sample) -> None:
         )
 
 
-def train_step(engine: Engine, samples: Sequence[Sample], config: Config, *, step: int, memory: Memory) -> Result:
+def train_step(
+    engine: Engine, samples: Sequence[Sample], config: Config, *, step: int, memory: AlgorithmState
+) -> Result:
     """Train on a checked batch. An optimizer step with nothing to learn is left out, on all ranks.
 
     Args:

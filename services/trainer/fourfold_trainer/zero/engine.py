@@ -19,10 +19,10 @@ from torch import Tensor
 from fourfold.config import Config, CriticConfig, TrainerConfig
 from fourfold.errors import WrongState
 from fourfold_trainer.checkpoint import shards, store
+from fourfold_trainer.flops import ModelSize
 from fourfold_trainer.optim import masters
 from fourfold_trainer.optim.ema import Average
 from fourfold_trainer.optim.muon import MOMENTUM, Muon
-from fourfold_trainer.step.flops import ModelSize
 from fourfold_trainer.zero import offload
 from fourfold_trainer.zero.group import device_of, leave
 from fourfold_trainer.zero.models import speed_up

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fourfold.rpc.codec import Float32Array, Int32Array
+from fourfold.arrays import Float32Array, Int32Array
 from fourfold_rollout.vllm.logprob_table import slot_of
 
 # (filtered logits [r, vocabulary], sampled ids [r], slots [r], prompt lengths [r], lengths with the last input [r])

@@ -1,0 +1,53 @@
+"""Samples as numpy arrays.
+
+Shapes: n tokens in a sample. All arrays are token-aligned and read-only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+EMPTY_FLOATS: Final[Float32Array] = np.empty(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSpan:
+    """`token_count` consecutive tokens sampled by `policy_version`; -1 for tokens nobody sampled."""
+
+    policy_version: int
+    token_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """One trajectory, with its score and reference log-probabilities once it has them."""
+
+    sample_id: str
+    group_id: str
+    token_ids: Int32Array  # [n]
+    behavior_logprobs: Float32Array  # [n], NaN where action_mask is False
+    action_mask: BoolArray  # [n]
+    loss_mask: BoolArray  # [n], subset of action_mask
+    version_spans: tuple[VersionSpan, ...]
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    truncated: bool = False
+    score: float | None = None
+    scorer: str = ""
+    reference_logprobs: Float32Array = field(default_factory=lambda: EMPTY_FLOATS)  # [n] or [0]
+    token_rewards: Float32Array = field(default_factory=lambda: EMPTY_FLOATS)  # [n] or [0]
+    baseline_score: float | None = None
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest sampled token; -1 when nothing was sampled."""
+        return min((s.policy_version for s in self.version_spans if s.policy_version >= 0), default=-1)

@@ -1,0 +1,186 @@
+"""The present state of a run: written by the loop, read by any number of watchers.
+
+Level-triggered: a watcher gets the present state at once and the newest one after every change,
+never a backlog, and always the last state before its stream ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from fourfold.coordinator.v1 import run_service_pb2 as pb
+from fourfold.host.clock import SYSTEM_CLOCK, Clock
+
+from .ledger import EvalRow
+
+# A watcher gets at most this many states a second; each holds every step so far.
+_PERIOD_SECONDS: Final = 0.1
+# Keeps a state of 50 metrics a step below the limit of a message; the oldest rows are left out.
+_MAX_STEP_ROWS: Final = 5000
+_MAX_RECOVERIES: Final = 100
+_SETTLED_SECONDS: Final = 1.0
+
+
+class RunBoard:
+    """The present state of the run. Used on one event loop."""
+
+    def __init__(self, *, name: str, step_count: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.status = pb.RunStatus(
+            name=name, step_count=step_count, phase=pb.RUN_PHASE_WAITING_FOR_SERVICES, waiting_for=""
+        )
+        self.closed = False
+        self._clock = clock
+        self._change = asyncio.Event()
+        self._wait_began, self._wait_ended = Timestamp(), -math.inf
+
+    def phase(self, phase: pb.RunPhase.ValueType, *, progress: float = 0.0) -> None:
+        """Say what the run does now."""
+        self.status.phase = phase
+        self.progress(progress)
+
+    def progress(self, share: float) -> None:
+        """Say how much of the present phase is done, in [0, 1]."""
+        self.status.phase_progress = min(max(share, 0.0), 1.0)
+        self._changed()
+
+    def wait_for(self, what: str) -> None:
+        """Say what the run waits for; empty: for nothing.
+
+        Callers that wait take turns: a wait that goes on within a second is the same one.
+        """
+        if self.status.waiting_for != what:
+            now = self._clock.monotonic()
+            if not self.status.waiting_for and now - self._wait_ended > _SETTLED_SECONDS:
+                self._stamp(self._wait_began)
+            if what:
+                self.status.waiting_since.CopyFrom(self._wait_began)
+            else:
+                self.status.ClearField("waiting_since")
+                self._wait_ended = now
+            self.status.waiting_for = what
+            self._changed()
+
+    def report(self, subject: str, text: str) -> None:
+        """Say that something is wrong now with `subject`; another text for the same subject keeps the first time.
+
+        Args:
+            subject: a member id, or a part of the run such as "disk".
+            text: what is wrong and what helps, for people.
+        """
+        condition = next((c for c in self.status.conditions if c.subject == subject), None)
+        if condition is None:
+            condition = self.status.conditions.add(subject=subject)
+            self._stamp(condition.since)
+        if condition.text != text:
+            condition.text = text
+            self._changed()
+
+    def resolve(self, subject: str) -> None:
+        """Say that `subject` is right again; nothing happens when nothing was wrong with it."""
+        for index, condition in enumerate(self.status.conditions):
+            if condition.subject == subject:
+                del self.status.conditions[index]
+                self._changed()
+                return
+
+    def went_on(self, step: int, reason: str) -> None:
+        """Say that the run goes on from a checkpoint.
+
+        Args:
+            step: steps done.
+            reason: why, for people; empty: this coordinator took the run up.
+        """
+        recovery = self.status.recoveries.add(step=step, reason=reason)
+        self._stamp(recovery.time)
+        if len(self.status.recoveries) > _MAX_RECOVERIES:
+            del self.status.recoveries[0]
+        self._changed()
+
+    def begin(self) -> None:
+        """Say that the first step begins."""
+        if not self.status.HasField("start_time"):
+            self._stamp(self.status.start_time)
+            self._changed()
+
+    def at(self, *, step: int, policy_version: int) -> None:
+        """Say how many steps are done and which version was published last."""
+        self.status.step, self.status.policy_version = step, policy_version
+        self._changed()
+
+    def add_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Append the row of a finished step; what is not a finite number is left out."""
+        self.status.steps.append(_step_record(step, metrics))
+        if len(self.status.steps) > _MAX_STEP_ROWS:
+            del self.status.steps[0]
+        self._changed()
+
+    def set_history(self, steps: Iterable[tuple[int, Mapping[str, Any]]], evals: Iterable[EvalRow]) -> None:
+        """Replace all rows, after a restore."""
+        del self.status.steps[:], self.status.evals[:]
+        self.status.steps.extend([_step_record(step, metrics) for step, metrics in steps][-_MAX_STEP_ROWS:])
+        self.status.evals.extend(_eval_record(row) for row in evals)
+        self._changed()
+
+    def add_eval(self, row: EvalRow) -> None:
+        """Append the row of an evaluation."""
+        self.status.evals.append(_eval_record(row))
+        self._changed()
+
+    def set_members(self, members: Iterable[pb.Member]) -> None:
+        """Replace the list of live members."""
+        rows = list(members)
+        if rows != list(self.status.members):
+            del self.status.members[:]
+            self.status.members.extend(rows)
+            self._changed()
+
+    def close(self, *, failure: str = "") -> None:
+        """Say that the run is over; watchers get this state and then the end of their streams."""
+        self.status.failure = failure
+        self.status.phase = pb.RUN_PHASE_FAILED if failure else pb.RUN_PHASE_DONE
+        self.status.waiting_for = ""
+        self.status.ClearField("waiting_since")
+        self.status.phase_progress = 1.0
+        self.closed = True
+        self._changed()
+
+    async def changes(self) -> AsyncIterator[pb.RunStatus]:
+        """Yield the state now and after every change, until the run is over."""
+        while True:
+            change, closed = self._change, self.closed
+            yield self.status
+            if closed:
+                return
+            await change.wait()
+            # Several changes come together; the end of the run need not wait for company.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PERIOD_SECONDS):
+                    while not self.closed:
+                        await self._change.wait()
+
+    def _stamp(self, timestamp: Timestamp) -> None:
+        timestamp.FromNanoseconds(int(self._clock.now() * 1e9))
+
+    def _changed(self) -> None:
+        change, self._change = self._change, asyncio.Event()
+        change.set()
+
+
+def _step_record(step: int, metrics: Mapping[str, Any]) -> pb.StepRecord:
+    numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, int | float) and math.isfinite(v)}
+    return pb.StepRecord(step=step, metrics=numbers, alarms=metrics.get("alarms", []))
+
+
+def _eval_record(row: EvalRow) -> pb.EvalRecord:
+    return pb.EvalRecord(
+        step=row.step,
+        mean_score=row.score,
+        half_width=math.nan if row.half_width is None else row.half_width,
+        answer_count=row.answer_count,
+    )

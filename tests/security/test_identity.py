@@ -211,7 +211,7 @@ def _reward(name: str, incarnation: str = "a" * 32) -> Member:
 @pytest.fixture
 def harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that leaves this process's logging alone."""
-    monkeypatch.setattr("fourfold.service.lifecycle.log.setup", lambda *_args, **_options: None)
+    monkeypatch.setattr("fourfold.service.lifecycle.logs.setup", lambda *_args, **_options: None)
 
 
 @pytest.mark.usefixtures("harmless")

@@ -20,7 +20,7 @@ from fourfold.errors import FourfoldError
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_BYTES = 1_000_000
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_README_LINES = 150
 

@@ -23,7 +23,7 @@ from google.protobuf.duration_pb2 import Duration
 from fourfold.errors import FourfoldError
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
-from fourfold.rollout.client import RolloutClient
+from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1.rollout_service_pb2 import GenerateRequest, SamplingParams
 from fourfold.rpc.channel import open_channel
 from fourfold.security.access import ROLLOUT, Security
@@ -31,7 +31,7 @@ from fourfold.security.access import ROLLOUT, Security
 
 async def ask(channel: grpc.aio.Channel, tokenizer: Tokenizer, question: str) -> None:
     """Print the answer to one question."""
-    client = RolloutClient(channel, peer="the rollout service")
+    client = AsyncRolloutClient(channel, peer="the rollout service")
     if (await client.get_info(timeout=10)).tokenizer_sha256 != tokenizer.sha256:
         sys.exit("agent: the rollout service serves a model with another tokenizer; give that model")
     request = GenerateRequest(

@@ -26,7 +26,7 @@ from fourfold.errors import FourfoldError
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rpc.channel import open_channel
-from fourfold.trainer.client import TrainerClient
+from fourfold.trainer.client import AsyncTrainerClient
 
 # Question, preferred answer, the other answer.
 PAIRS = (
@@ -50,7 +50,7 @@ def pair_loss(totals: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
     return float(np.logaddexp(0, -margins).mean()), np.stack([slopes, -slopes], 1)
 
 
-async def train(client: TrainerClient, tokenizer: Tokenizer) -> list[float]:
+async def train(client: AsyncTrainerClient, tokenizer: Tokenizer) -> list[float]:
     """Train, and return the loss before each step."""
     rows, is_answer = list[NDArray[np.int32]](), list[NDArray[np.bool_]]()
     for question, *answers in PAIRS:
@@ -76,7 +76,7 @@ async def train(client: TrainerClient, tokenizer: Tokenizer) -> list[float]:
 async def connect(target: str, tokenizer: Tokenizer) -> list[float]:
     """Train over a channel of its own."""
     async with open_channel(target, None) as channel:
-        return await train(TrainerClient(channel, peer=f"the trainer at {target}"), tokenizer)
+        return await train(AsyncTrainerClient(channel, peer=f"the trainer at {target}"), tokenizer)
 
 
 def main(target: str, model: str) -> None:

@@ -32,14 +32,14 @@ import psutil
 
 from fourfold.arrays import Sample
 from fourfold.host.process import die_with_parent
-from fourfold.rollout.client import RolloutClient
+from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.codec import encode
 from fourfold.rpc.quota import UNLIMITED, Quotas
 from fourfold.rpc.server import Server
-from fourfold.trainer.client import TrainerClient
+from fourfold.trainer.client import AsyncTrainerClient
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as trainer_grpc
 from fourfold_bench import record
@@ -176,8 +176,8 @@ class Coordinator:
 
     def __init__(self, options: argparse.Namespace, rollout_target: str, trainer_target: str) -> None:
         self._options = options
-        self._rollout = RolloutClient(open_channel(rollout_target, None), peer="rollout")
-        self._trainer = TrainerClient(open_channel(trainer_target, None), peer="trainer")
+        self._rollout = AsyncRolloutClient(open_channel(rollout_target, None), peer="rollout")
+        self._trainer = AsyncTrainerClient(open_channel(trainer_target, None), peer="trainer")
         ids = np.arange(PROMPT_TOKENS, dtype=np.int32)
         self._prompt = Prompt(index=0, text="", token_ids=ids, answer="", metadata_json="{}", group_key="0")
 

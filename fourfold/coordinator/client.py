@@ -84,7 +84,7 @@ class MembershipClient:
         await call(self._stub.Deregister, request, timeout=timeout, peer=self.peer, name="Deregister")
 
 
-class RunClient:
+class AsyncCoordinatorClient:
     """Calls `RunService`. All methods raise FourfoldError; timeouts are seconds."""
 
     def __init__(self, channel: grpc.aio.Channel, *, peer: str) -> None:

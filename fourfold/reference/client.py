@@ -14,7 +14,7 @@ from fourfold.rpc.channel import call
 from fourfold.rpc.model_info import check_model
 
 
-class ReferenceClient:
+class AsyncReferenceClient:
     """Calls `ReferenceService`. All methods raise FourfoldError; timeouts are seconds."""
 
     def __init__(self, channel: grpc.aio.Channel, *, peer: str) -> None:

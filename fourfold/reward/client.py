@@ -22,7 +22,7 @@ _REQUEST_BYTES: Final = 4 << 20
 _REASON_RULE: Final = "it must be UPPER_SNAKE_CASE of at most 63 characters"
 
 
-class RewardClient:
+class AsyncRewardClient:
     """Calls `RewardService`. All methods raise FourfoldError; timeouts are seconds."""
 
     def __init__(self, channel: grpc.aio.Channel, *, peer: str) -> None:

@@ -36,7 +36,7 @@ class Completion:
     finish_reason: pb.FinishReason.ValueType
 
 
-class RolloutClient:
+class AsyncRolloutClient:
     """Calls `RolloutService`. All methods raise FourfoldError; timeouts are seconds."""
 
     def __init__(self, channel: grpc.aio.Channel, *, peer: str) -> None:

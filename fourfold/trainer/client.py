@@ -33,7 +33,7 @@ _MAX_METRICS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Forward:
+class ForwardOutput:
     """What the present weights make of every token: float32 [n] per sample, the first value NaN."""
 
     logprobs: list[Float32Array] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ForwardBackward:
+class ForwardBackwardOutput:
     """What a part of a gradient was made of."""
 
     loss: float
@@ -54,7 +54,7 @@ class ForwardBackward:
     """float32 [n] per sample, NaN where the loss weight is 0."""
 
 
-class TrainerClient:
+class AsyncTrainerClient:
     """Calls `TrainerService`. All methods raise FourfoldError; timeouts are seconds."""
 
     def __init__(self, channel: grpc.aio.Channel, *, peer: str) -> None:
@@ -144,7 +144,7 @@ class TrainerClient:
         entropies: bool = False,
         values: bool = False,
         timeout: float,
-    ) -> Forward:
+    ) -> ForwardOutput:
         """Run the model, and the critic where values are asked for, over samples.
 
         Args:
@@ -158,7 +158,7 @@ class TrainerClient:
             InvalidInput: names the sample, counted from 0, and the rule; or there is no critic.
         """
         end = time.monotonic() + timeout
-        found = Forward()
+        found = ForwardOutput()
         for part in chunks(_experiences(token_ids, temperature), _FORWARD_BYTES):
             request = pb.ComputeLogprobsRequest(experiences=part, include_entropies=entropies, include_values=values)
             left = max(end - time.monotonic(), 0.001)
@@ -186,7 +186,7 @@ class TrainerClient:
         part: int = 1,
         temperature: float = 1.0,
         timeout: float,
-    ) -> ForwardBackward:
+    ) -> ForwardBackwardOutput:
         """Add the gradient of `sum of loss weight * log-probability`, which is minimised, to that of the step.
 
         Any loss can be trained on whose derivatives by the log-probabilities you know: compute them from `forward`,
@@ -216,7 +216,7 @@ class TrainerClient:
         asked = [sample.experience for sample in samples]
         check_version(answer.policy_version, peer=self.peer, name="ForwardBackward")
         rows = self._rows(answer.logprobs, asked, "logprobs", "ForwardBackward")
-        return ForwardBackward(loss=answer.loss, logprobs=rows)
+        return ForwardBackwardOutput(loss=answer.loss, logprobs=rows)
 
     async def optim_step(
         self, step: int, *, learning_rate: float | None = None, max_grad_norm: float | None = None, timeout: float

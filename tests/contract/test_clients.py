@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from fourfold import errors
-from fourfold.reference.client import ReferenceClient
-from fourfold.reward.client import RewardClient
+from fourfold.reference.client import AsyncReferenceClient
+from fourfold.reward.client import AsyncRewardClient
 from fourfold.reward.v1 import reward_service_pb2 as reward
-from fourfold.rollout.client import RolloutClient
+from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import encode, pack_floats
-from fourfold.trainer.client import TrainerClient
+from fourfold.trainer.client import AsyncTrainerClient
 from tests.conftest import Serve
 from tests.fakes.servicers import Reference, Reward, Rollout, Trainer, generated, sample, score_item
 
@@ -30,7 +30,7 @@ class TestRolloutClient:
     """`complete` joins chunks and trusts none of them."""
 
     async def complete(self, serve: Serve, *chunks: rollout.SampleChunk, count: int = 1) -> Any:
-        client = RolloutClient(await serve(Rollout(*chunks).servicer()), peer="rollout-0")
+        client = AsyncRolloutClient(await serve(Rollout(*chunks).servicer()), peer="rollout-0")
         params = rollout.SamplingParams(max_tokens=8)
         request = rollout.GenerateRequest(request_id="q", sample_count=count, sampling_params=params)
         return await client.complete(request, timeout=5)
@@ -83,7 +83,9 @@ class TestRolloutClient:
             assert (fault.value.reason, fault.value.peer) == (kind, "rollout-0")
 
     async def test_tokens_of_a_version_before_the_wanted_one_are_refused(self, serve: Serve) -> None:
-        client = RolloutClient(await serve(Rollout(generated(0, 1, version=4, done=True)).servicer()), peer="rollout-0")
+        client = AsyncRolloutClient(
+            await serve(Rollout(generated(0, 1, version=4, done=True)).servicer()), peer="rollout-0"
+        )
         with pytest.raises(errors.PeerFault, match="policy_version 4; 5 or a later one is due"):
             await client.complete(rollout.GenerateRequest(request_id="q", min_policy_version=5), timeout=5)
 
@@ -93,7 +95,7 @@ class TestRolloutClient:
                 while True:
                     yield rollout.GenerateResponse()
 
-        client = RolloutClient(await serve(Empty().servicer()), peer="rollout-0")
+        client = AsyncRolloutClient(await serve(Empty().servicer()), peer="rollout-0")
         with pytest.raises(errors.PeerFault, match="rollout-0: Generate of q: a response has no chunks"):
             await client.complete(rollout.GenerateRequest(request_id="q"), timeout=5)
 
@@ -103,7 +105,7 @@ class TestRewardClient:
 
     async def test_large_requests_travel_in_parts(self, serve: Serve) -> None:
         servicer = Reward()
-        client = RewardClient(await serve(servicer.servicer()), peer="r")
+        client = AsyncRewardClient(await serve(servicer.servicer()), peer="r")
         items = [score_item(f"s{i}", "x" * (1 << 20)) for i in range(9)]
         assert [s.sample_id for s in await client.score(items, timeout=10)] == [f"s{i}" for i in range(9)]
         assert [len(c.items) for c in servicer.calls] == [3, 3, 3]
@@ -126,7 +128,7 @@ class TestRewardClient:
         self, serve: Serve, ids: str, kind: str
     ) -> None:
         answer = reward.ScoreResponse(scores=[reward.SampleScore(sample_id=i, score=1) for i in ids])
-        client = RewardClient(await serve(Reward(answer=answer).servicer()), peer="r")
+        client = AsyncRewardClient(await serve(Reward(answer=answer).servicer()), peer="r")
         with pytest.raises(errors.PeerFault, match=r"r: Score: .* in the order of the request") as fault:
             await client.score([score_item("a"), score_item("b")], timeout=5)
         assert fault.value.reason == kind
@@ -154,7 +156,7 @@ class TestRewardClient:
         score.sample_id = "a"
         good = reward.SampleScore(sample_id="b", score=0.0, components={"format": 1.0})
         answer = reward.ScoreResponse(scores=[score, good])
-        client = RewardClient(await serve(Reward(answer=answer).servicer()), peer="r")
+        client = AsyncRewardClient(await serve(Reward(answer=answer).servicer()), peer="r")
         bad, kept = await client.score([score_item("a"), score_item("b")], timeout=5)
         assert bad.error.reason == reason and "broke the contract: it " in bad.error.message
         assert kept == good and not bad.components
@@ -162,7 +164,7 @@ class TestRewardClient:
     async def test_texts_are_made_safe_and_short(self, serve: Serve) -> None:
         error = reward.SampleError(code=2, reason="RAISED", message="\x1b[31mred\x1b[0m\nline " + "x" * 5000)
         scores = [reward.SampleScore(sample_id="a", error=error)]
-        client = RewardClient(await serve(Reward(answer=reward.ScoreResponse(scores=scores)).servicer()), peer="r")
+        client = AsyncRewardClient(await serve(Reward(answer=reward.ScoreResponse(scores=scores)).servicer()), peer="r")
         (score,) = await client.score([score_item("a")], timeout=5)
         assert score.error.message.startswith("red line xxx") and len(score.error.message) == 1000
 
@@ -172,7 +174,7 @@ class TestTrainerClient:
 
     async def test_a_batch_travels_in_chunks_with_its_step(self, serve: Serve) -> None:
         servicer = Trainer()
-        client = TrainerClient(await serve(servicer.servicer()), peer="t")
+        client = AsyncTrainerClient(await serve(servicer.servicer()), peer="t")
         experiences = (encode(sample(f"s{i}", 20_000)) for i in range(30))  # 30 * 180 kB
         response = await client.train_step(4, experiences, timeout=10)
         assert response.metrics["train/samples_per_step"] == 30
@@ -181,18 +183,18 @@ class TestTrainerClient:
         assert max(m.ByteSize() for m in servicer.messages) < 1.3 * (1 << 20)
 
     async def test_an_empty_batch_still_reaches_the_trainer(self, serve: Serve) -> None:
-        response = await TrainerClient(await serve(Trainer().servicer()), peer="t").train_step(4, [], timeout=5)
+        response = await AsyncTrainerClient(await serve(Trainer().servicer()), peer="t").train_step(4, [], timeout=5)
         assert response.step == 4
 
     async def test_a_trainer_that_refuses_before_it_has_read_everything_is_heard(self, serve: Serve) -> None:
         servicer = Trainer(raises=errors.WrongState("the next step is 7"))
-        client = TrainerClient(await serve(servicer.servicer()), peer="trainer-0")
+        client = AsyncTrainerClient(await serve(servicer.servicer()), peer="trainer-0")
         experiences = (encode(sample(f"s{i}", 20_000)) for i in range(500))
         with pytest.raises(errors.WrongState, match="trainer-0, TrainStep: the next step is 7"):
             await client.train_step(4, experiences, timeout=10)
 
     async def test_a_server_that_knows_no_trainer_is_an_error_of_ours_whenever_it_answers(self, serve: Serve) -> None:
-        client = TrainerClient(await serve(Reward().servicer()), peer="trainer-0")
+        client = AsyncTrainerClient(await serve(Reward().servicer()), peer="trainer-0")
         for _ in range(10):  # before the first chunk, between two, or in the middle of one
             experiences = (encode(sample(f"s{i}", 20_000)) for i in range(100))
             with pytest.raises(errors.FourfoldError, match=r"trainer-0, TrainStep: (Method not found|the connection)"):
@@ -202,7 +204,7 @@ class TestTrainerClient:
         self, serve: Serve, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         channel = await serve(Trainer(raises=errors.WrongState("the next step is 7")).servicer())
-        client = TrainerClient(channel, peer="t")
+        client = AsyncTrainerClient(channel, peer="t")
         write = importlib.import_module("grpc.aio._call").StreamUnaryCall.write
 
         async def late(call: Any, message: Any) -> None:
@@ -219,7 +221,7 @@ class TestTrainerClient:
             yield encode(sample("a"))
             raise errors.NotFound("row is gone")
 
-        client = TrainerClient(await serve(Trainer().servicer()), peer="t")
+        client = AsyncTrainerClient(await serve(Trainer().servicer()), peer="t")
         with pytest.raises(errors.NotFound, match="row is gone"):
             await client.train_step(4, experiences(), timeout=5)
 
@@ -229,7 +231,7 @@ class TestReferenceClient:
 
     async def test_rows_come_back_in_order_over_several_calls(self, serve: Serve) -> None:
         servicer = Reference()
-        client = ReferenceClient(await serve(servicer.servicer()), peer="ref")
+        client = AsyncReferenceClient(await serve(servicer.servicer()), peer="ref")
         samples = [sample(f"s{i}", 50_000 + i) for i in range(50)]  # 10 MB of ids
         rows = await client.compute_logprobs(samples, timeout=10)
         assert [len(r) for r in rows] == [50_000 + i for i in range(50)]
@@ -244,6 +246,6 @@ class TestReferenceClient:
             "have 12 bytes": lambda rows: [rows[0][:12], rows[1]],
             "sample b are not finite": lambda rows: [rows[0], nan],
         }.items():
-            client = ReferenceClient(await serve(Reference(broken).servicer()), peer="ref")
+            client = AsyncReferenceClient(await serve(Reference(broken).servicer()), peer="ref")
             with pytest.raises(errors.PeerFault, match=message):
                 await client.compute_logprobs([sample("a"), sample("b")], timeout=5)

@@ -18,15 +18,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fourfold import errors
-from fourfold.reward.client import RewardClient
+from fourfold.reward.client import AsyncRewardClient
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.reward.v1 import reward_service_pb2_grpc as reward_grpc
-from fourfold.rollout.client import RolloutClient
+from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
 from fourfold.rpc.channel import CLIENT_OPTIONS, PUBLIC_SERVER_OPTIONS, RETRIED_METHODS, SERVER_OPTIONS, open_channel
 from fourfold.rpc.server import Server
-from fourfold.trainer.client import TrainerClient
+from fourfold.trainer.client import AsyncTrainerClient
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as trainer_grpc
 from tests.conftest import Serve
@@ -47,7 +47,7 @@ RAISED = [
 
 @pytest.mark.parametrize("raised", RAISED, ids=lambda e: type(e).__name__)
 async def test_an_error_arrives_as_the_class_that_was_raised(serve: Serve, raised: errors.FourfoldError) -> None:
-    client = RewardClient(await serve(Reward(raises=raised).servicer()), peer="reward-0")
+    client = AsyncRewardClient(await serve(Reward(raises=raised).servicer()), peer="reward-0")
     with pytest.raises(errors.FourfoldError) as caught:
         await client.score([score_item("a")], timeout=5)
     assert type(caught.value) is type(raised)
@@ -62,7 +62,7 @@ async def test_an_unexpected_exception_says_nothing_to_the_caller_and_everything
     unsupported = NotImplementedError("a kernel of a library, which is not the generated base class")
     for raised in (ValueError("secret path /etc/x"), errors.Internal("secret state"), unsupported):
         caplog.clear()
-        client = RewardClient(await serve(Reward(raises=raised).servicer()), peer="reward-0")
+        client = AsyncRewardClient(await serve(Reward(raises=raised).servicer()), peer="reward-0")
         with caplog.at_level(logging.ERROR), pytest.raises(errors.Internal) as caught:
             await client.score([score_item("a")], timeout=5)
         assert caught.value.message == "reward-0, Score: internal error"
@@ -79,11 +79,11 @@ async def test_a_method_that_a_servicer_lacks_is_unimplemented(serve: Serve) -> 
 
 async def test_a_group_of_user_errors_is_the_first_of_them(serve: Serve) -> None:
     raised = ExceptionGroup("tasks", [errors.NotFound("one"), ExceptionGroup("more", [errors.NotFound("two")])])
-    client = RewardClient(await serve(Reward(raises=raised).servicer()), peer="r")
+    client = AsyncRewardClient(await serve(Reward(raises=raised).servicer()), peer="r")
     with pytest.raises(errors.NotFound, match="one"):
         await client.score([score_item("a")], timeout=5)
     mixed = Reward(raises=ExceptionGroup("tasks", [errors.NotFound("one"), ValueError("bug")]))
-    client = RewardClient(await serve(mixed.servicer()), peer="r")
+    client = AsyncRewardClient(await serve(mixed.servicer()), peer="r")
     with pytest.raises(errors.Internal):
         await client.score([score_item("a")], timeout=5)
 
@@ -91,7 +91,7 @@ async def test_a_group_of_user_errors_is_the_first_of_them(serve: Serve) -> None
 @pytest.mark.parametrize("letter", ["a", "\u00e9", "\n", "%"])
 async def test_a_long_error_text_fits_the_trailers(serve: Serve, letter: str) -> None:
     raised = errors.Overloaded(letter * 20_000, retry_after=2.0, reason="R" * 60)
-    client = RewardClient(await serve(Reward(raises=raised).servicer()), peer="r")
+    client = AsyncRewardClient(await serve(Reward(raises=raised).servicer()), peer="r")
     for _ in range(20):  # between the soft and the hard limit gRPC drops the status at random
         with pytest.raises(errors.Overloaded) as caught:
             await client.score([score_item("a")], timeout=5)
@@ -127,9 +127,9 @@ async def test_a_call_without_a_deadline_is_refused_on_every_kind_of_call(serve:
 
 async def test_watches_and_health_need_no_deadline(serve: Serve) -> None:
     channel = await serve(Rollout().servicer(), Trainer().servicer())
-    loads = [load async for load in RolloutClient(channel, peer="r").watch_load()]
+    loads = [load async for load in AsyncRolloutClient(channel, peer="r").watch_load()]
     assert [load.policy_version for load in loads] == [7]
-    assert [s.step async for s in TrainerClient(channel, peer="t").watch_status()] == [3, 4]
+    assert [s.step async for s in AsyncTrainerClient(channel, peer="t").watch_status()] == [3, 4]
     response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
     assert response.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -146,7 +146,7 @@ async def test_bytes_that_are_no_message_are_invalid(serve: Serve) -> None:
 
 async def test_leaving_a_stream_early_closes_the_servicer_at_once(serve: Serve) -> None:
     servicer = Rollout(generated(0, 1), hang=True)
-    client = RolloutClient(await serve(servicer.servicer()), peer="r")
+    client = AsyncRolloutClient(await serve(servicer.servicer()), peer="r")
     async with aclosing(client.generate(rollout.GenerateRequest(request_id="a"), timeout=20)) as chunks:
         async for _ in chunks:
             break
@@ -156,7 +156,7 @@ async def test_leaving_a_stream_early_closes_the_servicer_at_once(serve: Serve) 
 
 async def test_cancelling_complete_closes_the_servicer_and_is_not_swallowed(serve: Serve) -> None:
     servicer = Rollout(generated(0, 1), hang=True)
-    client = RolloutClient(await serve(servicer.servicer()), peer="r")
+    client = AsyncRolloutClient(await serve(servicer.servicer()), peer="r")
     task = asyncio.create_task(client.complete(rollout.GenerateRequest(request_id="a"), timeout=20))
     await asyncio.wait_for(servicer.entered.wait(), 10)
     task.cancel()
@@ -171,7 +171,7 @@ async def test_a_servicer_that_writes_faster_than_its_client_reads_is_closed_whe
 ) -> None:
     big = rollout.SampleChunk(token_ids=b"\0" * (1 << 20), logprobs=b"\0" * (1 << 20))
     servicer = Rollout(*[big] * 200)
-    client = RolloutClient(await serve(servicer.servicer()), peer="r")
+    client = AsyncRolloutClient(await serve(servicer.servicer()), peer="r")
     async with aclosing(client.generate(rollout.GenerateRequest(), timeout=20)) as chunks:
         async for _ in chunks:
             await asyncio.sleep(0.1)  # the server is now blocked in a write
@@ -182,7 +182,7 @@ async def test_a_servicer_that_writes_faster_than_its_client_reads_is_closed_whe
 
 async def test_the_deadline_ends_a_call_on_both_sides_and_names_itself(serve: Serve) -> None:
     servicer = Rollout(hang=True)
-    client = RolloutClient(await serve(servicer.servicer()), peer="rollout-0")
+    client = AsyncRolloutClient(await serve(servicer.servicer()), peer="rollout-0")
     with pytest.raises(errors.DeadlinePassed, match=r"rollout-0: Generate took longer than 1 s"):
         await client.complete(rollout.GenerateRequest(), timeout=1)
     await asyncio.wait_for(servicer.closed.wait(), 10)
@@ -190,7 +190,7 @@ async def test_the_deadline_ends_a_call_on_both_sides_and_names_itself(serve: Se
 
 async def test_closing_the_channel_under_a_call_is_an_error_and_no_cancellation(serve: Serve) -> None:
     channel = await serve(Rollout(hang=True).servicer())
-    task = asyncio.create_task(RolloutClient(channel, peer="r").complete(rollout.GenerateRequest(), timeout=20))
+    task = asyncio.create_task(AsyncRolloutClient(channel, peer="r").complete(rollout.GenerateRequest(), timeout=20))
     await asyncio.sleep(0.1)
     await channel.close()
     with pytest.raises(errors.Unavailable, match="channel was closed"):
@@ -199,7 +199,7 @@ async def test_closing_the_channel_under_a_call_is_an_error_and_no_cancellation(
 
 async def test_an_error_in_the_middle_of_a_stream_arrives_after_what_came_before(serve: Serve) -> None:
     servicer = Rollout(generated(0, 1), errors.Unavailable("engine died"))
-    client = RolloutClient(await serve(servicer.servicer()), peer="r")
+    client = AsyncRolloutClient(await serve(servicer.servicer()), peer="r")
     seen = []
     with pytest.raises(errors.Unavailable, match="engine died"):
         async for chunk in client.generate(rollout.GenerateRequest(), timeout=5):
@@ -209,7 +209,7 @@ async def test_an_error_in_the_middle_of_a_stream_arrives_after_what_came_before
 
 async def test_only_unavailable_is_retried_and_only_where_the_contract_says_idempotent(serve: Serve) -> None:
     servicer = Reward()
-    client = RewardClient(await serve(servicer.servicer()), peer="r")
+    client = AsyncRewardClient(await serve(servicer.servicer()), peer="r")
     servicer.failures_left = 2
     assert (await client.get_info(timeout=5)).name == "x@1"
     assert len(servicer.calls) == 3
@@ -220,13 +220,13 @@ async def test_only_unavailable_is_retried_and_only_where_the_contract_says_idem
     assert len(servicer.calls) == 1
     training = Trainer(raises=errors.Unavailable("draining"))
     with pytest.raises(errors.Unavailable):
-        await TrainerClient(await serve(training.servicer()), peer="t").train_step(1, [], timeout=5)
+        await AsyncTrainerClient(await serve(training.servicer()), peer="t").train_step(1, [], timeout=5)
 
 
 async def test_nobody_there_is_unavailable_and_names_who(unused_port: int) -> None:
     channel = open_channel(f"127.0.0.1:{unused_port}", None)
     with pytest.raises(errors.Unavailable, match=r"reward-0, GetInfo: .*refused"):
-        await RewardClient(channel, peer="reward-0").get_info(timeout=10)
+        await AsyncRewardClient(channel, peer="reward-0").get_info(timeout=10)
     await channel.close()
 
 
@@ -273,7 +273,7 @@ async def test_reflection_is_on_the_internal_server_only(serve: Serve) -> None:
 
 async def test_more_calls_than_allowed_are_refused_at_once(serve: Serve) -> None:
     channel = await serve(Rollout(hang=True).servicer(), max_concurrent_rpcs=2)
-    client = RolloutClient(channel, peer="r")
+    client = AsyncRolloutClient(channel, peer="r")
     tasks = [asyncio.create_task(client.complete(rollout.GenerateRequest(), timeout=2)) for _ in range(5)]
     results = await asyncio.gather(*tasks, return_exceptions=True)
     assert sorted(type(r).__name__ for r in results) == ["DeadlinePassed"] * 2 + ["Overloaded"] * 3

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fourfold.coordinator.client import RunClient
+from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc.channel import open_channel
@@ -21,7 +21,9 @@ async def test_a_run_goes_to_its_end_and_leaves_everything_behind(make_stage: Ca
     stage = make_stage()
     await stage.start()
     async with asyncio.timeout(10):
-        states = [s async for s in RunClient(open_channel(stage.address, None), peer="coordinator").watch_run()]
+        states = [
+            s async for s in AsyncCoordinatorClient(open_channel(stage.address, None), peer="coordinator").watch_run()
+        ]
     assert await stage.finish() == 0
     assert states[-1].phase == run_pb.RUN_PHASE_DONE
     assert [row.step for row in states[-1].steps] == [1, 2, 3, 4]

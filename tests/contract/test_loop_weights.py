@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from fourfold.coordinator.client import RunClient
+from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, MODEL_MISMATCH, DeadlinePassed
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rpc.channel import open_channel
@@ -287,7 +287,9 @@ async def test_people_are_told_who_waits_for_whom(
     await until(lambda: stage.rollouts[1].journal[-1:] == ["rollout-1 begin"])
     line = re.compile(r"weights of version 1: pause for \d+ s \(rollout-1, trainer-0\)")
     await watch_for(stage, lambda status: line.fullmatch(status.waiting_for) is not None)
-    plane = await RunClient(open_channel(stage.address, None), peer="coordinator").get_weight_plane(timeout=5)
+    plane = await AsyncCoordinatorClient(open_channel(stage.address, None), peer="coordinator").get_weight_plane(
+        timeout=5
+    )
     assert (plane.policy_version, plane.phase, plane.epoch) == (1, "pause", stage.trainer.epoch)
     trainer, first, second = plane.parties
     assert (trainer.member_id, trainer.state, list(trainer.waits_for)) == ("trainer-0", "updating", ["rollout-1"])
@@ -305,7 +307,9 @@ async def test_a_transfer_to_one_engine_is_a_phase_of_its_own(make_stage: Callab
 
     async def look() -> None:
         await until(lambda: "rollout-0 receive" in stage.rollouts[0].journal)
-        plane = await RunClient(open_channel(stage.address, None), peer="coordinator").get_weight_plane(timeout=5)
+        plane = await AsyncCoordinatorClient(open_channel(stage.address, None), peer="coordinator").get_weight_plane(
+            timeout=5
+        )
         phases.append(plane.phase)
 
     stage.trainer.on_send = look

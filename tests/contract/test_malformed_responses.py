@@ -13,19 +13,19 @@ import grpc
 import numpy as np
 import pytest
 
-from fourfold.coordinator.client import MembershipClient, RunClient
+from fourfold.coordinator.client import AsyncCoordinatorClient, MembershipClient
 from fourfold.coordinator.v1 import membership_service_pb2, run_service_pb2
 from fourfold.errors import FourfoldError, PeerFault
-from fourfold.reference.client import ReferenceClient
+from fourfold.reference.client import AsyncReferenceClient
 from fourfold.reference.v1 import reference_service_pb2
-from fourfold.reward.client import RewardClient
+from fourfold.reward.client import AsyncRewardClient
 from fourfold.reward.v1 import reward_service_pb2
-from fourfold.rollout.client import RolloutClient, RolloutControlClient
+from fourfold.rollout.client import AsyncRolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.codec import encode
-from fourfold.trainer.client import TrainerClient, TrainerWeightClient
+from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 from fourfold.trainer.v1 import trainer_service_pb2, trainer_weight_service_pb2
 from tests.fakes.servicers import sample, score_item
 
@@ -35,7 +35,7 @@ IDS = [np.arange(4)]
 # One call of every method, by service.
 CALLS: dict[Any, tuple[Any, dict[str, Callable[[Any], Any]]]] = {
     rollout.DESCRIPTOR.services_by_name["RolloutService"]: (
-        RolloutClient,
+        AsyncRolloutClient,
         {
             "GetInfo": lambda c: c.get_info(timeout=5),
             "Generate": lambda c: c.complete(rollout.GenerateRequest(request_id="q"), timeout=5),
@@ -61,21 +61,21 @@ CALLS: dict[Any, tuple[Any, dict[str, Callable[[Any], Any]]]] = {
         },
     ),
     reward_service_pb2.DESCRIPTOR.services_by_name["RewardService"]: (
-        RewardClient,
+        AsyncRewardClient,
         {
             "GetInfo": lambda c: c.get_info(timeout=5),
             "Score": lambda c: c.score([score_item("a")], timeout=5),
         },
     ),
     reference_service_pb2.DESCRIPTOR.services_by_name["ReferenceService"]: (
-        ReferenceClient,
+        AsyncReferenceClient,
         {
             "GetInfo": lambda c: c.get_info(timeout=5),
             "ComputeLogprobs": lambda c: c.compute_logprobs([sample("a")], timeout=5),
         },
     ),
     trainer_service_pb2.DESCRIPTOR.services_by_name["TrainerService"]: (
-        TrainerClient,
+        AsyncTrainerClient,
         {
             "GetStatus": lambda c: c.get_status(timeout=5),
             "WatchStatus": lambda c: c.watch_status(timeout=5),
@@ -111,7 +111,7 @@ CALLS: dict[Any, tuple[Any, dict[str, Callable[[Any], Any]]]] = {
         },
     ),
     run_service_pb2.DESCRIPTOR.services_by_name["RunService"]: (
-        RunClient,
+        AsyncCoordinatorClient,
         {
             "GetRun": lambda c: c.get_run(timeout=5),
             "WatchRun": lambda c: c.watch_run(timeout=5),
@@ -210,7 +210,7 @@ async def test_an_empty_message_is_an_answer_or_a_fault_and_nothing_else(
 
 
 async def test_a_response_above_the_limit_is_a_fault_of_the_peer(connect: Callable[[bytes], Any]) -> None:
-    client = RewardClient(await connect(bytes(17 << 20)), peer="reward-0")
+    client = AsyncRewardClient(await connect(bytes(17 << 20)), peer="reward-0")
     with pytest.raises(PeerFault, match="reward-0: Score: a response is larger than 16777216 bytes") as fault:
         await client.score([score_item("a")], timeout=5)
     assert fault.value.reason == "RESPONSE_TOO_LARGE"
@@ -218,13 +218,13 @@ async def test_a_response_above_the_limit_is_a_fault_of_the_peer(connect: Callab
 
 async def test_strings_of_every_response_are_made_safe(connect: Callable[[bytes], Any]) -> None:
     info = rollout.GetInfoResponse(model="\x1b[2Jtiny\x07\u202e")
-    client = RolloutClient(await connect(info.SerializeToString()), peer="peer-7")
+    client = AsyncRolloutClient(await connect(info.SerializeToString()), peer="peer-7")
     assert (await client.get_info(timeout=5)).model == "tiny"
     status = run_service_pb2.RunStatus(failure="\x1b[31mred", waiting_for="a\nb")
     watched = run_service_pb2.WatchRunResponse(status=status)
-    watching = RunClient(await connect(watched.SerializeToString()), peer="peer-7").watch_run(timeout=5)
+    watching = AsyncCoordinatorClient(await connect(watched.SerializeToString()), peer="peer-7").watch_run(timeout=5)
     (only,) = await result(watching)
     assert (only.failure, only.waiting_for) == ("red", "a b")
     trained = trainer_service_pb2.TrainStepResponse(step=1, skipped_reason="NO_\x1b[0mADVANTAGE")
-    trainer = TrainerClient(await connect(trained.SerializeToString()), peer="peer-7")
+    trainer = AsyncTrainerClient(await connect(trained.SerializeToString()), peer="peer-7")
     assert (await trainer.train_step(1, [encode(sample("a"))], timeout=5)).skipped_reason == "NO_ADVANTAGE"

@@ -20,7 +20,7 @@ from fourfold.arrays import Float32Array  # noqa: E402
 from fourfold.errors import ConfigError, DeadlinePassed, Overloaded, Unavailable  # noqa: E402
 from fourfold.model.tokenizer import tokenizer_sha256  # noqa: E402
 from fourfold.nn import logprobs  # noqa: E402
-from fourfold.reference.client import ReferenceClient  # noqa: E402
+from fourfold.reference.client import AsyncReferenceClient  # noqa: E402
 from fourfold.reference.v1 import reference_service_pb2 as pb  # noqa: E402
 from fourfold.reference.v1.reference_service_pb2_grpc import add_ReferenceServiceServicer_to_server  # noqa: E402
 from fourfold.rpc.codec import pack_ints  # noqa: E402
@@ -34,7 +34,7 @@ from tests.support.tiny_models import VOCABULARY_SIZE, write_tiny_model  # noqa:
 pytestmark = pytest.mark.integration  # torch and transformers take seconds to import
 
 CONTEXT = 64
-Connect = Callable[..., Awaitable[ReferenceClient]]
+Connect = Callable[..., Awaitable[AsyncReferenceClient]]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def load(folder: Path, *, dtype: str = "float32", tokens_per_batch: int = 128) -
 async def connect(serve: Serve, folder: Path) -> AsyncIterator[Connect]:
     servicers: list[ReferenceServicer] = []
 
-    async def start(*, ready: bool = True, model: Any = None) -> ReferenceClient:
+    async def start(*, ready: bool = True, model: Any = None) -> AsyncReferenceClient:
         servicer = ReferenceServicer(name="tiny", max_context_tokens=CONTEXT)
         servicers.append(servicer)
         if ready:
@@ -61,7 +61,7 @@ async def connect(serve: Serve, folder: Path) -> AsyncIterator[Connect]:
         channel = await serve(
             (pb.DESCRIPTOR.services_by_name["ReferenceService"], add_ReferenceServiceServicer_to_server, servicer)
         )
-        return ReferenceClient(channel, peer="reference-0")
+        return AsyncReferenceClient(channel, peer="reference-0")
 
     yield start
     for servicer in servicers:
@@ -72,7 +72,7 @@ def experience(sample_id: str, ids: list[int], temperature: float = 1.0) -> Expe
     return Experience(sample_id=sample_id, token_ids=pack_ints(ids), temperature=temperature)
 
 
-async def ask(client: ReferenceClient, *experiences: Experience, timeout: float = 30) -> list[Float32Array]:
+async def ask(client: AsyncReferenceClient, *experiences: Experience, timeout: float = 30) -> list[Float32Array]:
     answer = await client._stub.ComputeLogprobs(pb.ComputeLogprobsRequest(experiences=experiences), timeout=timeout)
     return [np.frombuffer(row, "<f4") for row in answer.logprobs]
 
@@ -283,7 +283,7 @@ async def test_too_many_calls_are_refused_with_a_delay(connect: Connect, monkeyp
     await asyncio.gather(*calls)
 
 
-async def client_call(client: ReferenceClient) -> None:
+async def client_call(client: AsyncReferenceClient) -> None:
     from fourfold.rpc.status import from_rpc
 
     try:

@@ -17,7 +17,7 @@ import pytest
 from google.rpc.code_pb2 import Code
 
 from fourfold.errors import DeadlinePassed, Overloaded, Unavailable
-from fourfold.reward.client import RewardClient
+from fourfold.reward.client import AsyncRewardClient
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1.reward_service_pb2_grpc import RewardServiceStub, add_RewardServiceServicer_to_server
 from fourfold.types.v1.experience_pb2 import Experience
@@ -43,7 +43,7 @@ def reward(sample: ScoreInput) -> object:
     return float(len(sample.completion))
 """
 
-Connect = Callable[..., Awaitable[RewardClient]]
+Connect = Callable[..., Awaitable[AsyncRewardClient]]
 
 
 def item(
@@ -63,7 +63,7 @@ async def connect(serve: Serve, tmp_path: Path) -> AsyncIterator[Connect]:
     pools: list[WorkerPool] = []
     (tmp_path / "mine.py").write_text(FUNCTION)
 
-    async def start(*, ready: bool = True, timeout: float = 1.2, waiting: int = 5000) -> RewardClient:
+    async def start(*, ready: bool = True, timeout: float = 1.2, waiting: int = 5000) -> AsyncRewardClient:
         pool = WorkerPool(
             verifier=loader.find("mine.py:reward", directory=tmp_path),
             options={},
@@ -81,7 +81,7 @@ async def connect(serve: Serve, tmp_path: Path) -> AsyncIterator[Connect]:
         if ready:
             await pool.start()
             servicer.set_ready()
-        return RewardClient(channel, peer="reward-0")
+        return AsyncRewardClient(channel, peer="reward-0")
 
     yield start
     for pool in pools:

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from fourfold.coordinator.client import RunClient
+from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
 from fourfold_coordinator.reporting.run_service import RunServicer
@@ -23,12 +23,14 @@ def board(clock: FakeClock) -> RunBoard:
 
 
 @pytest.fixture
-async def client(serve: Serve, board: RunBoard) -> RunClient:
+async def client(serve: Serve, board: RunBoard) -> AsyncCoordinatorClient:
     service = pb.DESCRIPTOR.services_by_name["RunService"]
-    return RunClient(await serve((service, add_RunServiceServicer_to_server, RunServicer(board))), peer="coordinator")
+    return AsyncCoordinatorClient(
+        await serve((service, add_RunServiceServicer_to_server, RunServicer(board))), peer="coordinator"
+    )
 
 
-async def test_a_run_is_reported_as_it_is(client: RunClient, board: RunBoard) -> None:
+async def test_a_run_is_reported_as_it_is(client: AsyncCoordinatorClient, board: RunBoard) -> None:
     status = await client.get_run(timeout=5)
     assert (status.name, status.step_count, status.phase) == ("toy", 4, pb.RUN_PHASE_WAITING_FOR_SERVICES)
     assert not status.HasField("start_time")
@@ -51,7 +53,9 @@ async def test_a_run_is_reported_as_it_is(client: RunClient, board: RunBoard) ->
     assert [m.member_id for m in status.members] == ["rollout-0"]
 
 
-async def test_waits_and_conditions_tell_since_when(client: RunClient, board: RunBoard, clock: FakeClock) -> None:
+async def test_waits_and_conditions_tell_since_when(
+    client: AsyncCoordinatorClient, board: RunBoard, clock: FakeClock
+) -> None:
     board.wait_for("a reward service")
     board.report("reward-0", "HANG: no answer in 10 s")
     await clock.advance(5)
@@ -92,16 +96,22 @@ async def test_returns_to_a_checkpoint_are_told_the_newest_ones(board: RunBoard)
     assert board.status.recoveries[-1].reason == "the trainer is a new process"
 
 
-async def test_the_weight_plane_is_reported_as_it_is(serve: Serve, board: RunBoard, client: RunClient) -> None:
+async def test_the_weight_plane_is_reported_as_it_is(
+    serve: Serve, board: RunBoard, client: AsyncCoordinatorClient
+) -> None:
     assert await client.get_weight_plane(timeout=5) == pb.GetWeightPlaneResponse(), "nobody tells: nothing is known"
     service = pb.DESCRIPTOR.services_by_name["RunService"]
     servicer = RunServicer(board, lambda: pb.GetWeightPlaneResponse(phase="transfer", epoch=7))
-    other = RunClient(await serve((service, add_RunServiceServicer_to_server, servicer)), peer="coordinator")
+    other = AsyncCoordinatorClient(
+        await serve((service, add_RunServiceServicer_to_server, servicer)), peer="coordinator"
+    )
     plane = await other.get_weight_plane(timeout=5)
     assert (plane.phase, plane.epoch) == ("transfer", 7)
 
 
-async def test_a_watcher_gets_the_state_at_once_and_the_last_one_for_sure(client: RunClient, board: RunBoard) -> None:
+async def test_a_watcher_gets_the_state_at_once_and_the_last_one_for_sure(
+    client: AsyncCoordinatorClient, board: RunBoard
+) -> None:
     board.at(step=1, policy_version=1)
     watch = client.watch_run()
     assert (await anext(watch)).step == 1
@@ -113,7 +123,7 @@ async def test_a_watcher_gets_the_state_at_once_and_the_last_one_for_sure(client
     assert (states[-1].step, states[-1].phase) == (999, pb.RUN_PHASE_DONE)
 
 
-async def test_a_failed_run_tells_its_watchers_why(client: RunClient, board: RunBoard) -> None:
+async def test_a_failed_run_tells_its_watchers_why(client: AsyncCoordinatorClient, board: RunBoard) -> None:
     watch = client.watch_run()
     await anext(watch)
     board.close(failure="no usable rollout service")
@@ -121,12 +131,12 @@ async def test_a_failed_run_tells_its_watchers_why(client: RunClient, board: Run
     assert (states[-1].phase, states[-1].failure) == (pb.RUN_PHASE_FAILED, "no usable rollout service")
 
 
-async def test_a_watcher_that_comes_after_the_end_gets_the_end(client: RunClient, board: RunBoard) -> None:
+async def test_a_watcher_that_comes_after_the_end_gets_the_end(client: AsyncCoordinatorClient, board: RunBoard) -> None:
     board.close()
     assert [s.phase async for s in client.watch_run()] == [pb.RUN_PHASE_DONE]
 
 
-async def test_nothing_is_sent_while_nothing_changes(client: RunClient, board: RunBoard) -> None:
+async def test_nothing_is_sent_while_nothing_changes(client: AsyncCoordinatorClient, board: RunBoard) -> None:
     watch = client.watch_run()
     await anext(watch)
     board.set_members([])
@@ -140,7 +150,7 @@ async def test_nothing_is_sent_while_nothing_changes(client: RunClient, board: R
     await watch.aclose()
 
 
-async def test_history_is_replaced_after_a_restore(client: RunClient, board: RunBoard) -> None:
+async def test_history_is_replaced_after_a_restore(client: AsyncCoordinatorClient, board: RunBoard) -> None:
     for step in (1, 2, 3):
         board.add_step(step, {"reward/mean": step / 10})
     board.set_history([(1, {"reward/mean": 0.1})], [])

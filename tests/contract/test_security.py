@@ -21,10 +21,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 import fourfold
 from fourfold import errors
 from fourfold.config import SecurityConfig
-from fourfold.reward.client import RewardClient
+from fourfold.reward.client import AsyncRewardClient
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
-from fourfold.rollout.client import RolloutClient
+from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.server import Server
@@ -73,7 +73,7 @@ async def public(folder: tuple[Path, str]) -> AsyncIterator[str]:
 async def test_the_coordinator_may_and_others_may_not(folder: tuple[Path, str], internal: str) -> None:
     for role in ROLES:
         channel = open_channel(internal, load(folder, role), server=REWARD)
-        client = RewardClient(channel, peer="reward-0")
+        client = AsyncRewardClient(channel, peer="reward-0")
         if role == "coordinator":
             assert (await client.get_info(timeout=10)).name == "x@1"
         else:
@@ -97,7 +97,7 @@ async def test_a_servicer_is_told_who_calls(folder: tuple[Path, str]) -> None:
         server = Server(listen="127.0.0.1:0", security=security)
         server.add(service, add_RewardServiceServicer_to_server, _Asks())
         channel = open_channel(await server.start(), security and load(folder, "coordinator"), server=REWARD)
-        assert (await RewardClient(channel, peer="reward-0").get_info(timeout=10)).name == expected
+        assert (await AsyncRewardClient(channel, peer="reward-0").get_info(timeout=10)).name == expected
         await channel.close()
         await server.stop(0)
     assert principal.current() == principal.LOCAL
@@ -121,7 +121,7 @@ async def test_who_has_no_certificate_of_ours_does_not_get_in(
     ]
     for channel, text in channels:
         with pytest.raises(errors.Unavailable, match=f"reward-0, GetInfo: cannot connect: {text}"):
-            await RewardClient(channel, peer="reward-0").get_info(timeout=10)
+            await AsyncRewardClient(channel, peer="reward-0").get_info(timeout=10)
         await channel.close()
 
 
@@ -133,7 +133,7 @@ async def test_a_connection_that_does_not_come_about_is_explained(folder: tuple[
     ):
         channel = open_channel(target, ours, server=REWARD)
         with pytest.raises(errors.Unavailable, match=f"cannot connect: {text}"):
-            await RewardClient(channel, peer="reward-0").get_info(timeout=10)
+            await AsyncRewardClient(channel, peer="reward-0").get_info(timeout=10)
         await channel.close()
     await plain.stop(0)
 
@@ -141,7 +141,7 @@ async def test_a_connection_that_does_not_come_about_is_explained(folder: tuple[
 async def test_an_agent_comes_with_a_token_and_without_a_certificate(folder: tuple[Path, str], public: str) -> None:
     agent = Security.for_agent(folder[0] / "ca.pem")
     channel = open_channel(public, agent, server=ROLLOUT, token=folder[1])
-    client = RolloutClient(channel, peer="rollout-0")
+    client = AsyncRolloutClient(channel, peer="rollout-0")
     await client.get_info(timeout=10)
     assert [load.policy_version async for load in client.watch_load()] == [7]
     await channel.close()
@@ -152,7 +152,7 @@ async def test_a_missing_or_unknown_token_is_refused_on_every_kind_of_call_but_h
     folder: tuple[Path, str], public: str, token: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     channel = open_channel(public, Security.for_agent(folder[0] / "ca.pem"), server=ROLLOUT, token=token)
-    client = RolloutClient(channel, peer="rollout-0")
+    client = AsyncRolloutClient(channel, peer="rollout-0")
     for call in (client.get_info(timeout=10), client.complete(rollout.GenerateRequest(), timeout=10)):
         with pytest.raises(errors.Unauthenticated) as caught:
             await call
@@ -174,7 +174,7 @@ async def test_a_public_port_on_loopback_without_tls_is_plain_and_elsewhere_refu
     server = Server(listen="127.0.0.1:0", security=None, public=True)
     server.add(*Rollout().servicer())
     channel = open_channel(await server.start(), None)
-    await RolloutClient(channel, peer="r").get_info(timeout=5)
+    await AsyncRolloutClient(channel, peer="r").get_info(timeout=5)
     await channel.close()
     await server.stop(0)
     with pytest.raises(errors.ConfigError, match="without TLS a service listens on loopback only"):
@@ -269,7 +269,7 @@ async def test_a_service_with_certificates_registers_over_tls(folder: tuple[Path
         await coordinator.until(lambda: coordinator.kept_alive >= 1)
         target = coordinator.registered[0].target
         channel = open_channel(target, load(folder, "coordinator"), server=Principal("reward", "reward-0"))
-        assert (await RewardClient(channel, peer="reward-0").get_info(timeout=5)).name == "sleeper@1"
+        assert (await AsyncRewardClient(channel, peer="reward-0").get_info(timeout=5)).name == "sleeper@1"
         await channel.close()
     finally:
         process.terminate()

@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from fourfold import errors
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as pb_grpc
-from fourfold.reward.client import RewardClient
+from fourfold.reward.client import AsyncRewardClient
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.server import Server
@@ -85,7 +85,7 @@ async def test_a_service_is_ready_drains_on_sigterm_and_finishes_what_it_has_beg
     check = health_pb2.HealthCheckRequest(service="fourfold.reward.v1.RewardService")
     response = await health_pb2_grpc.HealthStub(channel).Check(check, timeout=5)
     assert response.status == health_pb2.HealthCheckResponse.SERVING
-    client = RewardClient(channel, peer="reward-0")
+    client = AsyncRewardClient(channel, peer="reward-0")
     running = asyncio.create_task(client.score([item("0.6")], timeout=5))
     await line(process, "SCORING")
     began = time.monotonic()
@@ -115,7 +115,7 @@ def signals_wait(pid: int) -> bool:
 async def test_a_second_signal_ends_it_at_once_even_when_the_loop_is_stuck(start: Start) -> None:
     process = await start()
     channel = open_channel(await line(process, "READY "), None)
-    blocked = asyncio.create_task(RewardClient(channel, peer="r").score([item("block")], timeout=10))
+    blocked = asyncio.create_task(AsyncRewardClient(channel, peer="r").score([item("block")], timeout=10))
     await line(process, "BLOCKED")
     process.terminate()
     async with asyncio.timeout(20):  # two signals that wait are one
@@ -177,7 +177,7 @@ async def test_an_address_that_is_none_is_refused_before_anything_is_loaded(star
 async def test_a_fatal_error_from_a_thread_is_the_last_line_and_exit_code_1(start: Start) -> None:
     process = await start()
     channel = open_channel(await line(process, "READY "), None)
-    await RewardClient(channel, peer="r").score([item("fatal")], timeout=5)
+    await AsyncRewardClient(channel, peer="r").score([item("fatal")], timeout=5)
     code, out, err = await end(process)
     assert (code, out) == (1, "DRAINING\nDRAINED\n")
     assert err.splitlines()[-1] == "reward-0: the engine died (signal 9)"

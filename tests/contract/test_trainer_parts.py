@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fourfold.errors import AlreadyExists, InvalidInput, NotFound, WrongState
-from fourfold.trainer.client import ForwardBackward
+from fourfold.trainer.client import ForwardBackwardOutput
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold_trainer.batches import WeightedBatch
 from tests.conftest import Serve
@@ -37,7 +37,9 @@ async def trainer(start_trainer: Start) -> Trainer:
     return await start_trainer()
 
 
-async def add(trainer: Trainer, step: int = 1, part: int = 1, weights: Rows = WEIGHTS, **more: Any) -> ForwardBackward:
+async def add(
+    trainer: Trainer, step: int = 1, part: int = 1, weights: Rows = WEIGHTS, **more: Any
+) -> ForwardBackwardOutput:
     return await trainer.client.forward_backward(TOKENS, weights, step=step, part=part, timeout=SECONDS, **more)
 
 

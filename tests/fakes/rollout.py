@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from fourfold.rollout.client import RolloutClient, RolloutControlClient
+from fourfold.rollout.client import AsyncRolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
@@ -37,7 +37,7 @@ class Service:
     engine: FakeEngine
     servicer: RolloutServicer
     channel: grpc.aio.Channel
-    client: RolloutClient
+    client: AsyncRolloutClient
     control: RolloutControlClient
 
     async def running(self, count: int) -> None:
@@ -84,7 +84,7 @@ async def rollout_service(
         engine,
         servicer,
         channel,
-        RolloutClient(channel, peer="rollout-0"),
+        AsyncRolloutClient(channel, peer="rollout-0"),
         RolloutControlClient(channel, peer="rollout-0"),
     )
     await weights.close()

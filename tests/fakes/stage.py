@@ -11,7 +11,7 @@ from typing import Any
 
 from fourfold import config as configuration
 from fourfold.config import Config
-from fourfold.coordinator.client import RunClient
+from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.rpc.channel import open_channel
 from fourfold.service.lifecycle import ServeOptions
@@ -115,7 +115,7 @@ async def fresh_processes(stage: Stage) -> None:
 
 
 async def watch_for(stage: Stage, condition: Callable[[run_pb.RunStatus], bool]) -> run_pb.RunStatus:
-    client = RunClient(open_channel(stage.address, None), peer="coordinator")
+    client = AsyncCoordinatorClient(open_channel(stage.address, None), peer="coordinator")
     async with asyncio.timeout(10):
         async for status in client.watch_run():
             if condition(status):

@@ -11,7 +11,7 @@ from typing import Any
 from fourfold.arrays import Sample
 from fourfold.config import Config
 from fourfold.rpc.codec import encode
-from fourfold.trainer.client import TrainerClient, TrainerWeightClient
+from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
@@ -46,7 +46,7 @@ class Trainer:
 
     engine: FakeEngine
     core: TrainerCore
-    client: TrainerClient
+    client: AsyncTrainerClient
     weights: TrainerWeightClient
     stub: pb_grpc.TrainerServiceAsyncStub
     run_dir: Path
@@ -89,7 +89,7 @@ async def trainers(serve: Serve, run_dir: Path) -> AsyncIterator[Start]:
         return Trainer(
             engine=engine,
             core=core,
-            client=TrainerClient(channel, peer="trainer-0"),
+            client=AsyncTrainerClient(channel, peer="trainer-0"),
             weights=TrainerWeightClient(channel, peer="trainer-0"),
             stub=pb_grpc.TrainerServiceStub(channel),
             run_dir=run_dir,

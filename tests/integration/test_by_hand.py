@@ -24,7 +24,7 @@ import pytest
 from fourfold import config, errors
 from fourfold.config import Config, SecurityConfig
 from fourfold.host.process import descendants
-from fourfold.reward.client import RewardClient
+from fourfold.reward.client import AsyncRewardClient
 from fourfold.rpc.channel import open_channel
 from fourfold.security.access import Security
 from fourfold.security.material import server_name
@@ -198,13 +198,15 @@ async def test_who_has_no_certificate_of_this_ca_is_refused_and_both_sides_say_s
         (open_channel(target, ours, server=coordinator), "cannot connect: another member answers there"),
     ):
         with pytest.raises(errors.Unavailable, match=text):
-            await RewardClient(channel, peer="reward-0").get_info(timeout=10)
+            await AsyncRewardClient(channel, peer="reward-0").get_info(timeout=10)
         await channel.close()
     log = by_hand.output("reward")
     for reason in ("WRONG_VERSION_NUMBER", "PEER_DID_NOT_RETURN_A_CERTIFICATE", "CERTIFICATE_VERIFY_FAILED"):
         assert re.search(rf"Handshake failed with error SSL_ERROR_SSL: .*{reason}", log)
     async with open_channel(target, ours, server=reward) as channel:
-        assert (await RewardClient(channel, peer="reward-0").get_info(timeout=10)).name.startswith("scorer.py:score")
+        assert (await AsyncRewardClient(channel, peer="reward-0").get_info(timeout=10)).name.startswith(
+            "scorer.py:score"
+        )
 
 
 def test_a_service_with_certificates_of_another_ca_does_not_join(by_hand: ByHand) -> None:

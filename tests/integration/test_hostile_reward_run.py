@@ -18,7 +18,7 @@ from typing import Final
 import pytest
 
 from fourfold import config as configuration
-from fourfold.coordinator.client import RunClient
+from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.rpc.channel import open_channel
 from fourfold_bench import record_result
 from tests.fakes.hostile_reward import FAULTS, STEPS, HostileReward, check_names, check_scores
@@ -60,7 +60,7 @@ async def test_forty_steps_with_a_hostile_reward_service(tmp_path: Path, tiny_mo
     try:
         await until(lambda: address.exists() or process.returncode is not None, 60)
         channel = open_channel(address.read_text().strip(), None)
-        client = RunClient(channel, peer="coordinator")
+        client = AsyncCoordinatorClient(channel, peer="coordinator")
 
         async def step() -> int:
             return (await client.get_run(timeout=5)).step

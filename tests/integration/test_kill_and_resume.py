@@ -25,7 +25,7 @@ from fourfold import metrics
 from fourfold.errors import FourfoldError
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.codec import encode
-from fourfold.trainer.client import TrainerClient
+from fourfold.trainer.client import AsyncTrainerClient
 from tests.integration.test_trainer_service import Service
 from tests.support.trainer_driver import LEARNING_RATE, REPOSITORY, batch, trainer_environment
 
@@ -131,11 +131,11 @@ class Trainers:
             service.end()
 
     @asynccontextmanager
-    async def client(self, service: Service) -> AsyncIterator[TrainerClient]:
+    async def client(self, service: Service) -> AsyncIterator[AsyncTrainerClient]:
         """Connect to one."""
         channel = open_channel(service.wait_ready(500), None)
         try:
-            yield TrainerClient(channel, peer="trainer-0")
+            yield AsyncTrainerClient(channel, peer="trainer-0")
         finally:
             await channel.close()
 
@@ -157,14 +157,14 @@ class Truth:
     answers: list[dict[str, Any]]
 
 
-async def train(client: TrainerClient, step: int) -> dict[str, Any]:
+async def train(client: AsyncTrainerClient, step: int) -> dict[str, Any]:
     """Send the recorded batch of a step; return what it answered, but for what a clock says."""
     answer = await client.train_step(step, [encode(s) for s in batch(step)], timeout=200)
     found = {name: value for name, value in answer.metrics.items() if name not in CLOCKS}
     return {**found, "policy_version": answer.policy_version, "skipped": answer.skipped_reason}
 
 
-async def resume(client: TrainerClient) -> int:
+async def resume(client: AsyncTrainerClient) -> int:
     """Go back to the newest checkpoint, if any; return its step."""
     newest = (await client.get_status(timeout=60)).checkpoint_step
     if newest < 0:
@@ -172,7 +172,7 @@ async def resume(client: TrainerClient) -> int:
     return (await client.load_checkpoint(newest, timeout=200)).step
 
 
-async def go_on(client: TrainerClient, truth: Truth, first: int, last: int) -> None:
+async def go_on(client: AsyncTrainerClient, truth: Truth, first: int, last: int) -> None:
     """Train from `first` to `last`, saving after every second one; all answers are those of the truth."""
     for step in range(first, last + 1):
         assert await train(client, step) == truth.answers[step - 1], f"step {step}"

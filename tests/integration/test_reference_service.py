@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fourfold.arrays import Sample, VersionSpan
-from fourfold.reference.client import ReferenceClient
+from fourfold.reference.client import AsyncReferenceClient
 from fourfold.rpc.channel import open_channel
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -76,7 +76,7 @@ async def test_service_loads_answers_and_drains(tmp_path: Path, tiny_model: Call
             ready = process.stdout.readline().split()
             assert ready[:1] == ["READY"]
             channel = open_channel(ready[1], None)
-            client = ReferenceClient(channel, peer="reference-0")
+            client = AsyncReferenceClient(channel, peer="reference-0")
             info = await client.get_info(timeout=10)
             assert (info.model, info.vocabulary_size) == (str(model), 512)
             rows = await client.compute_logprobs([sample("a", 20), sample("b", 64)], timeout=30)

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Overloaded, Unavailable, WrongState
-from fourfold.rollout.client import Completion, RolloutClient, RolloutControlClient
+from fourfold.rollout.client import AsyncRolloutClient, Completion, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.channel import open_channel
@@ -69,7 +69,7 @@ BAD: Final[tuple[tuple[dict[str, Any], type[Exception]], ...]] = (
 class Soak:
     """Callers, and a trainer that publishes. `counts` says what has come of the calls."""
 
-    def __init__(self, client: RolloutClient, publisher: Publisher, folders: list[Path]) -> None:
+    def __init__(self, client: AsyncRolloutClient, publisher: Publisher, folders: list[Path]) -> None:
         self.counts: Counter[str] = Counter()
         self._client, self._publisher, self._folders = client, publisher, folders
         self._committed = {publisher.version}
@@ -208,7 +208,7 @@ class Soak:
         self.counts["updates held"] += hold
 
 
-async def greedy(client: RolloutClient) -> Any:
+async def greedy(client: AsyncRolloutClient) -> Any:
     return plain(await client.complete(request(7, max_tokens=100, params={"temperature": 0.0}), timeout=60))
 
 
@@ -236,7 +236,7 @@ async def test_nothing_is_lost_left_or_grows(
     service = start(folders[0], places[0], places[2])
     try:
         channel = connect(service)
-        client, control = RolloutClient(channel, peer="rollout-0"), RolloutControlClient(channel, peer="rollout-0")
+        client, control = AsyncRolloutClient(channel, peer="rollout-0"), RolloutControlClient(channel, peer="rollout-0")
         soak = Soak(client, Publisher(control, version=0), folders)
         await soak.warm_up()
         rows: list[Row] = []
@@ -259,7 +259,7 @@ async def test_nothing_is_lost_left_or_grows(
         service.close()
     fresh = start(folders[1], places[1])
     try:
-        same = await greedy(RolloutClient(connect(fresh), peer="fresh")) == last
+        same = await greedy(AsyncRolloutClient(connect(fresh), peer="fresh")) == last
     finally:
         fresh.close()
     if RESULT:

@@ -18,7 +18,7 @@ import pytest
 
 from fourfold.errors import FourfoldError, InvalidInput, StaleEpoch, Unavailable, WrongState
 from fourfold.model.tokenizer import tokenizer_sha256
-from fourfold.rollout.client import RolloutClient, RolloutControlClient
+from fourfold.rollout.client import AsyncRolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.channel import open_channel
@@ -57,8 +57,8 @@ async def channel(service: Service) -> AsyncIterator[Any]:
 
 
 @pytest.fixture
-def client(channel: Any) -> RolloutClient:
-    return RolloutClient(channel, peer="rollout-0")
+def client(channel: Any) -> AsyncRolloutClient:
+    return AsyncRolloutClient(channel, peer="rollout-0")
 
 
 @pytest.fixture
@@ -67,19 +67,19 @@ def control(channel: Any) -> RolloutControlClient:
 
 
 @pytest.fixture
-async def publisher(client: RolloutClient, control: RolloutControlClient) -> Publisher:
+async def publisher(client: AsyncRolloutClient, control: RolloutControlClient) -> Publisher:
     return Publisher(control, version=(await client.get_info(timeout=5)).policy_version)
 
 
 class TestSampling:
-    async def test_info_is_that_of_the_folder(self, service: Service, client: RolloutClient) -> None:
+    async def test_info_is_that_of_the_folder(self, service: Service, client: AsyncRolloutClient) -> None:
         info = await client.get_info(timeout=5)
         assert info.tokenizer_sha256 == tokenizer_sha256(service.model)
         assert (info.max_context_tokens, info.vocabulary_size) == (CONTEXT, VOCABULARY_SIZE)
         assert info.max_concurrent_samples == SAMPLES
 
     async def test_logprobs_are_those_of_the_sampled_tokens(
-        self, client: RolloutClient, control: RolloutControlClient
+        self, client: AsyncRolloutClient, control: RolloutControlClient
     ) -> None:
         message = request(samples=4, max_tokens=20)
         samples = await client.complete(message, timeout=60)
@@ -90,7 +90,7 @@ class TestSampling:
             assert np.abs(probe[len(prompt) :] - sample.logprobs).mean() < 0.02
             assert sample.logprobs.max() <= 0
 
-    async def test_temperature_and_top_k_are_in_the_logprobs(self, client: RolloutClient) -> None:
+    async def test_temperature_and_top_k_are_in_the_logprobs(self, client: AsyncRolloutClient) -> None:
         (greedy,) = await client.complete(request(params={"temperature": 0.0}), timeout=60)
         (certain,) = await client.complete(request(params={"top_k": 1}), timeout=60)
         assert certain.token_ids.tolist() == greedy.token_ids.tolist()
@@ -100,7 +100,7 @@ class TestSampling:
         ]
         assert np.mean([s.logprobs.mean() for s in cold]) > np.mean([s.logprobs.mean() for s in hot]) + 1
 
-    async def test_a_stop_token_ends_a_sample_and_belongs_to_it(self, client: RolloutClient) -> None:
+    async def test_a_stop_token_ends_a_sample_and_belongs_to_it(self, client: AsyncRolloutClient) -> None:
         (greedy,) = await client.complete(request(params={"temperature": 0.0}), timeout=60)
         stop = int(greedy.token_ids[3])
         first = greedy.token_ids.tolist().index(stop)
@@ -108,14 +108,14 @@ class TestSampling:
         assert sample.token_ids.tolist() == greedy.token_ids.tolist()[: first + 1]
         assert sample.finish_reason == pb.FINISH_REASON_STOP
 
-    async def test_a_sample_ends_where_the_context_does(self, client: RolloutClient) -> None:
+    async def test_a_sample_ends_where_the_context_does(self, client: AsyncRolloutClient) -> None:
         message = request(samples=8, max_tokens=100_000)
         message.prompt_token_ids[:] = [7] * (CONTEXT - 3)
         samples = await client.complete(message, timeout=60)
         assert {len(s.token_ids) for s in samples if s.finish_reason == pb.FINISH_REASON_LENGTH} == {3}
 
     @pytest.mark.parametrize(("every", "least"), [(0, 9), (10, 8), (9000, 8)], ids=["at once", "soon", "late"])
-    async def test_flushed_tokens_are_the_packed_ones(self, client: RolloutClient, every: int, least: int) -> None:
+    async def test_flushed_tokens_are_the_packed_ones(self, client: AsyncRolloutClient, every: int, least: int) -> None:
         packed = await client.complete(request(samples=4, max_tokens=40, seed=5), timeout=60)
         message = request(samples=4, max_tokens=40, seed=5, flush=every * 1_000_000)
         async with aclosing(client.generate(message, timeout=60)) as chunks:
@@ -127,7 +127,9 @@ class TestSampling:
             logprobs = np.frombuffer(b"".join(c.logprobs for c in mine), "<f4")
             assert np.abs(logprobs - sample.logprobs).max() < 0.02
 
-    async def test_the_same_seeds_give_the_same_samples_in_any_order_of_arrival(self, client: RolloutClient) -> None:
+    async def test_the_same_seeds_give_the_same_samples_in_any_order_of_arrival(
+        self, client: AsyncRolloutClient
+    ) -> None:
         async def wave(order: list[int]) -> list[Any]:
             calls = {
                 i: client.complete(request(i, samples=8, seed=100 * i, name=f"wave-{i}"), timeout=60) for i in order
@@ -141,7 +143,7 @@ class TestSampling:
 
 
 class TestLeaving:
-    async def test_cancelling_the_call_aborts_the_engines_requests(self, client: RolloutClient) -> None:
+    async def test_cancelling_the_call_aborts_the_engines_requests(self, client: AsyncRolloutClient) -> None:
         answer = asyncio.create_task(client.complete(request(samples=SAMPLES, max_tokens=480), timeout=60))
         await until_running(client, True)
         answer.cancel()
@@ -149,9 +151,11 @@ class TestLeaving:
         (sample,) = await client.complete(request(max_tokens=2), timeout=60)  # and the engine goes on
         assert len(sample.token_ids) == 2
 
-    async def test_losing_the_client_aborts_the_engines_requests(self, service: Service, client: RolloutClient) -> None:
+    async def test_losing_the_client_aborts_the_engines_requests(
+        self, service: Service, client: AsyncRolloutClient
+    ) -> None:
         channel = open_channel(service.target, None)
-        lost = RolloutClient(channel, peer="lost")
+        lost = AsyncRolloutClient(channel, peer="lost")
         answer = asyncio.create_task(lost.complete(request(samples=8, max_tokens=480), timeout=60))
         await until_running(client, True)
         await channel.close()
@@ -175,7 +179,7 @@ class TestWeights:
             )
 
     async def test_a_published_version_is_what_a_fresh_engine_would_serve(
-        self, client: RolloutClient, control: RolloutControlClient, publisher: Publisher, tiny_model: TinyModel
+        self, client: AsyncRolloutClient, control: RolloutControlClient, publisher: Publisher, tiny_model: TinyModel
     ) -> None:
         import torch
 
@@ -205,7 +209,7 @@ class TestWeights:
         assert plain(samples_after) != samples_before
 
     async def test_probe_is_the_same_with_a_warm_prefix_cache(
-        self, client: RolloutClient, control: RolloutControlClient
+        self, client: AsyncRolloutClient, control: RolloutControlClient
     ) -> None:
         ids = np.random.default_rng(3).integers(3, VOCABULARY_SIZE, 100).tolist()
         cold = await control.probe(ids, timeout=20)
@@ -223,7 +227,7 @@ class TestInFlight:
 
     @pytest.mark.parametrize("streaming", [pytest.param(False, marks=pytest.mark.slow), True])
     async def test_samples_go_on_and_every_token_has_the_version_that_sampled_it(
-        self, client: RolloutClient, publisher: Publisher, tiny_model: TinyModel, streaming: bool
+        self, client: AsyncRolloutClient, publisher: Publisher, tiny_model: TinyModel, streaming: bool
     ) -> None:
         def message() -> pb.GenerateRequest:
             return request(samples=24, max_tokens=480, seed=3, flush=0 if streaming else None)
@@ -268,7 +272,7 @@ class TestInFlight:
             await receive
 
     async def test_held_tokens_wait_for_the_release(
-        self, client: RolloutClient, control: RolloutControlClient, publisher: Publisher, tiny_model: TinyModel
+        self, client: AsyncRolloutClient, control: RolloutControlClient, publisher: Publisher, tiny_model: TinyModel
     ) -> None:
         old = publisher.version
         running, fresh, chunks = await self._held(client, publisher, tiny_model("qwen2", seed=4))
@@ -285,7 +289,7 @@ class TestInFlight:
         assert pb.FINISH_REASON_ABORTED not in {c.finish_reason for c in chunks}
 
     async def test_no_held_token_leaves_a_version_that_is_given_up(
-        self, client: RolloutClient, publisher: Publisher, tiny_model: TinyModel
+        self, client: AsyncRolloutClient, publisher: Publisher, tiny_model: TinyModel
     ) -> None:
         old = publisher.version
         running, fresh, chunks = await self._held(client, publisher, tiny_model("qwen2", seed=5))
@@ -307,7 +311,7 @@ class TestInFlight:
         (sample,) = await client.complete(request(), timeout=60)
         assert sample.version_spans[0].policy_version == publisher.version
 
-    async def _held(self, client: RolloutClient, publisher: Publisher, folder: Path) -> tuple[Any, Any, list[Any]]:
+    async def _held(self, client: AsyncRolloutClient, publisher: Publisher, folder: Path) -> tuple[Any, Any, list[Any]]:
         """Commit with hold while a call streams; return it, a call that came after the commit, and what arrived."""
         chunks: list[pb.SampleChunk] = []
 
@@ -331,7 +335,7 @@ class TestInFlight:
 class TestProcess:
     async def test_the_public_port_samples_and_controls_nothing(self, service: Service) -> None:
         channel = open_channel(service.public, None)
-        (sample,) = await RolloutClient(channel, peer="public").complete(request(max_tokens=3), timeout=60)
+        (sample,) = await AsyncRolloutClient(channel, peer="public").complete(request(max_tokens=3), timeout=60)
         assert 1 <= len(sample.token_ids) <= 3
         with pytest.raises(FourfoldError) as caught:
             await RolloutControlClient(channel, peer="public").describe(timeout=5)
@@ -356,7 +360,7 @@ class TestProcess:
         assert {ip.removeprefix("::ffff:") for ip in listening} <= {"127.0.0.1", "::1"}
 
     async def test_the_death_of_the_engine_is_told_to_callers_and_ends_the_service(
-        self, service: Service, client: RolloutClient
+        self, service: Service, client: AsyncRolloutClient
     ) -> None:
         # The last test of the module: it leaves nothing behind.
         answer = asyncio.create_task(client.complete(request(samples=8, max_tokens=480), timeout=60))
@@ -378,7 +382,7 @@ async def test_a_fresh_engine_repeats_the_samples_and_dies_with_its_service(
 
     async def sample(service: Service) -> list[Any]:
         channel = open_channel(service.target, None)
-        client = RolloutClient(channel, peer="rollout-0")
+        client = AsyncRolloutClient(channel, peer="rollout-0")
         calls = [client.complete(request(i, samples=8, seed=i, name=f"fresh-{i}"), timeout=60) for i in range(4)]
         answers = await asyncio.gather(*calls)
         await channel.close()

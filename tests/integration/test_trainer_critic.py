@@ -12,7 +12,7 @@ import pytest
 from fourfold.errors import Unavailable
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.codec import encode
-from fourfold.trainer.client import TrainerClient
+from fourfold.trainer.client import AsyncTrainerClient
 from tests.integration.test_trainer_deepspeed import PPO, run
 from tests.integration.test_trainer_service import Service
 from tests.integration.test_trainer_state import Copies
@@ -33,7 +33,7 @@ async def test_a_critic_apart_trains_saves_and_its_death_is_explained(llama: Pat
     trainer = Service(llama, tmp_path, ranks=1, dtype="float32", timeout=120, tables=tables)
     try:
         channel = open_channel(trainer.wait_ready(), None)
-        client = TrainerClient(channel, peer="trainer-0")
+        client = AsyncTrainerClient(channel, peer="trainer-0")
         answer = await client.train_step(1, [encode(s) for s in batch(1)], timeout=100)
         assert answer.metrics["train/critic_grad_norm"] > 0 and answer.policy_version == 1
         assert await client.save_checkpoint(timeout=60) == 1

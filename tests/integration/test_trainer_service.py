@@ -27,7 +27,7 @@ from fourfold.host.scratch import Scratch
 from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.codec import encode
-from fourfold.trainer.client import TrainerClient, TrainerWeightClient
+from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.transport.base import Deadline, Group, make_receiver
 from tests.support.plain_trainer import lookup
@@ -185,7 +185,7 @@ async def test_two_ranks_train_send_weights_save_export_and_say_who_died(
     model = tiny_model("qwen2")
     trainer = service(model, ranks=2)
     channel = open_channel(trainer.wait_ready(), None)
-    client, weights = TrainerClient(channel, peer="trainer-0"), TrainerWeightClient(channel, peer="trainer-0")
+    client, weights = AsyncTrainerClient(channel, peer="trainer-0"), TrainerWeightClient(channel, peer="trainer-0")
     status = await client.get_status(timeout=10)
     assert (status.rank_count, status.vocabulary_size) == (2, VOCABULARY)
     assert status.tokenizer_sha256 == tokenizer_sha256(model)

@@ -12,7 +12,7 @@ import pytest
 
 from fourfold.errors import DeadlinePassed, FourfoldError, PeerFault
 from fourfold.reference.v1 import reference_service_pb2 as reference
-from fourfold.rollout.client import RolloutClient
+from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import pack_floats
@@ -183,7 +183,7 @@ async def test_a_flood_of_load_reports_is_ended(serve: Serve, clock: FakeClock) 
                 sent += 1
                 yield rollout.WatchLoadResponse(policy_version=1)
 
-    client = RolloutClient(await serve(Flood().servicer()), peer="rollout-0")
+    client = AsyncRolloutClient(await serve(Flood().servicer()), peer="rollout-0")
     taken: list[rollout.WatchLoadResponse] = []
 
     class Counting(Load):
@@ -207,7 +207,7 @@ async def test_a_deadline_that_has_not_passed_is_no_deadline(serve: Serve, late:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "too late")
             raise AssertionError
 
-    client = RolloutClient(await serve(Early().servicer()), peer="rollout-0")
+    client = AsyncRolloutClient(await serve(Early().servicer()), peer="rollout-0")
     with pytest.raises(FourfoldError) as error:
         await client.get_info(timeout=0.3 if late else 20)
     assert isinstance(error.value, DeadlinePassed if late else PeerFault)

@@ -14,11 +14,11 @@ import pytest
 
 from fourfold import config, errors
 from fourfold.config import SecurityConfig
-from fourfold.coordinator.client import Lease, MembershipClient, RunClient
+from fourfold.coordinator.client import AsyncCoordinatorClient, Lease, MembershipClient
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
-from fourfold.reward.client import RewardClient
-from fourfold.rollout.client import RolloutClient
+from fourfold.reward.client import AsyncRewardClient
+from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.server import Server
 from fourfold.security import certs
@@ -309,7 +309,7 @@ async def test_the_coordinator_calls_nobody_but_the_member_that_it_means(pki: Pk
     server, target = await _reward_server(pki.load(impostor))
     async with open_channel(target, pki.load("coordinator-0"), server=Principal("reward", "reward-0")) as channel:
         with pytest.raises(errors.Unavailable, match="another member answers there than the one that is called"):
-            await RewardClient(channel, peer="reward-0").get_info(timeout=10)
+            await AsyncRewardClient(channel, peer="reward-0").get_info(timeout=10)
     await server.stop(0)
 
 
@@ -317,7 +317,7 @@ async def test_the_coordinator_calls_the_member_that_it_means(pki: Pki) -> None:
     server, target = await _reward_server(pki.load("reward-0"))
     for who in (Principal("reward", "reward-0"), Principal("reward")):
         async with open_channel(target, pki.load("coordinator-0"), server=who) as channel:
-            assert (await RewardClient(channel, peer="reward-0").get_info(timeout=10)).name == "x@1"
+            assert (await AsyncRewardClient(channel, peer="reward-0").get_info(timeout=10)).name == "x@1"
     await server.stop(0)
 
 
@@ -329,7 +329,7 @@ async def test_a_service_registers_and_a_viewer_watches_at_a_coordinator_alone(s
             await secured.register(MembershipClient(channel, peer="coordinator"), "reward-0")
     async with open_channel(target, pki.load("viewer-0"), server=COORDINATOR) as channel:
         with pytest.raises(errors.Unavailable, match=refused):
-            await RunClient(channel, peer="coordinator").get_run(timeout=10)
+            await AsyncCoordinatorClient(channel, peer="coordinator").get_run(timeout=10)
     await server.stop(0)
 
 
@@ -346,7 +346,7 @@ async def test_an_agent_gives_its_token_to_rollout_services_alone(pki: Pki, chec
             channel = open_channel(target, pki.agent(), server=ROLLOUT, token=pki.token)
         else:
             channel = grpc.aio.secure_channel(target, pki.agent().channel_credentials(pki.token))
-        client = RolloutClient(channel, peer="rollout")
+        client = AsyncRolloutClient(channel, peer="rollout")
         if name == "rollout-0":
             await client.get_info(timeout=10)
         else:
@@ -367,7 +367,7 @@ async def test_a_refusal_that_quotes_a_caller_is_logged_in_one_short_line(
     server.add(*Refuses().servicer())
     async with open_channel(await server.start(), None) as channel:
         with pytest.raises(errors.PermissionDenied):
-            await RewardClient(channel, peer="reward-0").get_info(timeout=10)
+            await AsyncRewardClient(channel, peer="reward-0").get_info(timeout=10)
     await server.stop(0)
     (text,) = [record.getMessage() for record in caplog.records]
     assert len(text) < 700 and text.isprintable()

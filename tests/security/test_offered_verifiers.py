@@ -13,7 +13,7 @@ from google.rpc.code_pb2 import Code
 
 from fourfold.config import Config, from_tables
 from fourfold.errors import ConfigError
-from fourfold.reward.client import RewardClient
+from fourfold.reward.client import AsyncRewardClient
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
 from fourfold.sandbox import Offer
@@ -24,7 +24,7 @@ from fourfold_reward.serve import find_offer
 from fourfold_reward.servicer import RewardServicer
 from tests.conftest import Serve
 
-Start = Callable[[Config], Awaitable[RewardClient]]
+Start = Callable[[Config], Awaitable[AsyncRewardClient]]
 
 
 def recipe(tmp_path: Path, *, data: str = "products", **reward: Any) -> Config:
@@ -82,7 +82,7 @@ def test_keys_and_runs_of_the_recipe_are_hidden(tmp_path: Path) -> None:
 async def start(serve: Serve) -> Any:
     pools: list[WorkerPool] = []
 
-    async def start(config: Config) -> RewardClient:
+    async def start(config: Config) -> AsyncRewardClient:
         offered = find_offer(config)
         pool = WorkerPool(
             verifier=offered.configured,
@@ -96,7 +96,7 @@ async def start(serve: Serve) -> Any:
         servicer = RewardServicer(pool, offered.find)
         servicer.set_ready()
         service = pb.DESCRIPTOR.services_by_name["RewardService"]
-        return RewardClient(await serve((service, add_RewardServiceServicer_to_server, servicer)), peer="reward-0")
+        return AsyncRewardClient(await serve((service, add_RewardServiceServicer_to_server, servicer)), peer="reward-0")
 
     yield start
     for pool in pools:

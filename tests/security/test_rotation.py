@@ -18,9 +18,9 @@ import pytest
 from fourfold import errors
 from fourfold.config import SecurityConfig
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
-from fourfold.reward.client import RewardClient
+from fourfold.reward.client import AsyncRewardClient
 from fourfold.reward.v1 import reward_service_pb2 as reward
-from fourfold.rollout.client import RolloutClient
+from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.server import Server
@@ -74,7 +74,7 @@ async def public(pki: Pki) -> AsyncIterator[Service]:
 async def test_a_revoked_member_is_refused_on_its_next_call_and_renewed_it_is_not(pki: Pki, service: Service) -> None:
     security = pki.load("coordinator-0")
     async with open_channel(service.target, security, server=REWARD_0) as channel:
-        client = RewardClient(channel, peer="reward-0")
+        client = AsyncRewardClient(channel, peer="reward-0")
         await client.get_info(timeout=10)
         certs.renew(pki.folder, ["coordinator-0"])
         certs.revoke(pki.folder, ["coordinator-0"])  # the first and the second: each may have been stolen
@@ -94,7 +94,7 @@ async def test_a_stolen_certificate_stays_revoked_when_its_owner_has_a_new_one(
     thief = pki.load_as(Principal("coordinator", "coordinator-0"), folder=stolen)
     for security, refused in ((thief, True), (pki.load("coordinator-0"), False)):
         async with open_channel(service.target, security, server=REWARD_0) as channel:
-            call = RewardClient(channel, peer="reward-0").get_info(timeout=10)
+            call = AsyncRewardClient(channel, peer="reward-0").get_info(timeout=10)
             if refused:
                 with pytest.raises(errors.PermissionDenied, match="is revoked"):
                     await call
@@ -106,10 +106,10 @@ async def test_a_server_shows_its_renewed_certificate_without_a_restart(pki: Pki
     """The certificate is read at each handshake; what is under way goes on."""
     before = service.security.material.certificate
     async with open_channel(service.target, pki.load("coordinator-0"), server=REWARD_0) as old:
-        await RewardClient(old, peer="reward-0").get_info(timeout=10)
+        await AsyncRewardClient(old, peer="reward-0").get_info(timeout=10)
         certs.renew(pki.folder, ["reward-0"])
         assert await _shown(service.target, pki) == service.security.material.certificate != before
-        await RewardClient(old, peer="reward-0").get_info(timeout=10)
+        await AsyncRewardClient(old, peer="reward-0").get_info(timeout=10)
 
 
 async def _shown(target: str, pki: Pki) -> bytes:
@@ -146,7 +146,7 @@ async def test_a_client_uses_its_renewed_certificate_and_finishes_what_it_has_be
     server = Server(listen="127.0.0.1:0", security=pki.load("reward-0"))
     server.add(*servicer.servicer())
     async with open_channel(await server.start(), security, server=REWARD_0) as channel:
-        client = RewardClient(channel, peer="reward-0")
+        client = AsyncRewardClient(channel, peer="reward-0")
         first = security.material.certificate
         begun = asyncio.create_task(client.get_info(timeout=20))
         await servicer.called.wait()
@@ -184,14 +184,14 @@ async def test_a_renewed_file_that_is_of_no_use_changes_nothing(
 async def test_a_removed_token_is_refused_on_its_next_call_and_a_new_one_is_taken(pki: Pki, public: Service) -> None:
     path = pki.folder / "tokens.txt"
     async with open_channel(public.target, pki.agent(), server=ROLLOUT, token=pki.token) as channel:
-        client = RolloutClient(channel, peer="rollout-0")
+        client = AsyncRolloutClient(channel, peer="rollout-0")
         await client.get_info(timeout=10)
         certs.remove_token(path, "agent")  # the last one of the file: nobody is left
         with pytest.raises(errors.Unauthenticated, match="unknown bearer token"):
             await client.get_info(timeout=10)
     other = certs.add_token(path, "other")
     async with open_channel(public.target, pki.agent(), server=ROLLOUT, token=other) as channel:
-        await RolloutClient(channel, peer="rollout-0").get_info(timeout=10)
+        await AsyncRolloutClient(channel, peer="rollout-0").get_info(timeout=10)
 
 
 async def test_a_token_opens_what_its_scopes_say_until_it_expires(pki: Pki, public: Service) -> None:
@@ -207,7 +207,7 @@ async def test_a_token_opens_what_its_scopes_say_until_it_expires(pki: Pki, publ
         ("late", "'late' expired at 20"),
     ):
         async with open_channel(public.target, pki.agent(), server=ROLLOUT, token=tokens[name]) as channel:
-            client = RolloutClient(channel, peer="rollout-0")
+            client = AsyncRolloutClient(channel, peer="rollout-0")
             with pytest.raises((errors.PermissionDenied, errors.Unauthenticated), match=said):
                 if name == "reader":
                     async with aclosing(client.watch_load()) as loads:

@@ -24,7 +24,7 @@ from fourfold.coordinator.v1 import membership_service_pb2_grpc as membership_gr
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.coordinator.v1 import run_service_pb2_grpc as run_grpc
 from fourfold.host.clock import SYSTEM_CLOCK
-from fourfold.rollout.client import RolloutClient
+from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
 from fourfold.rpc import call_slots, connections, interceptors
@@ -84,13 +84,13 @@ class Ports:
 @asynccontextmanager
 async def ports(
     *, samples: int = 80, kv_cache_tokens: int = 100_000, limits: Limits | None = None
-) -> AsyncIterator[tuple[FakeEngine, RolloutClient, RolloutClient]]:
+) -> AsyncIterator[tuple[FakeEngine, AsyncRolloutClient, AsyncRolloutClient]]:
     """Serve; yields the engine, a client on the internal port and one on the agents' port."""
     quotas = Quotas(limits_by_role(limits or Limits()))
     service = Ports(samples=samples, kv_cache_tokens=kv_cache_tokens, quotas=quotas)
     channels = [open_channel(await server.start(), None) for server in service.servers]
     try:
-        coordinator, agent = (RolloutClient(channel, peer="rollout-0") for channel in channels)
+        coordinator, agent = (AsyncRolloutClient(channel, peer="rollout-0") for channel in channels)
         yield service.engine, coordinator, agent
     finally:
         for channel in channels:
@@ -100,11 +100,13 @@ async def ports(
         await service.weights.close()
 
 
-def generate(client: RolloutClient, name: str) -> asyncio.Task[Any]:
+def generate(client: AsyncRolloutClient, name: str) -> asyncio.Task[Any]:
     return asyncio.create_task(client.complete(request(name, sampling_params=FOUR_TOKENS), timeout=60))
 
 
-async def attack_and_work(engine: FakeEngine, coordinator: RolloutClient, agent: RolloutClient, calls: int) -> int:
+async def attack_and_work(
+    engine: FakeEngine, coordinator: AsyncRolloutClient, agent: AsyncRolloutClient, calls: int
+) -> int:
     """Let an agent make 200 calls, then the coordinator its own; return how many of the agent's were accepted."""
     attack = [generate(agent, f"attack-{i}") for i in range(200)]
     await until(lambda: engine.running_count + sum(task.done() for task in attack) == 200)
@@ -257,7 +259,7 @@ async def test_1024_watches_without_a_token_do_not_lock_out_an_agent(pki: tuple[
         assert codes.count(None) == call_slots.MAX_WATCHES_PER_AGENT
         assert set(codes) <= {None, *REFUSED}
         async with agent_at(target, pki, pki[1]) as legitimate:
-            client = RolloutClient(legitimate, peer="rollout-0")
+            client = AsyncRolloutClient(legitimate, peer="rollout-0")
             await client.get_info(timeout=10)
             assert [load.policy_version async for load in client.watch_load()] == [7]
         async with agent_at(target, pki) as anybody:
@@ -333,7 +335,7 @@ async def test_silent_connections_are_limited_and_closed(
         await until(lambda: sum(map(closed, silent)) >= 40)
         await until(lambda: all(map(closed, silent)), seconds=20)
         async with agent_at(target, pki, pki[1]) as legitimate:
-            await RolloutClient(legitimate, peer="rollout-0").get_info(timeout=10)
+            await AsyncRolloutClient(legitimate, peer="rollout-0").get_info(timeout=10)
         for connection in silent:
             connection.close()
 
@@ -343,12 +345,12 @@ async def test_one_address_cannot_hold_all_connections(pki: tuple[Path, str], mo
     monkeypatch.setattr(connections, "PERIOD_SECONDS", 0.01)
     use_options(monkeypatch, max_allowed_incoming_connections=20, server_handshake_timeout_ms=600_000)
     async with public_port(pki) as target, agent_at(target, pki, pki[1]) as legitimate:
-        client = RolloutClient(legitimate, peer="rollout-0")
+        client = AsyncRolloutClient(legitimate, peer="rollout-0")
         await client.get_info(timeout=10)
         silent = await asyncio.to_thread(connect, target, 40, "127.0.0.2")
         await until(lambda: sum(map(closed, silent)) == 35)
         async with agent_at(target, pki, pki[1]) as other:
-            await RolloutClient(other, peer="rollout-0").get_info(timeout=10)
+            await AsyncRolloutClient(other, peer="rollout-0").get_info(timeout=10)
         await client.get_info(timeout=10)
         for connection in silent:
             connection.close()

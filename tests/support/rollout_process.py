@@ -21,7 +21,7 @@ import psutil
 from google.protobuf.duration_pb2 import Duration
 
 from fourfold.host.process import PARENT_PID_VARIABLE
-from fourfold.rollout.client import Completion, RolloutClient, RolloutControlClient
+from fourfold.rollout.client import AsyncRolloutClient, Completion, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from tests.support.tiny_models import VOCABULARY_SIZE
@@ -134,24 +134,24 @@ def request(
     )
 
 
-async def running_count(client: RolloutClient) -> int:
+async def running_count(client: AsyncRolloutClient) -> int:
     async with aclosing(client.watch_load(period=0.05, timeout=5)) as reports:
         return (await anext(reports)).running_sample_count
 
 
-async def until_running(client: RolloutClient, some: bool, seconds: float = 10) -> None:
+async def until_running(client: AsyncRolloutClient, some: bool, seconds: float = 10) -> None:
     """Wait until samples are in the engine, or none is."""
     async with asyncio.timeout(seconds):
         while (await running_count(client) > 0) != some:
             await asyncio.sleep(0.01)
 
 
-async def sampled_count(client: RolloutClient) -> int:
+async def sampled_count(client: AsyncRolloutClient) -> int:
     async with aclosing(client.watch_load(period=0.05, timeout=5)) as reports:
         return (await anext(reports)).sampled_token_count
 
 
-async def until_sampled(client: RolloutClient, count: int, seconds: float = 10) -> None:
+async def until_sampled(client: AsyncRolloutClient, count: int, seconds: float = 10) -> None:
     """Wait until so many more tokens are sampled and given out by the engine."""
     async with asyncio.timeout(seconds), aclosing(client.watch_load(period=0.01, timeout=seconds)) as reports:
         first = await anext(reports)

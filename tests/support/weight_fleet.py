@@ -36,12 +36,12 @@ from fourfold.errors import Unavailable
 from fourfold.host.gpus import visible_gpus
 from fourfold.host.process import PARENT_PID_VARIABLE
 from fourfold.model.tokenizer import tokenizer_sha256
-from fourfold.rollout.client import RolloutClient, RolloutControlClient
+from fourfold.rollout.client import AsyncRolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.codec import encode
-from fourfold.trainer.client import TrainerClient, TrainerWeightClient
+from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 from fourfold.weights.manifest import Manifest
 from fourfold_coordinator.routing.registry import Member
 from tests.support.trainer_driver import batch, trainer_environment
@@ -155,7 +155,7 @@ class Engine(Process):
         versions: set[int] = set()
         answers: Answers = []
         try:
-            client = RolloutClient(channel, peer=self.member_id)
+            client = AsyncRolloutClient(channel, peer=self.member_id)
             for number in range(3):
                 for temperature, count in ((0.0, 1), (1.0, 2)):
                     request = pb.GenerateRequest(
@@ -271,10 +271,10 @@ class Fleet:
         self.trainer = self._start_trainer()
 
     @asynccontextmanager
-    async def trainer_client(self) -> AsyncIterator[TrainerClient]:
+    async def trainer_client(self) -> AsyncIterator[AsyncTrainerClient]:
         """Connect to the trainer, within a block."""
         channel = open_channel(self.trainer.target, None)
-        yield TrainerClient(channel, peer=self.trainer.member_id)
+        yield AsyncTrainerClient(channel, peer=self.trainer.member_id)
         await channel.close()
 
     async def become(self, name: str) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 
 from fourfold.errors import DeadlinePassed
 from fourfold.host.process import die_with_parent
-from fourfold.rollout.client import Completion, RolloutClient
+from fourfold.rollout.client import AsyncRolloutClient, Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.channel import open_channel
 from fourfold_bench.rollout.settings import GREEDY_TOKENS, Settings
@@ -53,7 +53,7 @@ class Checked:
 class Client:
     """Calls of one process."""
 
-    def __init__(self, settings: Settings, index: int, rollout: RolloutClient, folder: Path) -> None:
+    def __init__(self, settings: Settings, index: int, rollout: AsyncRolloutClient, folder: Path) -> None:
         self._settings = settings
         self._index = index
         self._rollout = rollout
@@ -128,7 +128,7 @@ class Client:
 
 async def _measure(settings: Settings, index: int, target: str, folder: Path) -> dict[str, Any]:
     async with open_channel(target, None) as channel:
-        return await Client(settings, index, RolloutClient(channel, peer="the rollout service"), folder).measure()
+        return await Client(settings, index, AsyncRolloutClient(channel, peer="the rollout service"), folder).measure()
 
 
 if __name__ == "__main__":

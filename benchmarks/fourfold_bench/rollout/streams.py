@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from google.protobuf.duration_pb2 import Duration
 
-from fourfold.rollout.client import RolloutClient
+from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold_bench.rollout.settings import Settings
 
@@ -21,7 +21,7 @@ _IDLE_TOKENS: Final = 2
 class Streams:
     """All interactive callers of one process."""
 
-    def __init__(self, settings: Settings, rollout: RolloutClient) -> None:
+    def __init__(self, settings: Settings, rollout: AsyncRolloutClient) -> None:
         self._settings = settings
         self._rollout = rollout
         self._tasks: list[asyncio.Task[None]] = []
@@ -70,7 +70,7 @@ class Streams:
                 before, first = now, False
 
 
-async def first_tokens(settings: Settings, rollout: RolloutClient) -> list[float]:
+async def first_tokens(settings: Settings, rollout: AsyncRolloutClient) -> list[float]:
     """Return the seconds to the first token of single calls, one after the other: nothing else runs."""
     seconds = []
     for call in range(_IDLE_CALLS):

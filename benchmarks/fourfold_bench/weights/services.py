@@ -21,11 +21,11 @@ import numpy as np
 
 from fourfold.errors import Unavailable
 from fourfold.host.scratch import Scratch
-from fourfold.rollout.client import RolloutClient
+from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
 from fourfold.rpc.channel import call, open_channel
-from fourfold.trainer.client import TrainerClient
+from fourfold.trainer.client import AsyncTrainerClient
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
 from fourfold.weights.manifest import Manifest
@@ -143,10 +143,10 @@ async def _serve(
 class _Bench:
     def __init__(self, settings: Settings, to_trainer: Any, to_rollout: Any) -> None:
         self._settings = settings
-        self._trainer = TrainerClient(to_trainer, peer="trainer")
+        self._trainer = AsyncTrainerClient(to_trainer, peer="trainer")
         self._sender = weight_grpc.TrainerWeightServiceStub(to_trainer)
         self._engine = control_grpc.RolloutControlServiceStub(to_rollout)
-        self._streams = Streams(settings, RolloutClient(to_rollout, peer="rollout"))
+        self._streams = Streams(settings, AsyncRolloutClient(to_rollout, peer="rollout"))
         self._epoch = int(time.time())
         self._version = 0
         self._manifest: Manifest

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from google.protobuf.duration_pb2 import Duration
 
-from fourfold.rollout.client import RolloutClient
+from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold_bench.shapes import SHAPES
 from fourfold_bench.weights.settings import Settings
@@ -27,7 +27,7 @@ _ASK_SECONDS: Final = 10.0
 class Streams:
     """All streams of a benchmark. Belongs to one event loop."""
 
-    def __init__(self, settings: Settings, client: RolloutClient) -> None:
+    def __init__(self, settings: Settings, client: AsyncRolloutClient) -> None:
         self.times: list[list[float]] = [[] for _ in range(settings.streams)]
         """When each stream got its tokens, in seconds of `time.perf_counter`."""
         self._gaps: list[list[tuple[float, float]]] = [[] for _ in self.times]  # times of two tokens of one request

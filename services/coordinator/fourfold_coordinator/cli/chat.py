@@ -30,7 +30,7 @@ from fourfold.errors import ConfigError, FourfoldError, WrongState
 from fourfold.host.process import Command, Supervisor
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
-from fourfold.rollout.client import RolloutClient
+from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.channel import open_channel
 from fourfold.security.access import ROLLOUT, Security
@@ -161,7 +161,7 @@ class Session:
     ) -> None:
         self._conversation = conversation
         self._channel = open_channel(target, security, server=ROLLOUT, token=args.token)
-        self._client = RolloutClient(self._channel, peer=f"rollout service at {target}")
+        self._client = AsyncRolloutClient(self._channel, peer=f"rollout service at {target}")
         self._temperature: float = args.temperature
         self._max_tokens: int = args.max_tokens
         self._context = 0

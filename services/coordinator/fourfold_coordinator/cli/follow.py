@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import aclosing, suppress
 
-from fourfold.coordinator.client import RunClient
+from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.errors import FourfoldError
 from fourfold.rpc.channel import open_channel
 from fourfold.security.access import COORDINATOR, Security
@@ -37,7 +37,7 @@ async def follow(
     """
     over = over or asyncio.Event()
     channel = open_channel(address, security, server=COORDINATOR)
-    client = RunClient(channel, peer=f"coordinator at {address}")
+    client = AsyncCoordinatorClient(channel, peer=f"coordinator at {address}")
     failures = 0
     try:
         while True:

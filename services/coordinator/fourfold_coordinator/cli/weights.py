@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from fourfold import config as configuration
-from fourfold.coordinator.client import RunClient
+from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.errors import ConfigError
 from fourfold.rpc.channel import open_channel
@@ -68,7 +68,7 @@ def find(where: str, recipe: Path | None) -> tuple[str, Security | None]:
 async def _ask(address: str, security: Security | None) -> pb.GetWeightPlaneResponse:
     channel = open_channel(address, security, server=COORDINATOR)
     try:
-        client = RunClient(channel, peer=f"coordinator at {address}")
+        client = AsyncCoordinatorClient(channel, peer=f"coordinator at {address}")
         return await client.get_weight_plane(timeout=_TIMEOUT_SECONDS)
     finally:
         await channel.close()

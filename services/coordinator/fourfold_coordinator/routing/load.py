@@ -20,7 +20,7 @@ from typing import Final
 from fourfold import metrics as m
 from fourfold.errors import FourfoldError, PeerFault
 from fourfold.host.clock import Clock
-from fourfold.rollout.client import RolloutClient
+from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 
 log = logging.getLogger("fourfold.coordinator")
@@ -109,7 +109,7 @@ def measure(loads: Sequence[Load], now: float) -> dict[str, float]:
     return result | ({m.KV_CACHE_USE: fullest} if fullest else {})
 
 
-async def watch(client: RolloutClient, load: Load, clock: Clock) -> None:
+async def watch(client: AsyncRolloutClient, load: Load, clock: Clock) -> None:
     """Bring a replica's reports to `load`, until cancelled; a stream that ends or stands still is opened anew."""
     while True:
         try:

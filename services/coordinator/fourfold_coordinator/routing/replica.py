@@ -12,10 +12,10 @@ import grpc
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import FourfoldError, InvalidInput, Unavailable, WrongState
-from fourfold.reference.client import ReferenceClient
-from fourfold.reward.client import RewardClient
-from fourfold.rollout.client import RolloutClient, RolloutControlClient
-from fourfold.trainer.client import TrainerClient, TrainerWeightClient
+from fourfold.reference.client import AsyncReferenceClient
+from fourfold.reward.client import AsyncRewardClient
+from fourfold.rollout.client import AsyncRolloutClient, RolloutControlClient
+from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 
 from .circuit_breaker import Breaker
 from .load import Load, Ticket
@@ -76,11 +76,11 @@ class Replica:
     def __init__(self, member: Member, channel: grpc.aio.Channel) -> None:
         self.member = member
         self.channel = channel
-        self.rollout = RolloutClient(channel, peer=member.peer)
+        self.rollout = AsyncRolloutClient(channel, peer=member.peer)
         self.control = RolloutControlClient(channel, peer=member.peer)
-        self.reward = RewardClient(channel, peer=member.peer)
-        self.reference = ReferenceClient(channel, peer=member.peer)
-        self.trainer = TrainerClient(channel, peer=member.peer)
+        self.reward = AsyncRewardClient(channel, peer=member.peer)
+        self.reference = AsyncReferenceClient(channel, peer=member.peer)
+        self.trainer = AsyncTrainerClient(channel, peer=member.peer)
         self.weights = TrainerWeightClient(channel, peer=member.peer)
         self.hindrance = NOT_LOOKED_AT
         """Why it is not used, for people; empty when it is."""

@@ -45,11 +45,10 @@ from fourfold.trainer.v1 import trainer_service_pb2_grpc as trainer_grpc
 from fourfold_bench import record
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.state.samples import build_sample, check_completions
-from fourfold_rollout.engine import EngineDescription, Finish, SampleOutput, SampleRequest
-from fourfold_rollout.engine import Sample as EngineSample
-from fourfold_rollout.generate.admission import Limits
+from fourfold_rollout.engine import EngineDescription, EngineSample, Finish, SampleOutput, SampleRequest
+from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
-from fourfold_rollout.update.controller import EngineWeights
+from fourfold_rollout.update.controller import WeightController
 from fourfold_trainer.checkpoint.store import StepAnswer
 from fourfold_trainer.service.servicer import TrainerServicer
 
@@ -100,7 +99,7 @@ class ReadyEngine:
 async def serve_rollout(server: Server, options: argparse.Namespace) -> None:
     """Put the real rollout servicer before an engine that is ready."""
     engine: Any = ReadyEngine(options.tokens)
-    limits = Limits(
+    limits = GenerateLimits(
         max_context_tokens=options.tokens,
         vocabulary_size=VOCABULARY_SIZE,
         max_concurrent_samples=2 * options.samples,
@@ -109,7 +108,7 @@ async def serve_rollout(server: Server, options: argparse.Namespace) -> None:
     )
     model = ServedModel(name="ready", tokenizer_sha256=bytes(32), limits=limits)
     quotas = Quotas(lambda _principal: UNLIMITED)
-    servicer = RolloutServicer(model, engine, EngineWeights(engine, update_timeout=TIMEOUT), quotas)
+    servicer = RolloutServicer(model, engine, WeightController(engine, update_timeout=TIMEOUT), quotas)
     service = rollout.DESCRIPTOR.services_by_name["RolloutService"]
     server.add(service, rollout_grpc.add_RolloutServiceServicer_to_server, servicer)
 

@@ -16,7 +16,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_service_pb2_grpc import RolloutServiceStub
 from fourfold_rollout.engine import SampleOutput
 from fourfold_rollout.generate import servicer as servicer_module
-from fourfold_rollout.generate.outputs import Outputs
+from fourfold_rollout.generate.outputs import CallOutputs
 from tests.conftest import Serve
 from tests.fakes.engine import CONTEXT, VOCABULARY, FakeSample
 from tests.fakes.rollout import OPEN, SHA256, Service, request, rollout_service
@@ -130,7 +130,7 @@ class TestGenerate:
         assert len(gives) == given, "its timer lives on"
 
     async def test_calls_that_arrive_together_are_one_batch_in_order_of_id(self, service: Service) -> None:
-        service.servicer._gatherer._quiet, service.servicer._gatherer._longest = 0.5, 5.0
+        service.servicer._coalescer._quiet, service.servicer._coalescer._longest = 0.5, 5.0
         answers = [asyncio.create_task(collect(service, request(name, sample_count=2))) for name in ("b", "a")]
         await service.running(4)
         assert service.engine.batches == [["local/a-0", "local/a-1", "local/b-0", "local/b-1"]]
@@ -145,13 +145,13 @@ class TestGenerate:
         assert {r.policy_version for r in await answer} == {3}
 
     async def test_logprobs_are_never_above_zero(self, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-        real = Outputs.put
+        real = CallOutputs.put
 
-        def slightly_positive(self: Outputs, index: int, output: SampleOutput) -> None:
+        def slightly_positive(self: CallOutputs, index: int, output: SampleOutput) -> None:
             output.logprobs[:] = 1e-7
             real(self, index, output)
 
-        monkeypatch.setattr(Outputs, "put", slightly_positive)
+        monkeypatch.setattr(CallOutputs, "put", slightly_positive)
         answer = asyncio.create_task(service.client.complete(request(), timeout=5))
         await service.running(1)
         service.engine.tick(4)

@@ -21,9 +21,9 @@ from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.replica import Budget, Replica
 from fourfold_coordinator.routing.router import Router
 from fourfold_coordinator.routing.scheduling import Demand, prefix_keys
-from fourfold_rollout.generate.admission import Limits
+from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
-from fourfold_rollout.update.controller import EngineWeights
+from fourfold_rollout.update.controller import WeightController
 from tests.fakes.engine import CONTEXT, VOCABULARY, FakeEngine, FakeSample
 from tests.fakes.rollout import NO_QUOTAS, SHA256, request, until
 
@@ -78,14 +78,14 @@ class Fleet:
         self.tokens: dict[str, bytes] = {}
         self.done: Counter[str] = Counter()
         self._tasks = [asyncio.create_task(self.router.run())]
-        self._weights: list[EngineWeights] = []
+        self._weights: list[WeightController] = []
         self._calls = 0
 
     async def start(self, name: str, *, width: int, **said: Any) -> Replica:
         """Start a service that samples `width` tokens a tick, and says that of its load."""
         engine = Narrow(width)
-        weights = EngineWeights(engine, update_timeout=5)
-        limits = Limits(
+        weights = WeightController(engine, update_timeout=5)
+        limits = GenerateLimits(
             max_context_tokens=CONTEXT,
             vocabulary_size=VOCABULARY,
             max_concurrent_samples=1000,

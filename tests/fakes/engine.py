@@ -13,10 +13,10 @@ from fourfold.errors import FourfoldError, StaleEpoch, Unavailable
 from fourfold_rollout.engine import (
     EngineDescription,
     EngineLoad,
+    EngineSample,
     EpochTerms,
     Finish,
     OpenReport,
-    Sample,
     SampleOutput,
     SampleRequest,
 )
@@ -28,7 +28,7 @@ DIGEST = b"d" * 32
 SUMS = b"s" * 16
 
 
-class Nobody:
+class NullSink:
     """Takes outputs that a test does not look at."""
 
     def put(self, index: int, output: SampleOutput) -> None:
@@ -136,7 +136,7 @@ class FakeEngine:
             held_tokens=sum(len(s.request.prompt_token_ids) + s.tokens for s in self.running),
         )
 
-    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[Sample]:
+    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[EngineSample]:
         """Note the batch."""
         if self.dead is not None:
             raise self.dead
@@ -145,7 +145,7 @@ class FakeEngine:
         self.samples += new
         return new
 
-    async def abandon(self, samples: Sequence[Sample]) -> None:
+    async def abandon(self, samples: Sequence[EngineSample]) -> None:
         """Drop them."""
         for sample in samples:
             if isinstance(sample, FakeSample) and sample.finish is None:

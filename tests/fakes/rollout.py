@@ -16,10 +16,10 @@ from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
 from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
 from fourfold.rpc.quota import UNLIMITED, Quotas
-from fourfold_rollout.generate.admission import Limits
+from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
-from fourfold_rollout.update.controller import EngineWeights
-from fourfold_rollout.update.servicer import Identity, RolloutControlServicer
+from fourfold_rollout.update.controller import WeightController
+from fourfold_rollout.update.servicer import EngineIdentity, RolloutControlServicer
 from tests.conftest import Serve
 from tests.fakes.engine import CONTEXT, STOP_TOKEN, VOCABULARY, FakeEngine
 
@@ -60,18 +60,20 @@ async def rollout_service(
 ) -> AsyncIterator[Service]:
     """Run both servicers on a loopback server."""
     engine = FakeEngine(kv_cache_tokens=kv_cache_tokens)
-    limits = Limits(
+    limits = GenerateLimits(
         max_context_tokens=CONTEXT,
         vocabulary_size=VOCABULARY,
         max_concurrent_samples=max_concurrent_samples,
         kv_cache_tokens=engine.description.kv_cache_tokens,
         stop_token_ids=(STOP_TOKEN,),
     )
-    weights = EngineWeights(engine, update_timeout=5)
+    weights = WeightController(engine, update_timeout=5)
     servicer = RolloutServicer(
         ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits), engine, weights, quotas
     )
-    control = RolloutControlServicer(Identity(model_sha256=SHA256, host_id="here"), engine, weights, update_timeout=5)
+    control = RolloutControlServicer(
+        EngineIdentity(model_sha256=SHA256, host_id="here"), engine, weights, update_timeout=5
+    )
     channel = await serve(
         (pb.DESCRIPTOR.services_by_name["RolloutService"], add_RolloutServiceServicer_to_server, servicer),
         (

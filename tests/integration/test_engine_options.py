@@ -29,7 +29,7 @@ def _vllm_is_quiet() -> Iterator[None]:
 
 
 def checked(options: dict[str, Any]) -> dict[str, Any]:
-    from fourfold_rollout.vllm.options import checked
+    from fourfold_rollout.vllm.engine_args import checked
 
     return checked(options)
 

@@ -199,7 +199,7 @@ def test_rollout_alone_imports_without_deepspeed_and_ray(
     assert "fourfold_rollout.generate.servicer" in outside.imported
     assert "vllm" not in outside.modules, "only fourfold_rollout.vllm may import vLLM"
     # Those two need triton, which vLLM for CUDA brings.
-    on_gpus = ["fourfold_rollout.vllm.logprob_kernel", "fourfold_rollout.vllm.patches.runner_v2"]
+    on_gpus = ["fourfold_rollout.vllm.logprob_kernel", "fourfold_rollout.vllm.patches.logprobs_v2"]
     inside = _import_all(python, ["fourfold_rollout.vllm"], skip=on_gpus, cwd=tmp_path)
     assert "vllm" in inside.modules
     assert not (outside.modules | inside.modules) & {"deepspeed", "ray", "fourfold_trainer", "fourfold_coordinator"}

@@ -40,10 +40,10 @@ from fourfold_reward.pool import WorkerPool
 from fourfold_reward.reference.servicer import Loaded, ReferenceServicer
 from fourfold_reward.serve import Offered
 from fourfold_reward.servicer import RewardServicer
-from fourfold_rollout.generate.admission import Limits
+from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
-from fourfold_rollout.update.controller import EngineWeights
-from fourfold_rollout.update.servicer import Identity, RolloutControlServicer
+from fourfold_rollout.update.controller import WeightController
+from fourfold_rollout.update.servicer import EngineIdentity, RolloutControlServicer
 from fourfold_trainer.service.servicer import TrainerServicer
 from fourfold_trainer.service.state import TrainerCore
 from fourfold_trainer.service.weight_servicer import TrainerWeightServicer
@@ -124,7 +124,7 @@ def _lookup(module: Any) -> Good:
 class Live:
     """Calls that fit the present state of trainer and engine, so that the others meet every state."""
 
-    def __init__(self, core: TrainerCore, trainer: Trainer, weights: EngineWeights) -> None:
+    def __init__(self, core: TrainerCore, trainer: Trainer, weights: WeightController) -> None:
         self.core, self.trainer, self.weights = core, trainer, weights
 
     def step(self, pick: random.Random) -> list[Message]:
@@ -278,14 +278,16 @@ class System:
 async def serve_all(serve: Serve, tmp_path: Path) -> AsyncIterator[System]:
     """Serve all services on one server."""
     engine, trainer, fatal = Sampler(kv_cache_tokens=100), Trainer(), list[str]()
-    limits = Limits(
+    limits = GenerateLimits(
         max_context_tokens=CONTEXT, vocabulary_size=VOCABULARY, max_concurrent_samples=8,
         kv_cache_tokens=engine.description.kv_cache_tokens, stop_token_ids=(STOP_TOKEN,),
     )  # fmt: skip
-    weights = EngineWeights(engine, update_timeout=0.5)
+    weights = WeightController(engine, update_timeout=0.5)
     model = ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits)
     rollout = RolloutServicer(model, engine, weights, NO_QUOTAS)
-    control = RolloutControlServicer(Identity(model_sha256=SHA256, host_id="here"), engine, weights, update_timeout=0.5)
+    control = RolloutControlServicer(
+        EngineIdentity(model_sha256=SHA256, host_id="here"), engine, weights, update_timeout=0.5
+    )
     core = TrainerCore(config(), run_dir=tmp_path, make_engine=lambda: trainer, fatal=fatal.append)
     registry = Registry(clock=SystemClock(), tokenizer_sha256=SHA256)
     board = RunBoard(name="fuzz", step_count=4, clock=SystemClock())

@@ -39,9 +39,9 @@ from fourfold_coordinator.reporting.run_service import RunServicer
 from fourfold_coordinator.routing.membership import MembershipServicer
 from fourfold_coordinator.routing.registry import Registry
 from fourfold_coordinator.state.run_board import RunBoard
-from fourfold_rollout.generate.admission import Limits as ServiceLimits
+from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
-from fourfold_rollout.update.controller import EngineWeights
+from fourfold_rollout.update.controller import WeightController
 from tests.fakes.engine import CONTEXT, VOCABULARY, FakeEngine
 from tests.fakes.rollout import SHA256, request, until
 from tests.fakes.servicers import Rollout
@@ -62,7 +62,7 @@ class Ports:
 
     def __init__(self, *, samples: int, kv_cache_tokens: int, quotas: Quotas) -> None:
         self.engine = FakeEngine(kv_cache_tokens=kv_cache_tokens)
-        limits = ServiceLimits(
+        limits = GenerateLimits(
             max_context_tokens=CONTEXT,
             vocabulary_size=VOCABULARY,
             max_concurrent_samples=samples,
@@ -71,7 +71,7 @@ class Ports:
             agent_samples=samples // 4,
             agent_token_share=0.25,
         )
-        self.weights = EngineWeights(self.engine, update_timeout=5)
+        self.weights = WeightController(self.engine, update_timeout=5)
         model = ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits)
         servicer = RolloutServicer(model, self.engine, self.weights, quotas)
         self.servers = [

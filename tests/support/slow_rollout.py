@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 
 from fourfold_rollout.generate import servicer
-from fourfold_rollout.generate.coalesce import Gatherer
+from fourfold_rollout.generate.coalesce import RequestCoalescer
 from fourfold_rollout.vllm import environment
 
 
 def _slow_down() -> None:
     # The calls of one wave come in time to be one batch, and the engine's step takes its time.
     module: Any = servicer
-    module.Gatherer = partial(Gatherer, quiet=0.15, longest=2.0)
+    module.RequestCoalescer = partial(RequestCoalescer, quiet=0.15, longest=2.0)
     real = environment.prepare
 
     def prepare(*given: object, **more: object) -> None:

@@ -74,7 +74,7 @@ class SampleOutput:
         )
 
 
-class Sink(Protocol):
+class SampleSink(Protocol):
     """Takes the outputs of some samples. Called on the event loop, from the moment of `submit`; never waits."""
 
     def put(self, index: int, output: SampleOutput) -> None:
@@ -93,7 +93,7 @@ class Sink(Protocol):
         ...
 
 
-class Sample(Protocol):
+class EngineSample(Protocol):
     """A sample in the engine."""
 
     @property
@@ -128,7 +128,7 @@ class SampleRequest:
     """Prompts share cached prefixes only under one salt: that of the weights (`Lease.cache_salt`)."""
     streaming: bool
     """Give tokens as they come; otherwise at the end, but for those that `Sample.give` asks for."""
-    sink: Sink = field(repr=False, compare=False)
+    sink: SampleSink = field(repr=False, compare=False)
     """Takes the outputs."""
     index: int = 0
     """Tells the sink's samples apart."""
@@ -187,7 +187,7 @@ class OpenReport:
     """Why tensors are reloaded that the device could write in place; empty: none is."""
 
 
-class Engine(Protocol):
+class RolloutEngine(Protocol):
     """An engine that runs. Every method may raise `Unavailable` when it is dead."""
 
     @property
@@ -204,11 +204,11 @@ class Engine(Protocol):
         """Return what it holds now: one pass over the running samples."""
         ...
 
-    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[Sample]:
+    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[EngineSample]:
         """Start samples; all of them join the same engine step, in this order."""
         ...
 
-    async def abandon(self, samples: Sequence[Sample]) -> None:
+    async def abandon(self, samples: Sequence[EngineSample]) -> None:
         """End samples that nobody wants any more; finished ones are left alone. Their sinks take nothing more."""
         ...
 

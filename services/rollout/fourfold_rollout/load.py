@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
-from fourfold_rollout.engine import Engine
+from fourfold_rollout.engine import RolloutEngine
 
 _WINDOW_SECONDS: Final = 10.0
 # Reports that come faster, of several watchers for example, share an interval.
@@ -29,7 +29,7 @@ class LoadReport:
 class LoadMeter:
     """Reads an engine whenever somebody wants a report; one pass over its samples each time."""
 
-    def __init__(self, engine: Engine, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, engine: RolloutEngine, clock: Clock = SYSTEM_CLOCK) -> None:
         self._engine = engine
         self._clock = clock
         self._last_count = engine.load().sampled_tokens  # of the warm-up

@@ -32,10 +32,10 @@ from fourfold.rpc.channel import split_target
 from fourfold.service.lifecycle import Host, ServeOptions
 from fourfold.weights.transport.host import host_id
 from fourfold_rollout.engine import EngineSettings
-from fourfold_rollout.generate.admission import Limits
+from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
-from fourfold_rollout.update.controller import EngineWeights
-from fourfold_rollout.update.servicer import Identity, RolloutControlServicer
+from fourfold_rollout.update.controller import WeightController
+from fourfold_rollout.update.servicer import EngineIdentity, RolloutControlServicer
 from fourfold_rollout.vllm import environment
 from fourfold_rollout.warm_up import warm_up
 
@@ -125,7 +125,7 @@ async def _serve(host: Host, engine: VllmEngine, settings: EngineSettings) -> in
     await engine.attach(host.fatal)
     await warm_up(engine)
     description = engine.description
-    limits = Limits(
+    limits = GenerateLimits(
         max_context_tokens=description.max_context_tokens,
         vocabulary_size=description.vocabulary_size,
         max_concurrent_samples=settings.max_concurrent_samples,
@@ -133,10 +133,10 @@ async def _serve(host: Host, engine: VllmEngine, settings: EngineSettings) -> in
         stop_token_ids=tuple(i for i in model_stop_token_ids(folder) if i < description.vocabulary_size),
         **_agents_part(host.options),
     )
-    weights = EngineWeights(engine, update_timeout=update_timeout)
+    weights = WeightController(engine, update_timeout=update_timeout)
     model = ServedModel(name=config.model.source, tokenizer_sha256=host.tokenizer_sha256, limits=limits)
     servicer = RolloutServicer(model, engine, weights, host.quotas)
-    identity = Identity(model_sha256=model_sha256(folder), host_id=host_id())
+    identity = EngineIdentity(model_sha256=model_sha256(folder), host_id=host_id())
     control = RolloutControlServicer(identity, engine, weights, update_timeout=update_timeout)
     host.server.add(_SERVICE, add_RolloutServiceServicer_to_server, servicer)
     host.server.add(_CONTROL_SERVICE, add_RolloutControlServiceServicer_to_server, control)

@@ -13,7 +13,7 @@ import time
 from typing import Final
 
 from fourfold.errors import DeadlinePassed, FourfoldError
-from fourfold_rollout.engine import Engine, SampleOutput, SampleRequest
+from fourfold_rollout.engine import RolloutEngine, SampleOutput, SampleRequest
 
 _log = logging.getLogger(__name__)
 # With an empty cache of compiled kernels, on a machine that is busy.
@@ -23,7 +23,7 @@ _FILTERS: Final = ((1.0, 0), (0.9, 2))
 """top_p and top_k of each sample."""
 
 
-async def warm_up(engine: Engine, *, timeout: float = _SECONDS) -> None:
+async def warm_up(engine: RolloutEngine, *, timeout: float = _SECONDS) -> None:
     """Sample and probe; nothing of it stays in the engine. Nobody else may use it yet.
 
     Raises:
@@ -44,7 +44,7 @@ async def warm_up(engine: Engine, *, timeout: float = _SECONDS) -> None:
     _log.info("the engine's first samples took %.1f s", time.monotonic() - began)
 
 
-async def _sample(engine: Engine, top_p: float, top_k: int) -> None:
+async def _sample(engine: RolloutEngine, top_p: float, top_k: int) -> None:
     end = _End()
     request = SampleRequest(
         key=f"warm-up-{top_k}",

@@ -15,12 +15,12 @@ from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc import quota
 from fourfold.rpc.quota import Quotas, limits_by_role
 from fourfold.security.principal import Principal
-from fourfold_rollout.generate.admission import Admission, GenerateCall, Limits, parse
-from tests.fakes.engine import Nobody
+from fourfold_rollout.generate.admission import Admission, GenerateCall, GenerateLimits, parse
+from tests.fakes.engine import NullSink
 from tests.fakes.rollout import NO_QUOTAS
 
 COORDINATOR, AGENT = Principal("coordinator"), Principal("agent", "anna")
-LIMITS = Limits(
+LIMITS = GenerateLimits(
     max_context_tokens=32, vocabulary_size=100, max_concurrent_samples=8, kv_cache_tokens=100, stop_token_ids=(2, 3)
 )
 
@@ -82,7 +82,7 @@ class TestParse:
             LIMITS,
             COORDINATOR,
         )
-        samples = call.samples("v9.2", Nobody())
+        samples = call.samples("v9.2", NullSink())
         assert [s.seed for s in samples] == [40, 41, 42]
         assert [s.key for s in samples] == [f"coordinator/r-{i}" for i in range(3)]
         assert {s.cache_salt for s in samples} == {"v9.2"}
@@ -128,7 +128,7 @@ class TestParse:
 
 
 def call(
-    name: str, samples: int = 1, max_tokens: int = 1, caller: Principal = COORDINATOR, limits: Limits = LIMITS
+    name: str, samples: int = 1, max_tokens: int = 1, caller: Principal = COORDINATOR, limits: GenerateLimits = LIMITS
 ) -> GenerateCall:
     message = request(
         request_id=name, sample_count=samples, sampling_params=pb.SamplingParams(max_tokens=max_tokens, seed=1)
@@ -170,15 +170,15 @@ class TestAdmission:
 
     async def test_a_retry_takes_the_place_of_its_dead_first_attempt(self) -> None:
         admission = Admission(LIMITS, NO_QUOTAS)
-        entered = asyncio.Event()
+        mark_in_flight = asyncio.Event()
 
         async def first() -> None:
             async with admission.enter(call("a", samples=8), is_retry=False):
-                entered.set()
+                mark_in_flight.set()
                 await asyncio.sleep(60)
 
         task = asyncio.create_task(first())
-        await entered.wait()
+        await mark_in_flight.wait()
         async with admission.enter(call("a", samples=8), is_retry=True):
             assert task.cancelled() or task.cancelling()
         with pytest.raises(asyncio.CancelledError):
@@ -186,11 +186,11 @@ class TestAdmission:
 
     async def test_a_second_retry_does_not_interrupt_the_end_of_the_first_attempt(self) -> None:
         admission = Admission(LIMITS, NO_QUOTAS)
-        entered, ending, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        mark_in_flight, ending, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
         async def first() -> None:
             async with admission.enter(call("a"), is_retry=False):
-                entered.set()
+                mark_in_flight.set()
                 try:
                     await asyncio.sleep(60)
                 finally:
@@ -202,7 +202,7 @@ class TestAdmission:
                 assert ended.is_set()
 
         tasks = [asyncio.create_task(first())]
-        await entered.wait()
+        await mark_in_flight.wait()
         for _ in range(2):
             tasks.append(asyncio.create_task(again()))
             await asyncio.sleep(0)
@@ -291,5 +291,5 @@ class TestAgents:
         async with admission.enter(call("a"), is_retry=False), admission.enter(call("a", caller=AGENT), is_retry=True):
             task = asyncio.current_task()
             assert task is not None and not task.cancelling(), "an agent's retry ends no call of the coordinator"
-            ours, theirs = (call("a", caller=c).samples("", Nobody())[0].key for c in (COORDINATOR, AGENT))
+            ours, theirs = (call("a", caller=c).samples("", NullSink())[0].key for c in (COORDINATOR, AGENT))
             assert ours != theirs

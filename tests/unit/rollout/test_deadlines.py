@@ -9,9 +9,9 @@ import pytest
 
 from fourfold.errors import DeadlinePassed, Unavailable
 from fourfold_rollout.engine import EpochTerms
-from fourfold_rollout.update.controller import EngineWeights
+from fourfold_rollout.update.controller import WeightController
 from tests.fakes.engine import FakeEngine
-from tests.unit.rollout.test_weights import begin, make, open_epoch, served
+from tests.unit.rollout.test_update_controller import begin, make, open_epoch, served
 
 
 async def test_open_and_receive_end_with_their_callers() -> None:
@@ -26,7 +26,7 @@ async def test_open_and_receive_end_with_their_callers() -> None:
 
 async def test_sleep_and_wake_end_with_their_callers() -> None:
     engine = FakeEngine(sleep_mode=True)
-    weights = EngineWeights(engine, update_timeout=500.0)
+    weights = WeightController(engine, update_timeout=500.0)
     await weights.sleep(1, timeout=100.0)
     assert 90.0 < engine.timeouts["sleep"] <= 100.0
     await weights.wake((), timeout=200.0)

@@ -9,16 +9,16 @@ import pytest
 from fourfold.errors import DeadlinePassed, FourfoldError, Internal, Unavailable, WrongState
 from fourfold_rollout.engine import EpochTerms
 from fourfold_rollout.pause.phases import PauseMode
-from fourfold_rollout.update.controller import EngineWeights
+from fourfold_rollout.update.controller import WeightController
 from tests.fakes.engine import FakeEngine
 
 
-def make(*, sleep_mode: bool = True, device_type: str = "cuda") -> tuple[FakeEngine, EngineWeights]:
+def make(*, sleep_mode: bool = True, device_type: str = "cuda") -> tuple[FakeEngine, WeightController]:
     engine = FakeEngine(sleep_mode=sleep_mode, device_type=device_type)
-    return engine, EngineWeights(engine, update_timeout=5.0)
+    return engine, WeightController(engine, update_timeout=5.0)
 
 
-async def update(weights: EngineWeights, version: int) -> None:
+async def update(weights: WeightController, version: int) -> None:
     terms = EpochTerms(
         epoch=version, backend="shm", manifest=b"m", offers=(b"o",), receiver_count=1, first_receiver_index=0
     )
@@ -28,7 +28,7 @@ async def update(weights: EngineWeights, version: int) -> None:
     await weights.commit(epoch=version, policy_version=version, timeout=1)
 
 
-async def served(weights: EngineWeights, timeout: float = 0.05) -> int:
+async def served(weights: WeightController, timeout: float = 0.05) -> int:
     async with weights.serving(timeout) as lease:
         return lease.version
 

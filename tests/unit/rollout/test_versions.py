@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fourfold_rollout.engine import Finish, SampleOutput
 from fourfold_rollout.generate.versions import SampleVersions
-from fourfold_rollout.pause.hold import Gate
+from fourfold_rollout.pause.hold import TokenHold
 
 
 def output(first: int, end: int, finish: Finish | None = None) -> SampleOutput:
@@ -123,63 +123,63 @@ class Log:
 
 class TestGate:
     def test_held_tokens_wait_and_older_ones_pass(self) -> None:
-        gate, log = Gate(), Log()
-        gate.version = 2
-        gate.hold()
-        gate.pass_on(log, 0, 2, output(0, 1))
-        gate.pass_on(log, 1, 1, output(0, 2))
-        gate.pass_on(log, 0, 2, output(1, 2, Finish.STOP))
+        token_hold, log = TokenHold(), Log()
+        token_hold.version = 2
+        token_hold.hold()
+        token_hold.pass_on(log, 0, 2, output(0, 1))
+        token_hold.pass_on(log, 1, 1, output(0, 2))
+        token_hold.pass_on(log, 0, 2, output(1, 2, Finish.STOP))
         assert log.seen == [(1, 1, "0,1")]
-        gate.release()
+        token_hold.release()
         assert log.seen == [(1, 1, "0,1"), (0, 2, "0"), (0, 2, "1.")]
-        gate.pass_on(log, 2, 2, output(0, 1))
+        token_hold.pass_on(log, 2, 2, output(0, 1))
         assert log.seen[-1] == (2, 2, "0")
-        assert not gate.holding
+        assert not token_hold.holding
 
     def test_dropped_tokens_never_come_out(self) -> None:
-        gate, log = Gate(), Log()
-        gate.version = 2
-        gate.hold()
-        gate.pass_on(log, 0, 2, output(0, 1))
-        gate.pass_on(log, 1, 2, output(0, 1, Finish.STOP))
-        gate.drop()
+        token_hold, log = TokenHold(), Log()
+        token_hold.version = 2
+        token_hold.hold()
+        token_hold.pass_on(log, 0, 2, output(0, 1))
+        token_hold.pass_on(log, 1, 2, output(0, 1, Finish.STOP))
+        token_hold.drop()
         assert log.seen == [(1, 2, "dropped")]
-        gate.pass_on(log, 0, 2, output(1, 2))
-        gate.pass_on(log, 2, 1, output(0, 1))
-        gate.pass_on(log, 0, 2, output(2, 2, Finish.ABORTED))
-        gate.release()  # too late
-        gate.pass_on(log, 4, 2, output(0, 1))
-        gate.drop()  # again
+        token_hold.pass_on(log, 0, 2, output(1, 2))
+        token_hold.pass_on(log, 2, 1, output(0, 1))
+        token_hold.pass_on(log, 0, 2, output(2, 2, Finish.ABORTED))
+        token_hold.release()  # too late
+        token_hold.pass_on(log, 4, 2, output(0, 1))
+        token_hold.drop()  # again
         assert log.seen == [(1, 2, "dropped"), (2, 1, "0"), (0, 2, "dropped")]
-        assert gate.holding
-        gate.end()
-        gate.pass_on(log, 3, 2, output(0, 1))  # the same number again, after a new update
+        assert token_hold.holding
+        token_hold.end()
+        token_hold.pass_on(log, 3, 2, output(0, 1))  # the same number again, after a new update
         assert log.seen[-1] == (3, 2, "0")
 
     def test_a_hold_after_a_drop_is_like_any_other(self) -> None:
-        gate, log = Gate(), Log()
-        gate.end()  # without a drop: does nothing
+        token_hold, log = TokenHold(), Log()
+        token_hold.end()  # without a drop: does nothing
         for _ in range(2):
-            gate.hold()
-            gate.drop()
-            gate.end()
-            gate.hold()
-            gate.end()  # without a drop: the hold goes on
-            gate.pass_on(log, 0, 0, output(0, 1))
-            assert gate.holding and log.seen == []
-            gate.release()
-            assert log.seen == [(0, 0, "0")] and not gate.holding
+            token_hold.hold()
+            token_hold.drop()
+            token_hold.end()
+            token_hold.hold()
+            token_hold.end()  # without a drop: the hold goes on
+            token_hold.pass_on(log, 0, 0, output(0, 1))
+            assert token_hold.holding and log.seen == []
+            token_hold.release()
+            assert log.seen == [(0, 0, "0")] and not token_hold.holding
             log.seen.clear()
-        gate.release()  # without a hold: does nothing
-        gate.drop()
-        gate.pass_on(log, 0, 0, output(1, 2, Finish.STOP))
+        token_hold.release()  # without a hold: does nothing
+        token_hold.drop()
+        token_hold.pass_on(log, 0, 0, output(1, 2, Finish.STOP))
         assert log.seen == [(0, 0, "1.")]
 
     def test_nothing_comes_out_to_who_has_gone(self) -> None:
-        gate, gone, log = Gate(), Log(), Log()
-        gate.hold()
+        token_hold, gone, log = TokenHold(), Log(), Log()
+        token_hold.hold()
         for taker in (gone, log):
-            gate.pass_on(taker, 0, 0, output(0, 1, Finish.STOP))
-        gate.forget(gone)
-        gate.release()
+            token_hold.pass_on(taker, 0, 0, output(0, 1, Finish.STOP))
+        token_hold.forget(gone)
+        token_hold.release()
         assert (len(gone.seen), len(log.seen)) == (0, 1)

@@ -11,9 +11,9 @@ import pytest
 
 from fourfold.errors import FourfoldError, Internal, Unavailable
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold_rollout.engine import Finish, SampleOutput, SampleRequest, Sink
-from fourfold_rollout.generate.outputs import Outputs
-from fourfold_rollout.pause.hold import Gate
+from fourfold_rollout.engine import Finish, SampleOutput, SampleRequest, SampleSink
+from fourfold_rollout.generate.outputs import CallOutputs
+from fourfold_rollout.pause.hold import TokenHold
 from fourfold_rollout.vllm.logprob_table import LogprobTable, open_table
 from fourfold_rollout.vllm.sample import VllmSample, logprob_values
 
@@ -78,7 +78,9 @@ class Stage:
         self.owner = Owner()
         self.sink = Takes()
 
-    def sample(self, *, values: Sequence[float] | None, sink: Sink | None = None, streaming: bool = True) -> VllmSample:
+    def sample(
+        self, *, values: Sequence[float] | None, sink: SampleSink | None = None, streaming: bool = True
+    ) -> VllmSample:
         """Start one; `values` is what the worker writes, None: vLLM gives the log-probabilities itself."""
         request = SampleRequest(
             key="k", prompt_token_ids=[1], temperature=1.0, top_p=1.0, top_k=0, max_tokens=WIDTH, stop_token_ids=(),
@@ -219,11 +221,11 @@ def test_the_death_of_the_engine_ends_a_sample_once(stage: Stage) -> None:
 
 async def test_a_sample_that_gives_all_at_its_end_is_cut_where_the_weights_changed(stage: Stage) -> None:
     chunks: list[pb.SampleChunk] = []
-    gate = Gate()
-    sink = Outputs(1, gate, chunks.append)
+    token_hold = TokenHold()
+    sink = CallOutputs(1, token_hold, chunks.append)
     sample = stage.sample(values=[-1, -2, -3], sink=sink, streaming=False)
     sink.boundary(0, 2)
-    gate.version = 1
+    token_hold.version = 1
     sample.put(result([5, 6, 7], "stop"))
     assert [(c.policy_version, len(c.token_ids) // 4) for c in chunks] == [(0, 2), (1, 1)]
     assert np.frombuffer(chunks[1].logprobs, "<f4").tolist() == [-3]
@@ -232,7 +234,7 @@ async def test_a_sample_that_gives_all_at_its_end_is_cut_where_the_weights_chang
 
 async def test_nobody_is_asked_after_the_end_of_a_call(stage: Stage) -> None:
     """Its timer would keep the call's samples and prompt; one that nobody stops would ask for ever."""
-    sink = Outputs(1, Gate(), lambda _: None)
+    sink = CallOutputs(1, TokenHold(), lambda _: None)
     sample = stage.sample(values=[-1], sink=sink, streaming=False)
     sink.pull([sample], every=60)
     timer = sink._timer

@@ -27,7 +27,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.codec import check_id
 from fourfold.rpc.quota import Quotas
 from fourfold.security.principal import Principal
-from fourfold_rollout.engine import SampleRequest, Sink
+from fourfold_rollout.engine import SampleRequest, SampleSink
 
 MAX_SAMPLES_PER_CALL: Final = 256
 _MAX_STOP_TOKENS: Final = 64
@@ -41,7 +41,7 @@ _SUPERSEDE_SECONDS: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class GenerateLimits:
     """What bounds every call."""
 
     max_context_tokens: int
@@ -102,7 +102,7 @@ class GenerateCall:
         """Tokens of all samples at their longest."""
         return self.sample_count * (len(self.prompt_token_ids) + self.max_tokens)
 
-    def samples(self, cache_salt: str, sink: Sink) -> list[SampleRequest]:
+    def samples(self, cache_salt: str, sink: SampleSink) -> list[SampleRequest]:
         """Return the engine's requests, in index order."""
         return [
             SampleRequest(
@@ -124,7 +124,7 @@ class GenerateCall:
         ]
 
 
-def parse(request: pb.GenerateRequest, limits: Limits, caller: Principal) -> GenerateCall:
+def parse(request: pb.GenerateRequest, limits: GenerateLimits, caller: Principal) -> GenerateCall:
     """Check a request and fill in its defaults.
 
     Raises:
@@ -196,7 +196,7 @@ class _InFlight:
 class Admission:
     """Counts what is in flight. Belongs to one event loop."""
 
-    def __init__(self, limits: Limits, quotas: Quotas) -> None:
+    def __init__(self, limits: GenerateLimits, quotas: Quotas) -> None:
         """Start with nothing in flight.
 
         Args:
@@ -295,7 +295,7 @@ def _whose(of_agents: bool) -> str:
     return " for agents" if of_agents else ""
 
 
-def _prompt(request: pb.GenerateRequest, limits: Limits) -> list[int]:
+def _prompt(request: pb.GenerateRequest, limits: GenerateLimits) -> list[int]:
     ids = request.prompt_token_ids
     if not ids:
         raise InvalidInput("prompt_token_ids is empty; send at least one token, such as the model's bos token")
@@ -308,7 +308,7 @@ def _prompt(request: pb.GenerateRequest, limits: Limits) -> list[int]:
     return list(ids)
 
 
-def _stop_token_ids(params: pb.SamplingParams, limits: Limits) -> tuple[int, ...]:
+def _stop_token_ids(params: pb.SamplingParams, limits: GenerateLimits) -> tuple[int, ...]:
     ids = params.stop_token_ids
     if len(ids) > _MAX_STOP_TOKENS:
         raise InvalidInput(f"sampling_params.stop_token_ids has {len(ids)} ids; at most {_MAX_STOP_TOKENS} are allowed")
@@ -316,7 +316,7 @@ def _stop_token_ids(params: pb.SamplingParams, limits: Limits) -> tuple[int, ...
     return tuple(dict.fromkeys((*limits.stop_token_ids, *ids)))
 
 
-def _check_ids(what: str, ids: Sequence[int], limits: Limits) -> None:
+def _check_ids(what: str, ids: Sequence[int], limits: GenerateLimits) -> None:
     array = np.asarray(ids, np.int32)  # a prompt may have 100,000 tokens, and the event loop must not stand still
     bad = array[(array < 0) | (array >= limits.vocabulary_size)]
     if bad.size:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from fourfold_rollout.engine import Engine, Sample, SampleRequest
+from fourfold_rollout.engine import EngineSample, RolloutEngine, SampleRequest
 
 # Calls of one step come well below a millisecond apart, also on a machine that is busy.
 _QUIET_SECONDS: Final = 0.008
@@ -25,17 +25,19 @@ class _Waiting:
     """The requests of one call."""
 
     requests: Sequence[SampleRequest]
-    samples: asyncio.Future[Sequence[Sample]] = field(
+    samples: asyncio.Future[Sequence[EngineSample]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     task: asyncio.Task[None] | None = None
     """Hands them to the engine."""
 
 
-class Gatherer:
+class RequestCoalescer:
     """The only one who submits to an engine. Belongs to one event loop."""
 
-    def __init__(self, engine: Engine, *, quiet: float = _QUIET_SECONDS, longest: float = _LONGEST_SECONDS) -> None:
+    def __init__(
+        self, engine: RolloutEngine, *, quiet: float = _QUIET_SECONDS, longest: float = _LONGEST_SECONDS
+    ) -> None:
         """Wait until nothing came for `quiet` seconds, `longest` seconds in all."""
         self._engine = engine
         self._quiet, self._longest = quiet, longest
@@ -44,7 +46,7 @@ class Gatherer:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def submit(self, requests: Sequence[SampleRequest], *, at_once: bool) -> Sequence[Sample]:
+    async def submit(self, requests: Sequence[SampleRequest], *, at_once: bool) -> Sequence[EngineSample]:
         """Start samples and return them. Cancelled, it returns when nothing of them is in the engine any more.
 
         Raises:
@@ -89,7 +91,7 @@ class Gatherer:
         """Submit all entries as one; what the engine raises is raised by each of them."""
         requests = [request for entry in entries for request in entry.requests]
         (samples,) = await asyncio.gather(self._engine.submit(requests), return_exceptions=True)
-        unwanted: list[Sample] = []
+        unwanted: list[EngineSample] = []
         for entry in entries:
             if isinstance(samples, BaseException):
                 if not entry.samples.done():

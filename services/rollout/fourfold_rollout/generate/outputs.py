@@ -19,9 +19,9 @@ import numpy as np
 from fourfold.arrays import EMPTY_FLOATS, Float32Array
 from fourfold.errors import FourfoldError, Unavailable
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold_rollout.engine import EMPTY_IDS, Finish, Sample, SampleOutput
+from fourfold_rollout.engine import EMPTY_IDS, EngineSample, Finish, SampleOutput
 from fourfold_rollout.generate.versions import SampleVersions
-from fourfold_rollout.pause.hold import Gate
+from fourfold_rollout.pause.hold import TokenHold
 
 _RETRY_SECONDS: Final = 1.0
 _FINISH_REASONS: Final = {
@@ -32,10 +32,10 @@ _FINISH_REASONS: Final = {
 }
 
 
-class Outputs:
+class CallOutputs:
     """The `Sink` of one call: each output of a sample becomes a chunk. No chunk has tokens of two versions."""
 
-    def __init__(self, sample_count: int, gate: Gate, emit: Callable[[pb.SampleChunk], None]) -> None:
+    def __init__(self, sample_count: int, token_hold: TokenHold, emit: Callable[[pb.SampleChunk], None]) -> None:
         """Belong to the running event loop.
 
         Args:
@@ -45,8 +45,8 @@ class Outputs:
         """
         self._loop = asyncio.get_running_loop()
         self._left = sample_count
-        self._gate, self._emit = gate, emit
-        self._first_version = gate.version
+        self._token_hold, self._emit = token_hold, emit
+        self._first_version = token_hold.version
         self._versions = [SampleVersions() for _ in range(sample_count)]
         self._timer: asyncio.TimerHandle | None = None
         self._end: asyncio.Future[None] = self._loop.create_future()
@@ -62,10 +62,10 @@ class Outputs:
 
     def put(self, index: int, output: SampleOutput) -> None:
         """Take a sample's next output."""
-        for version, piece in self._versions[index].cut(output, self._gate.version):
-            self._gate.pass_on(self, index, version, piece)
+        for version, piece in self._versions[index].cut(output, self._token_hold.version):
+            self._token_hold.pass_on(self, index, version, piece)
 
-    def pull(self, samples: Sequence[Sample], *, every: float) -> None:
+    def pull(self, samples: Sequence[EngineSample], *, every: float) -> None:
         """Have samples give what they have or get next, now and `every` so many seconds, until the call ends."""
         if self._end.done():
             return  # its samples may have ended before all of them were submitted
@@ -75,7 +75,7 @@ class Outputs:
 
     def boundary(self, index: int, token_count: int) -> None:
         """Know that the weights may change after a sample's first `token_count` tokens."""
-        self._versions[index].end(token_count, self._gate.version)
+        self._versions[index].end(token_count, self._token_hold.version)
 
     def fail(self, error: FourfoldError) -> None:
         """Know that the call cannot be completed."""
@@ -86,7 +86,7 @@ class Outputs:
         """Send nothing any more; nobody waits for the end."""
         self._end.cancel()
         self._stop_pulling()
-        self._gate.forget(self)
+        self._token_hold.forget(self)
 
     def deliver(self, index: int, version: int, output: SampleOutput) -> None:
         """Send a chunk."""

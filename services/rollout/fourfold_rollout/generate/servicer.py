@@ -1,6 +1,6 @@
 """RolloutService: sampling for the coordinator and for agents, on the internal and the public port alike.
 
-    Generate -> admission -> lease on the weights -> gatherer -> engine
+    Generate -> admission -> lease on the weights -> coalescer -> engine
        ^                                                           |
        '-- response <--- queue <--- Outputs (outputs.py) <---------'
 
@@ -24,12 +24,12 @@ from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_service_pb2_grpc import RolloutServiceServicer
 from fourfold.rpc.quota import Quotas
 from fourfold.security import principal
-from fourfold_rollout.engine import Engine, Sample
-from fourfold_rollout.generate.admission import Admission, GenerateCall, Limits, parse
-from fourfold_rollout.generate.coalesce import Gatherer
-from fourfold_rollout.generate.outputs import Outputs
+from fourfold_rollout.engine import EngineSample, RolloutEngine
+from fourfold_rollout.generate.admission import Admission, GenerateCall, GenerateLimits, parse
+from fourfold_rollout.generate.coalesce import RequestCoalescer
+from fourfold_rollout.generate.outputs import CallOutputs
 from fourfold_rollout.load import LoadMeter
-from fourfold_rollout.update.controller import EngineWeights
+from fourfold_rollout.update.controller import WeightController
 
 _log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -53,18 +53,18 @@ class ServedModel:
 
     name: str
     tokenizer_sha256: bytes
-    limits: Limits
+    limits: GenerateLimits
 
 
 class RolloutServicer(RolloutServiceServicer):
     """Serves one engine."""
 
-    def __init__(self, model: ServedModel, engine: Engine, weights: EngineWeights, quotas: Quotas) -> None:
+    def __init__(self, model: ServedModel, engine: RolloutEngine, weights: WeightController, quotas: Quotas) -> None:
         self._model = model
         self._engine = engine
         self._weights = weights
         self._admission = Admission(model.limits, quotas)
-        self._gatherer = Gatherer(engine)
+        self._coalescer = RequestCoalescer(engine)
         self._meter = LoadMeter(engine)
         self._draining = False
 
@@ -129,7 +129,7 @@ class RolloutServicer(RolloutServiceServicer):
         self._draining = True
         self._weights.refuse(_draining())  # who waits for the end of an update or a sleep has no samples to end
         empty = await self._admission.wait_empty(_DRAIN_SECONDS)
-        self._weights.gate.drop()  # what is held now, nobody releases in time
+        self._weights.token_hold.drop()  # what is held now, nobody releases in time
         while not empty:
             await self._engine.interrupt()
             empty = await self._admission.wait_empty(_DRAIN_STEP_SECONDS)
@@ -144,12 +144,12 @@ class RolloutServicer(RolloutServiceServicer):
                     f"{call.min_policy_version}; wait until it is published here, or use another replica",
                     reason="POLICY_TOO_OLD",
                 )
-            outputs = Outputs(call.sample_count, self._weights.gate, chunks.put_nowait)
-            samples: Sequence[Sample] = ()
+            outputs = CallOutputs(call.sample_count, self._weights.token_hold, chunks.put_nowait)
+            samples: Sequence[EngineSample] = ()
             try:
                 interactive = call.flush_seconds is not None
-                samples = await self._gatherer.submit(call.samples(lease.cache_salt, outputs), at_once=interactive)
-                lease.entered()
+                samples = await self._coalescer.submit(call.samples(lease.cache_salt, outputs), at_once=interactive)
+                lease.mark_in_flight()
                 if call.pull_seconds is not None:
                     outputs.pull(samples, every=call.pull_seconds)
                 await outputs.complete()

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import Final
 
 from fourfold.errors import DeadlinePassed, FourfoldError, Unavailable, WrongState
-from fourfold_rollout.engine import Engine
-from fourfold_rollout.pause.hold import Gate
-from fourfold_rollout.pause.in_flight import Door, Lease
+from fourfold_rollout.engine import RolloutEngine
+from fourfold_rollout.pause.hold import TokenHold
+from fourfold_rollout.pause.in_flight import RequestGate, RequestLease
 from fourfold_rollout.pause.phases import PauseMode
-from fourfold_rollout.pause.sleep import Sleep
+from fourfold_rollout.pause.sleep import SleepState
 
 # What arrives in the engine while it is being interrupted is interrupted again after this time.
 _INTERRUPT_SECONDS: Final = 0.05
@@ -20,13 +20,13 @@ _LEAVE_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
 
 
-class Sampling:
+class SamplingController:
     """Of one engine; belongs to one event loop. Whoever stops it starts it again."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.gate = Gate()
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.token_hold = TokenHold()
         """What every token passes on its way out."""
-        self.sleep_state = Sleep()
+        self.sleep_state = SleepState()
         self.stands_still = False
         """Whether samples are in the engine and none of them is continued."""
         self.dirty = False
@@ -35,10 +35,10 @@ class Sampling:
         self._closed_for = ""
         self._refusal: FourfoldError | None = None
         self._engine = engine
-        self._door = Door()
+        self._door = RequestGate()
 
     @asynccontextmanager
-    async def serving(self, timeout: float) -> AsyncIterator[Lease]:
+    async def serving(self, timeout: float) -> AsyncIterator[RequestLease]:
         """Hold a lease on the served weights, after a wait of at most `timeout` seconds at the door.
 
         Raises:
@@ -58,7 +58,7 @@ class Sampling:
             )
         if self.dirty:
             raise self.dirty_error()
-        version = self.gate.version
+        version = self.token_hold.version
         with self._door.lease(version, f"v{version}.{self._commits}") as lease:
             yield lease
 
@@ -73,7 +73,7 @@ class Sampling:
         A version that was given up after its commit may come again with other weights. What is cached stays of use only
         to those who come from the same commit.
         """
-        self.gate.version, self.dirty = version, False
+        self.token_hold.version, self.dirty = version, False
         self._commits += 1
 
     def close_door(self, why: str) -> None:
@@ -109,7 +109,7 @@ class Sampling:
         except TimeoutError:
             raise DeadlinePassed(
                 f"{self._engine.running_count} samples still ran after {timeout:.1f} s; they go on with version "
-                f'{self.gate.version}. Give it more time, or set weights.pause = "keep" or "abort"'
+                f'{self.token_hold.version}. Give it more time, or set weights.pause = "keep" or "abort"'
             ) from None
 
     async def go_on(self) -> None:

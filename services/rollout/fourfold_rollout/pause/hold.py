@@ -7,7 +7,7 @@ from typing import Protocol
 from fourfold_rollout.engine import SampleOutput
 
 
-class Taker(Protocol):
+class TokenSink(Protocol):
     """Gets what the gate lets out."""
 
     def deliver(self, index: int, version: int, output: SampleOutput) -> None:
@@ -19,7 +19,7 @@ class Taker(Protocol):
         ...
 
 
-class Gate:
+class TokenHold:
     """One for an engine.
 
     hold      outputs of the present version wait here, those of older ones pass
@@ -32,14 +32,14 @@ class Gate:
         """Of the weights that sample now, or did last."""
         self._held: int | None = None
         self._dropping = False
-        self._waiting: list[tuple[Taker, int, SampleOutput]] = []
+        self._waiting: list[tuple[TokenSink, int, SampleOutput]] = []
 
     @property
     def holding(self) -> bool:
         """Whether it keeps anything back, or drops it."""
         return self._held is not None
 
-    def pass_on(self, taker: Taker, index: int, version: int, output: SampleOutput) -> None:
+    def pass_on(self, taker: TokenSink, index: int, version: int, output: SampleOutput) -> None:
         """Let an output out to its taker, now, later or never."""
         if version != self._held:
             taker.deliver(index, version, output)
@@ -76,7 +76,7 @@ class Gate:
         if self._dropping:
             self._held, self._dropping = None, False
 
-    def forget(self, taker: Taker) -> None:
+    def forget(self, taker: TokenSink) -> None:
         """Let out nothing of a taker that has gone."""
         if self._waiting:
             self._waiting = [entry for entry in self._waiting if entry[0] is not taker]

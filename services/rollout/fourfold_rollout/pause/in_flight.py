@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class Lease:
+class RequestLease:
     """Somebody's right to have samples in the engine."""
 
-    def __init__(self, door: Door, version: int, cache_salt: str) -> None:
+    def __init__(self, door: RequestGate, version: int, cache_salt: str) -> None:
         self._door = door
         self.version = version
         """Of the weights at its start."""
@@ -22,14 +22,14 @@ class Lease:
         """Of these weights alone, also when their version comes again."""
         self._entering = True
 
-    def entered(self) -> None:
+    def mark_in_flight(self) -> None:
         """Know that its samples are in the engine now. Idempotent."""
         if self._entering:
             self._entering = False
             self._door.count(entering=-1)
 
 
-class Door:
+class RequestGate:
     """Open at first. Belongs to one event loop."""
 
     def __init__(self) -> None:
@@ -80,14 +80,14 @@ class Door:
         await self._nobody.wait()
 
     @contextmanager
-    def lease(self, version: int, cache_salt: str) -> Iterator[Lease]:
+    def lease(self, version: int, cache_salt: str) -> Iterator[RequestLease]:
         """Be behind it. Ask right after `wait_open`, with nothing awaited in between."""
-        lease = Lease(self, version, cache_salt)
+        lease = RequestLease(self, version, cache_salt)
         self.count(leases=1, entering=1)
         try:
             yield lease
         finally:
-            lease.entered()
+            lease.mark_in_flight()
             self.count(leases=-1)
 
     def count(self, *, leases: int = 0, entering: int = 0) -> None:

@@ -20,7 +20,7 @@ class PauseMode(Enum):
     """They stop, and go on under the new weights."""
 
 
-class Phase(Enum):
+class UpdatePhase(Enum):
     """The values are what people read."""
 
     READY = ""
@@ -35,11 +35,11 @@ class Phase(Enum):
     ENDING = "giving up"
 
 
-class Update:
+class WeightUpdate:
     """The update that is open, or none."""
 
     def __init__(self) -> None:
-        self.phase = Phase.READY
+        self.phase = UpdatePhase.READY
         self.version = 0
         """Its target, or the last one's."""
         self.served_before = 0
@@ -53,17 +53,17 @@ class Update:
     @property
     def is_open(self) -> bool:
         """Whether there is one."""
-        return self.phase is not Phase.READY
+        return self.phase is not UpdatePhase.READY
 
     @property
     def seconds(self) -> float:
         """How long it has been in its phase; 0 when none is open."""
         return time.monotonic() - self._since if self.is_open else 0.0
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: UpdatePhase) -> None:
         """Go on."""
         self.phase, self._since = phase, time.monotonic()
-        if phase is Phase.PAUSED:
+        if phase is UpdatePhase.PAUSED:
             self._paused_at = self._since
 
     def end_pause(self) -> None:
@@ -76,7 +76,7 @@ class Update:
             raise WrongState(f"no update to version {version} has begun; call BeginWeights first")
         if version != self.version:
             raise WrongState(f"the update that has begun is to version {self.version}, not {version}")
-        if self.phase is Phase.FAILED:
+        if self.phase is UpdatePhase.FAILED:
             raise WrongState(f"the update to version {version} has failed; abort it and open a new epoch")
 
     def check_may_begin(self, version: int, *, served: int | None) -> None:
@@ -91,7 +91,7 @@ class Update:
             WrongState: another update is open, or the version is not above the served one.
         """
         check_number(version, "policy_version")
-        if self.phase is Phase.COMMITTED:
+        if self.phase is UpdatePhase.COMMITTED:
             raise WrongState(
                 f"version {self.version} is committed but not released; release or abort it before version {version} "
                 f"can begin"
@@ -109,7 +109,7 @@ class Update:
 
     def check_may_commit(self, *, held: bool, hold: bool) -> None:
         """Raise WrongState unless it is received, or committed in the same way."""
-        if self.phase is Phase.COMMITTED and held and not hold:
+        if self.phase is UpdatePhase.COMMITTED and held and not hold:
             raise WrongState(f"version {self.version} is committed with hold; call ReleaseWeights")
-        if self.phase not in (Phase.RECEIVED, Phase.COMMITTED):
+        if self.phase not in (UpdatePhase.RECEIVED, UpdatePhase.COMMITTED):
             raise WrongState(f"version {self.version} has begun but is not received; call ReceiveWeights first")

@@ -14,7 +14,7 @@ _TAGS: Final = (WEIGHTS, KV_CACHE)
 _LEVELS: Final = (1, 2)
 
 
-class Sleep:
+class SleepState:
     """The state of one engine; awake at first."""
 
     def __init__(self) -> None:

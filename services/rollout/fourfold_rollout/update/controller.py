@@ -33,13 +33,13 @@ from contextlib import AbstractAsyncContextManager
 from typing import Final
 
 from fourfold.errors import DeadlinePassed, FourfoldError, StaleEpoch, WrongState
-from fourfold_rollout.engine import Engine, EpochTerms, OpenReport
-from fourfold_rollout.pause.controller import Sampling
-from fourfold_rollout.pause.hold import Gate
-from fourfold_rollout.pause.in_flight import Lease
-from fourfold_rollout.pause.phases import PauseMode, Phase, Update
-from fourfold_rollout.update.epochs import Epochs
-from fourfold_rollout.update.serial_executor import Turns
+from fourfold_rollout.engine import EpochTerms, OpenReport, RolloutEngine
+from fourfold_rollout.pause.controller import SamplingController
+from fourfold_rollout.pause.hold import TokenHold
+from fourfold_rollout.pause.in_flight import RequestLease
+from fourfold_rollout.pause.phases import PauseMode, UpdatePhase, WeightUpdate
+from fourfold_rollout.update.epochs import WeightEpochs
+from fourfold_rollout.update.serial_executor import SerialExecutor
 from fourfold_rollout.update.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
@@ -48,10 +48,10 @@ _log = logging.getLogger(__name__)
 _WATCHDOG_EXTRA_SECONDS: Final = 5.0
 
 
-class EngineWeights:
+class WeightController:
     """The weights of one engine. Belongs to one event loop."""
 
-    def __init__(self, engine: Engine, *, update_timeout: float) -> None:
+    def __init__(self, engine: RolloutEngine, *, update_timeout: float) -> None:
         """Serve version 0, the weights of the model folder.
 
         Args:
@@ -60,21 +60,21 @@ class EngineWeights:
         """
         self._engine = engine
         self._update_timeout = update_timeout
-        self._update = Update()
-        self._sampling = Sampling(engine)
-        self._turns = Turns()
-        self._epochs = Epochs(engine)
+        self._update = WeightUpdate()
+        self._sampling = SamplingController(engine)
+        self._turns = SerialExecutor()
+        self._epochs = WeightEpochs(engine)
         self._watchdog = Watchdog()
 
     @property
     def policy_version(self) -> int:
         """Version that new samples get, or that was served last."""
-        return self._sampling.gate.version
+        return self._sampling.token_hold.version
 
     @property
-    def gate(self) -> Gate:
+    def token_hold(self) -> TokenHold:
         """What every token passes on its way out."""
-        return self._sampling.gate
+        return self._sampling.token_hold
 
     @property
     def updating(self) -> bool:
@@ -101,7 +101,7 @@ class EngineWeights:
         """Whether some of the engine's memory is given up."""
         return not self._sampling.sleep_state.awake
 
-    def serving(self, timeout: float) -> AbstractAsyncContextManager[Lease]:
+    def serving(self, timeout: float) -> AbstractAsyncContextManager[RequestLease]:
         """Hold a lease on the served weights. Waits while an update is open or the engine sleeps.
 
         Args:
@@ -148,13 +148,13 @@ class EngineWeights:
         async def step(left: float) -> None:
             self._epochs.check(epoch)
             update = self._update
-            if update.phase in (Phase.PAUSED, Phase.RECEIVED) and policy_version == update.version:
+            if update.phase in (UpdatePhase.PAUSED, UpdatePhase.RECEIVED) and policy_version == update.version:
                 return
             update.check_may_begin(policy_version, served=None if self._sampling.dirty else self.policy_version)
             if self._sampling.sleep_state.weights_asleep:
                 raise WrongState('the engine sleeps and has no memory for weights; wake "weights" first')
             update.version = policy_version
-            update.enter(Phase.PAUSING)
+            update.enter(UpdatePhase.PAUSING)
             self._sampling.close_door(f"the weights are being updated to version {policy_version}")
             paused = False
             try:
@@ -163,8 +163,8 @@ class EngineWeights:
             finally:
                 if not paused:
                     self._end_update(dirty=self._sampling.dirty)
-            self.gate.end()
-            update.enter(Phase.PAUSED)
+            self.token_hold.end()
+            update.enter(UpdatePhase.PAUSED)
             self._watchdog.start(self._update_timeout + _WATCHDOG_EXTRA_SECONDS, lambda: self._on_watchdog(epoch))
 
         await self._turns.run(step, timeout)
@@ -181,17 +181,17 @@ class EngineWeights:
         async def step(left: float) -> bytes:
             self._check_update(epoch, policy_version)
             update = self._update
-            if update.phase is Phase.COMMITTED:
+            if update.phase is UpdatePhase.COMMITTED:
                 raise WrongState(f"version {policy_version} is committed already; release or abort it")
-            if update.phase is Phase.RECEIVED:
+            if update.phase is UpdatePhase.RECEIVED:
                 return update.digest
-            update.enter(Phase.RECEIVING)
-            end = Phase.FAILED
+            update.enter(UpdatePhase.RECEIVING)
+            end = UpdatePhase.FAILED
             try:
                 update.digest = await self._engine.receive_weights(
                     epoch=epoch, policy_version=policy_version, skip_sums=skip_sums, timeout=left
                 )
-                end = Phase.RECEIVED
+                end = UpdatePhase.RECEIVED
             finally:
                 update.enter(end)
             return update.digest
@@ -213,13 +213,13 @@ class EngineWeights:
                 return 0.0
             self._check_update(epoch, policy_version)
             update, paused = self._update, 0.0
-            update.check_may_commit(held=self.gate.holding, hold=hold)
-            if update.phase is Phase.RECEIVED:
+            update.check_may_commit(held=self.token_hold.holding, hold=hold)
+            if update.phase is UpdatePhase.RECEIVED:
                 update.served_before = self.policy_version
                 self._sampling.commit(policy_version)
                 if hold:
-                    self.gate.hold()
-                update.enter(Phase.COMMITTED)
+                    self.token_hold.hold()
+                update.enter(UpdatePhase.COMMITTED)
                 await self._sampling.go_on()  # whatever can wait comes after this: until here nothing is sampled
                 update.end_pause()
                 paused = update.pause_seconds
@@ -241,7 +241,7 @@ class EngineWeights:
             if self._is_served(epoch, policy_version):
                 return
             self._check_update(epoch, policy_version)
-            if self._update.phase is not Phase.COMMITTED:
+            if self._update.phase is not UpdatePhase.COMMITTED:
                 raise WrongState(f"version {policy_version} is not committed; call CommitWeights first")
             await self._serve(epoch)
 
@@ -313,7 +313,7 @@ class EngineWeights:
 
         async def step(left: float) -> None:
             await self._sampling.wake(tags, left)
-            if self._update.phase in (Phase.READY, Phase.COMMITTED):
+            if self._update.phase in (UpdatePhase.READY, UpdatePhase.COMMITTED):
                 self._sampling.open_door()
 
         await self._turns.run(step, timeout)
@@ -328,7 +328,7 @@ class EngineWeights:
         version = self._update.version
         await self._engine.commit_weights(epoch=epoch, policy_version=version)
         self._sampling.sleep_state.lost_weights = False
-        self.gate.release()
+        self.token_hold.release()
         self._end_update(dirty=False)
         _log.info("policy version %d is served", version)
 
@@ -336,15 +336,15 @@ class EngineWeights:
         """Close the epoch in the workers and settle what is left, of the weights and of the samples."""
         clean: bool | None = None  # nobody knows
         phase = self._update.phase
-        if phase is Phase.COMMITTED:
-            self.gate.drop()
+        if phase is UpdatePhase.COMMITTED:
+            self.token_hold.drop()
         if self.updating:
-            self._update.enter(Phase.ENDING)
+            self._update.enter(UpdatePhase.ENDING)
         try:
             clean = await self._epochs.leave()
         finally:
             if self.updating or clean is False:
-                dirty = self._sampling.dirty or not clean or phase in (Phase.RECEIVED, Phase.COMMITTED)
+                dirty = self._sampling.dirty or not clean or phase in (UpdatePhase.RECEIVED, UpdatePhase.COMMITTED)
                 _log.warning("update to version %d given up: %s", self._update.version, why, extra={"dirty": dirty})
                 self._sampling.close_door("an update is being given up")
                 try:
@@ -358,20 +358,20 @@ class EngineWeights:
             await self._sampling.go_on()
             return
         await self._sampling.end_all()
-        if self.gate.holding:
-            self.gate.end()
-            self.gate.version = self._update.served_before
+        if self.token_hold.holding:
+            self.token_hold.end()
+            self.token_hold.version = self._update.served_before
 
     def _end_update(self, *, dirty: bool) -> None:
         self._watchdog.stop()
-        self._update.enter(Phase.READY)
+        self._update.enter(UpdatePhase.READY)
         self._update.digest, self._sampling.dirty = b"", dirty
         self._sampling.open_door()
 
     def _on_watchdog(self, epoch: int) -> None:
         async def step(_left: float) -> None:
             if self.updating and self._epochs.open == epoch:
-                what = "release" if self._update.phase is Phase.COMMITTED else "commit"
+                what = "release" if self._update.phase is UpdatePhase.COMMITTED else "commit"
                 await self._give_up(f"no {what} {self._update_timeout:.0f} s after its begin; is the coordinator dead?")
 
         if self.updating and self._epochs.open == epoch:
@@ -388,11 +388,11 @@ class EngineWeights:
 
     def _check_probe(self) -> None:
         sampling, phase = self._sampling, self._update.phase
-        if phase is Phase.FAILED:
+        if phase is UpdatePhase.FAILED:
             raise WrongState(f"the update to version {self._update.version} has failed; abort it before a probe")
         if self.sleeping:
             raise WrongState("the engine sleeps; wake it before a probe")
         if sampling.stands_still:  # only the whole engine can go on
             raise WrongState("running samples stand still in the engine; commit with hold before a probe")
-        if sampling.dirty and phase not in (Phase.RECEIVED, Phase.COMMITTED):
+        if sampling.dirty and phase not in (UpdatePhase.RECEIVED, UpdatePhase.COMMITTED):
             raise sampling.dirty_error()

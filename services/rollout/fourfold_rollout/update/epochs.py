@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from fourfold.errors import FourfoldError, InvalidInput, StaleEpoch, WrongState
-from fourfold_rollout.engine import Engine, EpochTerms, OpenReport
+from fourfold_rollout.engine import EpochTerms, OpenReport, RolloutEngine
 
 
-class Epochs:
+class WeightEpochs:
     """Of one engine."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: RolloutEngine) -> None:
         self.open: int | None = None
         self.last = -1
         self.joining: int | None = None

@@ -17,7 +17,7 @@ Step = Callable[[float], Awaitable[_T]]
 """What is done when the turn has come; it is told how many seconds are left."""
 
 
-class Turns:
+class SerialExecutor:
     """Runs steps in the order of their calls. Belongs to one event loop."""
 
     def __init__(self) -> None:

@@ -13,9 +13,9 @@ from fourfold.errors import InvalidInput
 from fourfold.rollout.v1 import rollout_control_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import RolloutControlServiceServicer
 from fourfold.rpc.codec import pack_floats
-from fourfold_rollout.engine import Engine, EpochTerms
+from fourfold_rollout.engine import EpochTerms, RolloutEngine
 from fourfold_rollout.pause.phases import PauseMode
-from fourfold_rollout.update.controller import EngineWeights
+from fourfold_rollout.update.controller import WeightController
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -36,7 +36,7 @@ _PAUSE_MODES: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class EngineIdentity:
     """Who the engine is, beside what it can."""
 
     model_sha256: bytes
@@ -46,7 +46,9 @@ class Identity:
 class RolloutControlServicer(RolloutControlServiceServicer):
     """Controls one engine."""
 
-    def __init__(self, identity: Identity, engine: Engine, weights: EngineWeights, *, update_timeout: float) -> None:
+    def __init__(
+        self, identity: EngineIdentity, engine: RolloutEngine, weights: WeightController, *, update_timeout: float
+    ) -> None:
         self._identity = identity
         self._engine = engine
         self._weights = weights
@@ -186,7 +188,7 @@ class RolloutControlServicer(RolloutControlServiceServicer):
         return max(_LEAST_SECONDS, min(left - _MARGIN_SECONDS, self._update_timeout))
 
 
-def _check_open(request: pb.OpenWeightsRequest, engine: Engine) -> None:
+def _check_open(request: pb.OpenWeightsRequest, engine: RolloutEngine) -> None:
     """Check lengths and ranges before anything is parsed."""
     backends = engine.description.backends
     check_number(request.epoch, "epoch")

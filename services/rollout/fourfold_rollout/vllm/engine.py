@@ -26,18 +26,18 @@ from fourfold.weights.worker_reply import unwrap, unwrap_same
 from fourfold_rollout.engine import (
     EngineDescription,
     EngineLoad,
+    EngineSample,
     EngineSettings,
     EpochTerms,
     OpenReport,
-    Sample,
     SampleOutput,
     SampleRequest,
 )
-from fourfold_rollout.vllm.death import DeathWatch
+from fourfold_rollout.vllm.crash import CrashWatch
 from fourfold_rollout.vllm.launch import LaunchedEngine, end_processes, launch
 from fourfold_rollout.vllm.logprob_table import LogprobTable
 from fourfold_rollout.vllm.params import probe_params, sampling_params
-from fourfold_rollout.vllm.patches.output_barrier import OutputFence
+from fourfold_rollout.vllm.patches.front_end import OutputBarrier
 from fourfold_rollout.vllm.sample import VllmSample, logprob_values
 
 _log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class VllmEngine:
         self._launched = launched
         self._settings = settings
         self._llm = launched.llm
-        self._fence = OutputFence(launched.llm)
+        self._barrier = OutputBarrier(launched.llm)
         self._stop_path = launched.scratch.path / _STOP_FLAG
         self._stop_flag = StopFlag.create(self._stop_path)
         self._live: dict[int, VllmSample] = {}
@@ -71,7 +71,7 @@ class VllmEngine:
         self._paused = False
         self._posted: set[asyncio.Task[Any]] = set()
         self._probe_numbers = itertools.count()
-        self._death: DeathWatch | None = None
+        self._death: CrashWatch | None = None
         self._description: EngineDescription | None = None
 
     @classmethod
@@ -85,7 +85,7 @@ class VllmEngine:
         Args:
             on_death: called once with the reason when the engine dies by itself.
         """
-        self._death = DeathWatch(self._launched, partial(self._on_death, on_death))
+        self._death = CrashWatch(self._launched, partial(self._on_death, on_death))
         await self._unless_dead(self._llm.get_supported_tasks(), _DESCRIBE_SECONDS)
         if self._settings.gpus == 0:
             await self._call("allow_amx", timeout=_DESCRIBE_SECONDS)
@@ -118,7 +118,7 @@ class VllmEngine:
     def load(self) -> EngineLoad:
         """Return what it holds now."""
         samples = tuple(self._live.values())
-        counts = [self._fence.token_count(sample.id) for sample in samples]
+        counts = [self._barrier.token_count(sample.id) for sample in samples]
         pending = sum(n - sample.given for sample, n in zip(samples, counts, strict=True))
         return EngineLoad(
             running_samples=len(samples),
@@ -126,7 +126,7 @@ class VllmEngine:
             held_tokens=sum(counts) + sum(len(sample.request.prompt_token_ids) for sample in samples),
         )
 
-    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[Sample]:
+    async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[EngineSample]:
         """Start samples; all of them join the same engine step, in this order."""
         await self._check_alive()
         samples: list[VllmSample] = []
@@ -152,7 +152,7 @@ class VllmEngine:
                     await self.abandon(samples)
         return samples
 
-    async def abandon(self, samples: Sequence[Sample]) -> None:
+    async def abandon(self, samples: Sequence[EngineSample]) -> None:
         """End samples that nobody wants any more; finished ones are left alone."""
         gone = [s for s in samples if isinstance(s, VllmSample) and self.forget(s)]
         if gone and not self._is_dead():
@@ -176,9 +176,9 @@ class VllmEngine:
             try:
                 # Not AsyncLLM.pause_generation: it sleeps 20 ms and hopes that the outputs are processed then.
                 await self._unless_dead(self._llm.engine_core.pause_scheduler_async("keep", False), None)
-                await self._unless_dead(self._fence.passed(), None)
+                await self._unless_dead(self._barrier.passed(), None)
                 for sample in tuple(self._live.values()):
-                    sample.request.sink.boundary(sample.request.index, self._fence.token_count(sample.id))
+                    sample.request.sink.boundary(sample.request.index, self._barrier.token_count(sample.id))
                 self._paused = done = True
             finally:
                 if not done:
@@ -277,11 +277,11 @@ class VllmEngine:
 
     def processed(self, sample: VllmSample) -> tuple[Sequence[int], Any]:
         """Return all tokens that vLLM has handed out of a running sample, and its log-probabilities if it has any."""
-        return self._fence.processed(sample.id)
+        return self._barrier.processed(sample.id)
 
     def ask_again(self, sample: VllmSample) -> None:
         """Have a sample `give` after vLLM's next outputs."""
-        self._fence.after_next(sample.give)
+        self._barrier.after_next(sample.give)
 
     def note_output(self, sample: VllmSample, output: SampleOutput) -> None:
         """Count what a running sample has given."""

@@ -35,8 +35,8 @@ from fourfold.host.scratch import Scratch
 from fourfold.weights.transport.host import die_with_parent
 from fourfold_rollout.engine import EngineSettings
 from fourfold_rollout.vllm.compile_cache import compiled_once
+from fourfold_rollout.vllm.engine_args import check_whole_prompts, checked, refuse_values
 from fourfold_rollout.vllm.graphs import graph_limits
-from fourfold_rollout.vllm.options import check_whole_prompts, checked, refuse_values
 from fourfold_rollout.vllm.patches.scheduler import scheduler_for
 
 _log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 _FINISHES: Final = {finish.value: finish for finish in Finish}
 
 
-class Owner(Protocol):
+class SampleOwner(Protocol):
     """Knows which samples run."""
 
     def is_running(self, sample: VllmSample) -> bool:
@@ -45,7 +45,7 @@ class Owner(Protocol):
 class VllmSample:
     """One sample in the engine. It takes the place of vLLM's collector: outputs come without a task that waits."""
 
-    def __init__(self, owner: Owner, request: SampleRequest, row: LogprobRow | None) -> None:
+    def __init__(self, owner: SampleOwner, request: SampleRequest, row: LogprobRow | None) -> None:
         """Begin without tokens; the log-probabilities come with vLLM's outputs when `row` is None."""
         self._owner = owner
         self.request = request

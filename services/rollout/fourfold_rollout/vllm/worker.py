@@ -85,9 +85,9 @@ def _writes(worker: Any) -> bool:
 
 
 def _open_v1(worker: Any, runner: Any, path: str, slots: int, width: int) -> str:
-    from fourfold_rollout.vllm.patches.runner_v1 import SamplerHook, write_on_cpu, write_on_gpu
+    from fourfold_rollout.vllm.patches.logprobs_v1 import LogprobSampler, write_on_cpu, write_on_gpu
 
-    hook = SamplerHook(runner)
+    hook = LogprobSampler(runner)
     # In every worker, before anything can fail in one alone: they must go on to sample the same.
     if reason := hook.install():
         return reason
@@ -112,11 +112,11 @@ def _open_v2(worker: Any, runner: Any, path: str, slots: int, width: int) -> str
         return "the second model runner has kernels for GPUs only"
     if not _writes(worker):
         return ""
-    from fourfold_rollout.vllm.patches.runner_v2 import SamplerHook
+    from fourfold_rollout.vllm.patches.logprobs_v2 import LogprobSampler
 
     table, reason = _on_gpu(worker, open_table(path, slots, width), worker.vllm_config.model_config.dtype)
     if table is not None:
-        SamplerHook(runner, table).install()
+        LogprobSampler(runner, table).install()
     return reason
 
 

@@ -54,7 +54,7 @@ _EXTRAS: Final = (
 )
 
 
-class Limits(NamedTuple):
+class EndConditions(NamedTuple):
     """What may end a sample about which there is nothing to know but its tokens."""
 
     stops: frozenset[int]
@@ -235,17 +235,17 @@ def _is_plain(request: Request) -> bool:
     return request.prefill_stats is None and request.num_preemptions == 0
 
 
-def _limits(request: Request, longest: int) -> Limits | None:
+def _limits(request: Request, longest: int) -> EndConditions | None:
     """Return what may end it, or None if it wants more than tokens; found once, and kept with it."""
     known: Any = vars(request)
     try:
-        found: Limits | None = known["fourfold_limits"]
+        found: EndConditions | None = known["fourfold_limits"]
     except KeyError:
         found = known["fourfold_limits"] = find_limits(request, longest)
     return found
 
 
-def find_limits(request: Request, longest: int) -> Limits | None:
+def find_limits(request: Request, longest: int) -> EndConditions | None:
     """Return what may end a sample, or None if it wants more than tokens.
 
     Args:
@@ -265,4 +265,4 @@ def find_limits(request: Request, longest: int) -> Limits | None:
         return None
     total = request.num_prompt_tokens + request.max_tokens
     stops = {wanted.eos_token_id, *(wanted.stop_token_ids or ())} - {None}
-    return Limits(stops=frozenset(stops), total=total, length=min(total, longest))
+    return EndConditions(stops=frozenset(stops), total=total, length=min(total, longest))

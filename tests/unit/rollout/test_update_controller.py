@@ -14,34 +14,36 @@ from fourfold_rollout.engine import EpochTerms
 from fourfold_rollout.pause import controller
 from fourfold_rollout.pause.phases import PauseMode
 from fourfold_rollout.update import controller as module
-from fourfold_rollout.update.controller import EngineWeights
+from fourfold_rollout.update.controller import WeightController
 from tests.fakes.engine import DIGEST, FakeEngine
 
 
-def make(update_timeout: float = 5.0) -> tuple[FakeEngine, EngineWeights]:
+def make(update_timeout: float = 5.0) -> tuple[FakeEngine, WeightController]:
     engine = FakeEngine()
-    return engine, EngineWeights(engine, update_timeout=update_timeout)
+    return engine, WeightController(engine, update_timeout=update_timeout)
 
 
-async def open_epoch(weights: EngineWeights, epoch: int = 1) -> None:
+async def open_epoch(weights: WeightController, epoch: int = 1) -> None:
     terms = EpochTerms(
         epoch=epoch, backend="shm", manifest=b"m", offers=(b"o",), receiver_count=1, first_receiver_index=0
     )
     await weights.open(terms, timeout=1)
 
 
-async def begin(weights: EngineWeights, version: int = 1, *, epoch: int = 1, timeout: float = 1, **more: Any) -> None:
+async def begin(
+    weights: WeightController, version: int = 1, *, epoch: int = 1, timeout: float = 1, **more: Any
+) -> None:
     mode = more.get("mode", PauseMode.WAIT)
     await weights.begin(epoch=epoch, policy_version=version, mode=mode, timeout=timeout)
 
 
-async def update(weights: EngineWeights, version: int, epoch: int = 1) -> None:
+async def update(weights: WeightController, version: int, epoch: int = 1) -> None:
     await begin(weights, version, epoch=epoch)
     assert await weights.receive(epoch=epoch, policy_version=version, timeout=1) == DIGEST
     await weights.commit(epoch=epoch, policy_version=version, timeout=1)
 
 
-async def served(weights: EngineWeights, timeout: float = 0.05) -> int:
+async def served(weights: WeightController, timeout: float = 0.05) -> int:
     async with weights.serving(timeout) as lease:
         return lease.version
 
@@ -331,7 +333,7 @@ class TestFailure:
         with pytest.raises(StaleEpoch, match="the open one is none"):
             await begin(weights, epoch=1)
 
-    async def _receiving(self, engine: FakeEngine, weights: EngineWeights) -> asyncio.Task[bytes]:
+    async def _receiving(self, engine: FakeEngine, weights: WeightController) -> asyncio.Task[bytes]:
         await open_epoch(weights)
         await begin(weights)
         engine.receive_gate.clear()

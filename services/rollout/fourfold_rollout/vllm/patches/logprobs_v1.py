@@ -28,7 +28,7 @@ _SAMPLER_MODE: Final = "processed_logprobs"
 _FILTERED: Final = "processed_logits"
 
 
-class SamplerHook:
+class LogprobSampler:
     """Takes the place of `sample` in a runner's sampler."""
 
     def __init__(self, runner: Any) -> None:

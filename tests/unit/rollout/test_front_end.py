@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from fourfold_rollout.vllm.patches.output_barrier import OutputFence
+from fourfold_rollout.vllm.patches.front_end import OutputBarrier
 
 
 class FrontEnd:
-    """What the fence sees of vLLM: a queue, and one hook at the end of each message."""
+    """What the barrier sees of vLLM: a queue, and one hook at the end of each message."""
 
     def __init__(self) -> None:
         self.stats: list[Any] = []
@@ -33,8 +33,8 @@ async def front() -> FrontEnd:
 
 
 async def test_a_mark_passes_behind_the_outputs_and_vllm_does_not_see_it(front: FrontEnd) -> None:
-    fence = OutputFence(front.llm)
-    passed = asyncio.create_task(fence.passed())
+    barrier = OutputBarrier(front.llm)
+    passed = asyncio.create_task(barrier.passed())
     await asyncio.sleep(0)
     front.process("stats")
     assert not passed.done()
@@ -44,16 +44,16 @@ async def test_a_mark_passes_behind_the_outputs_and_vllm_does_not_see_it(front: 
 
 
 async def test_who_waits_for_the_next_outputs_is_called_once_and_may_wait_again(front: FrontEnd) -> None:
-    fence = OutputFence(front.llm)
+    barrier = OutputBarrier(front.llm)
     calls: list[str] = []
 
     def first() -> None:
         calls.append("first")
-        fence.after_next(first)
+        barrier.after_next(first)
 
     for call in (first, lambda: calls.append("second"), first):
-        fence.after_next(call)
-    mark = asyncio.create_task(fence.passed())
+        barrier.after_next(call)
+    mark = asyncio.create_task(barrier.passed())
     await asyncio.sleep(0)
     await front.process_mark()
     await mark

@@ -26,7 +26,7 @@ _LOOK_SECONDS: Final = 0.01
 _NO_REASON: Final = "the engine does not answer any more; its log says more"
 
 
-class DeathWatch:
+class CrashWatch:
     """Of one engine, on its event loop, which never stands still for it. The reason is looked for once."""
 
     def __init__(self, launched: LaunchedEngine, on_death: Callable[[str], None]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from fourfold_rollout.vllm.death import DeathWatch
+from fourfold_rollout.vllm.crash import CrashWatch
 
 SECONDS = 5
 TURNS = 25
@@ -42,7 +42,7 @@ class Engine:
             note=SimpleNamespace(read=lambda: self.text),
             llm=SimpleNamespace(output_processor=self.processor),
         )
-        self.watch = DeathWatch(launched, self.told.append)
+        self.watch = CrashWatch(launched, self.told.append)
 
     async def reason(self) -> str:
         """Wait for it."""

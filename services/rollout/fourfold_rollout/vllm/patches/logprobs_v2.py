@@ -23,7 +23,7 @@ from fourfold_rollout.vllm.logprob_table import NO_SLOT, slot_of
 _NEEDED: Final = ("expanded_idx_mapping", "idx_mapping_np", "pos")
 
 
-class SamplerHook:
+class LogprobSampler:
     """Stands before three methods of a runner's sampler."""
 
     def __init__(self, runner: Any, table: Tensor) -> None:

@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from fourfold.errors import FourfoldError, Unavailable
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold_rollout.engine import EpochTerms, SampleRequest
-from fourfold_rollout.generate.outputs import Outputs
-from fourfold_rollout.pause.phases import PauseMode, Phase
-from fourfold_rollout.update.controller import EngineWeights
+from fourfold_rollout.generate.outputs import CallOutputs
+from fourfold_rollout.pause.phases import PauseMode, UpdatePhase
+from fourfold_rollout.update.controller import WeightController
 from tests.fakes.engine import FakeEngine, FakeSample
 
 pytestmark = pytest.mark.timeout(240)  # half a minute on an idle machine
@@ -29,7 +29,7 @@ WHICH = st.sampled_from(["open", "begin", "receive", "commit", "release", "abort
 class Call:
     """What the servicer does for a call of one sample."""
 
-    def __init__(self, engine: FakeEngine, weights: EngineWeights, *, streaming: bool, length: int) -> None:
+    def __init__(self, engine: FakeEngine, weights: WeightController, *, streaming: bool, length: int) -> None:
         self.engine, self.weights, self.streaming, self.length = engine, weights, streaming, length
         self.chunks: list[pb.SampleChunk] = []
         self.sample: FakeSample | None = None
@@ -38,7 +38,7 @@ class Call:
     async def _run(self) -> None:
         with suppress(Unavailable):
             async with self.weights.serving(60) as lease:
-                outputs = Outputs(1, self.weights.gate, self.chunks.append)
+                outputs = CallOutputs(1, self.weights.token_hold, self.chunks.append)
                 message = SampleRequest(
                     key="k", prompt_token_ids=[1], temperature=1, top_p=1, top_k=0, max_tokens=self.length,
                     stop_token_ids=(), seed=0, cache_salt="", streaming=self.streaming, sink=outputs,
@@ -47,7 +47,7 @@ class Call:
                     (sample,) = await self.engine.submit([message])
                     assert isinstance(sample, FakeSample)
                     self.sample = sample
-                    lease.entered()
+                    lease.mark_in_flight()
                     await outputs.complete()
                 finally:
                     if not outputs.done:
@@ -69,7 +69,7 @@ class Machine(RuleBasedStateMachine):
 
     async def _setup(self) -> None:
         self.engine = FakeEngine(sleep_mode=True)
-        self.weights = EngineWeights(self.engine, update_timeout=5.0)
+        self.weights = WeightController(self.engine, update_timeout=5.0)
 
     def call(self, work: Any) -> bool:
         async def run() -> None:
@@ -91,7 +91,7 @@ class Machine(RuleBasedStateMachine):
 
     @property
     def holding(self) -> bool:
-        return self.weights.gate.holding
+        return self.weights.token_hold.holding
 
     @rule(mode=st.sampled_from([PauseMode.KEEP, *PauseMode]), hold=st.booleans(), steps=st.integers(1, 4))
     def go_on(self, mode: PauseMode, hold: bool, steps: int) -> None:
@@ -104,13 +104,13 @@ class Machine(RuleBasedStateMachine):
         phase = self.weights._update.phase
         if self.weights._epochs.open is None:
             self.open(1)
-        elif phase is Phase.READY:
+        elif phase is UpdatePhase.READY:
             self.begin(0, mode)
-        elif phase is Phase.PAUSED:
+        elif phase is UpdatePhase.PAUSED:
             self.receive(0, fails=False)
-        elif phase is Phase.RECEIVED:
+        elif phase is UpdatePhase.RECEIVED:
             self.commit(0, hold=hold, fails=False)
-        elif phase is Phase.COMMITTED:
+        elif phase is UpdatePhase.COMMITTED:
             self.release(0)
         else:
             self.abort(clean=False)
@@ -161,7 +161,7 @@ class Machine(RuleBasedStateMachine):
             assert version >= before or dirty
             if not hold:
                 self._served(version)
-        elif self.weights._update.phase is Phase.COMMITTED and not self.holding:
+        elif self.weights._update.phase is UpdatePhase.COMMITTED and not self.holding:
             self.released.add(self.weights.policy_version)  # served, and not noted
 
     def release(self, step: int) -> None:
@@ -205,7 +205,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_samples_while_weights_change(self) -> None:
-        if self.weights.updating and self.weights._update.phase is not Phase.COMMITTED:
+        if self.weights.updating and self.weights._update.phase is not UpdatePhase.COMMITTED:
             assert self.engine.paused or not self.engine.running
 
     @invariant()

@@ -26,7 +26,7 @@ class _Mark:
         self.passed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
-class OutputFence:
+class OutputBarrier:
     """Of one `AsyncLLM`. Its output task must be running: a request was added to it."""
 
     def __init__(self, llm: Any) -> None:

@@ -2,7 +2,7 @@
 
 No vLLM, no DeepSpeed, no gRPC, no weight transfer: `generate`, score, advantages, one AdamW
 step on the samples with an advantage, without any pass for old or reference log-probabilities.
-Prompts, batch sizes, dtype and learning rate come from the recipe; masters are float32.
+PromptSet, batch sizes, dtype and learning rate come from the recipe; masters are float32.
 
     python -m fourfold_bench.bare_loop --steps 6
     python -m fourfold_bench.bare_loop --steps 9 --against runs/quickstart

@@ -12,7 +12,7 @@ from fourfold.errors import Unavailable
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.channel import open_channel
-from fourfold_coordinator.routing.registry import Change, Member
+from fourfold_coordinator.routing.registry import Member, MemberChange
 from fourfold_coordinator.routing.replica import Replica
 from tests.fakes.stage import Stage, check_books
 from tests.fakes.toy_rollout import FakeRollout
@@ -42,7 +42,7 @@ async def test_who_is_gone_is_not_called(make_stage: Callable[..., Stage], call:
     )
     replica = Replica(member, open_channel(engine.target, None))
     await replica.call(replica.control.describe(timeout=5))
-    replica.leave(Change.LEFT.value, cut=False)
+    replica.leave(MemberChange.LEFT.value, cut=False)
     await replica.channel.close()
     with pytest.raises(Unavailable, match=rf"rollout-0 at {engine.target}: left") as refused:
         await replica.call(CALLS[call](replica))

@@ -13,7 +13,7 @@ from fourfold.config import from_tables
 from fourfold.errors import Unavailable
 from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold_coordinator.routing import circuit_breaker, router
-from fourfold_coordinator.routing.replica import Budget, GivenUp
+from fourfold_coordinator.routing.replica import GivenUp, RetryBudget
 from fourfold_coordinator.state.ledger import Ledger
 from fourfold_coordinator.training import scoring
 from tests.fakes.stage import Stage, check_books, until, watch_for
@@ -316,9 +316,9 @@ async def test_calls_that_fail_while_no_scorer_is_registered_use_up_their_own_tr
         },
         source="this test",
     )  # fmt: skip
-    budget = Budget(infrastructure=1, data=0)
+    budget = RetryBudget(infrastructure=1, data=0)
     calls = scoring.Scoring(config, NoReplicas())  # type: ignore[arg-type]
-    calls.failed(Unavailable("the lease of the only scorer expired"), budget)
+    calls.record_failure(Unavailable("the lease of the only scorer expired"), budget)
     assert budget.infrastructure == 0
     with pytest.raises(GivenUp):
-        calls.failed(Unavailable("again"), budget)
+        calls.record_failure(Unavailable("again"), budget)

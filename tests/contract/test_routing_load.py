@@ -18,7 +18,7 @@ from fourfold.rpc.channel import open_channel
 from fourfold.rpc.server import Server
 from fourfold_coordinator.routing import load
 from fourfold_coordinator.routing.registry import Member, Registry
-from fourfold_coordinator.routing.replica import Budget, Replica
+from fourfold_coordinator.routing.replica import Replica, RetryBudget
 from fourfold_coordinator.routing.router import Router
 from fourfold_coordinator.routing.scheduling import Demand, prefix_keys
 from fourfold_rollout.generate.admission import GenerateLimits
@@ -114,7 +114,7 @@ class Fleet:
         replica = self.replica(name)
         await until(lambda: replica.present)
         replica.version = 0
-        self.router.hinder(replica, "")
+        self.router.set_unusable_reason(replica, "")
         return replica
 
     def replica(self, name: str) -> Replica:
@@ -134,7 +134,7 @@ class Fleet:
             await replica.rollout.complete(message, timeout=10)
             return replica.member.member_id
 
-        budget = Budget(infrastructure=tries, data=0)
+        budget = RetryBudget(infrastructure=tries, data=0)
         self.done[await self.router.call(Role.ROLE_ROLLOUT, work, demand=demand, budget=budget, version=0)] += 1
 
     async def close(self) -> None:
@@ -233,9 +233,9 @@ async def test_an_engine_that_dies_is_neither_watched_nor_waited_for(fleet: Flee
     await fleet.servers["a"].stop(0)
     await asyncio.gather(*(fleet.call(WORK) for _ in range(10)))
     assert fleet.done == {"b": 10}
-    assert not replica.hindrance, "a watch that fails hinders nobody"
+    assert not replica.unusable_reason, "a watch that fails hinders nobody"
     await until(lambda: fleet.servicers["b"].watchers == 1)
     fleet.registry.deregister(fleet.tokens["b"])
     await until(lambda: fleet.servicers["b"].watchers == 0)
-    watches = [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == "watch"]
+    watches = [task for task in asyncio.all_tasks() if getattr(task.get_coro(), "__name__", "") == "watch_load"]
     assert len(watches) == 1, "the one of the dead engine, whose lease has not ended"

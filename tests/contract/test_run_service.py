@@ -34,11 +34,11 @@ async def test_a_run_is_reported_as_it_is(client: AsyncCoordinatorClient, board:
     status = await client.get_run(timeout=5)
     assert (status.name, status.step_count, status.phase) == ("toy", 4, pb.RUN_PHASE_WAITING_FOR_SERVICES)
     assert not status.HasField("start_time")
-    board.begin()
-    board.phase(pb.RUN_PHASE_GENERATING)
-    board.progress(0.25)
-    board.at(step=1, policy_version=3)
-    board.wait_for("a reward service")
+    board.mark_started()
+    board.set_phase(pb.RUN_PHASE_GENERATING)
+    board.set_progress(0.25)
+    board.set_step(step=1, policy_version=3)
+    board.set_waiting_for("a reward service")
     board.add_step(
         1, {"reward/mean": 0.5, "mismatch/kl_k3": math.nan, "diagnosis": "fine", "train/tokens_per_step": None}
     )
@@ -56,42 +56,42 @@ async def test_a_run_is_reported_as_it_is(client: AsyncCoordinatorClient, board:
 async def test_waits_and_conditions_tell_since_when(
     client: AsyncCoordinatorClient, board: RunBoard, clock: FakeClock
 ) -> None:
-    board.wait_for("a reward service")
-    board.report("reward-0", "HANG: no answer in 10 s")
+    board.set_waiting_for("a reward service")
+    board.report_condition("reward-0", "HANG: no answer in 10 s")
     await clock.advance(5)
-    board.wait_for("a reward service")
-    board.report("reward-0", "HANG: no answer in 20 s")
-    board.report("disk", "full")
+    board.set_waiting_for("a reward service")
+    board.report_condition("reward-0", "HANG: no answer in 20 s")
+    board.report_condition("disk", "full")
     status = await client.get_run(timeout=5)
     assert status.waiting_since.seconds == 1000
     assert [(c.subject, c.text, c.since.seconds) for c in status.conditions] == [
         ("reward-0", "HANG: no answer in 20 s", 1000),
         ("disk", "full", 1005),
     ]
-    board.wait_for("")
-    board.resolve("reward-0")
-    board.resolve("nothing was wrong with it")
+    board.set_waiting_for("")
+    board.resolve_condition("reward-0")
+    board.resolve_condition("nothing was wrong with it")
     status = await client.get_run(timeout=5)
     assert not status.HasField("waiting_since")
     assert [c.subject for c in status.conditions] == ["disk"]
 
 
 async def test_a_wait_that_goes_on_after_a_moment_is_the_same_wait(board: RunBoard, clock: FakeClock) -> None:
-    board.wait_for("a reward service")
+    board.set_waiting_for("a reward service")
     await clock.advance(20)
-    board.wait_for("")
+    board.set_waiting_for("")
     await clock.advance(0.5)
-    board.wait_for("a reward service (reward-0: not looked at yet)")
+    board.set_waiting_for("a reward service (reward-0: not looked at yet)")
     assert board.status.waiting_since.seconds == 1000
-    board.wait_for("")
+    board.set_waiting_for("")
     await clock.advance(2)
-    board.wait_for("a reward service")
+    board.set_waiting_for("a reward service")
     assert board.status.waiting_since.seconds == 1022
 
 
 async def test_returns_to_a_checkpoint_are_told_the_newest_ones(board: RunBoard) -> None:
     for step in range(150):
-        board.went_on(step, "" if step == 0 else "the trainer is a new process")
+        board.add_recovery(step, "" if step == 0 else "the trainer is a new process")
     assert [r.step for r in board.status.recoveries] == list(range(50, 150))
     assert board.status.recoveries[-1].reason == "the trainer is a new process"
 
@@ -112,11 +112,11 @@ async def test_the_weight_plane_is_reported_as_it_is(
 async def test_a_watcher_gets_the_state_at_once_and_the_last_one_for_sure(
     client: AsyncCoordinatorClient, board: RunBoard
 ) -> None:
-    board.at(step=1, policy_version=1)
+    board.set_step(step=1, policy_version=1)
     watch = client.watch_run()
     assert (await anext(watch)).step == 1
     for step in range(2, 1000):
-        board.at(step=step, policy_version=step)
+        board.set_step(step=step, policy_version=step)
     board.close()
     states = [status async for status in watch]
     assert len(states) <= 3, "a slow reader misses states"
@@ -140,11 +140,11 @@ async def test_nothing_is_sent_while_nothing_changes(client: AsyncCoordinatorCli
     watch = client.watch_run()
     await anext(watch)
     board.set_members([])
-    board.wait_for("")
+    board.set_waiting_for("")
     later = asyncio.ensure_future(anext(watch))
     await asyncio.sleep(0.3)
     assert not later.done()
-    board.progress(0.5)
+    board.set_progress(0.5)
     async with asyncio.timeout(2):
         assert (await later).phase_progress == 0.5
     await watch.aclose()

@@ -16,7 +16,7 @@ from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.rpc.channel import open_channel
 from fourfold.service.lifecycle import ServeOptions
 from fourfold_coordinator.serve import ADDRESS_FILE, Coordinator
-from fourfold_coordinator.state.ledger import Ledger, State
+from fourfold_coordinator.state.ledger import Ledger, SampleState
 from tests.fakes.toy import Member, make_config
 from tests.fakes.toy_rollout import FakeRollout
 from tests.fakes.toy_scorers import FakeReward
@@ -128,19 +128,19 @@ def check_books(stage: Stage) -> None:
     ledger = stage.ledger()
     steps = ledger.steps()
     counts = ledger.counts()
-    assert set(counts) <= {State.TRAINED, State.DROPPED}
+    assert set(counts) <= {SampleState.TRAINED, SampleState.DROPPED}
     assert [row.step for row in steps] == list(range(1, stage.config.steps + 1))
     assert [row["step"] for row in stage.lines("metrics.jsonl")] == [row.step for row in steps]
     assert [row["reward/mean"] for row in stage.lines("metrics.jsonl")] == [r.metrics["reward/mean"] for r in steps]
     trained = [sample_id for step in sorted(stage.trainer.batches) for sample_id in stage.trainer.batches[step]]
-    assert len(trained) == len(set(trained)) == counts[State.TRAINED], "each sample enters exactly one step"
-    assert all(ledger.state(sample_id) is State.TRAINED for sample_id in trained)
+    assert len(trained) == len(set(trained)) == counts[SampleState.TRAINED], "each sample enters exactly one step"
+    assert all(ledger.state(sample_id) is SampleState.TRAINED for sample_id in trained)
     written = {row["sample_id"]: row["step"] for row in stage.lines("samples.jsonl")}
     for step, sample_ids in stage.trainer.batches.items():
         assert all(written[sample_id] == step for sample_id in sample_ids)
     lines = stage.lines("samples.jsonl")
     assert len(lines) == len(written), "no sample is written twice"
-    assert all(line["dropped"] or ledger.state(line["sample_id"]) is State.TRAINED for line in lines)
+    assert all(line["dropped"] or ledger.state(line["sample_id"]) is SampleState.TRAINED for line in lines)
     checkpoint = ledger.last_checkpoint()
     assert checkpoint is not None
     assert (checkpoint.step, checkpoint.data_position) == (stage.config.steps, steps[-1].data_position)

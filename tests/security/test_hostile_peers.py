@@ -18,7 +18,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import pack_floats
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold_coordinator.routing import load
-from fourfold_coordinator.routing.load import Load
+from fourfold_coordinator.routing.load import EngineLoad
 from tests.conftest import Serve
 from tests.contract import conftest
 from tests.fakes.clock import FakeClock
@@ -186,11 +186,11 @@ async def test_a_flood_of_load_reports_is_ended(serve: Serve, clock: FakeClock) 
     client = AsyncRolloutClient(await serve(Flood().servicer()), peer="rollout-0")
     taken: list[rollout.WatchLoadResponse] = []
 
-    class Counting(Load):
+    class Counting(EngineLoad):
         def take(self, report: rollout.WatchLoadResponse, now: float) -> None:
             taken.append(report)
 
-    task = asyncio.create_task(load.watch(client, Counting(), clock))
+    task = asyncio.create_task(load.watch_load(client, Counting(), clock))
     async with asyncio.timeout(10):
         while not clock.slept:  # it has given the stream up, and rests before it opens another one
             await asyncio.sleep(0.01)

@@ -26,7 +26,7 @@ from fourfold.security.access import COORDINATOR, ROLLOUT, Security
 from fourfold.security.principal import Principal
 from fourfold.service.lifecycle import Host, ServeOptions
 from fourfold_coordinator.routing.membership import MembershipServicer
-from fourfold_coordinator.routing.registry import MAX_MEMBERS, TTL_SECONDS, Change, Member, Registry
+from fourfold_coordinator.routing.registry import MAX_MEMBERS, TTL_SECONDS, Member, MemberChange, Registry
 from fourfold_coordinator.routing.router import Router
 from tests.fakes.clock import FakeClock
 from tests.fakes.servicers import Reward, Rollout
@@ -172,18 +172,18 @@ def test_the_list_of_fenced_processes_is_bounded(clock: FakeClock, monkeypatch: 
 def test_a_follower_that_fails_stops_neither_the_registry_nor_the_other_followers(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    registry, seen = Registry(clock=clock, tokenizer_sha256=TOKENIZER), list[Change]()
+    registry, seen = Registry(clock=clock, tokenizer_sha256=TOKENIZER), list[MemberChange]()
 
-    def fail(member: Member, change: Change) -> None:
+    def fail(member: Member, change: MemberChange) -> None:
         raise KeyError(member.member_id)
 
-    registry.listen(fail)
-    registry.listen(lambda _member, change: seen.append(change))
+    registry.add_listener(fail)
+    registry.add_listener(lambda _member, change: seen.append(change))
     token = registry.register(_reward("reward-0"))
     assert registry.keep_alive(token) is False
     assert [r.getMessage() for r in caplog.records] == ["a follower of the registry failed: reward-0, joined"]
     registry.deregister(token)
-    assert seen == [Change.JOINED, Change.LEFT]
+    assert seen == [MemberChange.JOINED, MemberChange.LEFT]
 
 
 async def test_a_member_to_which_no_channel_opens_is_logged_once_and_leaves_without_a_trace(

@@ -1,4 +1,4 @@
-"""Certificates that are renewed, members that are revoked and tokens that are removed while the services run."""
+"""CertificateMonitor that are renewed, members that are revoked and tokens that are removed while the services run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fourfold.rpc.server import Server
 from fourfold.security import certs
 from fourfold.security.access import ROLLOUT, Security
 from fourfold.security.principal import Principal
-from fourfold_coordinator.routing.certificates import Certificates
+from fourfold_coordinator.routing.certificates import CertificateMonitor
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.state.run_board import RunBoard
 from tests.fakes.clock import FakeClock
@@ -258,7 +258,7 @@ def test_the_run_tells_which_certificate_expires_soon(pki: Pki, clock: FakeClock
     clock._time = certs.current(pki.folder)[0].expires.timestamp() - 300 * 86_400
     registry = Registry(clock=clock, tokenizer_sha256=b"t" * 32)
     board = RunBoard(name="run", step_count=1)
-    found = Certificates(pki.load("coordinator-0"), registry, board, own="coordinator-0", clock=clock)
+    found = CertificateMonitor(pki.load("coordinator-0"), registry, board, own="coordinator-0", clock=clock)
     token = registry.register(
         Member(
             member_id="reward-0",
@@ -268,22 +268,22 @@ def test_the_run_tells_which_certificate_expires_soon(pki: Pki, clock: FakeClock
             tokenizer_sha256=b"",
         )
     )
-    found.saw(REWARD_0, _leaf(pki, clock, days=3.0))
+    found.record(REWARD_0, _leaf(pki, clock, days=3.0))
     found.check()
     (condition,) = board.status.conditions
     assert condition.subject == "certificate of reward-0"
     assert condition.text.startswith("the certificate of reward-0 expires in 3.0 days; run `fourfold certs renew DIR")
     assert found.metrics() == {"security/certificate_seconds": pytest.approx(3 * 86_400, abs=5)}
-    found.saw(REWARD_0, _leaf(pki, clock, days=200.0))
+    found.record(REWARD_0, _leaf(pki, clock, days=200.0))
     found.check()
     assert not board.status.conditions
-    found.saw(REWARD_0, _leaf(pki, clock, days=-1.0))
+    found.record(REWARD_0, _leaf(pki, clock, days=-1.0))
     found.check()
     assert "has expired" in board.status.conditions[0].text
     registry.deregister(token)
     found.check()
     assert not board.status.conditions, "who is gone needs no certificate"
-    assert Certificates(None, registry, board, own="c", clock=clock).metrics() == {}
+    assert CertificateMonitor(None, registry, board, own="c", clock=clock).metrics() == {}
 
 
 def _leaf(pki: Pki, clock: FakeClock, *, days: float) -> bytes:

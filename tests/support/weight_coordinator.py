@@ -37,7 +37,7 @@ from fourfold.trainer.v1.trainer_weight_service_pb2_grpc import TrainerWeightSer
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.router import Router
 from fourfold_coordinator.routing.trainer_session import TrainerSession
-from fourfold_coordinator.state.disk_wait import DiskWait
+from fourfold_coordinator.state.disk_wait import DiskWriter
 from fourfold_coordinator.state.ledger import Ledger
 from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_coordinator.weights import backends, calls, update
@@ -135,7 +135,7 @@ class Coordinator:
             self.router,
             self.session,
             self._ledger,
-            disk=DiskWait(ledger.parent, board, wait_seconds=config.retry.service_wait_seconds),
+            disk=DiskWriter(ledger.parent, board, wait_seconds=config.retry.service_wait_seconds),
             probe_ids=probe,
             plane=WeightPlane(),
         )
@@ -186,7 +186,7 @@ class Coordinator:
     def versions(self) -> Mapping[str, int]:
         """Return what is vouched for and routed to, by engine."""
         replicas = self.router.replicas(Role.ROLE_ROLLOUT)
-        return {r.member.member_id: r.version for r in replicas if not r.hindrance}
+        return {r.member.member_id: r.version for r in replicas if not r.unusable_reason}
 
     def _open(self, member: Member) -> grpc.aio.Channel:
         tap = _Interceptor(self.tap, self._names[member.target])

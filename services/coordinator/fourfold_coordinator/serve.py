@@ -35,24 +35,24 @@ from fourfold.security.principal import Principal
 from fourfold.service.lifecycle import Host, ServeOptions
 
 from .cli.summary import is_finished
-from .data.prompts import Prompts, load_prompts
+from .data.prompts import PromptSet, load_prompts
 from .reporting.lifetime import PEAK_MEMORY, Lifetime
 from .reporting.memory import MemoryMeter
 from .reporting.run_service import RunServicer
-from .routing.certificates import Certificates
+from .routing.certificates import CertificateMonitor
 from .routing.membership import MembershipServicer
 from .routing.registry import Member, Registry
 from .routing.replica import Replica
 from .routing.router import Router
 from .routing.trainer_session import TrainerSession
-from .state.disk_wait import DiskWait
-from .state.faults import Faults
+from .state.disk_wait import DiskWriter
+from .state.faults import FaultLog
 from .state.ledger import Ledger
 from .state.run_board import RunBoard
-from .training.context import Parts
+from .training.context import RunContext
 from .training.evaluate import Evaluator
-from .training.loop import Loop
-from .training.service_calls import Peers
+from .training.loop import TrainingLoop
+from .training.service_calls import ServiceCalls
 from .weights.broker import Broker
 from .weights.plane import WeightPlane
 
@@ -106,7 +106,7 @@ class Coordinator:
         self._host = Host(options, role=None)
         self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source))
         self._board = RunBoard(name=config.name, step_count=config.steps)
-        self._disk = DiskWait(folder, self._board, wait_seconds=config.retry.service_wait_seconds)
+        self._disk = DiskWriter(folder, self._board, wait_seconds=config.retry.service_wait_seconds)
         self._plane = WeightPlane()
         self._registry = Registry(
             clock=SYSTEM_CLOCK, tokenizer_sha256=self._tokenizer.sha256, security=self._host.security
@@ -117,10 +117,10 @@ class Coordinator:
             tokenizer_sha256=self._tokenizer.sha256,
             clock=SYSTEM_CLOCK,
             wait_seconds=config.retry.service_wait_seconds,
-            on_wait=self._board.wait_for,
-            faults=Faults(report=self._board.report, resolve=self._board.resolve),
+            on_wait=self._board.set_waiting_for,
+            faults=FaultLog(report=self._board.report_condition, resolve=self._board.resolve_condition),
         )
-        self._certificates = Certificates(self._host.security, self._registry, self._board, own=options.member_id)
+        self._certificates = CertificateMonitor(self._host.security, self._registry, self._board, own=options.member_id)
         self._host.server.add(
             membership_service_pb2.DESCRIPTOR.services_by_name["MembershipService"],
             add_MembershipServiceServicer_to_server,
@@ -168,7 +168,7 @@ class Coordinator:
     async def _loop(self, ledger: Ledger) -> None:
         memory = MemoryMeter(peak_bytes=int(ledger.get(PEAK_MEMORY) or 0), members=self._registry.members)
         lifetime = Lifetime(ledger, memory)
-        self._registry.listen(lifetime.on_member)
+        self._registry.add_listener(lifetime.on_member)
         await self._disk.write(lifetime.save)
         background = [
             asyncio.create_task(self._router.run()),
@@ -180,21 +180,21 @@ class Coordinator:
         try:
             parts = await self._parts(ledger, memory, lifetime)
             background.append(asyncio.create_task(parts.broker.keep()))
-            await first_of(Loop(parts).run(), background)
+            await first_of(TrainingLoop(parts).run(), background)
         finally:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
 
-    async def _parts(self, ledger: Ledger, memory: MemoryMeter, lifetime: Lifetime) -> Parts:
+    async def _parts(self, ledger: Ledger, memory: MemoryMeter, lifetime: Lifetime) -> RunContext:
         config = self._config
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer)
         await self._disk.write(remember, prompts, ledger)
         sha256 = self._tokenizer.sha256
         session = TrainerSession(self._router, config, tokenizer_sha256=sha256, board=self._board)
-        peers = Peers(config, self._router, self._tokenizer, newest_version=ledger.highest_version)
+        peers = ServiceCalls(config, self._router, self._tokenizer, newest_version=ledger.highest_version)
         self._router.faults.load(ledger)
-        return Parts(
+        return RunContext(
             config=config,
             folder=self._folder,
             prompts=prompts,
@@ -226,10 +226,10 @@ class Coordinator:
     async def _show_members(self) -> None:
         while True:
             self._board.set_members(self._router.members())
-            await self._router.changed(timeout=_TICK_SECONDS)
+            await self._router.wait_for_change(timeout=_TICK_SECONDS)
 
 
-def remember(prompts: Prompts, ledger: Ledger) -> None:
+def remember(prompts: PromptSet, ledger: Ledger) -> None:
     """Note what the data is; a position means nothing in other data.
 
     Raises:

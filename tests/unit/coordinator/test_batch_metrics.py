@@ -18,7 +18,14 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import decode, encode
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.reporting.batch_metrics import summarize
-from fourfold_coordinator.state.samples import Batch, Group, Trajectory, build_sample, check_completions, digest
+from fourfold_coordinator.state.samples import (
+    SampleGroup,
+    StepBatch,
+    Trajectory,
+    build_sample,
+    check_completions,
+    digest,
+)
 from fourfold_coordinator.weights.probe import Probe
 
 PROMPT = Prompt(
@@ -42,27 +49,29 @@ def completion(tokens: int = 3, **changes: Any) -> Completion:
     return replace(base, **changes)
 
 
-def group(*scores: float | None, tokens: int = 3, **changes: Any) -> Group:
+def group(*scores: float | None, tokens: int = 3, **changes: Any) -> SampleGroup:
     trajectories = []
     for index, score in enumerate(scores):
         sample = build_sample(
             PROMPT, completion(tokens, **changes), sample_id=f"s-{index}", group_id="g", temperature=1.0
         )
         trajectory = Trajectory(prompt=PROMPT, sample=sample, completion="6")
-        trajectories.append(trajectory.without_score("NO_IDEA") if score is None else trajectory.scored(score, "x@1"))
-    return Group(position=0, seed=1, trajectories=tuple(trajectories))
+        trajectories.append(
+            trajectory.with_drop_reason("NO_IDEA") if score is None else trajectory.with_score(score, "x@1")
+        )
+    return SampleGroup(position=0, seed=1, trajectories=tuple(trajectories))
 
 
-def collected(*groups: Group, filtered: Sequence[Group] = ()) -> Batch:
+def collected(*groups: SampleGroup, filtered: Sequence[SampleGroup] = ()) -> StepBatch:
     drawn = len(groups) + len(filtered)
-    return Batch(groups=list(groups), filtered=list(filtered), prompts_drawn=drawn, groups_accepted=len(groups))
+    return StepBatch(groups=list(groups), filtered=list(filtered), prompts_drawn=drawn, groups_accepted=len(groups))
 
 
 @pytest.mark.parametrize(
     ("scored", "done", "reward", "reference"), [(8.0, 9.0, 0, 0), (8.0, 12.0, 0, 2), (11.0, 12.0, 1, 1)]
 )
 def test_only_what_sampling_did_not_hide_counts(scored: float, done: float, reward: float, reference: float) -> None:
-    times = Batch(began=0.0, rolled=10.0, scored=scored, done=done).times()
+    times = StepBatch(began=0.0, rolled=10.0, scored=scored, done=done).times()
     assert times == {m.TIME_GENERATE: 10, m.TIME_REWARD: reward, m.TIME_REFERENCE: reference}
     assert all("not hidden behind sampling" in METRICS[name] for name in (m.TIME_REWARD, m.TIME_REFERENCE))
 

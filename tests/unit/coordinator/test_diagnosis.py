@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fourfold_coordinator.reporting.batch_metrics import summarize
-from fourfold_coordinator.reporting.diagnosis import Doctor, history
+from fourfold_coordinator.reporting.diagnosis import TrainingDiagnosis, history
 from fourfold_coordinator.state.ledger import StepRow
 from tests.fakes.toy import make_config
 from tests.unit.coordinator.test_batch_metrics import collected, group
@@ -21,7 +21,7 @@ def numbers_of(*scores: tuple[float, ...]) -> dict[str, float]:
 
 
 def diagnose(metrics: dict[str, Any], *, skipped_reason: str = "", dropped: dict[str, int] | None = None) -> str:
-    found, news = Doctor().examine(1, metrics, skipped_reason=skipped_reason, dropped=dropped or {})
+    found, news = TrainingDiagnosis().examine(1, metrics, skipped_reason=skipped_reason, dropped=dropped or {})
     assert found == news, "the first time everything is news"
     return "; ".join(finding.text for finding in found)
 
@@ -71,7 +71,7 @@ def test_why_a_step_was_skipped_and_what_to_do_is_said_in_words(
 
 def test_nothing_is_said_of_a_healthy_step() -> None:
     assert diagnose(numbers_of((1, 0), (0, 1))) == ""
-    doctor = Doctor()
+    doctor = TrainingDiagnosis()
     for step in range(1, 100):
         steady = {"policy/entropy": 1.0 + step % 2 / 10, "mismatch/logprob_diff_mean": 0.01, "mismatch/ess": 0.98}
         assert doctor.examine(step, HEALTHY | steady, skipped_reason="", dropped={"FILTERED": 4}) == ([], [])
@@ -79,12 +79,15 @@ def test_nothing_is_said_of_a_healthy_step() -> None:
 
 def test_an_algorithm_that_compares_nothing_learns_from_equal_scores() -> None:
     same = numbers_of((1, 1), (0, 0))
-    assert Doctor(compares_samples=False).examine(1, same, skipped_reason="", dropped={"BASELINE": 2}) == ([], [])
+    assert TrainingDiagnosis(compares_samples=False).examine(1, same, skipped_reason="", dropped={"BASELINE": 2}) == (
+        [],
+        [],
+    )
     assert "2 RAISED" in diagnose(same, dropped={"FILTERED": 4, "RAISED": 2})
     assert "FILTERED" not in diagnose(same, dropped={"FILTERED": 4, "RAISED": 2})
 
 
-def told(doctor: Doctor, step: int, **changes: Any) -> list[str]:
+def told(doctor: TrainingDiagnosis, step: int, **changes: Any) -> list[str]:
     metrics = HEALTHY | {name.replace("__", "/"): value for name, value in changes.items()}
     found, news = doctor.examine(step, metrics, skipped_reason="", dropped={})
     assert found, "metrics.jsonl has it at every step"
@@ -92,7 +95,7 @@ def told(doctor: Doctor, step: int, **changes: Any) -> list[str]:
 
 
 def test_the_same_trouble_is_told_once_then_when_it_is_clearly_worse_then_after_many_steps() -> None:
-    doctor = Doctor()
+    doctor = TrainingDiagnosis()
     assert len(told(doctor, 1, length__truncation_rate=0.4)) == 1
     assert [told(doctor, step, length__truncation_rate=0.42) for step in range(2, 20)] == [[]] * 18
     assert told(doctor, 20, length__truncation_rate=0.62) == [
@@ -104,7 +107,7 @@ def test_the_same_trouble_is_told_once_then_when_it_is_clearly_worse_then_after_
 
 
 def test_steps_skipped_in_a_row_are_told_ever_more_seldom() -> None:
-    doctor, tells = Doctor(), []
+    doctor, tells = TrainingDiagnosis(), []
     for step in range(1, 13):
         found, news = doctor.examine(step, HEALTHY, skipped_reason="NOT_FINITE", dropped={})
         assert len(found) == 1
@@ -118,7 +121,7 @@ def test_steps_skipped_in_a_row_are_told_ever_more_seldom() -> None:
 
 def examined(name: str, values: list[float], **doctor: Any) -> list[str]:
     """Return what is told of the steps of a run with these values of one metric."""
-    watching = Doctor(**doctor)
+    watching = TrainingDiagnosis(**doctor)
     return [
         f"{step} {finding.key}"
         for step, value in enumerate(values, 1)
@@ -151,7 +154,7 @@ def row(step: int, reason: str = "", truncation: float = 0.0) -> StepRow:
 
 
 def test_what_an_earlier_life_of_the_run_told_is_not_told_again() -> None:
-    doctor = Doctor()
+    doctor = TrainingDiagnosis()
     doctor.remember([row(1, truncation=0.5), row(2)])
     assert told(doctor, 3, length__truncation_rate=0.5) == []
 

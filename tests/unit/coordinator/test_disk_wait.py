@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from fourfold_coordinator.state.disk_wait import DiskFull, DiskWait
-from fourfold_coordinator.state.ledger import Ledger, State
+from fourfold_coordinator.state.disk_wait import DiskFull, DiskWriter
+from fourfold_coordinator.state.ledger import Ledger, SampleState
 from fourfold_coordinator.state.run_board import RunBoard
 from tests.fakes.clock import FakeClock
 
@@ -27,8 +27,8 @@ def board(clock: FakeClock) -> RunBoard:
 
 
 @pytest.fixture
-def disk(tmp_path: Path, board: RunBoard, clock: FakeClock) -> DiskWait:
-    return DiskWait(tmp_path, board, wait_seconds=10.0, clock=clock)
+def disk(tmp_path: Path, board: RunBoard, clock: FakeClock) -> DiskWriter:
+    return DiskWriter(tmp_path, board, wait_seconds=10.0, clock=clock)
 
 
 class Full:
@@ -49,7 +49,7 @@ def subjects(board: RunBoard) -> list[str]:
 
 
 async def test_a_write_waits_for_room_and_says_where(
-    disk: DiskWait, board: RunBoard, clock: FakeClock, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    disk: DiskWriter, board: RunBoard, clock: FakeClock, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = Full(2), Full(3)
     with caplog.at_level(logging.INFO):
@@ -69,7 +69,7 @@ async def test_a_write_waits_for_room_and_says_where(
 
 
 async def test_a_wait_that_lasts_too_long_ends_with_the_remedy(
-    disk: DiskWait, board: RunBoard, clock: FakeClock, tmp_path: Path
+    disk: DiskWriter, board: RunBoard, clock: FakeClock, tmp_path: Path
 ) -> None:
     task = asyncio.ensure_future(disk.write(Full(1000), "done"))
     for _ in range(12):
@@ -81,7 +81,7 @@ async def test_a_wait_that_lasts_too_long_ends_with_the_remedy(
     assert subjects(board) == []
 
 
-async def test_other_errors_are_not_waited_for(disk: DiskWait, board: RunBoard) -> None:
+async def test_other_errors_are_not_waited_for(disk: DiskWriter, board: RunBoard) -> None:
     def refuse() -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -92,7 +92,7 @@ async def test_other_errors_are_not_waited_for(disk: DiskWait, board: RunBoard) 
 
 
 async def test_a_ledger_without_room_changes_nothing_and_goes_on_with_it(
-    disk: DiskWait, clock: FakeClock, tmp_path: Path
+    disk: DiskWriter, clock: FakeClock, tmp_path: Path
 ) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     issued = ledger.issue(step=1, position=0, count=2)
@@ -100,13 +100,13 @@ async def test_a_ledger_without_room_changes_nothing_and_goes_on_with_it(
     with pytest.raises(sqlite3.OperationalError) as error:
         ledger.issue(step=1, position=1, count=5000)
     assert error.value.sqlite_errorcode == sqlite3.SQLITE_FULL, "the first error, not that of a second rollback"
-    assert ledger.counts() == {State.ISSUED: 2}
+    assert ledger.counts() == {SampleState.ISSUED: 2}
     task = asyncio.ensure_future(disk.write(ledger.issue, step=1, position=1, count=5000))
     await clock.advance(1)
     assert not task.done()
     ledger._db.execute("PRAGMA max_page_count = 1000000")
     await clock.advance(1)
     assert len((await task).sample_ids) == 5000
-    assert ledger.counts() == {State.ISSUED: 5002}
-    ledger.move(issued.sample_ids, State.RUNNING)
+    assert ledger.counts() == {SampleState.ISSUED: 5002}
+    ledger.move(issued.sample_ids, SampleState.RUNNING)
     ledger.close()

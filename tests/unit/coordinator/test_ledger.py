@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fourfold.errors import AlreadyExists, NotFound, WrongState
-from fourfold_coordinator.state.ledger import LEGAL, TRAINER_RESTORED, EvalRow, Ledger, State
+from fourfold_coordinator.state.ledger import LEGAL_TRANSITIONS, TRAINER_RESTORED, EvalRow, Ledger, SampleState
 
-LIVE = [State.ISSUED, State.RUNNING, State.ROLLED, State.READY, State.LEASED]
+LIVE = [SampleState.ISSUED, SampleState.RUNNING, SampleState.ROLLED, SampleState.READY, SampleState.LEASED]
 
 
 class LedgerMachine(RuleBasedStateMachine):
@@ -26,7 +26,7 @@ class LedgerMachine(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
         self.ledger = Ledger(self.folder / "ledger.sqlite")
-        self.states: dict[str, State] = {}
+        self.states: dict[str, SampleState] = {}
         self.step_of: dict[str, int] = {}
         self.trained_in: dict[str, int] = {}
         self.steps: dict[int, int] = {}  # step -> policy version
@@ -38,7 +38,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.close()
         shutil.rmtree(self.folder)
 
-    def pick(self, data: Any, *states: State) -> list[str]:
+    def pick(self, data: Any, *states: SampleState) -> list[str]:
         ids = sorted(name for name, state in self.states.items() if not states or state in states)
         return data.draw(st.lists(st.sampled_from(ids), min_size=1, max_size=4, unique=True)) if ids else []
 
@@ -50,14 +50,14 @@ class LedgerMachine(RuleBasedStateMachine):
         issued = self.ledger.issue(step=step, position=position, count=count)
         assert not set(issued.sample_ids) & set(self.states), "ids are unique in the run"
         for sample_id in issued.sample_ids:
-            self.states[sample_id], self.step_of[sample_id] = State.ISSUED, step
+            self.states[sample_id], self.step_of[sample_id] = SampleState.ISSUED, step
 
     @precondition(lambda self: self.states)
-    @rule(data=st.data(), to=st.sampled_from(list(State)))
-    def move(self, data: Any, to: State) -> None:
+    @rule(data=st.data(), to=st.sampled_from(list(SampleState)))
+    def move(self, data: Any, to: SampleState) -> None:
         ids = self.pick(data)
-        if all(to in LEGAL[self.states[name]] for name in ids):
-            if to is State.DROPPED:
+        if all(to in LEGAL_TRANSITIONS[self.states[name]] for name in ids):
+            if to is SampleState.DROPPED:
                 self.ledger.drop(ids, "BECAUSE")
             else:
                 self.ledger.move(ids, to)
@@ -66,10 +66,10 @@ class LedgerMachine(RuleBasedStateMachine):
             with pytest.raises(WrongState):
                 self.ledger.move(ids, to)
 
-    @precondition(lambda self: State.READY in self.states.values())
+    @precondition(lambda self: SampleState.READY in self.states.values())
     @rule(data=st.data())
     def train(self, data: Any) -> None:
-        ids, step = self.pick(data, State.READY), len(self.steps) + 1
+        ids, step = self.pick(data, SampleState.READY), len(self.steps) + 1
         self.ledger.lease(step, ids)
         self.ledger.lease(step, ids)
         version = self.highest + data.draw(st.integers(0, 1))
@@ -80,17 +80,17 @@ class LedgerMachine(RuleBasedStateMachine):
         self.steps[step] = version
         for name in ids:
             assert name not in self.trained_in, "a sample enters one step"
-            self.states[name], self.trained_in[name] = State.TRAINED, step
+            self.states[name], self.trained_in[name] = SampleState.TRAINED, step
             self.step_of[name] = step
         self.ledger.publishing(version, step)
         self.highest = max(self.highest, version)
 
-    @precondition(lambda self: State.READY in self.states.values())
+    @precondition(lambda self: SampleState.READY in self.states.values())
     @rule(data=st.data())
     def lease_and_die(self, data: Any) -> None:
-        ids, step = self.pick(data, State.READY), len(self.steps) + 1
+        ids, step = self.pick(data, SampleState.READY), len(self.steps) + 1
         self.ledger.lease(step, ids)
-        self.states.update(dict.fromkeys(ids, State.LEASED))
+        self.states.update(dict.fromkeys(ids, SampleState.LEASED))
         self.restore()
 
     @rule()
@@ -105,9 +105,9 @@ class LedgerMachine(RuleBasedStateMachine):
         point = self.ledger.last_checkpoint()
         step = point.step if point else 0
         assert step == max(self.checkpoints, default=0)
-        lost = [n for n, s in self.states.items() if s in LIVE or (s is State.TRAINED and self.step_of[n] > step)]
+        lost = [n for n, s in self.states.items() if s in LIVE or (s is SampleState.TRAINED and self.step_of[n] > step)]
         assert self.ledger.restore(step) == len(lost)
-        self.states.update(dict.fromkeys(lost, State.DROPPED))
+        self.states.update(dict.fromkeys(lost, SampleState.DROPPED))
         self.steps = {s: v for s, v in self.steps.items() if s <= step}
         self.position = point.data_position if point else 0
 
@@ -122,7 +122,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert [row.step for row in self.ledger.steps()] == sorted(self.steps)
         assert self.ledger.last_step() == len(self.steps)
         assert self.ledger.highest_version() == self.highest
-        assert sum(self.ledger.dropped().values()) == sum(s is State.DROPPED for s in self.states.values())
+        assert sum(self.ledger.dropped().values()) == sum(s is SampleState.DROPPED for s in self.states.values())
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
@@ -136,7 +136,7 @@ def ledger(tmp_path: Path) -> Ledger:
 
 def ready(ledger: Ledger, count: int = 2, *, step: int = 1, position: int = 0) -> tuple[str, ...]:
     ids = ledger.issue(step=step, position=position, count=count).sample_ids
-    for state in (State.RUNNING, State.ROLLED, State.READY):
+    for state in (SampleState.RUNNING, SampleState.ROLLED, SampleState.READY):
         ledger.move(ids, state)
     return ids
 
@@ -147,15 +147,15 @@ def acknowledge(ledger: Ledger, step: int, version: int) -> None:
 
 def test_a_move_is_whole_or_not_at_all(ledger: Ledger) -> None:
     ids = ledger.issue(step=1, position=0, count=2).sample_ids
-    ledger.move(ids[:1], State.RUNNING)
+    ledger.move(ids[:1], SampleState.RUNNING)
     with pytest.raises(WrongState, match=r"is ISSUED; it cannot become ROLLED"):
-        ledger.move(ids, State.ROLLED)
-    assert [ledger.state(name) for name in ids] == [State.RUNNING, State.ISSUED]
+        ledger.move(ids, SampleState.ROLLED)
+    assert [ledger.state(name) for name in ids] == [SampleState.RUNNING, SampleState.ISSUED]
 
 
 def test_a_sample_nobody_issued_is_not_found(ledger: Ledger) -> None:
     with pytest.raises(NotFound, match="never issued"):
-        ledger.move(["p0-0-0"], State.RUNNING)
+        ledger.move(["p0-0-0"], SampleState.RUNNING)
 
 
 def test_nothing_is_dropped_without_a_reason(ledger: Ledger) -> None:
@@ -205,8 +205,8 @@ def test_a_restore_forgets_what_came_later_and_keeps_versions(ledger: Ledger) ->
     ledger.drop(ledger.issue(step=1, position=3, count=1).sample_ids, "NO_IDEA")
     ledger.drop(ledger.issue(step=2, position=4, count=3).sample_ids, "FILTERED")  # its prompt is issued again
     assert ledger.restore(1) == 4
-    assert {ledger.state(name) for name in (*lost, *unfinished)} == {State.DROPPED}
-    assert {ledger.state(name) for name in kept} == {State.TRAINED}
+    assert {ledger.state(name) for name in (*lost, *unfinished)} == {SampleState.DROPPED}
+    assert {ledger.state(name) for name in kept} == {SampleState.TRAINED}
     assert ledger.dropped() == {TRAINER_RESTORED: 4 + 3, "NO_IDEA": 1}
     assert [row.step for row in ledger.evals()] == [0, 1]
     assert (ledger.last_step(), ledger.highest_version()) == (1, 2)
@@ -223,7 +223,7 @@ def test_a_killed_process_leaves_no_half_transaction(tmp_path: Path) -> None:
     shutil.copytree(tmp_path, tmp_path / "after")
     ledger._db.execute("ROLLBACK")
     after = Ledger(tmp_path / "after" / "ledger.sqlite")
-    assert {after.state(name) for name in ids} == {State.ISSUED}
+    assert {after.state(name) for name in ids} == {SampleState.ISSUED}
 
 
 def test_the_file_is_in_wal_mode(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold_coordinator.reporting.lifetime import Lifetime
 from fourfold_coordinator.reporting.memory import MemoryMeter
-from fourfold_coordinator.routing.registry import Change, Member
+from fourfold_coordinator.routing.registry import Member, MemberChange
 from fourfold_coordinator.state.ledger import Ledger
 from tests.fakes.clock import FakeClock
 
@@ -48,20 +48,20 @@ def test_a_process_that_takes_anothers_place_is_counted(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     first = lifetime(ledger, FakeClock())
     for name, incarnation, change in (
-        ("rollout-0", "a", Change.JOINED),
-        ("trainer-0", "a", Change.JOINED),
-        ("rollout-0", "a", Change.EXPIRED),
-        ("rollout-0", "a", Change.JOINED),  # it was only slow
-        ("trainer-0", "a", Change.REPLACED),
-        ("trainer-0", "b", Change.JOINED),
-        ("trainer-0", "b", Change.LEFT),
-        ("trainer-0", "c", Change.JOINED),
+        ("rollout-0", "a", MemberChange.JOINED),
+        ("trainer-0", "a", MemberChange.JOINED),
+        ("rollout-0", "a", MemberChange.EXPIRED),
+        ("rollout-0", "a", MemberChange.JOINED),  # it was only slow
+        ("trainer-0", "a", MemberChange.REPLACED),
+        ("trainer-0", "b", MemberChange.JOINED),
+        ("trainer-0", "b", MemberChange.LEFT),
+        ("trainer-0", "c", MemberChange.JOINED),
     ):
         first.on_member(member(name, incarnation), change)
     assert dict(first.restarts) == {"trainer-0": 2}
     first.save()
     second = lifetime(ledger, FakeClock())
-    second.on_member(member("trainer-0", "d"), Change.JOINED)  # of the resumed run: it has no other one's place
+    second.on_member(member("trainer-0", "d"), MemberChange.JOINED)  # of the resumed run: it has no other one's place
     assert dict(second.restarts) == {"trainer-0": 2}
     ledger.close()
 
@@ -72,6 +72,6 @@ def test_names_from_other_processes_do_not_fill_the_memory(tmp_path: Path, monke
     kept = lifetime(ledger, FakeClock())
     for number in range(10):
         for incarnation in "ab":
-            kept.on_member(member(f"rollout-{number}", incarnation), Change.JOINED)
+            kept.on_member(member(f"rollout-{number}", incarnation), MemberChange.JOINED)
     assert len(kept.restarts) == 3
     ledger.close()

@@ -13,7 +13,7 @@ from fourfold.errors import Unavailable
 from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.rollout.v1.rollout_service_pb2 import WatchLoadResponse
 from fourfold_coordinator.routing import load as module
-from fourfold_coordinator.routing.load import STALE_SECONDS, Load, watch
+from fourfold_coordinator.routing.load import STALE_SECONDS, EngineLoad, watch_load
 
 
 def report(rate: float = 0.0, *, cache: int = 0, free: int = 0, running: int = 1) -> WatchLoadResponse:
@@ -23,14 +23,14 @@ def report(rate: float = 0.0, *, cache: int = 0, free: int = 0, running: int = 1
 
 
 def test_nothing_is_known_before_a_report_and_of_a_service_that_does_not_tell() -> None:
-    load = Load()
+    load = EngineLoad()
     assert (load.speed(5), load.room(5), load.cache_use(5), load.fullest()) == (None, None, None, 0)
     load.take(report(), 5)
     assert (load.speed(5), load.room(5), load.cache_use(5), load.fullest()) == (None, None, None, 0)
 
 
 def test_a_report_is_known_until_it_is_stale() -> None:
-    load = Load()
+    load = EngineLoad()
     load.take(report(50.0, cache=100, free=25), 10)
     late = 10 + STALE_SECONDS
     assert (load.speed(late), load.room(late), load.cache_use(late)) == (50, 25, 0.75)
@@ -40,7 +40,7 @@ def test_a_report_is_known_until_it_is_stale() -> None:
 
 @pytest.mark.parametrize("rate", [math.nan, math.inf, -math.inf, -5.0])
 def test_numbers_that_make_no_sense_are_not_known(rate: float) -> None:
-    load = Load()
+    load = EngineLoad()
     load.take(report(rate, cache=-5, free=7), 0)
     assert (load.speed(0), load.room(0)) == (None, None)
     load.take(report(cache=10, free=20), 0)
@@ -50,7 +50,7 @@ def test_numbers_that_make_no_sense_are_not_known(rate: float) -> None:
 
 
 def test_room_is_that_of_the_report_less_what_was_given_since() -> None:
-    load = Load()
+    load = EngineLoad()
     load.take(report(cache=100, free=60), 0)
     early, other = load.give(30), load.give(20)
     assert load.room(0) == 10
@@ -63,7 +63,7 @@ def test_room_is_that_of_the_report_less_what_was_given_since() -> None:
 
 
 def test_an_engine_that_runs_empty_is_still_known_to_be_fast() -> None:
-    load = Load()
+    load = EngineLoad()
     load.take(report(800.0), 0)
     load.take(report(20.0), 1)
     assert 780 < (load.speed(1) or 0) < 800
@@ -76,7 +76,7 @@ def test_an_engine_that_runs_empty_is_still_known_to_be_fast() -> None:
 
 
 def test_the_fullest_moment_is_told_once() -> None:
-    load = Load()
+    load = EngineLoad()
     for free in (80, 10, 50):
         load.take(report(cache=100, free=free), 0)
     assert (load.fullest(), load.fullest()) == (0.9, 0)
@@ -109,8 +109,8 @@ async def test_a_watch_opens_again_what_ended_broke_or_stood_still(monkeypatch: 
     monkeypatch.setattr(module, "PERIOD_SECONDS", 0.01)
     monkeypatch.setattr(module, "STALE_SECONDS", 0.05)
     client: Any = Streams("refused", "ends", "breaks", "silent", "refused")
-    load = Load()
-    task = asyncio.create_task(watch(client, load, SYSTEM_CLOCK))
+    load = EngineLoad()
+    task = asyncio.create_task(watch_load(client, load, SYSTEM_CLOCK))
     async with asyncio.timeout(5):
         while client.opened < 6 or (load.speed(SYSTEM_CLOCK.monotonic()) or 0) < 6:
             await asyncio.sleep(0.005)

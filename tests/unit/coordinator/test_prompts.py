@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.errors import ConfigError
-from fourfold_coordinator.data.prompts import Prompt, Prompts, derive_seed, load_prompts
+from fourfold_coordinator.data.prompts import Prompt, PromptSet, derive_seed, load_prompts
 from tests.fakes.toy import make_config
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
@@ -37,8 +37,8 @@ class Letters:
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Callable[..., Prompts]:
-    def load(path: Path | str, **data: Any) -> Prompts:
+def load(tmp_path: Path) -> Callable[..., PromptSet]:
+    def load(path: Path | str, **data: Any) -> PromptSet:
         table = {"train": {"path": str(path)}, "holdout": None, **data}
         return load_prompts(make_config(tmp_path, data=table), Letters())
 
@@ -72,7 +72,7 @@ def write_folder(path: Path, rows: list[dict[str, Any]]) -> Path:
     ("name", "write"), [("a.jsonl", write_jsonl), ("a.parquet", write_parquet), ("a", write_folder)]
 )
 def test_every_format_gives_the_same_prompts(
-    tmp_path: Path, load: Callable[..., Prompts], name: str, write: Callable[[Path, Any], Path]
+    tmp_path: Path, load: Callable[..., PromptSet], name: str, write: Callable[[Path, Any], Path]
 ) -> None:
     prompts = load(write(tmp_path / name, ROWS)).train
     assert [p.text for p in prompts] == [f"<user>{row['question']}<assistant>" for row in ROWS]
@@ -82,12 +82,12 @@ def test_every_format_gives_the_same_prompts(
     assert bytes(prompts[0].token_ids.tolist()).decode() == prompts[0].text
 
 
-def test_a_size_takes_the_first_rows(tmp_path: Path, load: Callable[..., Prompts]) -> None:
+def test_a_size_takes_the_first_rows(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     assert len(load(path, train={"path": str(path), "size": 4}).train) == 4
 
 
-def test_chat_messages_and_a_system_prompt(tmp_path: Path, load: Callable[..., Prompts]) -> None:
+def test_chat_messages_and_a_system_prompt(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "plain"}, {"question": messages}])
     plain, chat = load(path, system_prompt="Be brief.").train
@@ -96,14 +96,14 @@ def test_chat_messages_and_a_system_prompt(tmp_path: Path, load: Callable[..., P
     assert plain.answer == ""
 
 
-def test_plain_text_is_sent_as_it_is(tmp_path: Path, load: Callable[..., Prompts]) -> None:
+def test_plain_text_is_sent_as_it_is(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "2 + 2"}])
     (prompt,) = load(path, chat=False, prompt_field="text").train
     assert prompt.text == "2 + 2"
     assert prompt.token_ids.tolist() == [1, *map(ord, "2 + 2")]
 
 
-def test_metadata_is_the_other_columns_and_what_is_in_metadata(tmp_path: Path, load: Callable[..., Prompts]) -> None:
+def test_metadata_is_the_other_columns_and_what_is_in_metadata(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
     row = {"question": "q", "answer": 4, "level": 2, "metadata": {"source": "x", "level": 3}}
     (prompt,) = load(write_jsonl(tmp_path / "a.jsonl", [row])).train
     assert json.loads(prompt.metadata_json) == {"level": 3, "source": "x"}
@@ -121,7 +121,7 @@ def test_metadata_is_the_other_columns_and_what_is_in_metadata(tmp_path: Path, l
         ("", r"no prompt is left: it is empty"),
     ],
 )
-def test_malformed_rows_are_named(tmp_path: Path, load: Callable[..., Prompts], content: str, words: str) -> None:
+def test_malformed_rows_are_named(tmp_path: Path, load: Callable[..., PromptSet], content: str, words: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(content)
     with pytest.raises(ConfigError, match=words):
@@ -138,14 +138,14 @@ def test_malformed_rows_are_named(tmp_path: Path, load: Callable[..., Prompts], 
     ],
 )
 def test_files_that_are_no_data_are_named(
-    tmp_path: Path, load: Callable[..., Prompts], name: str, make: Callable[[Path], Any], words: str
+    tmp_path: Path, load: Callable[..., PromptSet], name: str, make: Callable[[Path], Any], words: str
 ) -> None:
     make(tmp_path / name)
     with pytest.raises(ConfigError, match=words):
         load(tmp_path / name)
 
 
-def test_a_folder_of_several_splits_is_refused_with_their_names(tmp_path: Path, load: Callable[..., Prompts]) -> None:
+def test_a_folder_of_several_splits_is_refused_with_their_names(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
     (tmp_path / "d" / "train").mkdir(parents=True)
     (tmp_path / "d" / "dataset_dict.json").write_text("{}")
     with pytest.raises(ConfigError, match="several splits; give one of them: train"):
@@ -164,14 +164,14 @@ def test_a_folder_of_several_splits_is_refused_with_their_names(tmp_path: Path, 
     ],
 )
 def test_a_task_that_cannot_be_made_is_named(
-    load: Callable[..., Prompts], task: str, options: dict[str, Any], words: str
+    load: Callable[..., PromptSet], task: str, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         load("", train={"reasoning_gym": task, "options": options, "size": 3})
 
 
 def test_prompts_that_are_too_long_are_dropped_and_counted(
-    tmp_path: Path, load: Callable[..., Prompts], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, load: Callable[..., PromptSet], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "a"}, {"question": "b" * 80}, {"question": "c" * 47}])
     with caplog.at_level(logging.WARNING):
@@ -182,7 +182,7 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(
         load(write_jsonl(tmp_path / "b.jsonl", [{"question": "b" * 80}]))
 
 
-def test_separate_evaluation_data(tmp_path: Path, load: Callable[..., Prompts]) -> None:
+def test_separate_evaluation_data(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
     train = write_jsonl(tmp_path / "a.jsonl", ROWS)
     held_out = write_jsonl(tmp_path / "b.jsonl", [{"question": "x"}, {"question": "x"}])
     prompts = load(train, eval={"path": str(held_out)})
@@ -190,7 +190,7 @@ def test_separate_evaluation_data(tmp_path: Path, load: Callable[..., Prompts]) 
     assert [p.group_key for p in prompts.held_out] == ["row 0", "row 1"]
 
 
-def test_more_groups_than_there_are_cannot_be_held_out(tmp_path: Path, load: Callable[..., Prompts]) -> None:
+def test_more_groups_than_there_are_cannot_be_held_out(tmp_path: Path, load: Callable[..., PromptSet]) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", ROWS)
     with pytest.raises(ConfigError, match=r"data.holdout.groups = 3, but the data has 3 groups by 'difficulty'"):
         load(path, holdout={"field": "difficulty", "groups": 3})
@@ -202,7 +202,7 @@ def test_more_groups_than_there_are_cannot_be_held_out(tmp_path: Path, load: Cal
 
 
 @pytest.fixture(scope="module")
-def quickstart() -> tuple[Config, Prompts]:
+def quickstart() -> tuple[Config, PromptSet]:
     config = configuration.load(QUICKSTART)
     model = config.model.model_copy(update={"max_context_tokens": 512})  # here a token is one letter
     config = config.model_copy(update={"model": model})
@@ -215,7 +215,7 @@ def operands(prompt: Prompt) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def test_no_held_out_pair_is_in_training_in_either_order(quickstart: tuple[Config, Prompts]) -> None:
+def test_no_held_out_pair_is_in_training_in_either_order(quickstart: tuple[Config, PromptSet]) -> None:
     _, prompts = quickstart
     held_out = {operands(p) for p in prompts.held_out}
     trained = {operands(p) for p in prompts.train}
@@ -224,7 +224,7 @@ def test_no_held_out_pair_is_in_training_in_either_order(quickstart: tuple[Confi
     assert len(trained | held_out) == 100, "every pair of digits is in one of the two"
 
 
-def test_the_quickstart_evaluates_22_ordered_pairs_of_11_groups(quickstart: tuple[Config, Prompts]) -> None:
+def test_the_quickstart_evaluates_22_ordered_pairs_of_11_groups(quickstart: tuple[Config, PromptSet]) -> None:
     config, prompts = quickstart
     pairs = [operands(p) for p in prompts.held_out]
     assert len(pairs) == len(set(pairs)) == 22
@@ -233,7 +233,7 @@ def test_the_quickstart_evaluates_22_ordered_pairs_of_11_groups(quickstart: tupl
     assert len(pairs) * config.evaluation.samples_per_prompt == 176
 
 
-def test_the_split_is_a_matter_of_the_seed(quickstart: tuple[Config, Prompts]) -> None:
+def test_the_split_is_a_matter_of_the_seed(quickstart: tuple[Config, PromptSet]) -> None:
     config, prompts = quickstart
     again = load_prompts(config, Letters())
     other = load_prompts(config.model_copy(update={"seed": 18}), Letters())
@@ -244,12 +244,12 @@ def test_the_split_is_a_matter_of_the_seed(quickstart: tuple[Config, Prompts]) -
 # -- order ------------------------------------------------------------------------------------------------------------
 
 
-def numbered(count: int, seed: int = 0) -> Prompts:
+def numbered(count: int, seed: int = 0) -> PromptSet:
     prompts = [
         Prompt(index=i, text=str(i), token_ids=np.array([i], np.int32), answer="", metadata_json="{}", group_key=str(i))
         for i in range(count)
     ]
-    return Prompts(train=prompts, held_out=[], seed=seed)
+    return PromptSet(train=prompts, held_out=[], seed=seed)
 
 
 @given(count=st.integers(1, 20), seed=st.integers(0, 2**31 - 1), position=st.integers(0, 100))

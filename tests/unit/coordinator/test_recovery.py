@@ -15,10 +15,16 @@ from fourfold.config import Config
 from fourfold.errors import NotFound, WrongState
 from fourfold.trainer.v1.trainer_service_pb2 import TrainerStatus
 from fourfold_coordinator.routing.trainer_session import TrainerSession
-from fourfold_coordinator.state.disk_wait import DiskWait
+from fourfold_coordinator.state.disk_wait import DiskWriter
 from fourfold_coordinator.state.ledger import Ledger
 from fourfold_coordinator.state.run_board import RunBoard
-from fourfold_coordinator.training.recovery import Restored, cut_after, newest_checkpoint, restore, rewrite_metrics
+from fourfold_coordinator.training.recovery import (
+    ResumePoint,
+    newest_checkpoint,
+    restore,
+    rewrite_metrics,
+    truncate_after,
+)
 
 CONFIG = Config.model_validate(
     {
@@ -60,8 +66,8 @@ class Session:
         return version
 
 
-async def restored(folder: Path, ledger: Ledger, session: Session) -> Restored:
-    disk = DiskWait(folder, RunBoard(name="t", step_count=9), wait_seconds=1.0)
+async def restored(folder: Path, ledger: Ledger, session: Session) -> ResumePoint:
+    disk = DiskWriter(folder, RunBoard(name="t", step_count=9), wait_seconds=1.0)
     return await restore(CONFIG, folder, ledger, cast(TrainerSession, session), disk)
 
 
@@ -106,13 +112,13 @@ def test_lines_of_later_steps_and_torn_lines_are_cut_off(tmp_path: Path) -> None
     path = tmp_path / "samples.jsonl"
     whole = [json.dumps({"step": step, "text": "\u00e4"}, ensure_ascii=False) for step in (1, 1, 2, 3)]
     path.write_text("\n".join([*whole, '{"step": 2, "text": "to']), encoding="utf-8")
-    cut_after(path, 2)
+    truncate_after(path, 2)
     assert path.read_text(encoding="utf-8").splitlines() == whole[:3]
-    cut_after(path, 2)
+    truncate_after(path, 2)
     assert path.read_text(encoding="utf-8").splitlines() == whole[:3]
-    cut_after(path, 0)
+    truncate_after(path, 0)
     assert path.read_text(encoding="utf-8") == ""
-    cut_after(tmp_path / "missing.jsonl", 0)
+    truncate_after(tmp_path / "missing.jsonl", 0)
     assert not (tmp_path / "missing.jsonl").exists()
 
 
@@ -120,7 +126,7 @@ def test_a_line_that_cannot_be_read_costs_no_other(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     good = [b'{"step": 1}\n', b'{"step": 2}\n', b'{"step": 2, "text": "\xff"}\n']
     path.write_bytes(good[0] + b'{"st\n' + b'{"text": ""}\n' + b"[1]\n" + good[1] + good[2])
-    cut_after(path, 2)
+    truncate_after(path, 2)
     assert path.read_text(encoding="utf-8").splitlines() == [
         '{"step": 1}', '{"step": 2}', '{"step": 2, "text": "\ufffd"}',
     ]  # fmt: skip
@@ -147,14 +153,14 @@ def test_a_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "replace", note)
-    cut_after(path, 1)
+    truncate_after(path, 1)
     assert done == ["fsync", "replace"]
 
 
 def test_a_last_line_without_its_end_is_not_trusted(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     path.write_text('{"step": 1}\n{"step": 1}')
-    cut_after(path, 5)
+    truncate_after(path, 5)
     assert path.read_text() == '{"step": 1}\n'
 
 
@@ -174,7 +180,7 @@ async def test_versions_go_on_above_the_only_one_that_was_published(
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.publishing(1, 1)
     session = Session(TrainerStatus(checkpoint_step=-1))
-    assert await restored(tmp_path, ledger, session) == Restored(step=0, data_position=0)
+    assert await restored(tmp_path, ledger, session) == ResumePoint(step=0, data_position=0)
     assert session.policy_version == 2, "an engine may hold version 1 of the weights that are lost"
     assert "going on after step 0 with policy version 2" in caplog.text
 
@@ -193,7 +199,7 @@ async def test_the_checkpoint_of_the_first_step_is_one_as_any_other(tmp_path: Pa
     ledger.acknowledge(1, policy_version=1, skipped_reason="", data_position=3)
     ledger.record_metrics(1, {"reward/mean": 0.5}, seconds=1.0)
     session = Session(TrainerStatus(step=1, checkpoint_step=1))
-    assert await restored(tmp_path, ledger, session) == Restored(step=1, data_position=3)
+    assert await restored(tmp_path, ledger, session) == ResumePoint(step=1, data_position=3)
     assert "LoadCheckpoint" in session.timeouts
     checkpoint = ledger.last_checkpoint()
     assert checkpoint is not None and checkpoint.step == 1
@@ -205,7 +211,7 @@ async def test_a_restore_goes_back_to_the_checkpoint_and_gives_every_call_a_dead
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 5)))
     ledger.publishing(4, 4)
     session = Session(TrainerStatus(step=4, checkpoint_step=2))
-    assert await restored(tmp_path, ledger, session) == Restored(step=2, data_position=6)
+    assert await restored(tmp_path, ledger, session) == ResumePoint(step=2, data_position=6)
     assert session.timeouts == {"GetStatus": 10.0, "LoadCheckpoint": 77.0}
     assert session.policy_version == 5
     assert ledger.last_step() == 2

@@ -9,7 +9,7 @@ import pytest
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import InvalidInput, NotFound, WrongState
-from fourfold_coordinator.routing.registry import TTL_SECONDS, Change, Member, Registry
+from fourfold_coordinator.routing.registry import TTL_SECONDS, Member, MemberChange, Registry
 from tests.fakes.clock import FakeClock
 
 TOKENIZER = b"t" * 32
@@ -32,14 +32,14 @@ def registry(clock: FakeClock) -> Registry:
 
 
 @pytest.fixture
-def changes(registry: Registry) -> list[tuple[str, Change]]:
-    seen: list[tuple[str, Change]] = []
-    registry.listen(lambda m, change: seen.append((m.incarnation[0], change)))
+def changes(registry: Registry) -> list[tuple[str, MemberChange]]:
+    seen: list[tuple[str, MemberChange]] = []
+    registry.add_listener(lambda m, change: seen.append((m.incarnation[0], change)))
     return seen
 
 
 async def test_a_lease_lives_as_long_as_it_is_kept_alive(
-    registry: Registry, clock: FakeClock, changes: list[tuple[str, Change]]
+    registry: Registry, clock: FakeClock, changes: list[tuple[str, MemberChange]]
 ) -> None:
     token = registry.register(member())
     for _ in range(10):
@@ -49,7 +49,7 @@ async def test_a_lease_lives_as_long_as_it_is_kept_alive(
     await clock.advance(TTL_SECONDS)
     assert [m.member_id for m in registry.expire()] == ["rollout-0"]
     assert registry.members() == []
-    assert changes == [("a", Change.JOINED), ("a", Change.EXPIRED)]
+    assert changes == [("a", MemberChange.JOINED), ("a", MemberChange.EXPIRED)]
 
 
 async def test_an_expired_lease_is_never_revived(registry: Registry, clock: FakeClock) -> None:
@@ -63,16 +63,18 @@ async def test_an_expired_lease_is_never_revived(registry: Registry, clock: Fake
 
 
 def test_registering_again_with_the_same_incarnation_is_the_same_lease(
-    registry: Registry, changes: list[tuple[str, Change]]
+    registry: Registry, changes: list[tuple[str, MemberChange]]
 ) -> None:
     assert registry.register(member()) == registry.register(member())
-    assert changes == [("a", Change.JOINED)]
+    assert changes == [("a", MemberChange.JOINED)]
 
 
-def test_a_new_incarnation_replaces_the_old_one_for_good(registry: Registry, changes: list[tuple[str, Change]]) -> None:
+def test_a_new_incarnation_replaces_the_old_one_for_good(
+    registry: Registry, changes: list[tuple[str, MemberChange]]
+) -> None:
     old = registry.register(member())
     registry.register(member(incarnation="b", target="127.0.0.1:5001"))
-    assert changes == [("a", Change.JOINED), ("a", Change.REPLACED), ("b", Change.JOINED)]
+    assert changes == [("a", MemberChange.JOINED), ("a", MemberChange.REPLACED), ("b", MemberChange.JOINED)]
     with pytest.raises(NotFound):
         registry.keep_alive(old)
     with pytest.raises(WrongState, match="was replaced by a newer process"):
@@ -81,19 +83,19 @@ def test_a_new_incarnation_replaces_the_old_one_for_good(registry: Registry, cha
     assert [m.incarnation[0] for m in registry.members()] == ["b"]
 
 
-def test_a_member_that_moved_keeps_its_incarnation(registry: Registry, changes: list[tuple[str, Change]]) -> None:
+def test_a_member_that_moved_keeps_its_incarnation(registry: Registry, changes: list[tuple[str, MemberChange]]) -> None:
     registry.register(member())
     registry.register(member(target="127.0.0.1:5002"))
     registry.register(member(target="127.0.0.1:5002"))
     assert [m.target for m in registry.members()] == ["127.0.0.1:5002"]
-    assert [change for _, change in changes] == [Change.JOINED, Change.REPLACED, Change.JOINED]
+    assert [change for _, change in changes] == [MemberChange.JOINED, MemberChange.REPLACED, MemberChange.JOINED]
 
 
-def test_deregistering_twice_is_harmless(registry: Registry, changes: list[tuple[str, Change]]) -> None:
+def test_deregistering_twice_is_harmless(registry: Registry, changes: list[tuple[str, MemberChange]]) -> None:
     token = registry.register(member())
     registry.deregister(token)
     registry.deregister(token)
-    assert changes == [("a", Change.JOINED), ("a", Change.LEFT)]
+    assert changes == [("a", MemberChange.JOINED), ("a", MemberChange.LEFT)]
 
 
 def test_a_drain_is_asked_of_every_member(registry: Registry) -> None:
@@ -163,7 +165,7 @@ async def test_registering_again_renews_the_lease(registry: Registry, clock: Fak
 
 
 async def test_a_refused_member_changes_nothing(
-    registry: Registry, clock: FakeClock, changes: list[tuple[str, Change]]
+    registry: Registry, clock: FakeClock, changes: list[tuple[str, MemberChange]]
 ) -> None:
     registry.register(member("trainer-0", role=Role.ROLE_TRAINER))
     token = registry.register(member())

@@ -14,10 +14,10 @@ from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.rpc.channel import open_channel
 from fourfold_coordinator.routing import circuit_breaker
 from fourfold_coordinator.routing.registry import Member, Registry
-from fourfold_coordinator.routing.replica import Budget, GivenUp, Replica, RunEnds, ServiceMissing
+from fourfold_coordinator.routing.replica import FatalRunError, GivenUp, Replica, RetryBudget, ServiceMissing
 from fourfold_coordinator.routing.router import Router
 from fourfold_coordinator.routing.scheduling import Demand
-from fourfold_coordinator.state.faults import Faults
+from fourfold_coordinator.state.faults import FaultLog
 
 ROLE = Role.ROLE_REWARD
 
@@ -50,7 +50,7 @@ class Bench:
         )
         replica = next(r for r in self.router.replicas(role) if r.member.member_id == name)
         replica.capacity = capacity
-        self.router.hinder(replica, "")
+        self.router.set_unusable_reason(replica, "")
         return replica
 
     async def call(
@@ -63,7 +63,7 @@ class Bench:
         role: Any = ROLE,
         version: int | None = None,
     ) -> Any:
-        budget = Budget(infrastructure=infrastructure, data=data)
+        budget = RetryBudget(infrastructure=infrastructure, data=data)
         async with asyncio.timeout(10):
             return await self.router.call(role, work, demand=Demand(samples=samples), budget=budget, version=version)
 
@@ -217,9 +217,9 @@ async def test_an_error_that_ends_the_run_is_not_tried_again(bench: Bench) -> No
 
     async def work(_: Replica) -> None:
         tries.append(1)
-        raise RunEnds("the recipe says stop")
+        raise FatalRunError("the recipe says stop")
 
-    with pytest.raises(RunEnds):
+    with pytest.raises(FatalRunError):
         await bench.call(work)
     assert tries == [1]
 
@@ -227,7 +227,7 @@ async def test_an_error_that_ends_the_run_is_not_tried_again(bench: Bench) -> No
 async def test_failures_are_counted_and_shown_until_a_call_works(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(circuit_breaker, "_FIRST_REST_SECONDS", 0.001)
     shown: dict[str, str] = {}
-    bench.router.faults = Faults(report=shown.__setitem__, resolve=shown.__delitem__)
+    bench.router.faults = FaultLog(report=shown.__setitem__, resolve=shown.__delitem__)
     bench.join("a").scorer = "mine@1"
     seen: list[str] = []
 
@@ -251,7 +251,7 @@ async def test_a_replica_that_failed_often_gets_one_call_until_that_one_works(
     monkeypatch.setattr(circuit_breaker, "_FIRST_REST_SECONDS", 0.001)
     replica = bench.join("a")
     for number in range(circuit_breaker.THRESHOLD):
-        replica.breaker.failed(Unavailable("away"), float(number))
+        replica.breaker.record_failure(Unavailable("away"), float(number))
     probed = asyncio.Event()
     begun: list[bool] = []
 
@@ -263,7 +263,7 @@ async def test_a_replica_that_failed_often_gets_one_call_until_that_one_works(
     calls = [asyncio.create_task(bench.call(work)) for _ in range(3)]
     while not begun:
         await asyncio.sleep(0)
-    await bench.router.changed(timeout=0.05)
+    await bench.router.wait_for_change(timeout=0.05)
     assert begun == [True]
     probed.set()
     await asyncio.gather(*calls)
@@ -272,9 +272,9 @@ async def test_a_replica_that_failed_often_gets_one_call_until_that_one_works(
 
 async def test_what_is_shown_of_a_member_goes_with_it(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: dict[str, str] = {}
-    bench.router.faults = Faults(report=shown.__setitem__, resolve=shown.__delitem__)
+    bench.router.faults = FaultLog(report=shown.__setitem__, resolve=shown.__delitem__)
     replica = bench.join("a")
-    bench.router.failed(replica, DeadlinePassed("a: Score took longer than 3 s"))
+    bench.router.record_failure(replica, DeadlinePassed("a: Score took longer than 3 s"))
     assert "Score took longer" in shown["a"], "one that hangs is shown at once"
     bench.registry.deregister(bench.tokens["a"])
     assert shown == {}
@@ -289,7 +289,7 @@ async def test_a_role_without_services_is_named_after_the_wait(bench: Bench) -> 
 
 async def test_a_hindered_replica_is_not_used_and_says_why(bench: Bench) -> None:
     replica = bench.join("a")
-    bench.router.hinder(replica, "its weight update failed")
+    bench.router.set_unusable_reason(replica, "its weight update failed")
     with pytest.raises(ServiceMissing, match="a: its weight update failed"):
         await bench.call(name)
 
@@ -372,11 +372,11 @@ async def test_what_was_refused_beside_other_work_is_asked_again_when_that_work_
         return "large"
 
     one = asyncio.create_task(
-        bench.router.call(ROLE, small, demand=Demand(samples=1), budget=Budget(infrastructure=5, data=1))
+        bench.router.call(ROLE, small, demand=Demand(samples=1), budget=RetryBudget(infrastructure=5, data=1))
     )
     await asyncio.sleep(0.05)
     other = asyncio.create_task(
-        bench.router.call(ROLE, large, demand=Demand(samples=8), budget=Budget(infrastructure=5, data=1))
+        bench.router.call(ROLE, large, demand=Demand(samples=8), budget=RetryBudget(infrastructure=5, data=1))
     )
     await asyncio.sleep(0.05)
     gate.set()
@@ -393,5 +393,5 @@ async def test_more_samples_than_anybody_takes_at_once_are_an_error_and_no_endle
 
     with pytest.raises(ServiceMissing, match="takes the 8 samples of one prompt at once; the largest takes 4"):
         await asyncio.wait_for(
-            bench.router.call(ROLE, never, demand=Demand(samples=8), budget=Budget(infrastructure=5, data=1)), 5
+            bench.router.call(ROLE, never, demand=Demand(samples=8), budget=RetryBudget(infrastructure=5, data=1)), 5
         )

@@ -15,7 +15,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import Unavailable
 from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold_coordinator.routing import router
-from fourfold_coordinator.routing.load import Load
+from fourfold_coordinator.routing.load import EngineLoad
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.replica import Replica
 from fourfold_coordinator.routing.router import Router
@@ -48,13 +48,13 @@ class Scene:
             clock=SYSTEM_CLOCK,
             wait_seconds=5,
         )
-        self.watched: list[Load] = []
-        self.unwatched: list[Load] = []
+        self.watched: list[EngineLoad] = []
+        self.unwatched: list[EngineLoad] = []
 
     def _open(self, member: Member) -> Any:
         return self.channels.setdefault(member.target, Channel())
 
-    async def watch(self, client: Any, load: Load, clock: Any) -> None:
+    async def watch(self, client: Any, load: EngineLoad, clock: Any) -> None:
         self.watched.append(load)
         try:
             await asyncio.Event().wait()
@@ -72,14 +72,14 @@ class Scene:
         token = self.registry.register(member)
         (replica,) = [r for r in self.router.replicas(role) if r.member.member_id == name]
         replica.vocabulary_size = 100
-        self.router.hinder(replica, "")  # as if it had been looked at
+        self.router.set_unusable_reason(replica, "")  # as if it had been looked at
         return replica, token
 
 
 @pytest.fixture
 async def scene(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     scene = Scene()
-    monkeypatch.setattr(router, "watch", scene.watch)
+    monkeypatch.setattr(router, "watch_load", scene.watch)
     running = asyncio.create_task(scene.router.run())
     yield scene
     running.cancel()

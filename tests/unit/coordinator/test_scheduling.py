@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fourfold_coordinator.routing.scheduling import Candidate, Lengths, Prefixes, call_tokens, choose, prefix_keys
+from fourfold_coordinator.routing.scheduling import (
+    Candidate,
+    CompletionLengths,
+    PrefixHolders,
+    call_tokens,
+    choose_replica,
+    prefix_keys,
+)
 
 C = Candidate
 
@@ -37,7 +44,7 @@ C = Candidate
     ],
 )  # fmt: skip
 def test_the_choice(candidates: list[Candidate], size: int, best: str) -> None:
-    assert choose(candidates, size).name == best
+    assert choose_replica(candidates, size).name == best
 
 
 def test_the_size_of_a_call_counts_every_prompt() -> None:
@@ -57,7 +64,7 @@ def test_keys_of_a_prompt_stand_for_its_leading_tokens() -> None:
 
 
 def test_a_prefix_is_found_with_who_was_given_it_last_and_the_oldest_is_forgotten() -> None:
-    prefixes, first = Prefixes(limit=4), np.arange(130, dtype=np.int32)
+    prefixes, first = PrefixHolders(limit=4), np.arange(130, dtype=np.int32)
     prefixes.give(prefix_keys(first), "a")
     assert prefixes.held(prefix_keys(first)) == {"a": 130}
     later = np.concatenate([first, first])
@@ -69,10 +76,10 @@ def test_a_prefix_is_found_with_who_was_given_it_last_and_the_oldest_is_forgotte
 
 
 def test_expected_lengths_are_the_mean_of_those_seen_and_never_above_the_limit() -> None:
-    lengths = Lengths()
+    lengths = CompletionLengths()
     assert lengths.expected(512) == 512
-    lengths.saw([10, 20, 60])
+    lengths.add([10, 20, 60])
     assert lengths.expected(512) == 30
     assert lengths.expected(16) == 16
-    lengths.saw([100] * 20_000)
+    lengths.add([100] * 20_000)
     assert lengths.expected(512) >= 98, "what was long ago fades"

@@ -19,7 +19,7 @@ from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.routing.scheduling import Demand, prefix_keys
-from fourfold_coordinator.training.service_calls import Peers
+from fourfold_coordinator.training.service_calls import ServiceCalls
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
 PROMPT = Prompt(
@@ -56,7 +56,7 @@ class Decoder:
 async def test_a_call_says_what_it_will_take() -> None:
     config = configuration.load(RECIPE)
     router: Any = Router()
-    peers = Peers(config, router, Decoder())
+    peers = ServiceCalls(config, router, Decoder())
     for samples, length in ((4, 3), (2, 9), (1, 1)):
         router.length = length
         names = [f"s{index}" for index in range(samples)]
@@ -116,7 +116,7 @@ def _config() -> Config:
 
 async def _ask(router: OneReplica, **more: Any) -> list[Any]:
     asked: Any = router
-    peers = Peers(_config(), asked, Decoder())
+    peers = ServiceCalls(_config(), asked, Decoder())
     names = ["s0", "s1", "s2"]
     return await peers.generate(
         PROMPT, group_id="g", sample_ids=names, seed=40, version=3, budget=peers.budget(), **more
@@ -168,7 +168,7 @@ async def test_a_reference_gives_each_sample_its_row_in_time() -> None:
     router = OneReplica()
     trajectories = await _ask(router)
     asked: Any = router
-    peers = Peers(_config(), asked, Decoder())
+    peers = ServiceCalls(_config(), asked, Decoder())
     found = await peers.reference(trajectories, peers.budget())
     assert router.timeouts[-1] == 77.0
     assert [t.sample.sample_id for t in found] == ["s0", "s1", "s2"]

@@ -18,7 +18,7 @@ ENGINES = ["rollout-0", "rollout-1"]
 class _Replica:
     def __init__(self, name: str, role: Role.ValueType = Role.ROLE_ROLLOUT) -> None:
         self.member = Member(member_id=name, incarnation="1", role=role, target="x:1", tokenizer_sha256=b"")
-        self.version, self.hindrance = 4, ""
+        self.version, self.unusable_reason = 4, ""
 
 
 class Scene:
@@ -104,7 +104,7 @@ def test_an_error_stays_until_the_engine_serves_again() -> None:
     assert (party.state, party.last_error, party.backend) == ("updating", "its probe differs", "nccl")
     scene.plane.state("rollout-0", plane.SERVING)
     assert scene.report().parties[1].last_error == ""
-    scene.replicas[1].hindrance = "not looked at yet"
+    scene.replicas[1].unusable_reason = "not looked at yet"
     assert scene.report().parties[1].state == "waiting", "a new process of that name"
 
 

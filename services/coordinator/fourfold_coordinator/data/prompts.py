@@ -1,4 +1,4 @@
-"""Prompts: rows of a data set as token ids, held-out groups kept apart, in an endless order.
+"""PromptSet: rows of a data set as token ids, held-out groups kept apart, in an endless order.
 
     rows --template, tokens--> prompts --holdout--> training prompts (endless, shuffled by seed)
                                                \\--> evaluation prompts (each once)
@@ -70,7 +70,7 @@ def derive_seed(seed: int, *parts: object) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - _SEED_BITS)
 
 
-class Prompts:
+class PromptSet:
     """Training prompts in an endless, reproducible order, and the held-out ones."""
 
     def __init__(self, *, train: Sequence[Prompt], held_out: Sequence[Prompt], seed: int) -> None:
@@ -101,7 +101,7 @@ class Prompts:
         return digest.hexdigest()
 
 
-def load_prompts(config: Config, tokenizer: PromptTokenizer) -> Prompts:
+def load_prompts(config: Config, tokenizer: PromptTokenizer) -> PromptSet:
     """Read, tokenise and split the data of a recipe. Takes seconds: call it in a thread.
 
     Raises:
@@ -116,7 +116,7 @@ def load_prompts(config: Config, tokenizer: PromptTokenizer) -> Prompts:
         train, held_out = split(train, data.holdout, seed=config.seed)
     if config.evaluation.max_prompts:
         held_out = held_out[: config.evaluation.max_prompts]
-    return Prompts(train=train, held_out=held_out, seed=config.seed)
+    return PromptSet(train=train, held_out=held_out, seed=config.seed)
 
 
 def split(prompts: Sequence[Prompt], holdout: HoldoutConfig, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:

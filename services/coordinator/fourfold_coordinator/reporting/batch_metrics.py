@@ -7,10 +7,10 @@ import numpy as np
 from fourfold import metrics as m
 from fourfold.arrays import Sample
 
-from ..state.samples import Batch
+from ..state.samples import StepBatch
 
 
-def summarize(batch: Batch, *, policy_version: int) -> dict[str, float]:
+def summarize(batch: StepBatch, *, policy_version: int) -> dict[str, float]:
     """Return the metrics of a batch that need no trainer, over all that was generated: before the filter.
 
     Args:

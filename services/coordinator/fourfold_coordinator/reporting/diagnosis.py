@@ -1,6 +1,6 @@
 """In plain words what is wrong with a step, and what to do: for the log, the display, metrics.jsonl and the report.
 
-    metrics of a step --> Doctor.examine --> findings of the step      metrics.jsonl: `diagnosis`, every step
+    metrics of a step --> TrainingDiagnosis.examine --> findings of the step      metrics.jsonl: `diagnosis`, every step
                               |
                               '-------------> those to tell            log and display: once, then when it is clearly
                                                                        worse, or still so many steps later
@@ -55,7 +55,7 @@ class Finding:
     """How bad it is, compared with other steps; above 0."""
 
 
-class Doctor:
+class TrainingDiagnosis:
     """Examines the steps of a run in their order."""
 
     def __init__(self, *, compares_samples: bool = True, critic_begins: int = 1) -> None:
@@ -73,7 +73,7 @@ class Doctor:
         self._skipped_in_a_row = 0
 
     @classmethod
-    def of(cls, config: Config) -> Doctor:
+    def of(cls, config: Config) -> TrainingDiagnosis:
         """Return the one for a run."""
         critic = config.critic
         return cls(
@@ -162,7 +162,7 @@ def history(config: Config, rows: Sequence[StepRow]) -> list[dict[str, Any]]:
         config: of the run.
         rows: all steps, in order.
     """
-    doctor = Doctor.of(config)
+    doctor = TrainingDiagnosis.of(config)
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         findings, _ = doctor.examine(row.step, row.metrics, skipped_reason=row.skipped_reason, dropped={})

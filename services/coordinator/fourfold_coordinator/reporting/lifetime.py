@@ -14,7 +14,7 @@ from typing import Final
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.host.disk import is_full
 
-from ..routing.registry import Change, Member
+from ..routing.registry import Member, MemberChange
 from ..state.ledger import Ledger
 from .memory import MemoryMeter
 
@@ -53,9 +53,9 @@ class Lifetime:
         """Of the run so far, lost work included."""
         return self._before + self._clock.monotonic() - self._began
 
-    def on_member(self, member: Member, change: Change) -> None:
+    def on_member(self, member: Member, change: MemberChange) -> None:
         """Count a process that comes in another one's place; a listener of the registry."""
-        if change is not Change.JOINED:
+        if change is not MemberChange.JOINED:
             return
         known = self._incarnations.get(member.member_id)
         if known is None and len(self._incarnations) >= _MAX_NAMES:

@@ -40,13 +40,13 @@ from fourfold import metrics as m
 from fourfold.config import Config
 
 from ..state.ledger import EvalRow, Ledger, StepRow
-from ..state.samples import Group, digest
+from ..state.samples import SampleGroup, digest
 from .diagnosis import history
 
 FIRST_STEP = "first_step"
 
 
-def first_step_facts(groups: Sequence[Group]) -> str:
+def first_step_facts(groups: Sequence[SampleGroup]) -> str:
     """Return, as JSON, digests that are equal for two runs whose first steps are."""
     ordered = sorted(groups, key=lambda group: group.position)
     trajectories = [t for group in ordered for t in group.trajectories]
@@ -86,7 +86,7 @@ def build(
         resumes: of the run.
         model_ema: folder of the export of the average; None: none is kept.
         uncounted: services whose memory is not in that sum.
-        faults: rows of `Faults`.
+        faults: rows of `FaultLog`.
     """
     steps, evals = ledger.steps(), ledger.evals()
     before = next((row for row in evals if row.step == 0), None)

@@ -15,7 +15,7 @@ from .registry import Registry
 _PERIOD_SECONDS: Final = 60.0
 
 
-class Certificates:
+class CertificateMonitor:
     """Of the processes that take part now. Without TLS there are none. Used on one event loop."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Certificates:
         self._seen: dict[str, tuple[bytes, float]] = {}  # certificate and its end, by member id
         self._reported: set[str] = set()
 
-    def saw(self, owner: Principal, pem: bytes) -> None:
+    def record(self, owner: Principal, pem: bytes) -> None:
         """Note what a member has shown."""
         known = self._seen.get(owner.name)
         if known is None or known[0] != pem:
@@ -63,9 +63,9 @@ class Certificates:
         warnings = {name: expiry_warning(name, seconds / 86_400) for name, seconds in self.seconds_left().items()}
         found = {f"certificate of {name}": text for name, text in warnings.items() if text}
         for subject, text in found.items():
-            self._board.report(subject, text)
+            self._board.report_condition(subject, text)
         for subject in self._reported - found.keys():
-            self._board.resolve(subject)
+            self._board.resolve_condition(subject)
         self._reported = set(found)
 
     async def run(self) -> None:

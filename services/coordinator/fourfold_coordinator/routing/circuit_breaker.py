@@ -21,7 +21,7 @@ _MAX_CLOSED_SECONDS: Final = 5.0
 _MAX_OPEN_SECONDS: Final = 30.0
 
 
-class Breaker:
+class CircuitBreaker:
     """The breaker of one service. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Breaker:
         """Whether a call may be made now."""
         return not self.resting(now) and not self.probing
 
-    def begin(self) -> bool:
+    def begin_call(self) -> bool:
         """Note that a call begins; return whether it is the one that must show that the service works again.
 
         That one should be small. `end` must follow it.
@@ -51,11 +51,11 @@ class Breaker:
         self.probing = self.open
         return self.probing
 
-    def end(self) -> None:
+    def end_call(self) -> None:
         """Note that the call for which `begin` returned True is over, however it ended."""
         self.probing = False
 
-    def failed(self, error: FourfoldError, now: float) -> None:
+    def record_failure(self, error: FourfoldError, now: float) -> None:
         """Note a call that failed.
 
         Calls that fail while it rests began before the rest: many that fail together count once. A rest that the
@@ -78,8 +78,8 @@ class Breaker:
     def trip(self, error: FourfoldError, now: float) -> None:
         """Note a failure that was so expensive that there must be no second one like it: open at once."""
         self.open = True
-        self.failed(error, now)
+        self.record_failure(error, now)
 
-    def worked(self) -> None:
+    def record_success(self) -> None:
         """Note a call that worked."""
         self.open, self.failures, self.first, self._retry_at = False, 0, None, 0.0

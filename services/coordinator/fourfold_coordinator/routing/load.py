@@ -1,6 +1,6 @@
 """What a rollout service says of its load, as far as it is fresh, and the watch that keeps it so.
 
-    WatchLoad --report every second--> Load <--given, ended-- router
+    WatchLoad --report every second--> EngineLoad <--given, ended-- router
 
 Reports help to choose and decide nothing. A service that never sends one is used like any other; one whose reports have
 stopped may stand still, and comes after those that say that they have room. Both are asked again.
@@ -34,14 +34,14 @@ _HALF_LIFE_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ticket:
+class LoadTicket:
     """One call in a `Load`: its tokens, and the report after which it was given."""
 
     tokens: int
     report: int
 
 
-class Load:
+class EngineLoad:
     """What is known of one replica's load. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
@@ -87,12 +87,12 @@ class Load:
         result, self._fullest = self._fullest, 0.0
         return result
 
-    def give(self, tokens: int) -> Ticket:
+    def give(self, tokens: int) -> LoadTicket:
         """Note a call that is on its way."""
         self._given += tokens
-        return Ticket(tokens, self._reports)
+        return LoadTicket(tokens, self._reports)
 
-    def end(self, ticket: Ticket) -> None:
+    def end(self, ticket: LoadTicket) -> None:
         """Note that it is over. What a report has counted, the next one counts no more."""
         if ticket.report == self._reports:
             self._given -= ticket.tokens
@@ -101,7 +101,7 @@ class Load:
         return now - self._arrived <= STALE_SECONDS
 
 
-def measure(loads: Sequence[Load], now: float) -> dict[str, float]:
+def summarize_loads(loads: Sequence[EngineLoad], now: float) -> dict[str, float]:
     """Return the metrics of engines with these loads; what none of them tells is left out. Asks for `fullest`."""
     speeds = [speed for load in loads if (speed := load.speed(now)) is not None]
     result = {m.ENGINE_SPEED_MIN: min(speeds), m.ENGINE_SPEED_MAX: max(speeds)} if speeds else {}
@@ -109,7 +109,7 @@ def measure(loads: Sequence[Load], now: float) -> dict[str, float]:
     return result | ({m.KV_CACHE_USE: fullest} if fullest else {})
 
 
-async def watch(client: AsyncRolloutClient, load: Load, clock: Clock) -> None:
+async def watch_load(client: AsyncRolloutClient, load: EngineLoad, clock: Clock) -> None:
     """Bring a replica's reports to `load`, until cancelled; a stream that ends or stands still is opened anew."""
     while True:
         try:

@@ -11,7 +11,7 @@ from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as pb_grpc
 from fourfold.security import principal
 
-from .certificates import Certificates
+from .certificates import CertificateMonitor
 from .registry import Member, Registry
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -20,7 +20,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class MembershipServicer(pb_grpc.MembershipServiceServicer):
     """Translates; the rules are in `registry.py`."""
 
-    def __init__(self, registry: Registry, certificates: Certificates | None = None) -> None:
+    def __init__(self, registry: Registry, certificates: CertificateMonitor | None = None) -> None:
         """Translate for `registry`; `certificates` is told what the members show."""
         self._registry = registry
         self._certificates = certificates
@@ -54,7 +54,7 @@ class MembershipServicer(pb_grpc.MembershipServiceServicer):
     def _note_certificate(self, context: Context) -> None:
         if self._certificates is not None:
             for pem in context.auth_context().get("x509_pem_cert", ()):
-                self._certificates.saw(principal.current(), pem)
+                self._certificates.record(principal.current(), pem)
 
     def _ttl(self) -> Duration:
         ttl = Duration()

@@ -48,7 +48,7 @@ ROLE_NAMES: Final[dict[int, str]] = {
 }
 
 
-class Change(Enum):
+class MemberChange(Enum):
     """What happened to a member."""
 
     JOINED = "joined"
@@ -94,7 +94,7 @@ class _Lease:
     drain_requested: bool = False
 
 
-Listener = Callable[[Member, Change], None]
+Listener = Callable[[Member, MemberChange], None]
 
 
 class Registry:
@@ -127,7 +127,7 @@ class Registry:
         self._fenced: dict[tuple[str, str], None] = {}  # (member_id, incarnation), the oldest first
         self._listeners: list[Listener] = []
 
-    def listen(self, listener: Listener) -> None:
+    def add_listener(self, listener: Listener) -> None:
         """Have `listener` called on every change, at once. What it raises is logged and changes nothing here."""
         self._listeners.append(listener)
 
@@ -170,14 +170,14 @@ class Registry:
         if held is not None:
             if held.member.incarnation != member.incarnation:
                 self._fence(held.member)
-            self._remove(held, Change.REPLACED)
+            self._remove(held, MemberChange.REPLACED)
         now, at = self._clock.monotonic(), self._clock.now()
         token = secrets.token_bytes(16)
         lease = _Lease(
             member=member, owner=owner, token=token, ends=now + self.ttl, heard=now, heard_at=at, live_since=at
         )
         self._leases[member.member_id] = lease
-        self._tell(member, Change.JOINED)
+        self._tell(member, MemberChange.JOINED)
         return lease.token
 
     def keep_alive(self, token: bytes, owner: Principal = LOCAL) -> bool:
@@ -207,7 +207,7 @@ class Registry:
         """End a lease of `owner`; nothing happens when it is gone already."""
         lease = self._find(token, owner)
         if lease is not None:
-            self._remove(lease, Change.LEFT)
+            self._remove(lease, MemberChange.LEFT)
 
     def request_drain(self) -> None:
         """Ask every member to drain and deregister, with its next KeepAlive."""
@@ -219,7 +219,7 @@ class Registry:
         now = self._clock.monotonic()
         late = [lease for lease in self._leases.values() if lease.ends <= now]
         for lease in late:
-            self._remove(lease, Change.EXPIRED)
+            self._remove(lease, MemberChange.EXPIRED)
         return [lease.member for lease in late]
 
     def _late(self, lease: _Lease) -> bool:
@@ -293,11 +293,11 @@ class Registry:
                     reason="SECOND_TRAINER",
                 )
 
-    def _remove(self, lease: _Lease, change: Change) -> None:
+    def _remove(self, lease: _Lease, change: MemberChange) -> None:
         del self._leases[lease.member.member_id]
         self._tell(lease.member, change)
 
-    def _tell(self, member: Member, change: Change) -> None:
+    def _tell(self, member: Member, change: MemberChange) -> None:
         for listener in self._listeners:
             try:
                 listener(member, change)

@@ -17,21 +17,21 @@ from fourfold.reward.client import AsyncRewardClient
 from fourfold.rollout.client import AsyncRolloutClient, RolloutControlClient
 from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 
-from .circuit_breaker import Breaker
-from .load import Load, Ticket
+from .circuit_breaker import CircuitBreaker
+from .load import EngineLoad, LoadTicket
 from .registry import Member
 from .scheduling import Demand
 
 T = TypeVar("T")
 
-NOT_LOOKED_AT: Final = "not looked at yet"
+NOT_INSPECTED: Final = "not looked at yet"
 
 
 class ServiceMissing(Unavailable):
     """No service of a needed role came in time; the run cannot go on."""
 
 
-class RunEnds(WrongState):
+class FatalRunError(WrongState):
     """An answer after which the recipe wants the run to end; no other replica is asked."""
 
 
@@ -39,22 +39,22 @@ class GivenUp(FourfoldError):
     """A piece of work has used its retry budget up; `reason` says why, for the ledger."""
 
 
-class Allowance(Protocol):
+class RetryPolicy(Protocol):
     """What a piece of work may lose before it is given up."""
 
-    def lose(self, error: FourfoldError) -> None:
-        """Count one lost try; raise GivenUp or RunEnds when there was none left."""
+    def spend(self, error: FourfoldError) -> None:
+        """Count one lost try; raise GivenUp or FatalRunError when there was none left."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
-class Budget:
+class RetryBudget:
     """Tries that one group may still lose."""
 
     infrastructure: int
     data: int
 
-    def lose(self, error: FourfoldError) -> None:
+    def spend(self, error: FourfoldError) -> None:
         """Count one lost try.
 
         Raises:
@@ -82,13 +82,13 @@ class Replica:
         self.reference = AsyncReferenceClient(channel, peer=member.peer)
         self.trainer = AsyncTrainerClient(channel, peer=member.peer)
         self.weights = TrainerWeightClient(channel, peer=member.peer)
-        self.hindrance = NOT_LOOKED_AT
+        self.unusable_reason = NOT_INSPECTED
         """Why it is not used, for people; empty when it is."""
         self.outstanding = 0
         """Samples it was given and has not answered."""
         self.outstanding_size = 0
         """The same in the measure of `Demand.size`."""
-        self.load = Load()
+        self.load = EngineLoad()
         """What an engine reports of itself."""
         self.capacity = 0
         """Most samples outstanding; 0: no limit."""
@@ -106,7 +106,7 @@ class Replica:
         """Version of the weights that the broker vouches for; -1: none."""
         self.gone = ""
         """Why it is no member any more; empty while it is."""
-        self.breaker = Breaker()
+        self.breaker = CircuitBreaker()
         self._calls: set[asyncio.Timeout] = set()
 
     @property
@@ -130,13 +130,13 @@ class Replica:
         """What its prefix cache holds is of this process and of these weights."""
         return *self.key, self.version
 
-    def give(self, demand: Demand) -> Ticket:
+    def give(self, demand: Demand) -> LoadTicket:
         """Count a call that goes there; `end` it with what this returns."""
         self.outstanding += demand.samples
         self.outstanding_size += demand.size
         return self.load.give(demand.tokens)
 
-    def end(self, demand: Demand, ticket: Ticket) -> None:
+    def end(self, demand: Demand, ticket: LoadTicket) -> None:
         """Count a call that is over."""
         self.outstanding -= demand.samples
         self.outstanding_size -= demand.size
@@ -155,16 +155,16 @@ class Replica:
     @property
     def present(self) -> bool:
         """Whether it was looked at and fits the run; an engine may still wait for weights."""
-        return bool(self.vocabulary_size) if self.member.role == Role.ROLE_ROLLOUT else not self.hindrance
+        return bool(self.vocabulary_size) if self.member.role == Role.ROLE_ROLLOUT else not self.unusable_reason
 
     @property
     def busy(self) -> bool:
         """Whether calls are in flight."""
         return bool(self._calls)
 
-    def worked(self) -> None:
+    def record_success(self) -> None:
         """Forget earlier failures."""
-        self.breaker.worked()
+        self.breaker.record_success()
         self._congested_at = 0
 
     async def call(self, work: Awaitable[T]) -> T:
@@ -191,7 +191,7 @@ class Replica:
 
     def leave(self, why: str, *, cut: bool) -> None:
         """Note that it is no member any more; `cut` ends the calls in flight."""
-        self.gone = self.hindrance = why
+        self.gone = self.unusable_reason = why
         if cut:
             for scope in list(self._calls):
                 scope.reschedule(0.0)

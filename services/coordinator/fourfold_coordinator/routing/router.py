@@ -30,21 +30,21 @@ from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, Overloa
 from fourfold.host.clock import Clock
 
 from ..state.disk_wait import DiskFull
-from ..state.faults import Faults
-from .load import measure, watch
-from .registry import ROLE_NAMES, Change, Member, Registry
-from .replica import NOT_LOOKED_AT, Allowance, Replica, RunEnds, ServiceMissing
-from .scheduling import Candidate, Demand, Prefixes, choose
+from ..state.faults import FaultLog
+from .load import summarize_loads, watch_load
+from .registry import ROLE_NAMES, Member, MemberChange, Registry
+from .replica import NOT_INSPECTED, FatalRunError, Replica, RetryPolicy, ServiceMissing
+from .scheduling import Candidate, Demand, PrefixHolders, choose_replica
 
 log = logging.getLogger("fourfold.coordinator")
 
 T = TypeVar("T")
 
-LOOK_SECONDS: Final = 10.0
+INFO_SECONDS: Final = 10.0
 _TICK_SECONDS: Final = 0.25
 
 
-class Wait(NamedTuple):
+class WaitLimit(NamedTuple):
     """How long a usable replica is waited for."""
 
     seconds: float
@@ -64,7 +64,7 @@ class Router:
         clock: Clock,
         wait_seconds: float,
         on_wait: Callable[[str], None] = lambda _what: None,
-        faults: Faults | None = None,
+        faults: FaultLog | None = None,
     ) -> None:
         """Follow the registry.
 
@@ -78,9 +78,9 @@ class Router:
             faults: told what fails.
         """
         self.clock = clock
-        self.wait_seconds, self._wait = wait_seconds, Wait(wait_seconds)
+        self.wait_seconds, self._wait = wait_seconds, WaitLimit(wait_seconds)
         self.on_wait = on_wait
-        self.faults = faults or Faults()
+        self.faults = faults or FaultLog()
         self._registry = registry
         self._open_channel = open_channel
         self._tokenizer_sha256 = tokenizer_sha256
@@ -89,8 +89,8 @@ class Router:
         self._change = asyncio.Event()
         self._leaving: list[Replica] = []  # their channels are closed when their last call has ended
         self._watches: dict[Replica, asyncio.Task[None]] = {}
-        self._prefixes = Prefixes()
-        registry.listen(self._on_member)
+        self._prefixes = PrefixHolders()
+        registry.add_listener(self._on_member)
 
     def replicas(self, role: int) -> list[Replica]:
         """Return the live replicas of a role, by name."""
@@ -106,22 +106,24 @@ class Router:
                     self._registry.expire()
                     for replica in list(self._replicas.values()):
                         busy = replica.key in looking and not looking[replica.key].done()
-                        due = replica.hindrance == NOT_LOOKED_AT and not replica.breaker.resting(self.clock.monotonic())
+                        due = replica.unusable_reason == NOT_INSPECTED and not replica.breaker.resting(
+                            self.clock.monotonic()
+                        )
                         if due and not busy:
                             looking[replica.key] = tasks.create_task(self._look(replica))
                         engine = replica.member.role == Role.ROLE_ROLLOUT and replica.present
                         if engine and replica not in self._watches:
-                            reports = watch(replica.rollout, replica.load, self.clock)
+                            reports = watch_load(replica.rollout, replica.load, self.clock)
                             self._watches[replica] = tasks.create_task(reports)
                     looking = {key: task for key, task in looking.items() if not task.done()}
                     await self._close_channels()
-                    await self.changed(timeout=_TICK_SECONDS)
+                    await self.wait_for_change(timeout=_TICK_SECONDS)
         finally:
             for replica in (*self._leaving, *self._replicas.values()):
                 await replica.channel.close()
 
-    async def changed(self, *, timeout: float) -> None:
-        """Wait until anything about the replicas changes, at most `timeout` seconds."""
+    async def wait_for_change(self, *, timeout: float) -> None:
+        """WaitLimit until anything about the replicas changes, at most `timeout` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._change.wait()
@@ -131,10 +133,10 @@ class Router:
         change, self._change = self._change, asyncio.Event()
         change.set()
 
-    def hinder(self, replica: Replica, why: str) -> None:
+    def set_unusable_reason(self, replica: Replica, why: str) -> None:
         """Stop using a replica, or use it again when `why` is empty."""
-        if not replica.gone and replica.hindrance != why:
-            replica.hindrance = why
+        if not replica.gone and replica.unusable_reason != why:
+            replica.unusable_reason = why
             self.notify()
 
     async def call(
@@ -143,9 +145,9 @@ class Router:
         work: Callable[[Replica], Awaitable[T]],
         *,
         demand: Demand,
-        budget: Allowance,
+        budget: RetryPolicy,
         version: int | None = None,
-        wait: Wait | None = None,
+        wait: WaitLimit | None = None,
     ) -> T:
         """Have a replica do `work`; after a failure another one, where there is one.
 
@@ -161,7 +163,7 @@ class Router:
 
         Raises:
             GivenUp: the budget is used up.
-            RunEnds: `work` or the budget raised it.
+            FatalRunError: `work` or the budget raised it.
             ServiceMissing: no replica came in time.
         """
         avoid: set[tuple[str, str]] = set()
@@ -169,41 +171,41 @@ class Router:
             async with self._use(role, demand, wait or self._wait, version=version, avoid=avoid) as replica:
                 try:
                     result = await replica.call(work(replica))
-                except (DiskFull, RunEnds):
+                except (DiskFull, FatalRunError):
                     raise  # no replica can change that
                 except Overloaded as error:
                     if not replica.congested(demand.samples):  # others keep it busy
-                        self.failed(replica, error)
-                        budget.lose(error)
+                        self.record_failure(replica, error)
+                        budget.spend(error)
                 except FourfoldError as error:
                     log.warning("%s failed, trying again: %s", replica.member.member_id, error)
                     avoid.add(replica.key)
-                    self.failed(replica, error)
-                    budget.lose(error)
+                    self.record_failure(replica, error)
+                    budget.spend(error)
                 else:
-                    self.worked(replica)
+                    self.record_success(replica)
                     return result
 
-    def failed(self, replica: Replica, error: FourfoldError) -> None:
+    def record_failure(self, replica: Replica, error: FourfoldError) -> None:
         """Count a failed call, let the replica rest, and show what is wrong when it fails again and again."""
-        self.faults.saw(replica.member.member_id, error.reason, error.message)
+        self.faults.record(replica.member.member_id, error.reason, error.message)
         breaker, now = replica.breaker, self.clock.monotonic()
         if isinstance(error, InvalidInput):  # the request's fault, as far as anybody knows
             return
         if isinstance(error, DeadlinePassed):
             breaker.trip(error, now)
         else:
-            breaker.failed(error, now)
+            breaker.record_failure(error, now)
         if breaker.open and not replica.gone:
             self.faults.show(replica.member.member_id, replica.title, replica.trouble)
 
-    def worked(self, replica: Replica) -> None:
+    def record_success(self, replica: Replica) -> None:
         """Note that a call to a replica worked."""
-        replica.worked()
+        replica.record_success()
         self.faults.clear(replica.title)
 
     async def wait_for(self, counts: Mapping[int, int], *, seconds: float | None = None) -> None:
-        """Wait until that many services of each role are there. One of each is enough after a while.
+        """WaitLimit until that many services of each role are there. One of each is enough after a while.
 
         Args:
             counts: services wanted, by role.
@@ -222,12 +224,12 @@ class Router:
             if all(found.values()):
                 complete_by = min(complete_by, now + self.wait_seconds)
             elif now >= end:
-                raise self._missing(next(role for role in counts if not found[role]), Wait(patience))
+                raise self._missing(next(role for role in counts if not found[role]), WaitLimit(patience))
             if not short or (all(found.values()) and now >= complete_by):
                 self.on_wait("")
                 return
             self.on_wait(", ".join(f"{ROLE_NAMES[r]} {found[r]} of {counts[r]} ({self.explain(r)})" for r in short))
-            await self.changed(timeout=_TICK_SECONDS)
+            await self.wait_for_change(timeout=_TICK_SECONDS)
 
     def members(self) -> list[run_pb.Member]:
         """Return the live members for people."""
@@ -248,41 +250,43 @@ class Router:
 
     def engine_metrics(self) -> dict[str, float]:
         """Return what the engines said of themselves since this was asked last, by the names of metrics."""
-        return measure([engine.load for engine in self.replicas(Role.ROLE_ROLLOUT)], self.clock.monotonic())
+        return summarize_loads([engine.load for engine in self.replicas(Role.ROLE_ROLLOUT)], self.clock.monotonic())
 
     def explain(self, role: int) -> str:
         """Say why the replicas of a role are not used."""
         replicas = self.replicas(role)
         if not replicas:
             return "none has registered"
-        return "; ".join(f"{r.title}: {', '.join(filter(None, (r.hindrance, r.trouble))) or 'ready'}" for r in replicas)
+        return "; ".join(
+            f"{r.title}: {', '.join(filter(None, (r.unusable_reason, r.trouble))) or 'ready'}" for r in replicas
+        )
 
     @asynccontextmanager
     async def _use(
-        self, role: int, demand: Demand, wait: Wait, *, version: int | None, avoid: set[tuple[str, str]]
+        self, role: int, demand: Demand, wait: WaitLimit, *, version: int | None, avoid: set[tuple[str, str]]
     ) -> AsyncIterator[Replica]:
         async with self._turns[role]:
             replica = await self._acquire(role, demand, wait, version, avoid)
             ticket = replica.give(demand)
             self._prefixes.give(demand.prefix, replica.cache)
-            probing = replica.breaker.begin()
+            probing = replica.breaker.begin_call()
         try:
             yield replica
         finally:
             if probing:
-                replica.breaker.end()
+                replica.breaker.end_call()
             replica.end(demand, ticket)
             self.notify()
 
     async def _acquire(
-        self, role: int, demand: Demand, wait: Wait, version: int | None, avoid: set[tuple[str, str]]
+        self, role: int, demand: Demand, wait: WaitLimit, version: int | None, avoid: set[tuple[str, str]]
     ) -> Replica:
         end = self.clock.monotonic() + wait.seconds
         while True:
             usable = [r for r in self.replicas(role) if self._usable(r, version)]
             free = {r.member.member_id: r for r in usable if r.has_room(demand.samples)}
             if free:
-                chosen = free[choose(self._candidates(free.values(), demand, avoid), demand.size).name]
+                chosen = free[choose_replica(self._candidates(free.values(), demand, avoid), demand.size).name]
                 if not chosen.breaker.open:
                     self.on_wait("")
                 return chosen
@@ -296,7 +300,7 @@ class Router:
                 raise self._missing(role, wait, samples=demand.samples if usable else 0)
             else:
                 self.on_wait(f"a {ROLE_NAMES[role]} service ({self.explain(role)})")
-            await self.changed(timeout=_TICK_SECONDS)
+            await self.wait_for_change(timeout=_TICK_SECONDS)
 
     def _candidates(self, replicas: Iterable[Replica], demand: Demand, avoid: set[tuple[str, str]]) -> list[Candidate]:
         now, held = self.clock.monotonic(), self._prefixes.held(demand.prefix)
@@ -316,13 +320,13 @@ class Router:
         return self._fits(replica, version) and replica.breaker.admits(self.clock.monotonic())
 
     def _fits(self, replica: Replica, version: int | None) -> bool:
-        return not replica.hindrance and (version is None or replica.version >= version)
+        return not replica.unusable_reason and (version is None or replica.version >= version)
 
     def _coming_back(self, role: int, version: int | None, now: float) -> bool:
         """Whether a replica that fits only rests, or has the call that must show that it works again."""
         return any(self._fits(r, version) and not r.breaker.admits(now) for r in self.replicas(role))
 
-    def _missing(self, role: int, wait: Wait, *, samples: int = 0) -> ServiceMissing:
+    def _missing(self, role: int, wait: WaitLimit, *, samples: int = 0) -> ServiceMissing:
         """Return the error that nobody can be asked; `samples`: that nobody takes so many at once, though idle."""
         name = ROLE_NAMES[role]
         if samples:
@@ -338,15 +342,15 @@ class Router:
             reason=f"NO_{name.upper()}_SERVICE",
         )
 
-    def _on_member(self, member: Member, change: Change) -> None:
-        if change is Change.JOINED:
+    def _on_member(self, member: Member, change: MemberChange) -> None:
+        if change is MemberChange.JOINED:
             self._replicas[member.member_id] = Replica(member, self._open_channel(member))
             log.info("%s joined", member.member_id, extra={"target": member.target})
         elif (replica := self._replicas.pop(member.member_id, None)) is not None:  # None: no channel could be opened
             if replica in self._watches:
                 self._watches.pop(replica).cancel()
             # Who leaves of its own will finishes what it has begun; who fell silent will not answer.
-            replica.leave(change.value, cut=change is not Change.LEFT)
+            replica.leave(change.value, cut=change is not MemberChange.LEFT)
             self.faults.gone(member.member_id)
             self._leaving.append(replica)
             log.info("%s is gone: %s", member.member_id, change.value)
@@ -362,28 +366,28 @@ class Router:
         try:
             await replica.call(self._describe(replica))
         except FourfoldError as error:
-            self.failed(replica, error)
+            self.record_failure(replica, error)
             log.warning("%s does not say who it is: %s", replica.member.member_id, error)
 
     async def _describe(self, replica: Replica) -> None:
-        tokenizer, hindrance = self._tokenizer_sha256, ""
+        tokenizer, unusable_reason = self._tokenizer_sha256, ""
         match replica.member.role:
             case Role.ROLE_ROLLOUT:
-                info = await replica.rollout.get_info(timeout=LOOK_SECONDS)
+                info = await replica.rollout.get_info(timeout=INFO_SECONDS)
                 tokenizer, replica.capacity = info.tokenizer_sha256, info.max_concurrent_samples
                 replica.vocabulary_size = info.vocabulary_size if tokenizer == self._tokenizer_sha256 else 0
-                hindrance = "weights not checked yet"
+                unusable_reason = "weights not checked yet"
             case Role.ROLE_REWARD:
-                reward = await replica.reward.get_info(timeout=LOOK_SECONDS)
+                reward = await replica.reward.get_info(timeout=INFO_SECONDS)
                 tokenizer = reward.tokenizer_sha256 or tokenizer
                 replica.reads_tokens = bool(reward.tokenizer_sha256)
                 replica.max_items, replica.scorer = reward.max_sample_count, reward.name
             case Role.ROLE_REFERENCE:
-                reference = await replica.reference.get_info(timeout=LOOK_SECONDS)
+                reference = await replica.reference.get_info(timeout=INFO_SECONDS)
                 tokenizer = reference.tokenizer_sha256
         if tokenizer != self._tokenizer_sha256:
-            hindrance = f"it has another tokenizer ({tokenizer.hex()[:12] or 'none'}) than the run"
+            unusable_reason = f"it has another tokenizer ({tokenizer.hex()[:12] or 'none'}) than the run"
         self.faults.clear(replica.member.member_id)  # it had no scorer's name before
-        self.worked(replica)
-        self.hinder(replica, hindrance)
+        self.record_success(replica)
+        self.set_unusable_reason(replica, unusable_reason)
         self.notify()

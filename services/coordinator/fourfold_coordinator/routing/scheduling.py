@@ -58,7 +58,7 @@ class Candidate:
     """Whether it has just failed this very work."""
 
 
-def choose(candidates: Sequence[Candidate], size: int) -> Candidate:
+def choose_replica(candidates: Sequence[Candidate], size: int) -> Candidate:
     """Return the candidate that is expected to be done first with a call of `size`.
 
         seconds = (outstanding + size - held) / speed
@@ -108,7 +108,7 @@ def _doublings(end: int) -> Iterable[int]:
         count *= 2
 
 
-class Prefixes:
+class PrefixHolders:
     """Who was given which prefixes last: the ones used longest ago are forgotten first.
 
     A holder is whatever stands for one cache with one version of the weights; after an update it is another one, and
@@ -133,13 +133,13 @@ class Prefixes:
             self._holders.popitem(last=False)
 
 
-class Lengths:
+class CompletionLengths:
     """The mean length of the completions of a run, the last few thousand above all."""
 
     def __init__(self) -> None:
         self._mean, self._count = 0.0, 0
 
-    def saw(self, lengths: Iterable[int]) -> None:
+    def add(self, lengths: Iterable[int]) -> None:
         """Take the lengths of completions, in tokens."""
         for length in lengths:
             self._count = min(self._count + 1, _LENGTHS_REMEMBERED)

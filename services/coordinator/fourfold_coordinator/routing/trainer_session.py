@@ -18,7 +18,7 @@ from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
 from ..state.run_board import RunBoard
 from .replica import Replica
-from .router import LOOK_SECONDS, Router
+from .router import INFO_SECONDS, Router
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -67,7 +67,7 @@ class TrainerSession:
         return await self._until_answered("GetStatus", self._present, self._begin)
 
     async def _begin(self, replica: Replica) -> pb.TrainerStatus:
-        status = await replica.trainer.get_status(timeout=LOOK_SECONDS)
+        status = await replica.trainer.get_status(timeout=INFO_SECONDS)
         if status.tokenizer_sha256 != self._tokenizer_sha256:
             raise WrongState(
                 f"{replica.member.peer}: its tokenizer is not the run's; start it with the run's model.source"
@@ -102,7 +102,7 @@ class TrainerSession:
         try:
             return await self._tries(name, find, work)
         finally:
-            self._board.resolve(SUBJECT)
+            self._board.resolve_condition(SUBJECT)
 
     async def _tries(
         self, name: str, find: Callable[[], Awaitable[Replica]], work: Callable[[Replica], Awaitable[T]]
@@ -113,7 +113,7 @@ class TrainerSession:
             try:
                 return await replica.call(work(replica))
             except (Unavailable, DeadlinePassed, Overloaded, PeerFault) as error:
-                self._router.faults.saw(replica.member.member_id, error.reason, error.message)
+                self._router.faults.record(replica.member.member_id, error.reason, error.message)
                 tries += 1
                 first = first or self._router.clock.monotonic()
                 # A trainer that died holds its lease for a while and is started again: as much time as any service has.
@@ -126,11 +126,11 @@ class TrainerSession:
                     name,
                     error,
                 )
-                self._board.report(SUBJECT, f"{name} is asked again: {error}")
+                self._board.report_condition(SUBJECT, f"{name} is asked again: {error}")
                 pause = min(_FIRST_BACKOFF_SECONDS * 2.0**tries, _MAX_BACKOFF_SECONDS)
                 await self._router.clock.sleep(error.retry_after or pause)
 
-    async def once(self, work: Callable[[Replica], Awaitable[T]]) -> T:
+    async def try_once(self, work: Callable[[Replica], Awaitable[T]]) -> T:
         """Make one try of a call that is not to be repeated.
 
         Raises:
@@ -142,7 +142,7 @@ class TrainerSession:
             raise Unavailable("the trainer is gone")
         return await found[0].call(work(self._same(found[0])))
 
-    async def check(self) -> None:
+    async def ensure_answering(self) -> None:
         """Return when the trainer answers; one that died is waited for.
 
         Raises:
@@ -150,7 +150,7 @@ class TrainerSession:
             ServiceMissing: the trainer is gone and none came.
             FourfoldError: a failure that lasted.
         """
-        await self.call("GetStatus", lambda r: r.trainer.get_status(timeout=LOOK_SECONDS))
+        await self.call("GetStatus", lambda r: r.trainer.get_status(timeout=INFO_SECONDS))
 
     async def watch(self) -> None:
         """Return never; raise as soon as the trainer is another process.
@@ -161,12 +161,12 @@ class TrainerSession:
         while True:
             for replica in self._router.replicas(Role.ROLE_TRAINER)[:1]:
                 self._same(replica)
-            await self._router.changed(timeout=1.0)
+            await self._router.wait_for_change(timeout=1.0)
 
     async def raise_policy_version(self, version: int) -> int:
         """Raise the number of the trainer's present weights; return what it is now."""
         self.policy_version = await self.call(
-            "RaisePolicyVersion", lambda r: r.trainer.raise_policy_version(version, timeout=LOOK_SECONDS)
+            "RaisePolicyVersion", lambda r: r.trainer.raise_policy_version(version, timeout=INFO_SECONDS)
         )
         return self.policy_version
 

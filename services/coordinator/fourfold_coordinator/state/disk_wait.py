@@ -37,7 +37,7 @@ class DiskFull(Unavailable):
     """There was no room for too long; the run cannot go on."""
 
 
-class DiskWait:
+class DiskWriter:
     """Repeats writes to the folder of one run until there is room."""
 
     def __init__(self, folder: Path, board: RunBoard, *, wait_seconds: float, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -99,13 +99,13 @@ class DiskWait:
         text = f"{self._explain(error)}; the run waits up to {self._wait_seconds:g} s: make room there"
         if self._waiting == 1:
             log.warning("%s", text)
-        self._board.report(SUBJECT, text)
+        self._board.report_condition(SUBJECT, text)
 
     def _end(self) -> None:
         self._waiting -= 1
         if not self._waiting:
             log.info("no write waits for the disk any more")
-            self._board.resolve(SUBJECT)
+            self._board.resolve_condition(SUBJECT)
 
     def _explain(self, error: BaseException) -> str:
         try:

@@ -24,7 +24,7 @@ class _Fault:
     first: str
 
 
-class Faults:
+class FaultLog:
     """Failed calls and failed samples by member and kind, with the first text of each."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Faults:
         self._found: dict[tuple[str, str], _Fault] = {}
         self._shown: dict[str, str] = {}  # member by subject
 
-    def saw(self, member_id: str, kind: str, text: str, *, count: int = 1) -> None:
+    def record(self, member_id: str, kind: str, text: str, *, count: int = 1) -> None:
         """Count a fault.
 
         Args:
@@ -92,4 +92,4 @@ class Faults:
     def load(self, ledger: Ledger) -> None:
         """Take up what an earlier coordinator counted."""
         for row in json.loads(ledger.get(FAULTS) or "[]"):
-            self.saw(row["peer"], row["kind"], row["first"], count=row["count"])
+            self.record(row["peer"], row["kind"], row["first"], count=row["count"])

@@ -32,7 +32,7 @@ BY_DESIGN: Final = (FILTERED, BASELINE)
 """Reasons that are part of the algorithm; the others are troubles."""
 
 
-class State(StrEnum):
+class SampleState(StrEnum):
     """Where a sample is."""
 
     ISSUED = "ISSUED"
@@ -46,14 +46,14 @@ class State(StrEnum):
 
 # What `move` and `drop` allow. LEASED and TRAINED are reached through `lease` and `acknowledge` alone, and a
 # TRAINED sample is dropped by `restore` alone: its step went into weights that no longer exist.
-LEGAL: Final[Mapping[State, frozenset[State]]] = {
-    State.ISSUED: frozenset({State.RUNNING, State.DROPPED}),
-    State.RUNNING: frozenset({State.ROLLED, State.ISSUED, State.DROPPED}),
-    State.ROLLED: frozenset({State.READY, State.DROPPED}),
-    State.READY: frozenset({State.DROPPED}),
-    State.LEASED: frozenset(),
-    State.TRAINED: frozenset(),
-    State.DROPPED: frozenset(),
+LEGAL_TRANSITIONS: Final[Mapping[SampleState, frozenset[SampleState]]] = {
+    SampleState.ISSUED: frozenset({SampleState.RUNNING, SampleState.DROPPED}),
+    SampleState.RUNNING: frozenset({SampleState.ROLLED, SampleState.ISSUED, SampleState.DROPPED}),
+    SampleState.ROLLED: frozenset({SampleState.READY, SampleState.DROPPED}),
+    SampleState.READY: frozenset({SampleState.DROPPED}),
+    SampleState.LEASED: frozenset(),
+    SampleState.TRAINED: frozenset(),
+    SampleState.DROPPED: frozenset(),
 }
 
 _SCHEMA = """
@@ -168,11 +168,11 @@ class Ledger:
             sample_ids = tuple(f"{group_id}-{index}" for index in range(count))
             db.executemany(
                 "INSERT INTO samples (sample_id, group_id, position, step, state) VALUES (?, ?, ?, ?, ?)",
-                [(sample_id, group_id, position, step, State.ISSUED) for sample_id in sample_ids],
+                [(sample_id, group_id, position, step, SampleState.ISSUED) for sample_id in sample_ids],
             )
         return IssuedGroup(group_id=group_id, sample_ids=sample_ids)
 
-    def move(self, sample_ids: Sequence[str], to: State) -> None:
+    def move(self, sample_ids: Sequence[str], to: SampleState) -> None:
         """Move samples along the picture above, all or none.
 
         Raises:
@@ -187,21 +187,21 @@ class Ledger:
         if not reason:
             raise WrongState("a sample cannot be dropped without a reason; pass one in UPPER_SNAKE_CASE")
         with self._transaction():
-            self._move(sample_ids, State.DROPPED, reason=reason)
+            self._move(sample_ids, SampleState.DROPPED, reason=reason)
 
-    def _move(self, sample_ids: Sequence[str], to: State, *, reason: str) -> None:
+    def _move(self, sample_ids: Sequence[str], to: SampleState, *, reason: str) -> None:
         for sample_id in sample_ids:
             state = self.state(sample_id)
-            if to not in LEGAL[state]:
+            if to not in LEGAL_TRANSITIONS[state]:
                 raise WrongState(f"sample {sample_id} is {state}; it cannot become {to}", reason="ILLEGAL_TRANSITION")
             self._db.execute("UPDATE samples SET state = ?, reason = ? WHERE sample_id = ?", (to, reason, sample_id))
 
-    def state(self, sample_id: str) -> State:
+    def state(self, sample_id: str) -> SampleState:
         """Return where a sample is, or raise NotFound."""
         row = self._db.execute("SELECT state FROM samples WHERE sample_id = ?", (sample_id,)).fetchone()
         if row is None:
             raise NotFound(f"sample {sample_id} was never issued")
-        return State(row[0])
+        return SampleState(row[0])
 
     def lease(self, step: int, sample_ids: Sequence[str]) -> None:
         """Put READY samples into the batch of `step`. Idempotent for the same samples.
@@ -215,17 +215,19 @@ class Ledger:
             done = self.last_step()
             if step != done + 1:
                 raise WrongState(f"step {step} cannot be leased: {done} steps are done, the next is {done + 1}")
-            held = {row[0] for row in db.execute("SELECT sample_id FROM samples WHERE state = ?", (State.LEASED,))}
+            held = {
+                row[0] for row in db.execute("SELECT sample_id FROM samples WHERE state = ?", (SampleState.LEASED,))
+            }
             if held == wanted:
                 return
             if held:
                 raise AlreadyExists(f"step {step} is leased with {len(held)} other samples; it takes one batch only")
             for sample_id in sample_ids:
                 state = self.state(sample_id)
-                if state is not State.READY:
+                if state is not SampleState.READY:
                     raise WrongState(f"sample {sample_id} is {state}; only READY samples are leased")
                 db.execute(
-                    "UPDATE samples SET state = ?, step = ? WHERE sample_id = ?", (State.LEASED, step, sample_id)
+                    "UPDATE samples SET state = ?, step = ? WHERE sample_id = ?", (SampleState.LEASED, step, sample_id)
                 )
 
     def acknowledge(
@@ -242,7 +244,10 @@ class Ledger:
                 return
             if step != done + 1:
                 raise WrongState(f"step {step} cannot be acknowledged: {done} steps are done")
-            db.execute("UPDATE samples SET state = ? WHERE state = ? AND step = ?", (State.TRAINED, State.LEASED, step))
+            db.execute(
+                "UPDATE samples SET state = ? WHERE state = ? AND step = ?",
+                (SampleState.TRAINED, SampleState.LEASED, step),
+            )
             db.execute(
                 "INSERT INTO steps (step, policy_version, skipped_reason, data_position, seconds) "
                 "VALUES (?, ?, ?, ?, ?)",
@@ -254,9 +259,9 @@ class Ledger:
         with self._transaction() as db:
             db.execute("UPDATE steps SET metrics = ?, seconds = ? WHERE step = ?", (json.dumps(metrics), seconds, step))
 
-    def counts(self) -> dict[State, int]:
+    def counts(self) -> dict[SampleState, int]:
         """Return the number of samples in every state that has any."""
-        return {State(s): n for s, n in self._db.execute("SELECT state, COUNT(*) FROM samples GROUP BY state")}
+        return {SampleState(s): n for s, n in self._db.execute("SELECT state, COUNT(*) FROM samples GROUP BY state")}
 
     def dropped(self, step: int | None = None) -> dict[str, int]:
         """Return the number of dropped samples by reason, of one step or of all."""
@@ -355,14 +360,15 @@ class Ledger:
         never go back.
         """
         with self._transaction() as db:
-            unfinished = [s for s in State if s not in (State.TRAINED, State.DROPPED)]
+            unfinished = [s for s in SampleState if s not in (SampleState.TRAINED, SampleState.DROPPED)]
             marks = ", ".join("?" * len(unfinished))
             dropped = db.execute(
                 f"UPDATE samples SET state = ?, reason = ? WHERE state IN ({marks}) OR (state = ? AND step > ?)",
-                (State.DROPPED, TRAINER_RESTORED, *unfinished, State.TRAINED, step),
+                (SampleState.DROPPED, TRAINER_RESTORED, *unfinished, SampleState.TRAINED, step),
             ).rowcount
             db.execute(
-                "UPDATE samples SET reason = ? WHERE state = ? AND step > ?", (TRAINER_RESTORED, State.DROPPED, step)
+                "UPDATE samples SET reason = ? WHERE state = ? AND step > ?",
+                (TRAINER_RESTORED, SampleState.DROPPED, step),
             )
             for table in ("steps", "evals", "checkpoints"):
                 db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))

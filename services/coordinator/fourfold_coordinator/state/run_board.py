@@ -39,17 +39,17 @@ class RunBoard:
         self._change = asyncio.Event()
         self._wait_began, self._wait_ended = Timestamp(), -math.inf
 
-    def phase(self, phase: pb.RunPhase.ValueType, *, progress: float = 0.0) -> None:
+    def set_phase(self, phase: pb.RunPhase.ValueType, *, progress: float = 0.0) -> None:
         """Say what the run does now."""
         self.status.phase = phase
-        self.progress(progress)
+        self.set_progress(progress)
 
-    def progress(self, share: float) -> None:
+    def set_progress(self, share: float) -> None:
         """Say how much of the present phase is done, in [0, 1]."""
         self.status.phase_progress = min(max(share, 0.0), 1.0)
         self._changed()
 
-    def wait_for(self, what: str) -> None:
+    def set_waiting_for(self, what: str) -> None:
         """Say what the run waits for; empty: for nothing.
 
         Callers that wait take turns: a wait that goes on within a second is the same one.
@@ -66,7 +66,7 @@ class RunBoard:
             self.status.waiting_for = what
             self._changed()
 
-    def report(self, subject: str, text: str) -> None:
+    def report_condition(self, subject: str, text: str) -> None:
         """Say that something is wrong now with `subject`; another text for the same subject keeps the first time.
 
         Args:
@@ -81,7 +81,7 @@ class RunBoard:
             condition.text = text
             self._changed()
 
-    def resolve(self, subject: str) -> None:
+    def resolve_condition(self, subject: str) -> None:
         """Say that `subject` is right again; nothing happens when nothing was wrong with it."""
         for index, condition in enumerate(self.status.conditions):
             if condition.subject == subject:
@@ -89,7 +89,7 @@ class RunBoard:
                 self._changed()
                 return
 
-    def went_on(self, step: int, reason: str) -> None:
+    def add_recovery(self, step: int, reason: str) -> None:
         """Say that the run goes on from a checkpoint.
 
         Args:
@@ -102,13 +102,13 @@ class RunBoard:
             del self.status.recoveries[0]
         self._changed()
 
-    def begin(self) -> None:
+    def mark_started(self) -> None:
         """Say that the first step begins."""
         if not self.status.HasField("start_time"):
             self._stamp(self.status.start_time)
             self._changed()
 
-    def at(self, *, step: int, policy_version: int) -> None:
+    def set_step(self, *, step: int, policy_version: int) -> None:
         """Say how many steps are done and which version was published last."""
         self.status.step, self.status.policy_version = step, policy_version
         self._changed()

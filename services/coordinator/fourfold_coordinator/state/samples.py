@@ -51,19 +51,15 @@ class Trajectory:
     abstained: bool = False
     """Whether it was dropped because the scorer had nothing to say of it."""
 
-    def scored(self, score: float, scorer: str) -> Trajectory:
+    def with_score(self, score: float, scorer: str) -> Trajectory:
         """Return it with its score."""
         return replace(self, sample=replace(self.sample, score=score, scorer=scorer))
 
-    def without_score(self, reason: str, *, abstained: bool = False) -> Trajectory:
-        """Return it dropped."""
-        return replace(self, dropped=reason, abstained=abstained)
+    def with_drop_reason(self, reason: str, *, abstained: bool = False) -> Trajectory:
+        """Return a copy that is dropped; a trajectory that was dropped before keeps its first reason."""
+        return self if self.dropped else replace(self, dropped=reason, abstained=abstained)
 
-    def given_up(self, reason: str) -> Trajectory:
-        """Return it dropped, with what it has; one that was dropped before keeps its reason."""
-        return self if self.dropped else replace(self, dropped=reason)
-
-    def compared_with(self, baseline_score: float) -> Trajectory:
+    def with_baseline(self, baseline_score: float) -> Trajectory:
         """Return it with the score of the greedy answer to its prompt."""
         return replace(self, sample=replace(self.sample, baseline_score=baseline_score))
 
@@ -71,13 +67,13 @@ class Trajectory:
         """Return it with no token to train on."""
         return replace(self, sample=replace(self.sample, loss_mask=np.zeros_like(self.sample.action_mask)))
 
-    def referenced(self, logprobs: Float32Array) -> Trajectory:
+    def with_reference_logprobs(self, logprobs: Float32Array) -> Trajectory:
         """Return it with its reference log-probabilities, [n]."""
         return replace(self, sample=replace(self.sample, reference_logprobs=logprobs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Group:
+class SampleGroup:
     """The trajectories of one prompt, in order of their index, dropped ones included."""
 
     position: int
@@ -93,17 +89,17 @@ class Group:
         """Those to train on."""
         return [t.sample for t in self.trajectories if not t.dropped]
 
-    def everything(self) -> list[Trajectory]:
+    def all_trajectories(self) -> list[Trajectory]:
         """Return all that was sampled for it."""
         return [*self.trajectories, self.baseline] if self.baseline else list(self.trajectories)
 
 
 @dataclass(slots=True, kw_only=True)
-class Batch:
+class StepBatch:
     """The groups of one step, and when its parts were done, in seconds of `time.monotonic`."""
 
-    groups: list[Group] = field(default_factory=list)
-    filtered: list[Group] = field(default_factory=list)
+    groups: list[SampleGroup] = field(default_factory=list)
+    filtered: list[SampleGroup] = field(default_factory=list)
     """Of which every sample has a score, and none teaches anything: not trained on."""
     lost: list[Trajectory] = field(default_factory=list)
     """Of groups that were given up after they were sampled."""
@@ -128,10 +124,14 @@ class Batch:
 
     def trajectories(self) -> list[Trajectory]:
         """Return everything that was sampled, dropped ones included."""
-        kept = [t for group in self.groups for t in group.everything()]
-        return kept + [t.given_up(FILTERED) for group in self.filtered for t in group.everything()] + self.lost
+        kept = [t for group in self.groups for t in group.all_trajectories()]
+        return (
+            kept
+            + [t.with_drop_reason(FILTERED) for group in self.filtered for t in group.all_trajectories()]
+            + self.lost
+        )
 
-    def generated(self) -> list[Group]:
+    def generated(self) -> list[SampleGroup]:
         """Return the groups as they were before the filter, in order."""
         return sorted([*self.groups, *self.filtered], key=lambda group: group.position)
 

@@ -22,11 +22,11 @@ from fourfold.errors import WrongState
 
 from ..data.filter import teaches
 from ..data.prompts import Prompt, derive_seed
-from ..routing.replica import Budget, GivenUp
-from ..state.ledger import BASELINE, FILTERED, IssuedGroup, State
-from ..state.samples import Batch, Group, Trajectory
-from .context import Parts
-from .scoring import Outcome
+from ..routing.replica import GivenUp, RetryBudget
+from ..state.ledger import BASELINE, FILTERED, IssuedGroup, SampleState
+from ..state.samples import SampleGroup, StepBatch, Trajectory
+from .context import RunContext
+from .scoring import ScoreOutcome
 from .tasks import all_of
 
 log = logging.getLogger("fourfold.coordinator")
@@ -40,7 +40,7 @@ class _Attempt:
     position: int
     seed: int
     version: int
-    budget: Budget
+    budget: RetryBudget
     issued: IssuedGroup
     sample_ids: tuple[str, ...]
     """To train on."""
@@ -51,9 +51,9 @@ class _Attempt:
     answers: dict[str, Trajectory] = field(default_factory=dict)
     """What was sampled, as far as it has come."""
 
-    def group(self) -> Group:
+    def group(self) -> SampleGroup:
         """Return what was made."""
-        return Group(
+        return SampleGroup(
             position=self.position,
             seed=self.seed,
             trajectories=tuple(self.answers[name] for name in self.sample_ids),
@@ -61,10 +61,10 @@ class _Attempt:
         )
 
 
-class Collector:
+class BatchCollector:
     """Makes batches, and knows how many prompts were drawn."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: RunContext) -> None:
         self.position = 0
         """Prompts drawn since the start of the run."""
         self._config, self._prompts, self._ledger = parts.config, parts.prompts, parts.ledger
@@ -75,13 +75,13 @@ class Collector:
         self._fewest = 2 if parts.config.algorithm.compares_samples else 1
         self._baselines = int(parts.config.algorithm.advantage == "remax")
 
-    async def collect(self, step: int, *, version: int) -> Batch:
+    async def collect(self, step: int, *, version: int) -> StepBatch:
         """Return the batch of `step`, sampled by the weights of `version`, at least.
 
         Raises:
             WrongState: every group was lost.
         """
-        batch = Batch()
+        batch = StepBatch()
         work = [self._fill_a_place(step, version, batch) for _ in range(self._count)]
         await all_of(work, beside=self._session.watch())
         batch.engines = self._router.engine_metrics()
@@ -106,7 +106,7 @@ class Collector:
             )
         return batch
 
-    async def _fill_a_place(self, step: int, version: int, batch: Batch) -> None:
+    async def _fill_a_place(self, step: int, version: int, batch: StepBatch) -> None:
         """Add one group to the batch; one that is lost or filtered out is replaced by the next prompt."""
         while self._may_draw(batch):
             attempt = await self._begin(step, version, batch)
@@ -118,17 +118,17 @@ class Collector:
             if group is None:
                 continue
             batch.groups.append(group)
-            self._board.progress(len(batch.groups) / self._count)
+            self._board.set_progress(len(batch.groups) / self._count)
             return
 
-    def _may_draw(self, batch: Batch) -> bool:
+    def _may_draw(self, batch: StepBatch) -> bool:
         """Whether a free place may take a prompt: not when too many were lost, or filtered out."""
         if self._rule.keep != "all" and batch.prompts_drawn >= self._rule.max_rounds * self._count:
             return False
         rounds = 1 if batch.groups or batch.filtered else self._config.reward.lost_rounds
         return batch.groups_lost <= self._count * rounds
 
-    async def _begin(self, step: int, version: int, batch: Batch) -> _Attempt:
+    async def _begin(self, step: int, version: int, batch: StepBatch) -> _Attempt:
         """Draw the next prompt of the endless order and issue its samples; the greedy answer has the last id."""
         position, size = self.position, self._config.batch.group_size
         self.position += 1
@@ -148,7 +148,7 @@ class Collector:
             alive=set(issued.sample_ids),
         )
 
-    async def _make(self, attempt: _Attempt, batch: Batch) -> Group | None:
+    async def _make(self, attempt: _Attempt, batch: StepBatch) -> SampleGroup | None:
         """Sample one prompt and score the answers; None when they teach nothing.
 
         Raises:
@@ -167,11 +167,11 @@ class Collector:
             batch.filtered.append(group)
             return None
         group = await self._referenced(group, attempt.budget)
-        await self._disk.write(self._ledger.move, sorted(attempt.alive), State.READY)
+        await self._disk.write(self._ledger.move, sorted(attempt.alive), SampleState.READY)
         return group
 
     async def _answer(
-        self, attempt: _Attempt, sample_ids: Sequence[str], batch: Batch, *, greedy: bool = False
+        self, attempt: _Attempt, sample_ids: Sequence[str], batch: StepBatch, *, greedy: bool = False
     ) -> None:
         """Sample and score answers; those without a score are dropped."""
         trajectories = await self._peers.generate(
@@ -185,20 +185,20 @@ class Collector:
             on_try=lambda: self._running(sample_ids),
         )
         batch.rolled = time.monotonic()
-        await self._disk.write(self._ledger.move, sample_ids, State.ROLLED)
+        await self._disk.write(self._ledger.move, sample_ids, SampleState.ROLLED)
         attempt.answers |= zip(sample_ids, trajectories, strict=True)
         outcomes = await self._peers.score(trajectories, attempt.budget)
         batch.scored = time.monotonic()
         for name, trajectory, outcome in zip(sample_ids, trajectories, outcomes, strict=True):
             attempt.answers[name] = await self._judge(trajectory, outcome, attempt.alive)
 
-    async def _judge(self, trajectory: Trajectory, outcome: Outcome, alive: set[str]) -> Trajectory:
+    async def _judge(self, trajectory: Trajectory, outcome: ScoreOutcome, alive: set[str]) -> Trajectory:
         """Return a trajectory with its score, or drop it with the reason why it has none: no score is no zero."""
         if outcome.score is not None:
-            return trajectory.scored(outcome.score, outcome.scorer)
+            return trajectory.with_score(outcome.score, outcome.scorer)
         alive.discard(trajectory.sample.sample_id)
         await self._disk.write(self._ledger.drop, [trajectory.sample.sample_id], outcome.reason)
-        return trajectory.without_score(outcome.reason, abstained=outcome.abstained)
+        return trajectory.with_drop_reason(outcome.reason, abstained=outcome.abstained)
 
     async def _compare(self, attempt: _Attempt) -> None:
         """Give every sample the score of the greedy answer, which has then served its purpose."""
@@ -207,26 +207,26 @@ class Collector:
         if baseline.sample.score is None:
             raise GivenUp("its greedy answer has no score", reason="NO_BASELINE")
         for sample_id in attempt.sample_ids:
-            attempt.answers[sample_id] = attempt.answers[sample_id].compared_with(baseline.sample.score)
-        attempt.answers[name] = baseline.given_up(BASELINE)
+            attempt.answers[sample_id] = attempt.answers[sample_id].with_baseline(baseline.sample.score)
+        attempt.answers[name] = baseline.with_drop_reason(BASELINE)
         attempt.alive.discard(name)
         await self._disk.write(self._ledger.drop, [name], BASELINE)
 
-    async def _referenced(self, group: Group, budget: Budget) -> Group:
+    async def _referenced(self, group: SampleGroup, budget: RetryBudget) -> SampleGroup:
         """Return the group, what is trained on with its reference log-probabilities if the algorithm needs them."""
         if not self._config.needs_reference:
             return group
         kept = iter(await self._peers.reference([t for t in group.trajectories if not t.dropped], budget))
         return replace(group, trajectories=tuple(t if t.dropped else next(kept) for t in group.trajectories))
 
-    async def _lose(self, attempt: _Attempt, batch: Batch, error: GivenUp) -> None:
+    async def _lose(self, attempt: _Attempt, batch: StepBatch, error: GivenUp) -> None:
         """Drop what is left of a group."""
         log.warning("group %s is lost: %s", attempt.issued.group_id, error, extra={"reason": error.reason})
         await self._disk.write(self._ledger.drop, sorted(attempt.alive), error.reason)
-        batch.lost += [t.given_up(error.reason) for t in attempt.answers.values()]
+        batch.lost += [t.with_drop_reason(error.reason) for t in attempt.answers.values()]
         batch.groups_lost += 1
 
-    async def _keep_the_last(self, step: int, batch: Batch) -> None:
+    async def _keep_the_last(self, step: int, batch: StepBatch) -> None:
         """Make a batch of the last groups that were filtered out, with no token to train on.
 
         The trainer takes no empty batch. It skips this one, whatever its advantages come to after penalties, KL and
@@ -237,14 +237,14 @@ class Collector:
             log.warning("step %d has nothing to learn: none of %d prompts taught anything", step, batch.prompts_drawn)
         await all_of((self._muted(group, batch) for group in chosen), beside=self._session.watch())
 
-    async def _muted(self, group: Group, batch: Batch) -> None:
+    async def _muted(self, group: SampleGroup, batch: StepBatch) -> None:
         try:
             group = await self._referenced(group, self._peers.budget())
         except GivenUp:
             batch.filtered.append(group)  # as it was going to be
             return
         kept = [sample.sample_id for sample in group.samples]
-        await self._disk.write(self._ledger.move, kept, State.READY)
+        await self._disk.write(self._ledger.move, kept, SampleState.READY)
         muted = tuple(t if t.dropped else t.without_loss() for t in group.trajectories)
         batch.groups.append(replace(group, trajectories=muted))
 
@@ -254,9 +254,9 @@ class Collector:
 
         After a cancellation the samples stay RUNNING: the run ends or goes back, and a restore drops them.
         """
-        await self._disk.write(self._ledger.move, sample_ids, State.RUNNING)
+        await self._disk.write(self._ledger.move, sample_ids, SampleState.RUNNING)
         try:
             yield
         except Exception:
-            await self._disk.write(self._ledger.move, sample_ids, State.ISSUED)
+            await self._disk.write(self._ledger.move, sample_ids, SampleState.ISSUED)
             raise

@@ -7,39 +7,39 @@ from pathlib import Path
 
 from fourfold.config import Config
 
-from ..data.prompts import Prompts
+from ..data.prompts import PromptSet
 from ..reporting.lifetime import Lifetime
 from ..reporting.memory import MemoryMeter
-from ..routing.certificates import Certificates
+from ..routing.certificates import CertificateMonitor
 from ..routing.router import Router
 from ..routing.trainer_session import TrainerSession
-from ..state.disk_wait import DiskWait
+from ..state.disk_wait import DiskWriter
 from ..state.ledger import Ledger
 from ..state.run_board import RunBoard
 from ..weights.broker import Broker
 from .evaluate import Evaluator
-from .service_calls import Peers
+from .service_calls import ServiceCalls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class RunContext:
     """One run, put together."""
 
     config: Config
     folder: Path
     """runs/<name>."""
-    prompts: Prompts
+    prompts: PromptSet
     ledger: Ledger
-    disk: DiskWait
+    disk: DiskWriter
     """Makes every write to the ledger and to the run's files."""
     board: RunBoard
     router: Router
     session: TrainerSession
     broker: Broker
-    peers: Peers
+    peers: ServiceCalls
     evaluator: Evaluator
     memory: MemoryMeter
-    certificates: Certificates
+    certificates: CertificateMonitor
     lifetime: Lifetime
     start_seconds: float
     """Longest wait for the services at the start."""

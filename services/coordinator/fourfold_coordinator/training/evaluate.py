@@ -21,7 +21,7 @@ from ..data.prompts import Prompt, derive_seed
 from ..routing.replica import GivenUp
 from ..state.ledger import EvalRow
 from ..state.samples import Trajectory
-from .service_calls import Peers
+from .service_calls import ServiceCalls
 from .tasks import all_of
 
 log = logging.getLogger("fourfold.coordinator")
@@ -80,7 +80,7 @@ def student_t(degrees: int) -> float:
 class Evaluator:
     """Evaluates the policy on the held-out prompts."""
 
-    def __init__(self, config: Config, peers: Peers, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, config: Config, peers: ServiceCalls, prompts: Sequence[Prompt]) -> None:
         self._config = config
         self._peers = peers
         self._prompts = tuple(prompts)
@@ -151,9 +151,9 @@ class Evaluator:
             log.warning("evaluation after step %d: prompt %d given up: %s", step, prompt.index, error)
             return []
         return [
-            answer.without_score(outcome.reason)
+            answer.with_drop_reason(outcome.reason)
             if outcome.score is None
-            else answer.scored(outcome.score, outcome.scorer)
+            else answer.with_score(outcome.score, outcome.scorer)
             for answer, outcome in zip(answers, outcomes, strict=True)
         ]
 

@@ -37,14 +37,14 @@ from fourfold_coordinator.state.metrics_file import MetricsWriter
 
 from ..reporting import report
 from ..reporting.batch_metrics import summarize
-from ..reporting.diagnosis import Doctor, Finding
+from ..reporting.diagnosis import Finding, TrainingDiagnosis
 from ..routing.replica import Replica
 from ..routing.trainer_session import TrainerRestarted
 from ..state.ledger import TRAINER_RESTORED
-from ..state.samples import Batch, to_lines
+from ..state.samples import StepBatch, to_lines
 from ..weights.update import Update
-from .collect import Collector
-from .context import Parts
+from .collect import BatchCollector
+from .context import RunContext
 from .recovery import restore, rewrite_metrics
 
 log = logging.getLogger("fourfold.coordinator")
@@ -58,18 +58,18 @@ METRICS_FILE: Final = "metrics.jsonl"
 _LAST_METRICS_SECONDS: Final = 0.5
 
 
-class Loop:
+class TrainingLoop:
     """One run, from its services' first sign of life to the report."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.config, self.folder, self.collector = parts.config, parts.folder, Collector(parts)
+    def __init__(self, parts: RunContext) -> None:
+        self.config, self.folder, self.collector = parts.config, parts.folder, BatchCollector(parts)
         self.ledger, self.board, self.router = parts.ledger, parts.board, parts.router
         self.session, self.broker = parts.session, parts.broker
         self.evaluator, self.memory, self.certificates = parts.evaluator, parts.memory, parts.certificates
         self.lifetime, self.disk = parts.lifetime, parts.disk
         self.needed, self.start_seconds = needed_services(parts.config), parts.start_seconds
         self.metrics_file = MetricsWriter(parts.folder / METRICS_FILE)
-        self.doctor = Doctor.of(parts.config)
+        self.doctor = TrainingDiagnosis.of(parts.config)
         self.step = 0
         """Steps done."""
 
@@ -106,21 +106,21 @@ class Loop:
             why: the run goes back to its checkpoint; empty when this process begins.
         """
         known = bool(self.ledger.counts())
-        self.board.phase(run_pb.RUN_PHASE_RECOVERING if known else run_pb.RUN_PHASE_WAITING_FOR_SERVICES)
+        self.board.set_phase(run_pb.RUN_PHASE_RECOVERING if known else run_pb.RUN_PHASE_WAITING_FOR_SERVICES)
         await self.router.wait_for(self.needed, seconds=self.start_seconds)
         await self.session.connect()
         await asyncio.to_thread(self.metrics_file.close)
         restored = await restore(self.config, self.folder, self.ledger, self.session, self.disk)
         self.metrics_file = MetricsWriter(self.folder / METRICS_FILE)
         self.step, self.collector.position = restored.step, restored.data_position
-        self.doctor = Doctor.of(self.config)
+        self.doctor = TrainingDiagnosis.of(self.config)
         self.doctor.remember(self.ledger.steps())
         if why or self.lifetime.resumes:
-            self.board.went_on(restored.step, why)
+            self.board.add_recovery(restored.step, why)
         self.board.set_history(((row.step, row.metrics) for row in self.ledger.steps()), self.ledger.evals())
         await self.broker.settle(self.session.policy_version, step=self.step)
-        self.board.begin()
-        self.board.at(step=self.step, policy_version=self.broker.version)
+        self.board.mark_started()
+        self.board.set_step(step=self.step, policy_version=self.broker.version)
         if self.step == 0 and not self.ledger.evals():
             await self.evaluate(0)
 
@@ -139,7 +139,7 @@ class Loop:
             metrics[m.TIME_PUBLISH] -= update.seconds.get(m.TIME_WAKE, 0.0)  # a part of its own
         seconds = time.monotonic() - began
         self.step = step
-        self.board.at(step=step, policy_version=self.broker.version)
+        self.board.set_step(step=step, policy_version=self.broker.version)
         # The trainer measures the batch, too, but sees only what the filter let through: ours win.
         metrics = dict(trained.metrics) | measured | metrics | self._counted(step, batch) | _update_metrics(update)
         metrics |= self.certificates.metrics()
@@ -161,22 +161,22 @@ class Loop:
 
     # -- collect, train, publish ----------------------------------------------------------------------------------
 
-    async def collect(self, step: int) -> Batch:
+    async def collect(self, step: int) -> StepBatch:
         """Return the groups of one step; `collect.py` says how they come about."""
-        self.board.phase(run_pb.RUN_PHASE_GENERATING)
+        self.board.set_phase(run_pb.RUN_PHASE_GENERATING)
         batch = await self.collector.collect(step, version=self.broker.version)
         if step == 1:
             await self.disk.write(self.ledger.put, {report.FIRST_STEP: report.first_step_facts(batch.groups)})
         return batch
 
-    async def train(self, step: int, batch: Batch) -> tuple[TrainStepResponse, dict[str, float]]:
+    async def train(self, step: int, batch: StepBatch) -> tuple[TrainStepResponse, dict[str, float]]:
         """Train one step; return the trainer's answer, and the batch's own metrics.
 
         After a lost answer the same step is sent again with the same bytes. The batch is measured and made into
         lines while the trainer works. They are written when the ledger says that the step is done; a process that
         dies between the two goes back to a checkpoint before the step.
         """
-        self.board.phase(run_pb.RUN_PHASE_TRAINING)
+        self.board.set_phase(run_pb.RUN_PHASE_TRAINING)
         await self.disk.write(self.ledger.lease, step, batch.sample_ids())
         sent = asyncio.Event()
         recording = asyncio.ensure_future(self._record(step, batch, sent))
@@ -197,7 +197,7 @@ class Loop:
         return response, measured
 
     async def _train_once(
-        self, replica: Replica, step: int, batch: Batch, sent: Callable[[], None]
+        self, replica: Replica, step: int, batch: StepBatch, sent: Callable[[], None]
     ) -> TrainStepResponse:
         timeout = self.config.trainer.step_timeout_seconds
         response = await replica.trainer.train_step(step, _and_then(batch.experiences(), sent), timeout=timeout)
@@ -206,7 +206,7 @@ class Loop:
             raise PeerFault(replica.member.peer, "BAD_VERSION", text)
         return response
 
-    async def _record(self, step: int, batch: Batch, sent: asyncio.Event) -> tuple[dict[str, float], bytes]:
+    async def _record(self, step: int, batch: StepBatch, sent: asyncio.Event) -> tuple[dict[str, float], bytes]:
         """Return the batch's metrics, and its lines of samples.jsonl."""
         await sent.wait()  # a batch that is on its way to the trainer needs this process for itself
         measured = await asyncio.to_thread(summarize, batch, policy_version=self.broker.version)
@@ -216,7 +216,7 @@ class Loop:
         """Bring the new weights to every engine. A skipped step made none, but whoever slept has lost the old ones."""
         if trained.policy_version == self.broker.version and not self.config.rollout.sleep_mode:
             return Update()
-        self.board.phase(run_pb.RUN_PHASE_PUBLISHING)
+        self.board.set_phase(run_pb.RUN_PHASE_PUBLISHING)
         return await self.broker.publish(trained.policy_version, step=trained.step)
 
     # -- evaluate, checkpoint, finish -----------------------------------------------------------------------------
@@ -227,9 +227,9 @@ class Loop:
         Raises:
             TrainerRestarted: no engine that comes now would get the weights that are evaluated.
         """
-        self.board.phase(run_pb.RUN_PHASE_EVALUATING)
+        self.board.set_phase(run_pb.RUN_PHASE_EVALUATING)
         row = await self.evaluator.run(
-            step=step, version=self.broker.version, on_progress=self.board.progress, beside=self.session.watch
+            step=step, version=self.broker.version, on_progress=self.board.set_progress, beside=self.session.watch
         )
         if row is None:
             return {}
@@ -240,7 +240,7 @@ class Loop:
 
     async def checkpoint(self, step: int) -> None:
         """Have the trainer write its checkpoint; when it is durable, commit ours."""
-        self.board.phase(run_pb.RUN_PHASE_SAVING)
+        self.board.set_phase(run_pb.RUN_PHASE_SAVING)
         timeout = self.config.trainer.step_timeout_seconds
         score = next((row.score for row in self.ledger.evals() if row.step == step), None)
         async with self.broker.lock:  # the trainer does one thing at a time
@@ -259,7 +259,7 @@ class Loop:
 
     async def finish(self) -> None:
         """Export the model, and its average where there is one, and write the report."""
-        self.board.phase(run_pb.RUN_PHASE_SAVING)
+        self.board.set_phase(run_pb.RUN_PHASE_SAVING)
         await self.memory.look()
         model = await self.export(MODEL_FOLDER)
         ema = await self.export(EMA_FOLDER, ema=True) if self.config.trainer.ema_decay else None
@@ -291,7 +291,7 @@ class Loop:
 
     # -- numbers --------------------------------------------------------------------------------------------------
 
-    def _counted(self, step: int, batch: Batch) -> dict[str, float]:
+    def _counted(self, step: int, batch: StepBatch) -> dict[str, float]:
         trajectories = batch.trajectories()
         tokens = sum(int(t.sample.action_mask.sum()) for t in trajectories)
         return {

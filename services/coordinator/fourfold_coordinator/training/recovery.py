@@ -20,14 +20,14 @@ from fourfold.errors import NotFound, WrongState
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
 from ..routing.trainer_session import TrainerSession
-from ..state.disk_wait import DiskWait
+from ..state.disk_wait import DiskWriter
 from ..state.ledger import Ledger, StepRow
 
 log = logging.getLogger("fourfold.coordinator")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class ResumePoint:
     """Where the run goes on."""
 
     step: int
@@ -36,7 +36,9 @@ class Restored:
     """Prompts drawn."""
 
 
-async def restore(config: Config, folder: Path, ledger: Ledger, session: TrainerSession, disk: DiskWait) -> Restored:
+async def restore(
+    config: Config, folder: Path, ledger: Ledger, session: TrainerSession, disk: DiskWriter
+) -> ResumePoint:
     """Bring trainer, ledger and files back to the last checkpoint.
 
     Args:
@@ -69,7 +71,7 @@ async def restore(config: Config, folder: Path, ledger: Ledger, session: Trainer
             policy_version=status.policy_version,
         )
     await disk.write_in_thread(rewrite_metrics, folder / "metrics.jsonl", ledger.steps())
-    await disk.write_in_thread(cut_after, folder / "samples.jsonl", point.step)
+    await disk.write_in_thread(truncate_after, folder / "samples.jsonl", point.step)
     highest = ledger.highest_version()
     if highest > 0:
         await session.raise_policy_version(highest + 1)
@@ -81,19 +83,19 @@ async def restore(config: Config, folder: Path, ledger: Ledger, session: Trainer
     return point
 
 
-def newest_checkpoint(ledger: Ledger, status: pb.TrainerStatus) -> Restored:
+def newest_checkpoint(ledger: Ledger, status: pb.TrainerStatus) -> ResumePoint:
     """Return the newest checkpoint that both sides have.
 
     The coordinator may have died after the trainer had written one and before the ledger knew: the ledger has that
     step's row, and with it all that is needed.
     """
     row = ledger.last_checkpoint()
-    newest = Restored(step=0, data_position=0)
+    newest = ResumePoint(step=0, data_position=0)
     if row is not None:
-        newest = Restored(step=row.step, data_position=row.data_position)
+        newest = ResumePoint(step=row.step, data_position=row.data_position)
     for step in ledger.steps():
         if step.step == status.checkpoint_step > newest.step and step.metrics:
-            newest = Restored(step=step.step, data_position=step.data_position)
+            newest = ResumePoint(step=step.step, data_position=step.data_position)
     return newest
 
 
@@ -116,7 +118,7 @@ def rewrite_metrics(path: Path, steps: Sequence[StepRow]) -> None:
     _replace(path, lines)
 
 
-def cut_after(path: Path, step: int) -> None:
+def truncate_after(path: Path, step: int) -> None:
     """Remove the lines of later steps, and a last line that was not finished, from a JSONL file."""
     if path.exists():
         _replace(path, _kept(path, step))

@@ -33,8 +33,8 @@ from fourfold.reward.v1 import reward_service_pb2 as reward
 from fourfold.rpc.codec import encode
 from fourfold.types.v1.experience_pb2 import Experience
 
-from ..routing.replica import Budget, GivenUp, Replica, RunEnds
-from ..routing.router import Router, Wait
+from ..routing.replica import FatalRunError, GivenUp, Replica, RetryBudget
+from ..routing.router import Router, WaitLimit
 from ..routing.scheduling import Demand
 from ..state.samples import Trajectory
 
@@ -48,7 +48,7 @@ _SERVICE_TROUBLE: Final = (code_pb2.UNAVAILABLE,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ScoreOutcome:
     """What scoring one sample came to: a score, or a reason why there is none."""
 
     score: float | None = None
@@ -59,7 +59,7 @@ class Outcome:
     """What went wrong."""
 
 
-class ScorerFailed(RunEnds):
+class ScorerFailed(FatalRunError):
     """There are no scores, and the recipe wants the run to end then."""
 
 
@@ -76,7 +76,7 @@ class Scoring:
         self._lost: asyncio.Future[FourfoldError] = asyncio.get_running_loop().create_future()
         """Done when the calls that are under way have no tries left; another one takes its place then."""
 
-    async def score(self, trajectories: Sequence[Trajectory], budget: Budget) -> list[Outcome]:
+    async def score(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> list[ScoreOutcome]:
         """Score trajectories, in order.
 
         Raises:
@@ -84,7 +84,7 @@ class Scoring:
             ScorerFailed: the same, and the run is to end then.
             ServiceMissing: no reward service came in time.
         """
-        outcomes: dict[str, Outcome] = {}
+        outcomes: dict[str, ScoreOutcome] = {}
         pending = list(trajectories)
         while pending:
             answers = await self._score_once(pending, budget)
@@ -96,12 +96,12 @@ class Scoring:
             pending = [t for t in pending if t.sample.sample_id in again]
         return [outcomes[t.sample.sample_id] for t in trajectories]
 
-    async def _score_once(self, trajectories: Sequence[Trajectory], budget: Budget) -> Mapping[str, Outcome]:
-        async def work(replica: Replica) -> dict[str, Outcome]:
+    async def _score_once(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> Mapping[str, ScoreOutcome]:
+        async def work(replica: Replica) -> dict[str, ScoreOutcome]:
             async with self._shown_while_silent(replica, len(trajectories)):
                 return await self._work(replica, trajectories)
 
-        wait = Wait(max(self._config.wait_seconds, self._router.wait_seconds), "reward.wait_seconds")
+        wait = WaitLimit(max(self._config.wait_seconds, self._router.wait_seconds), "reward.wait_seconds")
         call = self._router.call(
             Role.ROLE_REWARD,
             work,
@@ -118,7 +118,7 @@ class Scoring:
         self._troubled_since = None
         return outcomes
 
-    async def _work(self, replica: Replica, trajectories: Sequence[Trajectory]) -> dict[str, Outcome]:
+    async def _work(self, replica: Replica, trajectories: Sequence[Trajectory]) -> dict[str, ScoreOutcome]:
         """Score once.
 
         Raises:
@@ -144,7 +144,7 @@ class Scoring:
             text = f"Score: none of {len(items)} samples has a score, the first error: {errors[0]}"
             raise PeerFault(replica.member.peer, errors[0].reason, text)
         for error in errors:
-            self._router.faults.saw(replica.member.member_id, error.reason, error.message)
+            self._router.faults.record(replica.member.member_id, error.reason, error.message)
         if good := next((i for i, s in zip(items, scores, strict=True) if s.HasField("score")), None):
             self._good[replica.reads_tokens] = good
         return outcomes
@@ -205,7 +205,7 @@ class Scoring:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def failed(self, error: FourfoldError, budget: Budget) -> None:
+    def record_failure(self, error: FourfoldError, budget: RetryBudget) -> None:
         """Note a call that failed because of its scorer.
 
         Raises:
@@ -220,7 +220,7 @@ class Scoring:
                 lost, self._lost = self._lost, asyncio.get_running_loop().create_future()
                 lost.set_result(error)
                 raise GivenUp(f"given up after its last try: {error}", reason=error.reason)
-            budget.lose(error)
+            budget.spend(error)
             return
         now = self._router.clock.monotonic()
         self._troubled_since = now if self._troubled_since is None else self._troubled_since
@@ -244,24 +244,24 @@ class _Allowance:
     """What one call may lose."""
 
     scoring: Scoring
-    budget: Budget
+    budget: RetryBudget
 
-    def lose(self, error: FourfoldError) -> None:
+    def spend(self, error: FourfoldError) -> None:
         """Count one lost try; what is wrong with the samples themselves always costs the group's own."""
         if isinstance(error, InvalidInput):
-            self.budget.lose(error)
+            self.budget.spend(error)
         else:
-            self.scoring.failed(error, self.budget)
+            self.scoring.record_failure(error, self.budget)
 
 
-def _worth_a_try(errors: Mapping[str, FourfoldError], budget: Budget) -> set[str]:
+def _worth_a_try(errors: Mapping[str, FourfoldError], budget: RetryBudget) -> set[str]:
     """Take one try off the budget for each kind of error; return the samples whose kind had one left."""
     again: set[str] = set()
     for data in (False, True):
         kind = {name: error for name, error in errors.items() if isinstance(error, InvalidInput) is data}
         if kind:
             with suppress(GivenUp):
-                budget.lose(next(iter(kind.values())))
+                budget.spend(next(iter(kind.values())))
                 again |= kind.keys()
     return again
 
@@ -278,15 +278,15 @@ def _item(trajectory: Trajectory, *, with_tokens: bool) -> reward.ScoreItem:
     )
 
 
-def _outcome(score: reward.SampleScore, scorer: str) -> Outcome:
+def _outcome(score: reward.SampleScore, scorer: str) -> ScoreOutcome:
     match score.WhichOneof("outcome"):
         case "score":
             # The shortest decimal of the float32: 0.3 and not 0.30000001192092896, the same bits on the wire.
-            return Outcome(score=float(str(np.float32(score.score))), scorer=scorer)
+            return ScoreOutcome(score=float(str(np.float32(score.score))), scorer=scorer)
         case "abstain_reason":
-            return Outcome(reason=score.abstain_reason, abstained=True)
+            return ScoreOutcome(reason=score.abstain_reason, abstained=True)
     reason = score.error.reason
     kind = Unavailable if score.error.code in _SERVICE_TROUBLE else InvalidInput
-    return Outcome(
+    return ScoreOutcome(
         reason=reason, error=kind(f"sample {score.sample_id}: {score.error.message or reason}", reason=reason)
     )

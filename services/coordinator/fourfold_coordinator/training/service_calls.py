@@ -14,11 +14,11 @@ from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 
 from ..data.prompts import Prompt
-from ..routing.replica import Budget, Replica
+from ..routing.replica import Replica, RetryBudget
 from ..routing.router import Router
-from ..routing.scheduling import Demand, Lengths, call_tokens, prefix_keys
+from ..routing.scheduling import CompletionLengths, Demand, call_tokens, prefix_keys
 from ..state.samples import Trajectory, build_sample, check_completions, sampling_params
-from .scoring import Outcome, Scoring
+from .scoring import ScoreOutcome, Scoring
 
 
 class Decoder(Protocol):
@@ -29,7 +29,7 @@ class Decoder(Protocol):
         ...
 
 
-class Peers:
+class ServiceCalls:
     """Calls to the services of a run, each with its retry budget."""
 
     def __init__(
@@ -53,11 +53,11 @@ class Peers:
         self._scoring = Scoring(config, router)
         self._router = router
         self._decoder = decoder
-        self._lengths = Lengths()
+        self._lengths = CompletionLengths()
 
-    def budget(self) -> Budget:
+    def budget(self) -> RetryBudget:
         """Return the tries that one group may lose."""
-        return Budget(infrastructure=self._config.retry.infrastructure, data=self._config.retry.data)
+        return RetryBudget(infrastructure=self._config.retry.infrastructure, data=self._config.retry.data)
 
     async def generate(
         self,
@@ -67,7 +67,7 @@ class Peers:
         sample_ids: Sequence[str],
         seed: int,
         version: int,
-        budget: Budget,
+        budget: RetryBudget,
         greedy: bool = False,
         on_try: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> list[Trajectory]:
@@ -113,7 +113,7 @@ class Peers:
 
         demand = self._demand(prompt, samples=len(sample_ids), longest=params.max_tokens)
         completions = await self._router.call(Role.ROLE_ROLLOUT, work, demand=demand, budget=budget, version=version)
-        self._lengths.saw(len(completion.token_ids) for completion in completions)
+        self._lengths.add(len(completion.token_ids) for completion in completions)
         return [
             self._trajectory(prompt, completion, sample_id=sample_id, group_id=group_id, greedy=greedy)
             for sample_id, completion in zip(sample_ids, completions, strict=True)
@@ -130,11 +130,11 @@ class Peers:
         sample = build_sample(prompt, completion, sample_id=sample_id, group_id=group_id, temperature=temperature)
         return Trajectory(prompt=prompt, sample=sample, completion=self._decoder.decode(completion.token_ids.tolist()))
 
-    async def score(self, trajectories: Sequence[Trajectory], budget: Budget) -> list[Outcome]:
+    async def score(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> list[ScoreOutcome]:
         """Score trajectories, in order: `Scoring.score`."""
         return await self._scoring.score(trajectories, budget)
 
-    async def reference(self, trajectories: Sequence[Trajectory], budget: Budget) -> list[Trajectory]:
+    async def reference(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> list[Trajectory]:
         """Return the trajectories with their log-probabilities under the frozen reference.
 
         Raises:
@@ -149,4 +149,4 @@ class Peers:
             demand=Demand(samples=len(samples)),
             budget=budget,
         )
-        return [t.referenced(row) for t, row in zip(trajectories, rows, strict=True)]
+        return [t.with_reference_logprobs(row) for t, row in zip(trajectories, rows, strict=True)]

@@ -26,9 +26,9 @@ from fourfold.errors import WEIGHTS_REFUSED, FourfoldError, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 
 from ..routing.replica import Replica
-from ..routing.router import LOOK_SECONDS, Router
+from ..routing.router import INFO_SECONDS, Router
 from ..routing.trainer_session import TrainerRestarted, TrainerSession
-from ..state.disk_wait import DiskFull, DiskWait
+from ..state.disk_wait import DiskFull, DiskWriter
 from ..state.ledger import Ledger
 from .calls import Engine, UpdateFailed, at_once
 from .plane import FENCED, REFUSED, SERVING, WeightPlane
@@ -61,7 +61,7 @@ class Broker:
         session: TrainerSession,
         ledger: Ledger,
         *,
-        disk: DiskWait,
+        disk: DiskWriter,
         probe_ids: Int32Array,
         plane: WeightPlane,
     ) -> None:
@@ -128,7 +128,7 @@ class Broker:
     async def keep(self) -> None:
         """Check or fill engines that come late or failed, until cancelled."""
         while True:
-            await self._router.changed(timeout=_TICK_SECONDS)
+            await self._router.wait_for_change(timeout=_TICK_SECONDS)
             if self.version < 0 or not self._unsettled():
                 continue
             async with self.lock:
@@ -157,7 +157,7 @@ class Broker:
             replica
             for replica in self._router.replicas(Role.ROLE_ROLLOUT)
             if replica.vocabulary_size
-            and (replica.version != self.version or replica.hindrance)
+            and (replica.version != self.version or replica.unusable_reason)
             and self._failures.get(replica.key, (0, now))[1] <= now
         ]
 
@@ -182,7 +182,7 @@ class Broker:
                 return await self._try(replicas)
             except UpdateFailed as failed:
                 if failed.trainer is not None:
-                    await self._session.check()  # a version that died with its trainer is not tried again
+                    await self._session.ensure_answering()  # a version that died with its trainer is not tried again
                 log.warning("weight update to version %d: %s", self.version, failed)
                 if failed.trainer is not None and not trainer_failed:
                     trainer_failed = True  # whose fault it was shows the second time
@@ -204,7 +204,7 @@ class Broker:
         update = await self._vouch(trusted)
         if others:
             for engine in others:
-                self._router.hinder(engine.replica, f"weights of version {self.version} on their way")
+                self._router.set_unusable_reason(engine.replica, f"weights of version {self.version} on their way")
             filled = await self._updater.run(others, self.version)
             woken += filled.seconds.get(m.TIME_WAKE, 0.0)
             update = replace(filled, probe_diffs=(*update.probe_diffs, *filled.probe_diffs))
@@ -212,8 +212,8 @@ class Broker:
             update = replace(update, seconds={**update.seconds, m.TIME_WAKE: woken})
         for engine in engines:
             self._failures.pop(engine.key, None)
-            engine.replica.worked()
-            self._router.hinder(engine.replica, "")
+            engine.replica.record_success()
+            self._router.set_unusable_reason(engine.replica, "")
             self._plane.state(engine.name, SERVING)
         self._router.notify()
         return update
@@ -238,7 +238,7 @@ class Broker:
             self._router.on_wait("")
 
     async def _describe(self, replicas: Sequence[Replica]) -> list[Engine]:
-        about = await at_once({r.key: r.call(r.control.describe(timeout=LOOK_SECONDS)) for r in replicas})
+        about = await at_once({r.key: r.call(r.control.describe(timeout=INFO_SECONDS)) for r in replicas})
         return [Engine(replica=replica, about=about[replica.key]) for replica in replicas]
 
     async def _wake(self, whole: Sequence[Engine], for_weights: Sequence[Engine]) -> float:
@@ -279,7 +279,7 @@ class Broker:
         """Take engines that hold the current version already, after a look at the probe."""
         if not engines:
             return Update()
-        probes = await self._updater.look(engines, self.version, timeout=LOOK_SECONDS * 3)
+        probes = await self._updater.look(engines, self.version, timeout=INFO_SECONDS * 3)
         for engine in engines:
             engine.replica.version = self.version
             self._probe.accept(engine.key, self.version, probes[engine.key][2])
@@ -291,12 +291,12 @@ class Broker:
         Raises:
             WeightsRefused: it can never be, and no other engine is left to try.
         """
-        self._router.faults.saw(replica.member.member_id, error.reason, error.message)
+        self._router.faults.record(replica.member.member_id, error.reason, error.message)
         refused = error.reason in WEIGHTS_REFUSED
         self._plane.state(replica.member.member_id, REFUSED if refused else FENCED, error.message)
         if refused:
             self._failures[replica.key] = (1, math.inf)
-            self._router.hinder(replica, f"it can never take the trainer's weights: {error}")
+            self._router.set_unusable_reason(replica, f"it can never take the trainer's weights: {error}")
             engines = [r for r in self._router.replicas(Role.ROLE_ROLLOUT) if r.vocabulary_size]
             if all(self._failures.get(engine.key, (0, 0.0))[1] == math.inf for engine in engines):
                 raise WeightsRefused(f"no engine can take the trainer's weights: {error}", reason=error.reason)
@@ -306,4 +306,4 @@ class Broker:
         rest = min(_FIRST_REST_SECONDS * 2.0 ** (count - 1), _MAX_REST_SECONDS)
         self._failures[replica.key] = (count, self._router.clock.monotonic() + rest)
         again = f" ({count} times in a row)" if count > 1 else ""
-        self._router.hinder(replica, f"its weight update failed{again}: {error}")
+        self._router.set_unusable_reason(replica, f"its weight update failed{again}: {error}")

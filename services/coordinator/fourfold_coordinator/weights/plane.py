@@ -139,7 +139,7 @@ class WeightPlane:
         else:
             party = self._parties.setdefault(name, _Party(state=WAITING, since=self._now()))
             state, since = party.state, party.since
-        if state == SERVING and replica.hindrance:  # such as a new process of this name
+        if state == SERVING and replica.unusable_reason:  # such as a new process of this name
             state = WAITING
         waits_for = self.waits_for(name)
         if state == UPDATING and name not in self._busy and waits_for:

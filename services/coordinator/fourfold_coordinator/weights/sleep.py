@@ -95,7 +95,7 @@ class Sleepers:
         """Ask again while samples of others are in the engine."""
         name, end = replica.member.member_id, time.monotonic() + self._seconds
         replica.version = -1
-        self._router.hinder(replica, "it sleeps while the trainer trains")
+        self._router.set_unusable_reason(replica, "it sleeps while the trainer trains")
         while True:
             left = max(end - time.monotonic(), _AGAIN_SECONDS)
             try:
@@ -110,7 +110,7 @@ class Sleepers:
                     await self._router.clock.sleep(_AGAIN_SECONDS)
                     continue
                 self._plane.state(name, FENCED, error.message)
-                self._router.hinder(replica, f"it does not fall asleep: {error}")
+                self._router.set_unusable_reason(replica, f"it does not fall asleep: {error}")
                 log.warning("%s does not fall asleep: %s", name, error)
                 return error
 
@@ -148,7 +148,7 @@ class Sleepers:
         """Put engines to sleep that join while the trainer trains; none waits for another."""
         async with asyncio.TaskGroup() as falling_asleep:
             while True:
-                await self._router.changed(timeout=1.0)
+                await self._router.wait_for_change(timeout=1.0)
                 for engine in self._engines():
                     if engine.key not in known:
                         known.add(engine.key)

@@ -33,7 +33,7 @@ from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.weights.digest_sums import differing_tensors, naming
 
 from ..routing.replica import Replica
-from ..routing.router import LOOK_SECONDS
+from ..routing.router import INFO_SECONDS
 from ..routing.trainer_session import TrainerSession
 from . import plane
 from .backends import Group, make_groups
@@ -187,7 +187,7 @@ class WeightUpdater:
     async def _ask_layout(self) -> weight.GetManifestResponse:
         """Return what this process of the trainer sends, and from where; none of it ever changes."""
         if self._layout is None or self._layout[0] != self._session.incarnation:
-            layout = await self._session.call("GetManifest", lambda r: r.weights.get_manifest(timeout=LOOK_SECONDS))
+            layout = await self._session.call("GetManifest", lambda r: r.weights.get_manifest(timeout=INFO_SECONDS))
             if hashlib.sha256(layout.manifest).digest() != layout.manifest_sha256:
                 raise UpdateFailed({}, Internal("the trainer's manifest does not have the digest that it names"))
             self._layout = self._session.incarnation, layout
@@ -195,7 +195,7 @@ class WeightUpdater:
 
     async def _offers(self, group: Group, index: int) -> list[bytes]:
         return await at_once_trainer(
-            self._session.once(
+            self._session.try_once(
                 lambda r: r.weights.make_offer(
                     epoch=self._epoch,
                     backend=group.backend,
@@ -229,7 +229,7 @@ class WeightUpdater:
 
         async def send() -> None:
             with self._clock.part(m.SEND_SECONDS):
-                response = await self._session.once(
+                response = await self._session.try_once(
                     lambda r: r.weights.send(epoch=epoch, policy_version=version, skip_sums=skip, timeout=_left(end))
                 )
             sent.append(response)
@@ -325,7 +325,7 @@ class WeightUpdater:
         # The trainer is asked again, by a call that waits for one that died and is being started anew.
         self._layout = None
         self._begin(plane.ABORT, engines)
-        trainer = self._session.once(lambda r: r.weights.abort(epoch=self._epoch, timeout=_ABORT_SECONDS))
+        trainer = self._session.try_once(lambda r: r.weights.abort(epoch=self._epoch, timeout=_ABORT_SECONDS))
         sender, *others = await asyncio.gather(
             trainer, *(self._abort_engine(engine) for engine in engines), return_exceptions=True
         )
@@ -371,7 +371,7 @@ class WeightUpdater:
 
     async def _ask(self, work: Callable[[Replica], Awaitable[None]]) -> None:
         """Make a call to the trainer that ends its part of a phase."""
-        await self._session.once(work)
+        await self._session.try_once(work)
         self._status.answered(self._session.name)
 
 

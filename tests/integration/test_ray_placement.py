@@ -17,15 +17,15 @@ DRIVER = """
 import json, sys, time
 from pathlib import Path
 from fourfold.host.process import Command
-from fourfold_coordinator import ray_launcher
-from fourfold_coordinator.launch.fleet import Service
+from fourfold_coordinator.launch import ray as ray_launcher
+from fourfold_coordinator.launch.launcher import ServiceSpec
 
 CHILD = "import os, time; print('SEES', os.environ.get('CUDA_VISIBLE_DEVICES', 'all')); print('READY x', flush=True)"
 CHILD += "; time.sleep(60)"
 root, init, ray = Path.cwd(), ray_launcher.ray.init, ray_launcher.ray
 ray_launcher.ray.init = lambda **options: init(**options | {"num_gpus": 3, "num_cpus": 8})
 places = json.loads(sys.argv[1])
-services = [Service(role=name.partition("-")[0], name=name, place=tuple(place)) for name, place in places.items()]
+services = [ServiceSpec(role=name.partition("-")[0], name=name, place=tuple(place)) for name, place in places.items()]
 launcher = ray_launcher.RayLauncher(
     services, run_dir=root, address="", secured=False, coordinator_listen="127.0.0.1:0",
     check_gpu=lambda size: print("SMALLEST", size >> 30),

@@ -40,9 +40,9 @@ from fourfold_coordinator.routing.trainer_session import TrainerSession
 from fourfold_coordinator.state.disk_wait import DiskWriter
 from fourfold_coordinator.state.ledger import Ledger
 from fourfold_coordinator.state.run_board import RunBoard
-from fourfold_coordinator.weights import backends, calls, update
-from fourfold_coordinator.weights.broker import Broker
-from fourfold_coordinator.weights.plane import WeightPlane
+from fourfold_coordinator.weights import backends, fan_out, update
+from fourfold_coordinator.weights.broker import WeightBroker
+from fourfold_coordinator.weights.status import WeightPlaneStatus
 
 _log = logging.getLogger(__name__)
 MIXED: Final = "auto"
@@ -130,20 +130,20 @@ class Coordinator:
         self.session = TrainerSession(self.router, config, tokenizer_sha256=tokenizer, board=board)
         self._ledger = Ledger(ledger)
         probe = np.random.default_rng(7).integers(3, 500, 24).astype(np.int32)
-        self.broker = Broker(
+        self.broker = WeightBroker(
             config,
             self.router,
             self.session,
             self._ledger,
             disk=DiskWriter(ledger.parent, board, wait_seconds=config.retry.service_wait_seconds),
             probe_ids=probe,
-            plane=WeightPlane(),
+            plane=WeightPlaneStatus(),
         )
         self._tokens: dict[str, bytes] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._patched = ExitStack()
         if config.weights.backend == MIXED:
-            self._patched.enter_context(mock.patch.object(update, "make_groups", _without_peer_access))
+            self._patched.enter_context(mock.patch.object(update, "group_by_backend", _without_peer_access))
         for member in members:
             self.join(member)
 
@@ -163,7 +163,7 @@ class Coordinator:
 
     def keep(self) -> None:
         """Fill from now on who comes late or failed."""
-        self._tasks.append(asyncio.create_task(self.broker.keep()))
+        self._tasks.append(asyncio.create_task(self.broker.run()))
 
     def join(self, member: Member) -> None:
         """Take a member up, or a new process of one."""
@@ -176,7 +176,7 @@ class Coordinator:
 
     async def settle(self, version: int) -> None:
         """Bring every engine to the trainer's `version`."""
-        await self.broker.settle(version, step=1)
+        await self.broker.resync(version, step=1)
 
     async def publish(self, version: int) -> None:
         """The same, of engines that this coordinator knows."""
@@ -194,11 +194,11 @@ class Coordinator:
 
 
 def _without_peer_access(
-    wanted: str, trainer: weight.GetManifestResponse, engines: Sequence[calls.Engine]
-) -> list[backends.Group]:
+    wanted: str, trainer: weight.GetManifestResponse, engines: Sequence[fan_out.DescribedEngine]
+) -> list[backends.BackendGroup]:
     """Choose backends as where no GPU reads another one's memory."""
     trainer.reachable_device_uuids[:] = trainer.device_uuids
-    return backends.make_groups(wanted, trainer, engines)
+    return backends.group_by_backend(wanted, trainer, engines)
 
 
 async def ends_in(seconds: float, work: Awaitable[None]) -> None:

@@ -36,9 +36,8 @@ from fourfold.service.lifecycle import Host, ServeOptions
 
 from .cli.summary import is_finished
 from .data.prompts import PromptSet, load_prompts
-from .reporting.lifetime import PEAK_MEMORY, Lifetime
-from .reporting.memory import MemoryMeter
 from .reporting.run_service import RunServicer
+from .reporting.run_totals import PEAK_MEMORY, MemoryMeter, RunTotals
 from .routing.certificates import CertificateMonitor
 from .routing.membership import MembershipServicer
 from .routing.registry import Member, Registry
@@ -53,8 +52,8 @@ from .training.context import RunContext
 from .training.evaluate import Evaluator
 from .training.loop import TrainingLoop
 from .training.service_calls import ServiceCalls
-from .weights.broker import Broker
-from .weights.plane import WeightPlane
+from .weights.broker import WeightBroker
+from .weights.status import WeightPlaneStatus
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -107,7 +106,7 @@ class Coordinator:
         self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source))
         self._board = RunBoard(name=config.name, step_count=config.steps)
         self._disk = DiskWriter(folder, self._board, wait_seconds=config.retry.service_wait_seconds)
-        self._plane = WeightPlane()
+        self._plane = WeightPlaneStatus()
         self._registry = Registry(
             clock=SYSTEM_CLOCK, tokenizer_sha256=self._tokenizer.sha256, security=self._host.security
         )
@@ -167,26 +166,26 @@ class Coordinator:
 
     async def _loop(self, ledger: Ledger) -> None:
         memory = MemoryMeter(peak_bytes=int(ledger.get(PEAK_MEMORY) or 0), members=self._registry.members)
-        lifetime = Lifetime(ledger, memory)
-        self._registry.add_listener(lifetime.on_member)
-        await self._disk.write(lifetime.save)
+        totals = RunTotals(ledger, memory)
+        self._registry.add_listener(totals.on_member)
+        await self._disk.write(totals.save)
         background = [
             asyncio.create_task(self._router.run()),
             asyncio.create_task(self._show_members()),
             asyncio.create_task(memory.run()),
             asyncio.create_task(self._certificates.run()),
-            asyncio.create_task(lifetime.run()),
+            asyncio.create_task(totals.run()),
         ]
         try:
-            parts = await self._parts(ledger, memory, lifetime)
-            background.append(asyncio.create_task(parts.broker.keep()))
+            parts = await self._parts(ledger, memory, totals)
+            background.append(asyncio.create_task(parts.broker.run()))
             await first_of(TrainingLoop(parts).run(), background)
         finally:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
 
-    async def _parts(self, ledger: Ledger, memory: MemoryMeter, lifetime: Lifetime) -> RunContext:
+    async def _parts(self, ledger: Ledger, memory: MemoryMeter, totals: RunTotals) -> RunContext:
         config = self._config
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer)
         await self._disk.write(remember, prompts, ledger)
@@ -203,7 +202,7 @@ class Coordinator:
             board=self._board,
             router=self._router,
             session=session,
-            broker=Broker(
+            broker=WeightBroker(
                 config,
                 self._router,
                 session,
@@ -216,7 +215,7 @@ class Coordinator:
             evaluator=Evaluator(config, peers, prompts.held_out),
             memory=memory,
             certificates=self._certificates,
-            lifetime=lifetime,
+            totals=totals,
             start_seconds=self._start_seconds,
         )
 

@@ -17,7 +17,7 @@ from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.codec import decode, encode
 from fourfold_coordinator.data.prompts import Prompt
-from fourfold_coordinator.reporting.batch_metrics import summarize
+from fourfold_coordinator.reporting.batch_metrics import compute_batch_metrics
 from fourfold_coordinator.state.samples import (
     SampleGroup,
     StepBatch,
@@ -26,7 +26,7 @@ from fourfold_coordinator.state.samples import (
     check_completions,
     digest,
 )
-from fourfold_coordinator.weights.probe import Probe
+from fourfold_coordinator.weights.probe import LogprobProbe
 
 PROMPT = Prompt(
     index=0,
@@ -120,7 +120,7 @@ def test_the_digest_sees_every_token_and_no_order() -> None:
 
 def test_a_batch_in_numbers() -> None:
     batch = [group(1, 0, 1, 0), group(1, 1), group(0, 0, None), group(0.5, 0.5, tokens=7)]
-    numbers = summarize(collected(*batch), policy_version=3)
+    numbers = compute_batch_metrics(collected(*batch), policy_version=3)
     assert numbers["reward/mean"] == pytest.approx(0.5)
     assert numbers["groups/useful"] == 0.25
     assert (numbers["groups/all_max"], numbers["groups/all_min"]) == (0.25, 0.25)
@@ -140,13 +140,13 @@ def test_turns_versions_and_samples_without_actions_are_counted() -> None:
     versions = tuple(VersionSpan(policy_version=v, token_count=n) for v, n in spans)
     two = replace(one, sample=replace(one.sample, action_mask=mask, version_spans=versions))
     none = replace(other, sample=replace(other.sample, action_mask=np.zeros(8, bool), version_spans=()))
-    numbers = summarize(collected(replace(group(1, 0), trajectories=(two, none))), policy_version=8)
+    numbers = compute_batch_metrics(collected(replace(group(1, 0), trajectories=(two, none))), policy_version=8)
     assert (numbers["length/turns_mean"], numbers["length/no_action_rate"], numbers["train/lag_span"]) == (1, 0.5, 4)
 
 
 def test_the_numbers_of_a_batch_are_those_of_all_that_was_generated() -> None:
     batch = collected(group(1, 0, tokens=2), filtered=[group(3, 3), group(0, 0, tokens=7)])
-    numbers = summarize(batch, policy_version=2)
+    numbers = compute_batch_metrics(batch, policy_version=2)
     assert (numbers["reward/mean"], numbers["reward/min"], numbers["reward/max"]) == (7 / 6, 0, 3)
     assert numbers["groups/useful"] == pytest.approx(1 / 3)
     assert numbers["groups/filter_accept_rate"] == pytest.approx(1 / 3) and numbers["groups/prompts_consumed"] == 3
@@ -155,7 +155,7 @@ def test_the_numbers_of_a_batch_are_those_of_all_that_was_generated() -> None:
 
 
 def test_groups_of_one_have_nothing_to_differ_from() -> None:
-    numbers = summarize(collected(group(1), group(1)), policy_version=2)
+    numbers = compute_batch_metrics(collected(group(1), group(1)), policy_version=2)
     assert not [name for name in numbers if name in ("groups/useful", "groups/all_max", "groups/all_min")]
 
 
@@ -171,25 +171,25 @@ def logprobs(shift: float, count: int = 4) -> Any:
 
 
 @pytest.fixture
-def probe() -> Probe:
-    probe = Probe(np.arange(4, dtype=np.int32), tolerance=0.1)
+def probe() -> LogprobProbe:
+    probe = LogprobProbe(np.arange(4, dtype=np.int32), tolerance=0.1)
     probe.trainer(1, logprobs(0))
     probe.trainer(2, logprobs(0.05))
     return probe
 
 
-def test_a_probe_within_the_tolerance_passes_with_its_distance(probe: Probe) -> None:
+def test_a_probe_within_the_tolerance_passes_with_its_distance(probe: LogprobProbe) -> None:
     assert probe.compare(ENGINE, 1, logprobs(0.02)) == pytest.approx((0.02, 0.02), abs=1e-6)
 
 
 @pytest.mark.parametrize("values", [logprobs(0.5), np.full(4, np.nan, np.float32)])
-def test_a_probe_that_differs_names_the_engine(probe: Probe, values: Any) -> None:
+def test_a_probe_that_differs_names_the_engine(probe: LogprobProbe, values: Any) -> None:
     with pytest.raises(WrongState, match=r"rollout-0: after the update to version 1 .* allows 0.1") as error:
         probe.compare(ENGINE, 1, values)
     assert error.value.reason == "PROBE_DIFFERS"
 
 
-def test_an_engine_that_did_not_move_with_the_trainer_is_stale(probe: Probe) -> None:
+def test_an_engine_that_did_not_move_with_the_trainer_is_stale(probe: LogprobProbe) -> None:
     probe.accept(ENGINE, 1, logprobs(0.02))
     with pytest.raises(WrongState, match=r"bit for bit those of version 1, .* moved by up to 0.05 nats") as error:
         probe.compare(ENGINE, 2, logprobs(0.02))
@@ -197,14 +197,14 @@ def test_an_engine_that_did_not_move_with_the_trainer_is_stale(probe: Probe) -> 
     probe.compare(ENGINE, 2, logprobs(0.0201))
 
 
-def test_a_change_too_small_to_see_is_only_noted(probe: Probe, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_too_small_to_see_is_only_noted(probe: LogprobProbe, caplog: pytest.LogCaptureFixture) -> None:
     probe.trainer(3, logprobs(0.0501))
     probe.accept(ENGINE, 2, logprobs(0.05))
     probe.compare(ENGINE, 3, logprobs(0.05))
     assert "stale" in caplog.text
 
 
-def test_a_trainer_that_did_not_move_makes_nobody_stale(probe: Probe, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_trainer_that_did_not_move_makes_nobody_stale(probe: LogprobProbe, caplog: pytest.LogCaptureFixture) -> None:
     probe.trainer(3, logprobs(0.05))
     probe.accept(ENGINE, 2, logprobs(0.05))
     probe.compare(ENGINE, 3, logprobs(0.05))
@@ -212,7 +212,7 @@ def test_a_trainer_that_did_not_move_makes_nobody_stale(probe: Probe, caplog: py
 
 
 def test_a_probe_of_one_token_is_made_long_enough() -> None:
-    probe = Probe(np.array([7], np.int32), tolerance=1)
+    probe = LogprobProbe(np.array([7], np.int32), tolerance=1)
     assert probe.token_ids.tolist() == [7, 7]
     assert probe.sample().temperature == 1.0
-    assert len(Probe(np.arange(500, dtype=np.int32), tolerance=1).token_ids) == 64
+    assert len(LogprobProbe(np.arange(500, dtype=np.int32), tolerance=1).token_ids) == 64

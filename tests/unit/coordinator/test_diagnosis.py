@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fourfold_coordinator.reporting.batch_metrics import summarize
+from fourfold_coordinator.reporting.batch_metrics import compute_batch_metrics
 from fourfold_coordinator.reporting.diagnosis import TrainingDiagnosis, history
 from fourfold_coordinator.state.ledger import StepRow
 from tests.fakes.toy import make_config
@@ -17,7 +17,7 @@ HEALTHY: dict[str, Any] = {"groups/useful": 0.8, "reward/mean": 0.5, "reward/std
 
 
 def numbers_of(*scores: tuple[float, ...]) -> dict[str, float]:
-    return summarize(collected(*(group(*s) for s in scores)), policy_version=2)
+    return compute_batch_metrics(collected(*(group(*s) for s in scores)), policy_version=2)
 
 
 def diagnose(metrics: dict[str, Any], *, skipped_reason: str = "", dropped: dict[str, int] | None = None) -> str:
@@ -155,7 +155,7 @@ def row(step: int, reason: str = "", truncation: float = 0.0) -> StepRow:
 
 def test_what_an_earlier_life_of_the_run_told_is_not_told_again() -> None:
     doctor = TrainingDiagnosis()
-    doctor.remember([row(1, truncation=0.5), row(2)])
+    doctor.replay([row(1, truncation=0.5), row(2)])
     assert told(doctor, 3, length__truncation_rate=0.5) == []
 
 

@@ -17,8 +17,7 @@ from fourfold.host.process import Command
 from fourfold_coordinator.cli import chat
 from fourfold_coordinator.cli.run import _launcher
 from fourfold_coordinator.launch import ray
-from fourfold_coordinator.launch.fleet import Service
-from fourfold_coordinator.launch.local import LocalLauncher
+from fourfold_coordinator.launch.launcher import LocalLauncher, ServiceSpec
 from tests.fakes.nvml import pynvml
 
 ROOT = Path(__file__).parents[3]
@@ -40,7 +39,7 @@ def test_a_local_service_sees_its_own_gpus_alone(gpus: dict[str, tuple[str, ...]
     launcher = LocalLauncher(run_dir=tmp_path, gpus=gpus)
     names = ("reward-0", "trainer-0")
     for name in names:
-        service = Service(role=name.partition("-")[0], name=name)
+        service = ServiceSpec(role=name.partition("-")[0], name=name)
         launcher.start(service, Command(name=name, argv=(sys.executable, "-c", SHOW)))
     died, end = 0, time.monotonic() + 30
     while died < len(names) and time.monotonic() < end:

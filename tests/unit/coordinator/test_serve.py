@@ -10,7 +10,7 @@ import pytest
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
-from fourfold_coordinator.reporting.memory import MemoryMeter, pss_bytes
+from fourfold_coordinator.reporting.run_totals import MemoryMeter, pss_bytes
 from fourfold_coordinator.routing.registry import Member
 from fourfold_coordinator.serve import locked, write_atomically
 

@@ -11,8 +11,8 @@ from fourfold.errors import NO_BACKEND
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold_coordinator.routing.registry import Member
-from fourfold_coordinator.weights.backends import make_groups
-from fourfold_coordinator.weights.calls import Engine, UpdateFailed
+from fourfold_coordinator.weights.backends import group_by_backend
+from fourfold_coordinator.weights.fan_out import DescribedEngine, UpdateFailed
 
 ALL = ["cuda_ipc", "nccl", "shm", "gloo"]
 ANYWHERE = ["shm", "gloo"]
@@ -36,23 +36,25 @@ class _Replica:
         self.key = (name, "1")
 
 
-def engine(name: str, *own: int, **more: Any) -> Engine:
+def engine(name: str, *own: int, **more: Any) -> DescribedEngine:
     """On the host "here", with one worker on each GPU of `own`, or one on the CPU."""
     fields: dict[str, Any] = {"host_id": "here", "backends": ALL if own else ANYWHERE, **more}
     about = control.DescribeEngineResponse(
         device_uuids=gpus(*own), worker_count=max(len(own), 1), device_type="cuda" if own else "cpu", **fields
     )
-    return Engine(replica=cast(Any, _Replica(name)), about=about)
+    return DescribedEngine(replica=cast(Any, _Replica(name)), about=about)
 
 
-def groups(source: weight.GetManifestResponse, *engines: Engine, wanted: str = "auto") -> list[tuple[str, list[str]]]:
-    return [(group.backend, [e.name for e in group.engines]) for group in make_groups(wanted, source, engines)]
+def groups(
+    source: weight.GetManifestResponse, *engines: DescribedEngine, wanted: str = "auto"
+) -> list[tuple[str, list[str]]]:
+    return [(group.backend, [e.name for e in group.engines]) for group in group_by_backend(wanted, source, engines)]
 
 
-def refusal(source: weight.GetManifestResponse, *engines: Engine, wanted: str = "auto") -> str:
+def refusal(source: weight.GetManifestResponse, *engines: DescribedEngine, wanted: str = "auto") -> str:
     """Return the message about the one engine that is refused."""
     with pytest.raises(UpdateFailed) as failed:
-        make_groups(wanted, source, engines)
+        group_by_backend(wanted, source, engines)
     assert failed.value.trainer is None
     (error,) = failed.value.engines.values()
     assert error.reason == NO_BACKEND
@@ -113,7 +115,7 @@ def test_what_either_side_does_not_have_is_not_used() -> None:
 
 def test_workers_have_places_within_their_group() -> None:
     a, b, c = engine("a", 1, 2), engine("b", host_id="there"), engine("c", 1)
-    first, second = make_groups("auto", trainer(1, 2), [a, b, c])
+    first, second = group_by_backend("auto", trainer(1, 2), [a, b, c])
     assert (first.receiver_count, first.first_receiver(a), first.first_receiver(c)) == (3, 0, 2)
     assert (second.receiver_count, second.first_receiver(b)) == (1, 0)
 
@@ -146,7 +148,7 @@ def test_a_backend_that_was_asked_for_is_used_alone() -> None:
         ("gloo", engine("a", backends=[]), "the engine has only none"),
     ],
 )
-def test_an_engine_that_cannot_have_it_is_refused_by_name(wanted: str, who: Engine, why: str) -> None:
+def test_an_engine_that_cannot_have_it_is_refused_by_name(wanted: str, who: DescribedEngine, why: str) -> None:
     message = refusal(trainer(1, reachable=(2,)), engine("well", 2), who, wanted=wanted)
     assert message.startswith(f"a at x:1 cannot receive weights by {wanted}: {why}")
     assert message.endswith('; set weights.backend = "auto"')
@@ -168,7 +170,7 @@ def test_an_engine_that_nothing_reaches_is_refused_with_every_reason() -> None:
 
 def test_a_trainer_that_lacks_the_backend_is_to_blame_itself() -> None:
     with pytest.raises(UpdateFailed) as failed:
-        make_groups("nccl", trainer(), [engine("a")])
+        group_by_backend("nccl", trainer(), [engine("a")])
     assert failed.value.engines == {} and failed.value.trainer is not None
     assert "the trainer cannot send weights by nccl, only by shm, gloo; set weights.backend" in str(
         failed.value.trainer

@@ -33,11 +33,12 @@ from fourfold.plan.adapters import adapter_plan
 from fourfold.plan.placement import refuse_unless_fits
 from fourfold.security.access import VIEWER, Security
 
-from ..launch.fleet import Ending, Fleet, Launcher, launched, serve_arguments, started_by_hand
-from ..launch.local import LocalLauncher, assign_gpus, shared_gpus
+from ..launch.fleet import Fleet, RunOutcome, launched_services, manual_services, serve_arguments
+from ..launch.launcher import Launcher, LocalLauncher
+from ..launch.placement import assign_gpus, shared_gpus
 from .dashboard import Dashboard
-from .follow import follow
 from .summary import is_finished, report_lines
+from .watch import follow
 
 _TICK_SECONDS: Final = 0.1
 _DRAWINGS_PER_SECOND: Final = 2
@@ -174,7 +175,7 @@ class Run:
 
     def execute(self) -> int:
         """Run to the end, stop everything, tell how it ended; return the exit code."""
-        ending: Ending | None = None
+        ending: RunOutcome | None = None
         print(f"Run folder: {self._run_dir}")
         try:
             with self._dashboard:
@@ -195,7 +196,7 @@ class Run:
         print(self._next_command(), file=sys.stderr)
         return 1
 
-    async def _supervise(self) -> Ending | None:
+    async def _supervise(self) -> RunOutcome | None:
         """Tend the processes and the display until the run ends, or a signal comes (None)."""
         self._fleet.start()
         watching: asyncio.Task[None] | None = None
@@ -225,7 +226,7 @@ class Run:
                 await asyncio.wait({watching}, timeout=_LAST_STATUS_SECONDS)
 
     def _tell_what_to_start(self) -> None:
-        for service in started_by_hand(self._config):
+        for service in manual_services(self._config):
             words = serve_arguments(
                 service,
                 recipe=self._run_dir / "config.toml",
@@ -246,7 +247,7 @@ class Run:
 
 
 def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launcher:
-    services = launched(config)
+    services = launched_services(config)
     if args.launcher == "ray":
         try:
             from ..launch.ray import RayLauncher
@@ -284,7 +285,7 @@ def _local_gpus(config: Config) -> dict[str, tuple[str, ...]]:
     Raises:
         ConfigError: there are too few, or they are too small.
     """
-    services = launched(config)
+    services = launched_services(config)
     if not any(service.gpus for service in services):
         return {}
     visible = visible_gpus()

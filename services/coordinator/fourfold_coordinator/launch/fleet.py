@@ -15,13 +15,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from fourfold.config import Config, gpu_places
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.host.postmortem import Death
 from fourfold.host.process import Command
 from fourfold.text import clock
+
+from .launcher import Launcher, ServiceSpec
 
 COORDINATOR: Final = "coordinator-0"
 ADDRESS_FILE: Final = "coordinator.address"
@@ -31,44 +33,7 @@ _READY_SECONDS: Final = 960.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
-    """One process slot of a run."""
-
-    role: str
-    name: str
-    """Member id."""
-    place: tuple[int, ...] = ()
-    """Its GPUs, by their numbers in the run; services with one number share that GPU."""
-    cpus: int = 1
-    """What a cluster scheduler sets aside; nothing is pinned."""
-
-    @property
-    def gpus(self) -> int:
-        """How many it has."""
-        return len(self.place)
-
-
-class Launcher(Protocol):
-    """Where processes run. Calls return at once, except `stop`."""
-
-    def start(self, service: Service, command: Command) -> None:
-        """Start a process, or start it again."""
-
-    def deaths(self) -> list[Death]:
-        """Return the deaths since the last call, the first one first."""
-
-    def is_ready(self, name: str) -> bool:
-        """Return whether the process has printed its READY line."""
-
-    def stop(self) -> None:
-        """End everything within 3 seconds, descendants included."""
-
-    def kill(self) -> None:
-        """End everything now."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class RunOutcome:
     """How a run ended."""
 
     done: bool
@@ -76,17 +41,17 @@ class Ending:
     """Why it failed, for people."""
 
 
-def launched(config: Config) -> list[Service]:
+def launched_services(config: Config) -> list[ServiceSpec]:
     """Return the services that the launcher starts, the slowest to load first; the coordinator is not among them."""
     return _services(config, by_hand=False)
 
 
-def started_by_hand(config: Config) -> list[Service]:
+def manual_services(config: Config) -> list[ServiceSpec]:
     """Return one service for each needed role of which the recipe says `replicas = 0`."""
     return _services(config, by_hand=True)
 
 
-def _services(config: Config, *, by_hand: bool) -> list[Service]:
+def _services(config: Config, *, by_hand: bool) -> list[ServiceSpec]:
     roles = [
         ("rollout", config.rollout.replicas, 2),
         ("trainer", config.trainer.replicas, config.trainer_processes),
@@ -98,11 +63,13 @@ def _services(config: Config, *, by_hand: bool) -> list[Service]:
     for role, replicas, cpus in roles:
         count = (1 if by_hand else 0) if replicas == 0 else (0 if by_hand else replicas)
         names = [f"{role}-{index}" for index in range(count)]
-        found += [Service(role=role, name=name, place=places.get(name, ()), cpus=cpus) for name in names]
+        found += [ServiceSpec(role=role, name=name, place=places.get(name, ()), cpus=cpus) for name in names]
     return found
 
 
-def serve_arguments(service: Service, *, recipe: Path, run_dir: Path, coordinator: str, listen: str = "") -> list[str]:
+def serve_arguments(
+    service: ServiceSpec, *, recipe: Path, run_dir: Path, coordinator: str, listen: str = ""
+) -> list[str]:
     """Return the words after `fourfold` that start a service."""
     words = ["serve", service.role, str(recipe), "--member-id", service.name, "--run-dir", str(run_dir)]
     if listen:
@@ -145,7 +112,7 @@ class Fleet:
         self._notify = notify
         self._coordinator_listen = coordinator_listen
         self._clock = clock
-        self._services = {service.name: service for service in launched(config)}
+        self._services = {service.name: service for service in launched_services(config)}
         self._restarts: dict[str, int] = {}
         self._due: dict[str, float] = {}  # when to start a dead service again
         self._lost: set[str] = set()
@@ -156,9 +123,9 @@ class Fleet:
         """Start the coordinator; `tick` starts the others when it listens."""
         (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
         self._deadline = self._clock.monotonic() + _COORDINATOR_START_SECONDS
-        self._launch(Service(role="coordinator", name=COORDINATOR), listen=self._coordinator_listen)
+        self._launch(ServiceSpec(role="coordinator", name=COORDINATOR), listen=self._coordinator_listen)
 
-    def tick(self) -> Ending | None:
+    def tick(self) -> RunOutcome | None:
         """Look once; return how the run ended, or None while it goes on."""
         for death in self._launcher.deaths():
             if (ending := self._on_death(death)) is not None:
@@ -196,27 +163,29 @@ class Fleet:
             self._launch(service)
         self._deadline = self._clock.monotonic() + max(_READY_SECONDS, 2 * self.config.retry.service_wait_seconds)
 
-    def _overdue(self) -> Ending | None:
+    def _overdue(self) -> RunOutcome | None:
         if not self.address:
             log = self._run_dir / "logs" / f"{COORDINATOR}.log"
             seconds = f"{_COORDINATOR_START_SECONDS:.0f} s"
-            return Ending(done=False, text=f"{COORDINATOR} does not listen after {seconds}; what it does is in {log}")
+            return RunOutcome(
+                done=False, text=f"{COORDINATOR} does not listen after {seconds}; what it does is in {log}"
+            )
         late = [name for name in self._services if self._state(name) == "starting"]
         self._deadline = 0.0
         if not late:
             return None
         logs = self._run_dir / "logs"
-        return Ending(done=False, text=f"{', '.join(late)} not ready in time; what it does is in {logs}")
+        return RunOutcome(done=False, text=f"{', '.join(late)} not ready in time; what it does is in {logs}")
 
-    def _on_death(self, death: Death) -> Ending | None:
+    def _on_death(self, death: Death) -> RunOutcome | None:
         if death.name == COORDINATOR:
             done = death.exit_code == 0 and death.signal == 0
-            return Ending(done=done, text="" if done else death.explain())
+            return RunOutcome(done=done, text="" if done else death.explain())
         count = self._restarts.get(death.name, 0)
         at = time.strftime("%H:%M:%S", time.localtime(death.time))
         self._away[death.name] = self._clock.monotonic()
         if not death.was_ready and count == 0:
-            return Ending(done=False, text=death.explain())
+            return RunOutcome(done=False, text=death.explain())
         if count < self.config.retry.restarts:
             self._restarts[death.name] = count + 1
             self._due[death.name] = self._clock.monotonic() + (
@@ -229,7 +198,7 @@ class Fleet:
         self._lost.add(death.name)
         if all(name in self._lost for name, service in self._services.items() if service.role == role):
             limit = f"It was started again {count} times already (retry.restarts = {self.config.retry.restarts})."
-            return Ending(done=False, text=f"{death.explain()}\n{limit}")
+            return RunOutcome(done=False, text=f"{death.explain()}\n{limit}")
         self._survived(f"{at} {death.name} died again ({death.brief}) and is given up. Its log: {death.log}")
         return None
 
@@ -243,7 +212,7 @@ class Fleet:
         self.earlier.append(line)
         self._notify(line)
 
-    def _launch(self, service: Service, *, listen: str = "127.0.0.1:0") -> None:
+    def _launch(self, service: ServiceSpec, *, listen: str = "127.0.0.1:0") -> None:
         arguments = serve_arguments(
             service,
             recipe=self._run_dir / "config.toml",

@@ -8,16 +8,52 @@ from typing import Final
 
 from fourfold.errors import ConfigError
 
-from .fleet import Service
+from .launcher import ServiceSpec
 
 _LABEL: Final = 24
+
+
+def assign_gpus(
+    services: Sequence[ServiceSpec], gpus: Sequence[str], *, colocated: bool | None
+) -> dict[str, tuple[str, ...]]:
+    """Give each service its GPUs.
+
+    Where `colocated` is None, services also share GPUs when there are fewer than all of them ask for.
+
+    Raises:
+        ConfigError: there are fewer than that needs.
+    """
+    for service in services:
+        if service.gpus > len(gpus):
+            raise ConfigError(
+                f"{service.name} asks for {service.gpus} GPU{'s' if service.gpus > 1 else ''} and this machine offers "
+                f"{len(gpus)}; lower rollout.gpus_per_replica, trainer.ranks or critic.ranks, set trainer.device = "
+                f'"cpu", or see `fourfold doctor`'
+            )
+    needed = max((service.place[-1] + 1 for service in services if service.gpus), default=0)
+    if colocated is not None and needed > len(gpus):
+        how, fix = ("share GPUs", "lower rollout.replicas") if colocated else ("have their own", "set it to true")
+        raise ConfigError(
+            f"placement.colocated = {str(colocated).lower()}: services {how} and ask for {needed} GPUs, this machine "
+            f"offers {len(gpus)}; {fix}, or see `fourfold doctor`"
+        )
+    return {s.name: tuple(gpus[number % len(gpus)] for number in s.place) for s in services if s.gpus}
+
+
+def shared_gpus(assigned: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
+    """Return the GPUs that several services were given, with those services."""
+    users: dict[str, list[str]] = {}
+    for name, ids in assigned.items():
+        for gpu in ids:
+            users.setdefault(gpu, []).append(name)
+    return {gpu: names for gpu, names in users.items() if len(names) > 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
     """A service; or several that share GPUs, and so are on one node."""
 
-    services: tuple[Service, ...]
+    services: tuple[ServiceSpec, ...]
 
     @property
     def name(self) -> str:
@@ -44,14 +80,14 @@ class Bundle:
         """Whether services share its GPUs."""
         return len(self.services) > 1
 
-    def places_of(self, service: Service) -> tuple[int, ...]:
+    def places_of(self, service: ServiceSpec) -> tuple[int, ...]:
         """Return which of the bundle's GPUs are the service's: indices into `place`."""
         return tuple(self.place.index(number) for number in service.place)
 
 
-def bundles(services: Sequence[Service]) -> list[Bundle]:
+def bundles(services: Sequence[ServiceSpec]) -> list[Bundle]:
     """Return the services, together with those that they share GPUs with, in order of the first of each."""
-    found: list[list[Service]] = []
+    found: list[list[ServiceSpec]] = []
     for service in services:
         mine = set(service.place)
         touched = [group for group in found if any(mine & set(other.place) for other in group)]
@@ -64,7 +100,7 @@ def bundles(services: Sequence[Service]) -> list[Bundle]:
     return [Bundle(services=tuple(group)) for group in found]
 
 
-def refuse_unless_fits(services: Sequence[Service], nodes: Sequence[Mapping[str, float]]) -> None:
+def check_cluster_fits(services: Sequence[ServiceSpec], nodes: Sequence[Mapping[str, float]]) -> None:
     """Check that each bundle of services finds a node with its CPUs and GPUs left, the largest first.
 
     Args:
@@ -85,7 +121,7 @@ def refuse_unless_fits(services: Sequence[Service], nodes: Sequence[Mapping[str,
         best["CPU"] -= bundle.cpus
 
 
-def table(services: Sequence[Service], nodes: Sequence[Mapping[str, float]]) -> str:
+def table(services: Sequence[ServiceSpec], nodes: Sequence[Mapping[str, float]]) -> str:
     """Return what is asked beside what the cluster has, and what to change."""
     asked = bundles(services)
     width = max(_LABEL, *(len(f"asked  {bundle.name}") + 1 for bundle in asked))

@@ -33,8 +33,9 @@ from fourfold.host.postmortem import Death
 from fourfold.host.process import TAGS_VARIABLE, Command, Supervisor, descendants
 from fourfold.rpc.channel import is_loopback
 
-from .fleet import COORDINATOR, Service
-from .placement import bundles, refuse_unless_fits, table
+from .fleet import COORDINATOR
+from .launcher import ServiceSpec
+from .placement import bundles, check_cluster_fits, table
 
 ray: Any = untyped_ray  # half of its functions have no types
 
@@ -104,7 +105,7 @@ class RayLauncher:
 
     def __init__(
         self,
-        services: Sequence[Service],
+        services: Sequence[ServiceSpec],
         *,
         run_dir: Path,
         address: str,
@@ -145,7 +146,7 @@ class RayLauncher:
                 self._everything.start_guard()
             _connect(services, address)
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            refuse_unless_fits(services, nodes)
+            check_cluster_fits(services, nodes)
             self._everywhere = len(nodes) > 1
             if self._everywhere:
                 _check_network(len(nodes), secured=secured, coordinator_listen=coordinator_listen)
@@ -157,7 +158,7 @@ class RayLauncher:
             self._disconnect()
             raise
 
-    def start(self, service: Service, command: Command) -> None:
+    def start(self, service: ServiceSpec, command: Command) -> None:
         """Start a process in its bundle, or start it again; a lost actor is replaced."""
         if service.name == COORDINATOR:
             self._supervisor.start(dataclasses.replace(command, env={**command.env, **environment(())}))
@@ -278,7 +279,7 @@ class RayLauncher:
         )
 
 
-def _connect(services: Sequence[Service], address: str) -> None:
+def _connect(services: Sequence[ServiceSpec], address: str) -> None:
     options: dict[str, Any] = {
         "include_dashboard": None if address else False,
         "log_to_driver": False,
@@ -314,7 +315,7 @@ def _check_network(nodes: int, *, secured: bool, coordinator_listen: str) -> Non
         )
 
 
-def _reserve(services: Sequence[Service], nodes: Sequence[dict[str, float]]) -> Any:
+def _reserve(services: Sequence[ServiceSpec], nodes: Sequence[dict[str, float]]) -> Any:
     asked = [{"CPU": b.cpus} | ({"GPU": b.gpus} if b.gpus else {}) for b in bundles(services)]
     if not asked:
         return None

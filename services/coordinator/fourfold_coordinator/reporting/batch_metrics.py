@@ -10,7 +10,7 @@ from fourfold.arrays import Sample
 from ..state.samples import StepBatch
 
 
-def summarize(batch: StepBatch, *, policy_version: int) -> dict[str, float]:
+def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str, float]:
     """Return the metrics of a batch that need no trainer, over all that was generated: before the filter.
 
     Args:

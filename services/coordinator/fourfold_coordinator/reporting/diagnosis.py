@@ -73,7 +73,7 @@ class TrainingDiagnosis:
         self._skipped_in_a_row = 0
 
     @classmethod
-    def of(cls, config: Config) -> TrainingDiagnosis:
+    def from_config(cls, config: Config) -> TrainingDiagnosis:
         """Return the one for a run."""
         critic = config.critic
         return cls(
@@ -81,7 +81,7 @@ class TrainingDiagnosis:
             critic_begins=critic.policy_starts_at_step + critic.warmup_steps,
         )
 
-    def remember(self, rows: Sequence[StepRow]) -> None:
+    def replay(self, rows: Sequence[StepRow]) -> None:
         """Take up where an earlier life of the run was; what was told then is not told again."""
         for row in rows:
             self.examine(row.step, row.metrics, skipped_reason=row.skipped_reason, dropped={})
@@ -162,7 +162,7 @@ def history(config: Config, rows: Sequence[StepRow]) -> list[dict[str, Any]]:
         config: of the run.
         rows: all steps, in order.
     """
-    doctor = TrainingDiagnosis.of(config)
+    doctor = TrainingDiagnosis.from_config(config)
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         findings, _ = doctor.examine(row.step, row.metrics, skipped_reason=row.skipped_reason, dropped={})

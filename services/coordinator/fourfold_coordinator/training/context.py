@@ -8,15 +8,14 @@ from pathlib import Path
 from fourfold.config import Config
 
 from ..data.prompts import PromptSet
-from ..reporting.lifetime import Lifetime
-from ..reporting.memory import MemoryMeter
+from ..reporting.run_totals import MemoryMeter, RunTotals
 from ..routing.certificates import CertificateMonitor
 from ..routing.router import Router
 from ..routing.trainer_session import TrainerSession
 from ..state.disk_wait import DiskWriter
 from ..state.ledger import Ledger
 from ..state.run_board import RunBoard
-from ..weights.broker import Broker
+from ..weights.broker import WeightBroker
 from .evaluate import Evaluator
 from .service_calls import ServiceCalls
 
@@ -35,11 +34,11 @@ class RunContext:
     board: RunBoard
     router: Router
     session: TrainerSession
-    broker: Broker
+    broker: WeightBroker
     peers: ServiceCalls
     evaluator: Evaluator
     memory: MemoryMeter
     certificates: CertificateMonitor
-    lifetime: Lifetime
+    totals: RunTotals
     start_seconds: float
     """Longest wait for the services at the start."""

@@ -36,13 +36,13 @@ from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 from fourfold_coordinator.state.metrics_file import MetricsWriter
 
 from ..reporting import report
-from ..reporting.batch_metrics import summarize
+from ..reporting.batch_metrics import compute_batch_metrics
 from ..reporting.diagnosis import Finding, TrainingDiagnosis
 from ..routing.replica import Replica
 from ..routing.trainer_session import TrainerRestarted
 from ..state.ledger import TRAINER_RESTORED
 from ..state.samples import StepBatch, to_lines
-from ..weights.update import Update
+from ..weights.update import WeightUpdateResult
 from .collect import BatchCollector
 from .context import RunContext
 from .recovery import restore, rewrite_metrics
@@ -66,10 +66,10 @@ class TrainingLoop:
         self.ledger, self.board, self.router = parts.ledger, parts.board, parts.router
         self.session, self.broker = parts.session, parts.broker
         self.evaluator, self.memory, self.certificates = parts.evaluator, parts.memory, parts.certificates
-        self.lifetime, self.disk = parts.lifetime, parts.disk
+        self.totals, self.disk = parts.totals, parts.disk
         self.needed, self.start_seconds = needed_services(parts.config), parts.start_seconds
         self.metrics_file = MetricsWriter(parts.folder / METRICS_FILE)
-        self.doctor = TrainingDiagnosis.of(parts.config)
+        self.diagnosis = TrainingDiagnosis.from_config(parts.config)
         self.step = 0
         """Steps done."""
 
@@ -93,7 +93,7 @@ class TrainingLoop:
                     if restarts > self.config.retry.restarts:
                         raise
                     log.warning("%s", error)
-                    self.broker.forget()
+                    self.broker.invalidate()
                     # The others were there: from now on one of each is enough.
                     self.needed, self.start_seconds = dict.fromkeys(self.needed, 1), self.router.wait_seconds
         finally:
@@ -113,12 +113,12 @@ class TrainingLoop:
         restored = await restore(self.config, self.folder, self.ledger, self.session, self.disk)
         self.metrics_file = MetricsWriter(self.folder / METRICS_FILE)
         self.step, self.collector.position = restored.step, restored.data_position
-        self.doctor = TrainingDiagnosis.of(self.config)
-        self.doctor.remember(self.ledger.steps())
-        if why or self.lifetime.resumes:
+        self.diagnosis = TrainingDiagnosis.from_config(self.config)
+        self.diagnosis.replay(self.ledger.steps())
+        if why or self.totals.resumes:
             self.board.add_recovery(restored.step, why)
         self.board.set_history(((row.step, row.metrics) for row in self.ledger.steps()), self.ledger.evals())
-        await self.broker.settle(self.session.policy_version, step=self.step)
+        await self.broker.resync(self.session.policy_version, step=self.step)
         self.board.mark_started()
         self.board.set_step(step=self.step, policy_version=self.broker.version)
         if self.step == 0 and not self.ledger.evals():
@@ -130,7 +130,7 @@ class TrainingLoop:
         batch = await self.collect(step)
         metrics = batch.times()
         async with self.broker.lock:  # no engine is filled while the weights change
-            async with self.broker.sleepers.asleep() as times:
+            async with self.broker.sleeper.asleep() as times:
                 metrics |= times
                 with timed(metrics, m.TIME_TRAIN):
                     trained, measured = await self.train(step, batch)
@@ -148,7 +148,7 @@ class TrainingLoop:
             with timed(metrics, m.TIME_EVALUATE):
                 metrics |= await self.evaluate(step)
         _add_up(metrics, time.monotonic() - began)
-        found, news = self.doctor.examine(
+        found, news = self.diagnosis.examine(
             step, metrics, skipped_reason=trained.skipped_reason, dropped=self._dropped(step)
         )
         await self._keep_metrics(step, metrics, found, news, seconds)
@@ -209,13 +209,13 @@ class TrainingLoop:
     async def _record(self, step: int, batch: StepBatch, sent: asyncio.Event) -> tuple[dict[str, float], bytes]:
         """Return the batch's metrics, and its lines of samples.jsonl."""
         await sent.wait()  # a batch that is on its way to the trainer needs this process for itself
-        measured = await asyncio.to_thread(summarize, batch, policy_version=self.broker.version)
+        measured = await asyncio.to_thread(compute_batch_metrics, batch, policy_version=self.broker.version)
         return measured, await asyncio.to_thread(to_lines, step, batch.trajectories())
 
-    async def publish(self, trained: TrainStepResponse) -> Update:
+    async def publish(self, trained: TrainStepResponse) -> WeightUpdateResult:
         """Bring the new weights to every engine. A skipped step made none, but whoever slept has lost the old ones."""
         if trained.policy_version == self.broker.version and not self.config.rollout.sleep_mode:
-            return Update()
+            return WeightUpdateResult()
         self.board.set_phase(run_pb.RUN_PHASE_PUBLISHING)
         return await self.broker.publish(trained.policy_version, step=trained.step)
 
@@ -249,7 +249,7 @@ class TrainingLoop:
             )
         if saved != step:
             raise Internal(f"the trainer wrote a checkpoint of step {saved} after step {step}")
-        await self.disk.write(self.lifetime.save)
+        await self.disk.write(self.totals.save)
         await self.disk.write(
             self.ledger.commit_checkpoint,
             step=step,
@@ -263,15 +263,15 @@ class TrainingLoop:
         await self.memory.look()
         model = await self.export(MODEL_FOLDER)
         ema = await self.export(EMA_FOLDER, ema=True) if self.config.trainer.ema_decay else None
-        await self.disk.write(self.lifetime.save)
+        await self.disk.write(self.totals.save)
         if not await asyncio.to_thread(self.metrics_file.close):
             await self.disk.write_in_thread(rewrite_metrics, self.folder / METRICS_FILE, self.ledger.steps())
         facts = report.build(
             self.config,
             self.ledger,
-            seconds=self.lifetime.seconds,
-            restarts=self.lifetime.restarts,
-            resumes=self.lifetime.resumes,
+            seconds=self.totals.seconds,
+            restarts=self.totals.restarts,
+            resumes=self.totals.resumes,
             peak_memory_bytes=self.memory.peak_bytes,
             uncounted=self.memory.uncounted,
             model=model,
@@ -354,7 +354,7 @@ def _add_up(metrics: dict[str, float], seconds: float) -> None:
     metrics[m.TIME_OTHER] = seconds - sum(metrics.get(name, 0.0) for name in m.TIMES_OF_A_STEP)
 
 
-def _update_metrics(update: Update) -> dict[str, float]:
+def _update_metrics(update: WeightUpdateResult) -> dict[str, float]:
     if not update.probe_diffs:
         return {}
     return {

@@ -19,31 +19,33 @@ from typing import Final
 from fourfold.errors import NO_BACKEND, FourfoldError, WrongState
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 
-from .calls import Engine, UpdateFailed
+from .fan_out import DescribedEngine, UpdateFailed
 
 # In the order in which the groups of an epoch are served: the fastest first.
 _ORDER: Final = ("cuda_ipc", "nccl", "shm", "gloo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class BackendGroup:
     """Engines that get their weights in the same way."""
 
     backend: str
-    engines: tuple[Engine, ...]
+    engines: tuple[DescribedEngine, ...]
 
     @property
     def receiver_count(self) -> int:
         """Workers of all its engines."""
         return sum(engine.about.worker_count for engine in self.engines)
 
-    def first_receiver(self, engine: Engine) -> int:
+    def first_receiver(self, engine: DescribedEngine) -> int:
         """Return the index of an engine's first worker within the group."""
         before = self.engines[: self.engines.index(engine)]
         return sum(other.about.worker_count for other in before)
 
 
-def make_groups(wanted: str, trainer: weight.GetManifestResponse, engines: Sequence[Engine]) -> list[Group]:
+def group_by_backend(
+    wanted: str, trainer: weight.GetManifestResponse, engines: Sequence[DescribedEngine]
+) -> list[BackendGroup]:
     """Return the engines in groups of one backend, the fastest first; within a group in the order given.
 
     Args:
@@ -62,7 +64,7 @@ def make_groups(wanted: str, trainer: weight.GetManifestResponse, engines: Seque
                 f'weights.backend = "auto", or give the trainer what {wanted} needs'
             ),
         )
-    chosen: dict[str, list[Engine]] = {}
+    chosen: dict[str, list[DescribedEngine]] = {}
     refused: dict[tuple[str, str], FourfoldError] = {}
     ways = _Ways(trainer, engines)
     for engine in engines:
@@ -74,27 +76,27 @@ def make_groups(wanted: str, trainer: weight.GetManifestResponse, engines: Seque
             chosen.setdefault(backend, []).append(engine)
     if refused:
         raise UpdateFailed(refused)
-    return [Group(backend=name, engines=tuple(chosen[name])) for name in _ORDER if name in chosen]
+    return [BackendGroup(backend=name, engines=tuple(chosen[name])) for name in _ORDER if name in chosen]
 
 
 class _Ways:
     """What stands between the trainer and an engine, by backend."""
 
-    def __init__(self, trainer: weight.GetManifestResponse, engines: Sequence[Engine]) -> None:
+    def __init__(self, trainer: weight.GetManifestResponse, engines: Sequence[DescribedEngine]) -> None:
         self._trainer = trainer
         self._owned, self._reachable = set(trainer.device_uuids), set(trainer.reachable_device_uuids)
         far = [engine for engine in engines if not self._ipc_hurdle(engine)]
         self._readers = sum(len(set(engine.about.device_uuids) - self._owned) for engine in far)
         """Workers on GPUs without a rank that could read the ranks' memory."""
 
-    def best(self, engine: Engine, hurdles: Mapping[str, str]) -> str:
+    def best(self, engine: DescribedEngine, hurdles: Mapping[str, str]) -> str:
         """Return the backend that `auto` takes."""
         close = self._owned.issuperset(engine.about.device_uuids) or self._readers <= len(self._trainer.device_uuids)
         if not hurdles["cuda_ipc"] and (close or hurdles["nccl"]):
             return "cuda_ipc"
         return next((name for name in ("nccl", "shm") if not hurdles[name]), "gloo")
 
-    def hurdles(self, engine: Engine, *, among: Sequence[Engine]) -> dict[str, str]:
+    def hurdles(self, engine: DescribedEngine, *, among: Sequence[DescribedEngine]) -> dict[str, str]:
         """Return why each backend does not go, empty where it does; `among` are the engines that have nccl already."""
         found = {
             "cuda_ipc": self._ipc_hurdle(engine),
@@ -109,12 +111,12 @@ class _Ways:
                 found[name] = f"the engine has only {', '.join(engine.about.backends) or 'none'}"
         return found
 
-    def _host_hurdle(self, engine: Engine) -> str:
+    def _host_hurdle(self, engine: DescribedEngine) -> str:
         if self._trainer.host_id and engine.about.host_id == self._trainer.host_id:
             return ""
         return "it is on another host than the trainer, or in another container"
 
-    def _ipc_hurdle(self, engine: Engine) -> str:
+    def _ipc_hurdle(self, engine: DescribedEngine) -> str:
         if not self._trainer.device_uuids:
             return "the trainer is not on GPUs"
         if not engine.about.device_uuids:
@@ -124,7 +126,7 @@ class _Ways:
             return f"its GPU {lost[0].hex()} cannot read the memory of the trainer's GPUs (no peer access, or MIG)"
         return self._host_hurdle(engine)
 
-    def _nccl_hurdle(self, engine: Engine, among: Sequence[Engine]) -> str:
+    def _nccl_hurdle(self, engine: DescribedEngine, among: Sequence[DescribedEngine]) -> str:
         if not self._trainer.device_uuids:
             return "the trainer is not on GPUs"
         own = list(engine.about.device_uuids)
@@ -139,7 +141,7 @@ class _Ways:
         return ""
 
 
-def _refusal(engine: Engine, wanted: str, hurdles: Mapping[str, str]) -> WrongState:
+def _refusal(engine: DescribedEngine, wanted: str, hurdles: Mapping[str, str]) -> WrongState:
     who = engine.replica.member.peer
     if wanted != "auto":
         text = f'{who} cannot receive weights by {wanted}: {hurdles[wanted]}; set weights.backend = "auto"'

@@ -30,11 +30,11 @@ from ..routing.router import INFO_SECONDS, Router
 from ..routing.trainer_session import TrainerRestarted, TrainerSession
 from ..state.disk_wait import DiskFull, DiskWriter
 from ..state.ledger import Ledger
-from .calls import Engine, UpdateFailed, at_once
-from .plane import FENCED, REFUSED, SERVING, WeightPlane
-from .probe import Key, Probe
-from .sleep import Sleepers
-from .update import Update, WeightUpdater
+from .fan_out import DescribedEngine, UpdateFailed, call_all
+from .probe import LogprobProbe, ReplicaKey
+from .sleep import EngineSleeper
+from .status import FENCED, REFUSED, SERVING, WeightPlaneStatus
+from .update import WeightUpdater, WeightUpdateResult
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -51,8 +51,8 @@ class WeightsRefused(WrongState):
     """Every engine that is there said that it can never take the trainer's weights; the run cannot go on."""
 
 
-class Broker:
-    """Brings every engine to the trainer's weights. `keep` it running in a task."""
+class WeightBroker:
+    """Brings every engine to the trainer's weights. `run` keeps it running in a task."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class Broker:
         *,
         disk: DiskWriter,
         probe_ids: Int32Array,
-        plane: WeightPlane,
+        plane: WeightPlaneStatus,
     ) -> None:
-        """Prepare; nothing is filled before `settle`.
+        """Prepare; nothing is filled before `resync`.
 
         Args:
             config: of the run.
@@ -79,21 +79,21 @@ class Broker:
         self.lock = asyncio.Lock()
         """Hold it while the trainer's weights change: nobody is filled meanwhile."""
         self.version = -1
-        """Version published last; -1 before `settle`."""
+        """Version published last; -1 before `resync`."""
         self._router = router
         self._session = session
         self._ledger, self._disk = ledger, disk
-        probe = Probe(probe_ids, tolerance=config.weights.probe_tolerance)
+        probe = LogprobProbe(probe_ids, tolerance=config.weights.probe_tolerance)
         self._probe = probe
         self._plane = plane
         self._updater = WeightUpdater(config, session, probe, plane)
         self._timeout = config.weights.timeout_seconds
-        self.sleepers = Sleepers(config, router, plane)
+        self.sleeper = EngineSleeper(config, router, plane)
         """Whom an update wakes."""
         self._step = 0
-        self._failures: dict[Key, tuple[int, float]] = {}  # how many in a row, and when to try again
+        self._failures: dict[ReplicaKey, tuple[int, float]] = {}  # how many in a row, and when to try again
 
-    async def settle(self, version: int, *, step: int) -> None:
+    async def resync(self, version: int, *, step: int) -> None:
         """Take the trainer's `version` as the current one, and check or fill every engine that is there.
 
         An engine that failed before may have failed with a trainer that is gone: it is as good as the others again.
@@ -107,7 +107,7 @@ class Broker:
             self._failures = {key: failure for key, failure in self._failures.items() if failure[1] == math.inf}
             await self.publish(version, step=step)
 
-    async def publish(self, version: int, *, step: int) -> Update:
+    async def publish(self, version: int, *, step: int) -> WeightUpdateResult:
         """Bring all engines to `version`, which the trainer holds. The caller holds `lock`.
 
         Engines that fail are fenced and left out; sampling waits when none is left.
@@ -121,11 +121,11 @@ class Broker:
         async with self._telling():
             return await self._fill(self._next())
 
-    def forget(self) -> None:
-        """Publish nothing until `settle`: the present version died with its trainer."""
+    def invalidate(self) -> None:
+        """Publish nothing until `resync`: the present version died with its trainer."""
         self.version = -1
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Check or fill engines that come late or failed, until cancelled."""
         while True:
             await self._router.wait_for_change(timeout=_TICK_SECONDS)
@@ -139,7 +139,7 @@ class Broker:
                 except (DiskFull, WeightsRefused):
                     raise  # the run's end: no later try can do better
                 except TrainerRestarted:
-                    self.forget()  # the loop meets it, too, and settles the next version
+                    self.invalidate()  # the loop meets it, too, and settles the next version
                 except FourfoldError as error:  # the trainer's trouble: the loop meets it with its next call
                     log.warning("engines wait for weights: %s", error)
                     await self._router.clock.sleep(1.0)
@@ -170,7 +170,7 @@ class Broker:
         well = [replica for replica in unsettled if replica.key not in self._failures]
         return well or sorted(unsettled, key=lambda replica: self._failures[replica.key][1])[:1]
 
-    async def _fill(self, replicas: Sequence[Replica]) -> Update:
+    async def _fill(self, replicas: Sequence[Replica]) -> WeightUpdateResult:
         """Bring replicas to the current version. A failure leaves its engines out and tries the others again.
 
         Raises:
@@ -193,9 +193,9 @@ class Broker:
                     if replica.key in failed.engines:
                         self._fence(replica, failed.engines[replica.key])
                 replicas = [replica for replica in replicas if replica.key not in failed.engines]
-        return Update()
+        return WeightUpdateResult()
 
-    async def _try(self, replicas: Sequence[Replica]) -> Update:
+    async def _try(self, replicas: Sequence[Replica]) -> WeightUpdateResult:
         engines = await self._describe(replicas)
         await self._rise_above(engines)
         trusted = [engine for engine in engines if self._trusted(engine)]
@@ -237,14 +237,16 @@ class Broker:
         finally:
             self._router.on_wait("")
 
-    async def _describe(self, replicas: Sequence[Replica]) -> list[Engine]:
-        about = await at_once({r.key: r.call(r.control.describe(timeout=INFO_SECONDS)) for r in replicas})
-        return [Engine(replica=replica, about=about[replica.key]) for replica in replicas]
+    async def _describe(self, replicas: Sequence[Replica]) -> list[DescribedEngine]:
+        about = await call_all({r.key: r.call(r.control.describe(timeout=INFO_SECONDS)) for r in replicas})
+        return [DescribedEngine(replica=replica, about=about[replica.key]) for replica in replicas]
 
-    async def _wake(self, whole: Sequence[Engine], for_weights: Sequence[Engine]) -> float:
+    async def _wake(self, whole: Sequence[DescribedEngine], for_weights: Sequence[DescribedEngine]) -> float:
         """Give engines that sleep their memory again, all of it or that of the weights; return the seconds it took."""
         began = time.monotonic()
-        tags: dict[Key, tuple[str, ...]] = {e.key: () for e in whole} | {e.key: ("weights",) for e in for_weights}
+        tags: dict[ReplicaKey, tuple[str, ...]] = {e.key: () for e in whole} | {
+            e.key: ("weights",) for e in for_weights
+        }
         calls = {
             e.key: e.replica.call(e.replica.control.wake(*tags[e.key], timeout=self._timeout))
             for e in (*whole, *for_weights)
@@ -252,16 +254,16 @@ class Broker:
         }
         if not calls:
             return 0.0
-        await at_once(calls)
+        await call_all(calls)
         return time.monotonic() - began
 
-    def _trusted(self, engine: Engine) -> bool:
+    def _trusted(self, engine: DescribedEngine) -> bool:
         """Whether the engine serves the current version, and these weights for sure."""
         known = self.version == 0 or self._updater.filled.get(engine.key) == self.version
         clean = engine.about.weight_state == control.WEIGHT_STATE_CLEAN
         return clean and known and engine.about.policy_version == self.version
 
-    async def _rise_above(self, engines: Sequence[Engine]) -> None:
+    async def _rise_above(self, engines: Sequence[DescribedEngine]) -> None:
         """Give the trainer's weights a higher number when an engine, of another run, holds others under theirs."""
         strange = [
             engine.about.policy_version
@@ -275,15 +277,15 @@ class Broker:
             await self._note(await self._session.raise_policy_version(version), self._step)
             log.warning("an engine holds weights that are not this run's; ours go on as version %d", self.version)
 
-    async def _vouch(self, engines: Sequence[Engine]) -> Update:
+    async def _vouch(self, engines: Sequence[DescribedEngine]) -> WeightUpdateResult:
         """Take engines that hold the current version already, after a look at the probe."""
         if not engines:
-            return Update()
+            return WeightUpdateResult()
         probes = await self._updater.look(engines, self.version, timeout=INFO_SECONDS * 3)
         for engine in engines:
             engine.replica.version = self.version
             self._probe.accept(engine.key, self.version, probes[engine.key][2])
-        return Update(probe_diffs=tuple((mean, largest) for mean, largest, _ in probes.values()))
+        return WeightUpdateResult(probe_diffs=tuple((mean, largest) for mean, largest, _ in probes.values()))
 
     def _fence(self, replica: Replica, error: FourfoldError) -> None:
         """Route nothing to an engine until it was filled.

@@ -16,14 +16,14 @@ from fourfold.errors import WrongState
 
 log = logging.getLogger("fourfold.coordinator")
 
-Key = tuple[str, str]
+ReplicaKey = tuple[str, str]
 
 _MAX_TOKENS: Final = 64
 # An engine cannot miss a larger change of the trainer's log-probabilities, in nats; it may round a smaller one away.
 _VISIBLE_CHANGE: Final = 1e-3
 
 
-class Probe:
+class LogprobProbe:
     """Compares log-probabilities of a fixed prompt, and remembers those of the version before."""
 
     def __init__(self, token_ids: Int32Array, *, tolerance: float) -> None:
@@ -37,7 +37,7 @@ class Probe:
         self.token_ids: Int32Array = ids if len(ids) > 1 else np.concatenate([ids, ids])
         self._tolerance = tolerance
         self._trainer: dict[int, Float32Array] = {}  # by version, the newest two
-        self._engines: dict[Key, tuple[int, Float32Array]] = {}
+        self._engines: dict[ReplicaKey, tuple[int, Float32Array]] = {}
 
     def sample(self) -> Sample:
         """Return the prompt as the trainer takes it, at temperature 1."""
@@ -64,7 +64,7 @@ class Probe:
         for old in sorted(self._trainer)[:-2]:
             del self._trainer[old]
 
-    def compare(self, key: Key, version: int, logprobs: Float32Array) -> tuple[float, float]:
+    def compare(self, key: ReplicaKey, version: int, logprobs: Float32Array) -> tuple[float, float]:
         """Return mean and largest |trainer - engine|, in nats, of an engine that holds `version`.
 
         Raises:
@@ -82,11 +82,11 @@ class Probe:
             )
         return mean, largest
 
-    def accept(self, key: Key, version: int, logprobs: Float32Array) -> None:
+    def accept(self, key: ReplicaKey, version: int, logprobs: Float32Array) -> None:
         """Remember what an engine computes at a version that it serves now."""
         self._engines[key] = (version, logprobs)
 
-    def _check_stale(self, key: Key, version: int, logprobs: Float32Array) -> None:
+    def _check_stale(self, key: ReplicaKey, version: int, logprobs: Float32Array) -> None:
         before, old = self._engines.get(key, (version, logprobs))
         if before == version or before not in self._trainer or logprobs.tobytes() != old.tobytes():
             return

@@ -23,8 +23,8 @@ from fourfold.errors import CANNOT_SLEEP, FourfoldError, WrongState
 
 from ..routing.replica import Replica
 from ..routing.router import Router
-from .plane import ASLEEP, FENCED, WeightPlane
-from .probe import Key
+from .probe import ReplicaKey
+from .status import ASLEEP, FENCED, WeightPlaneStatus
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -32,14 +32,14 @@ _LEVEL: Final = 2
 _AGAIN_SECONDS: Final = 0.25
 
 
-class NotAsleep(WrongState):
+class SleepRefused(WrongState):
     """An engine answers and does not give its memory up; the trainer would not find enough of it."""
 
 
-class Sleepers:
+class EngineSleeper:
     """Puts engines to sleep. Does nothing without `rollout.sleep_mode`."""
 
-    def __init__(self, config: Config, router: Router, plane: WeightPlane) -> None:
+    def __init__(self, config: Config, router: Router, plane: WeightPlaneStatus) -> None:
         self._wanted, self._seconds = config.rollout.sleep_mode, config.weights.timeout_seconds
         self._router, self._plane = router, plane
         self._awake: dict[str, str] = {}
@@ -53,7 +53,7 @@ class Sleepers:
         the block ends is waited for.
 
         Raises:
-            NotAsleep: one cannot sleep, or refused until `weights.timeout_seconds` were over.
+            SleepRefused: one cannot sleep, or refused until `weights.timeout_seconds` were over.
         """
         if not self._wanted:
             yield {}
@@ -78,8 +78,8 @@ class Sleepers:
             return
         why = "; ".join(error.message for error in refused)
         if any(error.reason == CANNOT_SLEEP for error in refused):
-            raise NotAsleep(f"{why}. The trainer needs its memory; or set rollout.sleep_mode = false for the run")
-        raise NotAsleep(
+            raise SleepRefused(f"{why}. The trainer needs its memory; or set rollout.sleep_mode = false for the run")
+        raise SleepRefused(
             f"{why}. After {self._seconds:g} s (weights.timeout_seconds) it still has the memory that the trainer "
             f"needs: end what samples there, or set rollout.sleep_mode = false"
         )
@@ -144,7 +144,7 @@ class Sleepers:
         except FourfoldError as error:
             log.warning("%s does not wake: %s", replica.member.member_id, error)
 
-    async def _keep(self, known: set[Key]) -> None:
+    async def _keep(self, known: set[ReplicaKey]) -> None:
         """Put engines to sleep that join while the trainer trains; none waits for another."""
         async with asyncio.TaskGroup() as falling_asleep:
             while True:

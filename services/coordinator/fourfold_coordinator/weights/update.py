@@ -20,7 +20,8 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -35,12 +36,11 @@ from fourfold.weights.digest_sums import differing_tensors, naming
 from ..routing.replica import Replica
 from ..routing.router import INFO_SECONDS
 from ..routing.trainer_session import TrainerSession
-from . import plane
-from .backends import Group, make_groups
-from .calls import Engine, UpdateFailed, at_once, at_once_trainer
-from .plane import WeightPlane
-from .probe import Key, Probe
-from .timing import Stopwatch
+from . import status
+from .backends import BackendGroup, group_by_backend
+from .fan_out import DescribedEngine, UpdateFailed, call_all, call_trainer
+from .probe import LogprobProbe, ReplicaKey
+from .status import WeightPlaneStatus
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -56,7 +56,7 @@ _PAUSE: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
+class WeightUpdateResult:
     """What a weight update came to."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -65,10 +65,35 @@ class Update:
     """Mean and largest |trainer - engine| on the probe, in nats, of every engine."""
 
 
+class PhaseTimer:
+    """Of one update; runs from the start."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time the block as the metric `name`; of several blocks with one name the longest counts."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.longest(name, time.monotonic() - began)
+
+    def stop(self) -> dict[str, float]:
+        """Return seconds by metric: of the parts, and of the whole update."""
+        return {m.PUBLISH_SECONDS: time.monotonic() - self._began, **self._seconds}
+
+    def longest(self, name: str, seconds: float) -> None:
+        """Note seconds that somebody else has measured."""
+        self._seconds[name] = max(self._seconds.get(name, 0.0), seconds)
+
+
 class WeightUpdater:
     """Runs updates, and keeps the epoch open between those of the same members."""
 
-    def __init__(self, config: Config, session: TrainerSession, probe: Probe, status: WeightPlane) -> None:
+    def __init__(self, config: Config, session: TrainerSession, probe: LogprobProbe, status: WeightPlaneStatus) -> None:
         self._config = config
         self._session = session
         self._probe = probe
@@ -80,12 +105,12 @@ class WeightUpdater:
         self._rounds = 0  # done in it
         self._layout: tuple[str, weight.GetManifestResponse] | None = None  # of the trainer's incarnation
         self._manifest = b""
-        self._clock = Stopwatch()
+        self._clock = PhaseTimer()
         self._skipped = False
-        self.filled: dict[Key, int] = {}
+        self.filled: dict[ReplicaKey, int] = {}
         """Version of ours that an engine holds, by engine: verified, and perhaps served."""
 
-    async def run(self, engines: Sequence[Engine], version: int) -> Update:
+    async def run(self, engines: Sequence[DescribedEngine], version: int) -> WeightUpdateResult:
         """Bring `engines` to `version`, which the trainer holds.
 
         Raises:
@@ -93,12 +118,12 @@ class WeightUpdater:
                 had arrived everywhere, or none.
             TrainerRestarted: the weights are lost.
         """
-        self._clock = clock = Stopwatch()
+        self._clock = clock = PhaseTimer()
         arrived = False
         try:
             with clock.part(m.JOIN_SECONDS):
                 await self._join(engines)
-            self._begin(plane.LOOK_UP, engines, busy=[self._session.name])
+            self._begin(status.LOOK_UP, engines, busy=[self._session.name])
             with clock.part(m.LOOKUP_SECONDS):
                 await self._ask_trainer(version, timeout=self._config.weights.timeout_seconds)
             end = time.monotonic() + self._config.weights.timeout_seconds
@@ -107,7 +132,7 @@ class WeightUpdater:
         finally:
             if not arrived:
                 await self._abort(engines)
-        self._begin(plane.COMMIT, engines, busy=[engine.name for engine in engines])
+        self._begin(status.COMMIT, engines, busy=[engine.name for engine in engines])
         results = await asyncio.gather(*(self._finish(engine, version, end) for engine in engines))
         self._status.end()
         failures = {e.key: r for e, r in zip(engines, results, strict=True) if isinstance(r, FourfoldError)}
@@ -116,7 +141,7 @@ class WeightUpdater:
             raise UpdateFailed(failures)
         return self._done(version, [r for r in results if not isinstance(r, FourfoldError)])
 
-    def _done(self, version: int, probe_diffs: list[tuple[float, float]]) -> Update:
+    def _done(self, version: int, probe_diffs: list[tuple[float, float]]) -> WeightUpdateResult:
         seconds = self._clock.stop()
         self._status.last_seconds, self._status.last_pause_seconds = (
             seconds[m.PUBLISH_SECONDS],
@@ -124,22 +149,22 @@ class WeightUpdater:
         )
         parts = ", ".join(f"{name.split('/')[1].removesuffix('_seconds')} {s:.3f}" for name, s in seconds.items())
         log.info("weights of version %d are in %d engines; seconds: %s", version, len(probe_diffs), parts)
-        return Update(seconds=seconds, probe_diffs=tuple(probe_diffs))
+        return WeightUpdateResult(seconds=seconds, probe_diffs=tuple(probe_diffs))
 
     async def look(
-        self, engines: Sequence[Engine], version: int, *, timeout: float
-    ) -> dict[Key, tuple[float, float, Float32Array]]:
+        self, engines: Sequence[DescribedEngine], version: int, *, timeout: float
+    ) -> dict[ReplicaKey, tuple[float, float, Float32Array]]:
         """Compare the probe of engines that serve `version`: mean and largest difference, and the engine's values.
 
         Raises:
             UpdateFailed: names the engines whose probe differs or is stale.
         """
         await self._ask_trainer(version, timeout=timeout)
-        values = await at_once(
+        values = await call_all(
             {e.key: e.replica.call(e.replica.control.probe(self._probe.token_ids, timeout=timeout)) for e in engines}
         )
-        results: dict[Key, tuple[float, float, Float32Array]] = {}
-        bad: dict[Key, FourfoldError] = {}
+        results: dict[ReplicaKey, tuple[float, float, Float32Array]] = {}
+        bad: dict[ReplicaKey, FourfoldError] = {}
         for key, logprobs in values.items():
             try:
                 results[key] = (*self._probe.compare(key, version, logprobs), logprobs)
@@ -159,10 +184,10 @@ class WeightUpdater:
 
     # -- epoch ----------------------------------------------------------------------------------------------------
 
-    async def _join(self, engines: Sequence[Engine]) -> None:
+    async def _join(self, engines: Sequence[DescribedEngine]) -> None:
         """Open an epoch with these engines, unless it is open."""
         layout = await self._ask_layout()
-        groups = make_groups(self._config.weights.backend, layout, engines)
+        groups = group_by_backend(self._config.weights.backend, layout, engines)
         shape = tuple((group.backend, tuple(e.key for e in group.engines)) for group in groups)
         members = (self._session.incarnation, layout.manifest_sha256, shape)
         if members == self._members:
@@ -170,8 +195,8 @@ class WeightUpdater:
         self._members, self._manifest = None, layout.manifest
         self._epoch += 1
         self._rounds, self._status.epoch = 0, self._epoch
-        self._begin(plane.JOIN, engines)
-        calls: dict[Key, Coroutine[Any, Any, object]] = {}
+        self._begin(status.JOIN, engines)
+        calls: dict[ReplicaKey, Coroutine[Any, Any, object]] = {}
         for index, group in enumerate(groups):
             offers = await self._offers(group, index)
             for engine in group.engines:
@@ -179,7 +204,7 @@ class WeightUpdater:
                 calls[engine.key] = self._call(engine, self._open(engine, group, offers))
         timeout = self._config.weights.timeout_seconds
         opening = self._ask(lambda r: r.weights.open(epoch=self._epoch, timeout=timeout))
-        await at_once(calls, trainer=opening)
+        await call_all(calls, trainer=opening)
         self._members = members
         names = "; ".join(f"{g.backend}: {', '.join(e.name for e in g.engines)}" for g in groups)
         log.info("weights travel to %s", names, extra={"epoch": self._epoch})
@@ -193,8 +218,8 @@ class WeightUpdater:
             self._layout = self._session.incarnation, layout
         return self._layout[1]
 
-    async def _offers(self, group: Group, index: int) -> list[bytes]:
-        return await at_once_trainer(
+    async def _offers(self, group: BackendGroup, index: int) -> list[bytes]:
+        return await call_trainer(
             self._session.try_once(
                 lambda r: r.weights.make_offer(
                     epoch=self._epoch,
@@ -206,7 +231,9 @@ class WeightUpdater:
             )
         )
 
-    def _open(self, engine: Engine, group: Group, offers: Sequence[bytes]) -> Coroutine[Any, Any, object]:
+    def _open(
+        self, engine: DescribedEngine, group: BackendGroup, offers: Sequence[bytes]
+    ) -> Coroutine[Any, Any, object]:
         return engine.replica.control.open(
             epoch=self._epoch,
             backend=group.backend,
@@ -219,7 +246,7 @@ class WeightUpdater:
 
     # -- transfer -------------------------------------------------------------------------------------------------
 
-    async def _move(self, engines: Sequence[Engine], version: int, end: float) -> None:
+    async def _move(self, engines: Sequence[DescribedEngine], version: int, end: float) -> None:
         """Send to all, and compare what arrived with what was sent. The trainer waits for its receivers."""
         epoch, weights = self._epoch, self._config.weights
         skip = self._rounds >= weights.verify_first and version % weights.verify_every != 0
@@ -235,32 +262,32 @@ class WeightUpdater:
             sent.append(response)
             self._status.answered(self._session.name)
 
-        async def take(engine: Engine) -> bytes:
+        async def take(engine: DescribedEngine) -> bytes:
             await self._call(engine, self._pause(engine, version, end))
             if await all_begun.wait() == 0:
                 names = [other.name for other in engines]
-                self._begin(plane.TRANSFER, engines, busy=names if sent else [*names, self._session.name])
+                self._begin(status.TRANSFER, engines, busy=names if sent else [*names, self._session.name])
             receive = engine.replica.control.receive
             with self._clock.part(m.TRANSFER_SECONDS):
                 return await self._call(
                     engine, receive(epoch=epoch, policy_version=version, skip_sums=skip, timeout=_left(end))
                 )
 
-        self._begin(plane.PAUSE, engines)
-        digests = await at_once({engine.key: take(engine) for engine in engines}, trainer=send())
+        self._begin(status.PAUSE, engines)
+        digests = await call_all({engine.key: take(engine) for engine in engines}, trainer=send())
         wrong = [engine for engine in engines if digests[engine.key] != sent[0].weights_digest]
         if wrong:
             raise UpdateFailed({e.key: await self._mismatch(e, digests[e.key], sent[0], version) for e in wrong})
         self._rounds += 1
 
-    def _pause(self, engine: Engine, version: int, end: float) -> Coroutine[Any, Any, None]:
+    def _pause(self, engine: DescribedEngine, version: int, end: float) -> Coroutine[Any, Any, None]:
         mode = _PAUSE[self._config.weights.pause]
         return engine.replica.control.begin(
             epoch=self._epoch, policy_version=version, pause_mode=mode, timeout=_left(end)
         )
 
     async def _mismatch(
-        self, engine: Engine, digest: bytes, sent: weight.SendWeightsResponse, version: int
+        self, engine: DescribedEngine, digest: bytes, sent: weight.SendWeightsResponse, version: int
     ) -> FourfoldError:
         """Return the error of an engine that received something else; it names the tensors where sums were taken."""
         which = "sums were not taken in this round"
@@ -279,7 +306,7 @@ class WeightUpdater:
 
     # -- commit ---------------------------------------------------------------------------------------------------
 
-    async def _finish(self, engine: Engine, version: int, end: float) -> tuple[float, float] | FourfoldError:
+    async def _finish(self, engine: DescribedEngine, version: int, end: float) -> tuple[float, float] | FourfoldError:
         """Have one engine serve the version once its probe agrees; return mean and largest difference, or its error.
 
         One that does not answer may serve either version, or hold tokens back: it is aborted, and filled again.
@@ -308,7 +335,7 @@ class WeightUpdater:
             if not served:
                 await self._abort_engine(engine)
 
-    def _compare(self, key: Key, version: int, logprobs: Float32Array) -> tuple[float, float]:
+    def _compare(self, key: ReplicaKey, version: int, logprobs: Float32Array) -> tuple[float, float]:
         try:
             return self._probe.compare(key, version, logprobs)
         except WrongState as error:
@@ -319,12 +346,12 @@ class WeightUpdater:
 
     # -- abort ----------------------------------------------------------------------------------------------------
 
-    async def _abort(self, engines: Sequence[Engine]) -> None:
+    async def _abort(self, engines: Sequence[DescribedEngine]) -> None:
         """Give the update up everywhere; an engine that may hold mixed weights is vouched for no longer."""
         self._members = None
         # The trainer is asked again, by a call that waits for one that died and is being started anew.
         self._layout = None
-        self._begin(plane.ABORT, engines)
+        self._begin(status.ABORT, engines)
         trainer = self._session.try_once(lambda r: r.weights.abort(epoch=self._epoch, timeout=_ABORT_SECONDS))
         sender, *others = await asyncio.gather(
             trainer, *(self._abort_engine(engine) for engine in engines), return_exceptions=True
@@ -336,7 +363,7 @@ class WeightUpdater:
             if error is not None:
                 raise error
 
-    async def _abort_engine(self, engine: Engine) -> None:
+    async def _abort_engine(self, engine: DescribedEngine) -> None:
         """Give the update up at one engine. Its state is not known when it does not answer."""
         state = control.WEIGHT_STATE_UNSPECIFIED
         if not engine.replica.gone:  # nobody would answer
@@ -353,12 +380,12 @@ class WeightUpdater:
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, phase: str, engines: Sequence[Engine], *, busy: Sequence[str] | None = None) -> None:
+    def _begin(self, phase: str, engines: Sequence[DescribedEngine], *, busy: Sequence[str] | None = None) -> None:
         """Begin a phase; all have something to do in it, unless `busy` names who has."""
         names, trainer = [engine.name for engine in engines], self._session.name
         self._status.begin(phase, trainer=trainer, engines=names, busy=[*names, trainer] if busy is None else busy)
 
-    async def _call(self, engine: Engine, call: Coroutine[Any, Any, T], *, last: bool = True) -> T:
+    async def _call(self, engine: DescribedEngine, call: Coroutine[Any, Any, T], *, last: bool = True) -> T:
         """Make a call to an engine, while it is a member; the `last` one of a phase ends its part.
 
         Raises:

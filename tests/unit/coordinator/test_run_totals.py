@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold_coordinator.reporting.lifetime import Lifetime
-from fourfold_coordinator.reporting.memory import MemoryMeter
+from fourfold_coordinator.reporting.run_totals import MemoryMeter, RunTotals
 from fourfold_coordinator.routing.registry import Member, MemberChange
 from fourfold_coordinator.state.ledger import Ledger
 from tests.fakes.clock import FakeClock
 
 
-def lifetime(ledger: Ledger, clock: FakeClock) -> Lifetime:
-    return Lifetime(ledger, MemoryMeter(), clock=clock)
+def lifetime(ledger: Ledger, clock: FakeClock) -> RunTotals:
+    return RunTotals(ledger, MemoryMeter(), clock=clock)
 
 
 def member(name: str, incarnation: str) -> Member:
@@ -67,7 +66,7 @@ def test_a_process_that_takes_anothers_place_is_counted(tmp_path: Path) -> None:
 
 
 def test_names_from_other_processes_do_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fourfold_coordinator.reporting.lifetime._MAX_NAMES", 3)
+    monkeypatch.setattr("fourfold_coordinator.reporting.run_totals._MAX_NAMES", 3)
     ledger = Ledger(tmp_path / "ledger.sqlite")
     kept = lifetime(ledger, FakeClock())
     for number in range(10):

@@ -8,8 +8,8 @@ from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.weights.digest_sums import differing_tensors, naming
 from fourfold_coordinator.routing.registry import Member
-from fourfold_coordinator.weights import plane
-from fourfold_coordinator.weights.plane import WeightPlane
+from fourfold_coordinator.weights import status
+from fourfold_coordinator.weights.status import WeightPlaneStatus
 
 MANIFEST = b'{"tensors":[["a","float32",[1]],["b","float32",[2]],["c","bfloat16",[3]]]}'
 ENGINES = ["rollout-0", "rollout-1"]
@@ -26,7 +26,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.plane = WeightPlane(lambda: self.now)
+        self.plane = WeightPlaneStatus(lambda: self.now)
         self.plane.policy_version = 5
         self.replicas = [_Replica("trainer-0", Role.ROLE_TRAINER), *(_Replica(name) for name in ENGINES)]
 
@@ -45,7 +45,7 @@ class Scene:
 def test_between_updates_nobody_waits() -> None:
     scene = Scene()
     for name in ENGINES:
-        scene.plane.state(name, plane.SERVING)
+        scene.plane.state(name, status.SERVING)
     scene.now = 3.0
     report = scene.report()
     assert (report.phase, report.phase_seconds, report.policy_version) == ("", 0.0, 5)
@@ -57,7 +57,7 @@ def test_between_updates_nobody_waits() -> None:
 
 def test_in_a_pause_those_who_stopped_wait_for_the_others() -> None:
     scene = Scene()
-    scene.begin(plane.PAUSE)
+    scene.begin(status.PAUSE)
     assert scene.waits() == {"trainer-0": ENGINES, "rollout-0": [], "rollout-1": []}
     scene.plane.answered("rollout-0")
     scene.now = 2.4
@@ -68,7 +68,7 @@ def test_in_a_pause_those_who_stopped_wait_for_the_others() -> None:
 
 def test_in_a_transfer_engines_wait_for_the_trainer_and_it_for_them() -> None:
     scene = Scene()
-    scene.begin(plane.TRANSFER)
+    scene.begin(status.TRANSFER)
     assert scene.waits() == {"trainer-0": ENGINES, "rollout-0": ["trainer-0"], "rollout-1": ["trainer-0"]}
     scene.plane.answered("rollout-1")
     assert scene.waits() == {
@@ -82,13 +82,13 @@ def test_in_a_transfer_engines_wait_for_the_trainer_and_it_for_them() -> None:
 
 def test_while_the_trainer_looks_the_probe_up_all_wait_for_it() -> None:
     scene = Scene()
-    scene.begin(plane.LOOK_UP, busy=["trainer-0"])
+    scene.begin(status.LOOK_UP, busy=["trainer-0"])
     assert scene.waits() == {"trainer-0": [], "rollout-0": ["trainer-0"], "rollout-1": ["trainer-0"]}
 
 
 def test_commits_wait_for_nobody() -> None:
     scene = Scene()
-    scene.begin(plane.COMMIT, busy=ENGINES)
+    scene.begin(status.COMMIT, busy=ENGINES)
     assert scene.waits() == {"trainer-0": [], "rollout-0": [], "rollout-1": []}
     scene.plane.end()
     assert scene.report().phase == ""
@@ -97,12 +97,12 @@ def test_commits_wait_for_nobody() -> None:
 def test_an_error_stays_until_the_engine_serves_again() -> None:
     scene = Scene()
     scene.plane.backend("rollout-0", "nccl")
-    scene.plane.state("rollout-0", plane.FENCED, "its probe differs")
+    scene.plane.state("rollout-0", status.FENCED, "its probe differs")
     scene.now = 1.0
-    scene.plane.state("rollout-0", plane.UPDATING)
+    scene.plane.state("rollout-0", status.UPDATING)
     party = scene.report().parties[1]
     assert (party.state, party.last_error, party.backend) == ("updating", "its probe differs", "nccl")
-    scene.plane.state("rollout-0", plane.SERVING)
+    scene.plane.state("rollout-0", status.SERVING)
     assert scene.report().parties[1].last_error == ""
     scene.replicas[1].unusable_reason = "not looked at yet"
     assert scene.report().parties[1].state == "waiting", "a new process of that name"

@@ -9,8 +9,8 @@ import pytest
 
 from fourfold.errors import Unavailable
 from fourfold_coordinator.routing.trainer_session import TrainerRestarted
-from fourfold_coordinator.weights import calls
-from fourfold_coordinator.weights.calls import UpdateFailed, at_once
+from fourfold_coordinator.weights import fan_out
+from fourfold_coordinator.weights.fan_out import UpdateFailed, call_all
 
 A, B, C = ("a", "1"), ("b", "1"), ("c", "1")
 
@@ -27,17 +27,17 @@ async def fail(text: str, after: float = 0.0) -> int:
 
 @pytest.fixture(autouse=True)
 def short_blame(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_BLAME_SECONDS", 0.2)
+    monkeypatch.setattr(fan_out, "_BLAME_SECONDS", 0.2)
 
 
 async def test_all_answers_come_back_by_engine() -> None:
-    assert await at_once({A: answer(1), B: answer(2, 0.01)}, trainer=answer(0)) == {A: 1, B: 2}
+    assert await call_all({A: answer(1), B: answer(2, 0.01)}, trainer=answer(0)) == {A: 1, B: 2}
 
 
 async def test_who_fails_soon_after_the_first_is_named_and_nobody_else_is_waited_for() -> None:
     began = time.monotonic()
     with pytest.raises(UpdateFailed) as failed:
-        await at_once({A: fail("a fell"), B: fail("b fell", 0.05), C: answer(3, 60)}, trainer=answer(0, 60))
+        await call_all({A: fail("a fell"), B: fail("b fell", 0.05), C: answer(3, 60)}, trainer=answer(0, 60))
     assert time.monotonic() - began < 10
     assert set(failed.value.engines) == {A, B} and failed.value.trainer is None
     assert str(failed.value) == "a fell; b fell"
@@ -45,19 +45,19 @@ async def test_who_fails_soon_after_the_first_is_named_and_nobody_else_is_waited
 
 async def test_a_trainer_that_fails_with_all_engines_may_be_to_blame() -> None:
     with pytest.raises(UpdateFailed) as failed:
-        await at_once({A: fail("a fell"), B: answer(2, 60)}, trainer=fail("the trainer fell"))
+        await call_all({A: fail("a fell"), B: answer(2, 60)}, trainer=fail("the trainer fell"))
     assert set(failed.value.engines) == {A} and str(failed.value.trainer) == "the trainer fell"
 
 
 async def test_a_trainer_that_served_somebody_is_not_to_blame() -> None:
     with pytest.raises(UpdateFailed) as failed:
-        await at_once({A: fail("a fell", 0.02), B: answer(2)}, trainer=fail("the trainer fell", 0.02))
+        await call_all({A: fail("a fell", 0.02), B: answer(2)}, trainer=fail("the trainer fell", 0.02))
     assert set(failed.value.engines) == {A} and failed.value.trainer is None
 
 
 async def test_a_trainer_that_fails_alone_is_to_blame() -> None:
     with pytest.raises(UpdateFailed) as failed:
-        await at_once({A: answer(1)}, trainer=fail("the trainer fell"))
+        await call_all({A: answer(1)}, trainer=fail("the trainer fell"))
     assert failed.value.engines == {} and str(failed.value.trainer) == "the trainer fell"
 
 
@@ -66,4 +66,4 @@ async def test_another_trainer_ends_it_as_such() -> None:
         raise TrainerRestarted("a new process")
 
     with pytest.raises(TrainerRestarted):
-        await at_once({A: fail("a fell")}, trainer=restarted())
+        await call_all({A: fail("a fell")}, trainer=restarted())

@@ -12,7 +12,7 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 
 from ..routing.replica import Replica
 from ..routing.trainer_session import TrainerRestarted
-from .probe import Key
+from .probe import ReplicaKey
 
 T = TypeVar("T")
 
@@ -21,14 +21,14 @@ _BLAME_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class DescribedEngine:
     """A replica and what it says of itself."""
 
     replica: Replica
     about: control.DescribeEngineResponse
 
     @property
-    def key(self) -> Key:
+    def key(self) -> ReplicaKey:
         """Name and incarnation."""
         return self.replica.key
 
@@ -45,15 +45,15 @@ class UpdateFailed(Exception):
     are well.
     """
 
-    def __init__(self, engines: Mapping[Key, FourfoldError], trainer: FourfoldError | None = None) -> None:
+    def __init__(self, engines: Mapping[ReplicaKey, FourfoldError], trainer: FourfoldError | None = None) -> None:
         super().__init__("; ".join(str(error) for error in (*engines.values(), trainer) if error is not None))
         self.engines = dict(engines)
         self.trainer = trainer
 
 
-async def at_once(
-    calls: Mapping[Key, Coroutine[Any, Any, T]], *, trainer: Coroutine[Any, Any, object] | None = None
-) -> dict[Key, T]:
+async def call_all(
+    calls: Mapping[ReplicaKey, Coroutine[Any, Any, T]], *, trainer: Coroutine[Any, Any, object] | None = None
+) -> dict[ReplicaKey, T]:
     """Make one call to every engine, and one to the trainer, at the same time; return the engines' answers.
 
     Raises:
@@ -83,8 +83,8 @@ async def at_once(
     return {key: task.result() for key, task in tasks.items()}
 
 
-async def at_once_trainer(call: Awaitable[T]) -> T:
-    """Make a call to the trainer alone, failing as `at_once` does."""
+async def call_trainer(call: Awaitable[T]) -> T:
+    """Make a call to the trainer alone, failing as `call_all` does."""
     try:
         return await call
     except TrainerRestarted:

@@ -45,7 +45,7 @@ class _Party:
     last_error: str = ""
 
 
-class WeightPlane:
+class WeightPlaneStatus:
     """The present state. Used on one event loop."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:

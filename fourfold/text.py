@@ -1,7 +1,7 @@
 """Text from other processes, made safe for terminals, logs and files.
 
 A string of a peer can hold escape sequences that steer a terminal, line ends that forge log
-lines, marks that reverse the reading direction, or a megabyte of letters. `fourfold.rpc.scrub`
+lines, marks that reverse the reading direction, or a megabyte of letters. `fourfold.rpc.responses`
 cleans every string of a response; what programs compare (reasons, names of metrics) has an
 alphabet of its own here.
 """
@@ -45,7 +45,7 @@ def is_reason(text: str) -> bool:
     return _REASON.fullmatch(text) is not None
 
 
-def is_key(text: str) -> bool:
+def is_metric_name(text: str) -> bool:
     """Whether `text` is a name of 1 to 64 letters, digits and ._:/@+- with spaces inside: a metric, or part of a score.
 
     Letters may be of any language.
@@ -58,7 +58,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return e.g. "42 s", "3:07 min" or "1:02 h"."""
     whole = round(seconds)
     if whole < 60:

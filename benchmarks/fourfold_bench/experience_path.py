@@ -37,8 +37,9 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.codec import encode
-from fourfold.rpc.quota import UNLIMITED, Quotas
+from fourfold.rpc.limits import Quotas
 from fourfold.rpc.server import Server
+from fourfold.security.principal import UNLIMITED
 from fourfold.trainer.client import AsyncTrainerClient
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as trainer_grpc

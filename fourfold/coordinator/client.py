@@ -15,7 +15,8 @@ from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as pb_grpc
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.coordinator.v1 import run_service_pb2_grpc as run_grpc
-from fourfold.rpc.channel import call, require, stream
+from fourfold.rpc.channel import call, stream
+from fourfold.rpc.responses import require
 
 _MAX_TOKEN_BYTES: Final = 64
 # A member renews its lease three times in this: a shorter one would keep it busy with that.

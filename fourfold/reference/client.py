@@ -11,7 +11,7 @@ from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1 import reference_service_pb2_grpc as pb_grpc
 from fourfold.rpc import logprobs
 from fourfold.rpc.channel import call
-from fourfold.rpc.model_info import check_model
+from fourfold.rpc.responses import check_model
 
 
 class AsyncReferenceClient:

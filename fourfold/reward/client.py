@@ -13,9 +13,9 @@ from google.rpc.code_pb2 import INTERNAL, OK, Code
 from fourfold.errors import PeerFault
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
-from fourfold.rpc.channel import call, require
-from fourfold.rpc.model_info import check_tokenizer
-from fourfold.text import MAX_COMPONENTS, MAX_ERROR, MAX_NAME, clean, is_key, is_reason
+from fourfold.rpc.channel import call
+from fourfold.rpc.responses import check_tokenizer, require
+from fourfold.text import MAX_COMPONENTS, MAX_ERROR, MAX_NAME, clean, is_metric_name, is_reason
 
 # The proto allows 8 MiB; smaller calls spread their work better.
 _REQUEST_BYTES: Final = 4 << 20
@@ -99,7 +99,7 @@ def _checked(score: pb.SampleScore) -> pb.SampleScore:
     if len(score.components) > MAX_COMPONENTS:
         return _error(score, "BAD_COMPONENTS", f"it sent {len(score.components)} components, of {MAX_COMPONENTS}")
     for name, value in score.components.items():
-        if not is_key(name):
+        if not is_metric_name(name):
             return _error(score, "BAD_COMPONENTS", f"it sent a component named {clean(name, 64)!r}")
         if not math.isfinite(value):
             return _error(score, "NOT_FINITE", f"it sent {value} as component {name}")

@@ -17,11 +17,19 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
-from fourfold.rpc import logprobs as rpc_logprobs
-from fourfold.rpc.channel import call, require, stream
+from fourfold.rpc.channel import call, stream
 from fourfold.rpc.codec import pack_ints
-from fourfold.rpc.model_info import LARGEST_OF_ENGINE, check_model, check_version
-from fourfold.rpc.weight_replies import MAX_DEVICES, check_devices, check_digest, check_sums
+from fourfold.rpc.responses import (
+    MAX_DEVICES,
+    MAX_ENGINE_VERSION,
+    check_devices,
+    check_digest,
+    check_model,
+    check_sums,
+    check_version,
+    require,
+    unpack_rows,
+)
 from fourfold.types.v1.experience_pb2 import Experience
 
 
@@ -143,7 +151,7 @@ class RolloutControlClient:
         """Model, host, devices, backends and state of the engine."""
         request = control.DescribeEngineRequest()
         about = await call(self._stub.DescribeEngine, request, timeout=timeout, peer=self.peer, name="DescribeEngine")
-        check_version(about.policy_version, peer=self.peer, name="DescribeEngine", largest=LARGEST_OF_ENGINE)
+        check_version(about.policy_version, peer=self.peer, name="DescribeEngine", largest=MAX_ENGINE_VERSION)
         check_devices(about.device_uuids, peer=self.peer, name="DescribeEngine")
         rule = f"worker_count is {about.worker_count}; it must be 1 to {MAX_DEVICES}"
         require(1 <= about.worker_count <= MAX_DEVICES, rule, peer=self.peer, name="DescribeEngine")
@@ -217,7 +225,7 @@ class RolloutControlClient:
         request = control.ProbeLogprobsRequest(token_ids=pack_ints(token_ids))
         response = await call(self._stub.ProbeLogprobs, request, timeout=timeout, peer=self.peer, name="ProbeLogprobs")
         asked = [Experience(sample_id="probe", token_ids=request.token_ids)]
-        (row,) = rpc_logprobs.unpack_rows([response.logprobs], asked, peer=self.peer, name="ProbeLogprobs")
+        (row,) = unpack_rows([response.logprobs], asked, peer=self.peer, name="ProbeLogprobs")
         return row
 
     async def sums(self, *, epoch: int, timeout: float) -> bytes:

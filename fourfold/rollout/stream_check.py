@@ -9,7 +9,7 @@ import numpy as np
 from fourfold.bounds import MAX_NUMBER
 from fourfold.errors import PeerFault
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold.rpc.channel import require
+from fourfold.rpc.responses import require
 
 _MAX_TOKENS: Final = 1 << 20
 """Tokens of a sample whose request has no max_tokens."""

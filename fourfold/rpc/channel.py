@@ -1,8 +1,8 @@
-"""Channels between services, and the one way a client makes a call.
+"""Channels to other services, and the functions that make calls on them with our deadlines and errors.
 
-Unknown channel arguments are ignored in silence by gRPC and names have changed before, so a
-test looks every key up in the compiled library. Deadlines are passed with each call: a
-timeout in the service config never reaches the server (grpc#34547).
+gRPC ignores unknown channel arguments without an error, and their names have changed before, so a test looks up every
+key in the compiled library. Each call carries its own deadline: the server never receives a timeout of the service
+config (grpc#34547).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, TypeVar
+from types import TracebackType
+from typing import Any, Final, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from fourfold.errors import ConfigError, DeadlinePassed, PeerFault, Unavailable
-from fourfold.rpc.renewing_channel import RenewingChannel
-from fourfold.rpc.scrub import scrub
+from fourfold.rpc.responses import clean_response
 from fourfold.rpc.status import from_rpc
 from fourfold.security.access import Security
 from fourfold.security.material import server_name
@@ -33,36 +33,35 @@ Options = Sequence[tuple[str, str | int]]
 
 MAX_MESSAGE_BYTES: Final = 16 << 20
 MAX_PUBLIC_MESSAGE_BYTES: Final = 1 << 20
-MAX_TARGET_CHARACTERS: Final = 255 + len(":65535")
-"""Of "host:port"; a DNS name has at most 255 characters."""
+MAX_TARGET_CHARACTERS: Final = 255 + len(":65535")  # a DNS name has at most 255 characters
 
 _HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 _BRACKETED: Final = re.compile(r"\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")
 _PORT: Final = re.compile(r"[0-9]{1,5}")
-# By which a deadline of gRPC may differ from our clock.
-_CLOCK_SECONDS: Final = 0.05
-# What gRPC says of a response above our own limit.
+# gRPC may report a deadline this much earlier than our clock.
+_DEADLINE_TOLERANCE_SECONDS: Final = 0.05
+# gRPC's text for a response above our own size limit.
 _TOO_LARGE: Final = "CLIENT: Received message larger than max"
 
 SERVER_OPTIONS: Final[Options] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # On by default: a second server on the port would take half of the calls in silence.
+    # On by default: a second server on the same port would silently take half of the calls.
     ("grpc.so_reuseport", 0),
-    # ping_timeout_ms is what finds a hung peer; without keepalive_time_ms it does nothing.
+    # ping_timeout_ms detects a hung peer, but has no effect without keepalive_time_ms.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Without these two the server cuts clients off that ping during a long silent call.
+    # Without these two the server disconnects clients that send pings during a long call without data.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    # A connection that has not sent its TLS and HTTP/2 greetings by then is closed; by default after two minutes.
+    # A connection whose TLS and HTTP/2 handshakes take longer is closed. The default is two minutes.
     ("grpc.server_handshake_timeout_ms", 10_000),
 )
 
-# A port for agents is open to everybody. gRPC's memory quota cannot be set from Python, so the memory that callers can
-# take is bounded by what they may send: `fourfold.rpc.interceptors` checks the token before it reads a request, and a
-# caller without one leaves no more than the window of its streams (`lookahead_bytes`, which `bdp_probe` would raise).
+# Anyone can connect to a public port. gRPC's memory quota cannot be set from Python, so the size of what callers may
+# send bounds the memory that they can take. `fourfold.rpc.interceptors` checks the token before it reads a request. A
+# caller without a token can fill only the window of its streams (`lookahead_bytes`, which `bdp_probe` would raise).
 PUBLIC_SERVER_OPTIONS: Final[Options] = (
     *((key, value) for key, value in SERVER_OPTIONS if key != "grpc.max_receive_message_length"),
     ("grpc.max_receive_message_length", MAX_PUBLIC_MESSAGE_BYTES),
@@ -73,9 +72,9 @@ PUBLIC_SERVER_OPTIONS: Final[Options] = (
     ("grpc.http2.lookahead_bytes", 1 << 16),
 )
 
-# Methods that the protos call idempotent and that answer fast or can be repeated at no harm.
-# An update phase or a training step is not here: its caller decides. Nor is Deregister: a service that ends would wait
-# for a coordinator that is gone, and a lease that is not given back expires.
+# Methods that the protos declare idempotent and that are cheap to repeat. The phases of a weight update and training
+# steps are absent because the coordinator decides about their retries. Deregister is absent because a service that
+# shuts down would wait for a coordinator that is gone; its lease expires anyway.
 RETRIED_METHODS: Final[dict[str, tuple[str, ...]]] = {
     "fourfold.rollout.v1.RolloutService": ("GetInfo",),
     "fourfold.rollout.v1.RolloutControlService": ("DescribeEngine",),
@@ -109,8 +108,8 @@ CLIENT_OPTIONS: Final[Options] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
-    # By default a channel waits up to two minutes before it tries a peer again that was away, and
-    # every call fails at once meanwhile: a restarted coordinator would stay without its services.
+    # By default a channel waits up to two minutes between connection attempts, and meanwhile every call fails at once:
+    # services would not reach a restarted coordinator.
     ("grpc.initial_reconnect_backoff_ms", 500),
     ("grpc.max_reconnect_backoff_ms", 5_000),
     ("grpc.service_config", SERVICE_CONFIG),
@@ -120,14 +119,14 @@ CLIENT_OPTIONS: Final[Options] = (
 def open_channel(
     target: str, security: Security | None, *, server: Principal | None = None, token: str = ""
 ) -> grpc.aio.Channel:
-    """Open a channel to `target`, "host:port"; it connects at the first call. Close it when done.
+    """Open a channel to `target`, "host:port". It connects at the first call. The caller closes it.
 
     Args:
-        target: where the service listens.
+        target: address of the service.
         security: our certificates; None only for a service on this machine.
-        server: who must answer there, needed with `security`; without a name, anybody of that role. TLS refuses
-            every other server before it is sent anything.
-        token: bearer token for a public port; travels over TLS only.
+        server: required with `security`: the principal that the server's certificate must name; without a name, any
+            principal of that role. TLS rejects every other server before any data is sent.
+        token: bearer token for a public port; only sent over TLS.
 
     Raises:
         ConfigError: the target is not host:port, or it is on another machine and there is no TLS.
@@ -139,7 +138,7 @@ def open_channel(
         return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
     if server is None:
         raise ValueError(f"{target}: name the server that must answer there, for example server=COORDINATOR")
-    # The authority is what gRPC compares with the names in the server's certificate; the target only says where it is.
+    # gRPC compares the authority, not the target, with the names in the server's certificate.
     options = (*CLIENT_OPTIONS, ("grpc.default_authority", server_name(server)))
     return RenewingChannel(
         security, lambda: grpc.aio.secure_channel(target, security.channel_credentials(token), options=options)
@@ -147,11 +146,7 @@ def open_channel(
 
 
 def check_target(target: str, security: Security | None) -> None:
-    """Check that a channel may be opened to `target`.
-
-    Raises:
-        ConfigError: as `open_channel`.
-    """
+    """Raise ConfigError when `open_channel` would refuse `target`."""
     host, _ = split_target(target)
     if security is None and not is_loopback(host):
         raise ConfigError(
@@ -161,11 +156,7 @@ def check_target(target: str, security: Security | None) -> None:
 
 
 def split_target(target: str) -> tuple[str, int]:
-    """Return host (without brackets) and port of "host:port".
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Return host (without brackets) and port of "host:port", or raise ConfigError."""
     if len(target) > MAX_TARGET_CHARACTERS:
         raise ConfigError(
             f"an address of {len(target)} characters, {target[:40]!r}...; HOST:PORT has at most {MAX_TARGET_CHARACTERS}"
@@ -188,7 +179,7 @@ def join_target(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine for sure: a loopback address, or the name localhost. Never asks DNS."""
+    """Return whether `host` is a loopback address or "localhost". Other names are not resolved: DNS may change."""
     if host == "localhost":
         return True
     try:
@@ -197,25 +188,102 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+class RenewingChannel(grpc.aio.Channel):
+    """A channel that uses a renewed certificate for every call that begins after the renewal.
+
+    grpc fixes the credentials of a channel when the channel is made, so an old channel would reconnect with the old
+    certificate until it expires. This class makes a new channel after a renewal. Running calls keep the old channel.
+    """
+
+    def __init__(self, security: Security, make: Callable[[], grpc.aio.Channel]) -> None:
+        """Make the first channel.
+
+        Args:
+            security: its `material` is a new object after each renewal.
+            make: returns a channel with the current certificate.
+        """
+        self._security: Final = security
+        self._make: Final = make
+        self._material = security.material
+        self._channel = make()
+        self._closed = False
+
+    def unary_unary(self, *args: Any, **options: Any) -> Any:
+        return _RenewingMethod(self, "unary_unary", args, options)
+
+    def unary_stream(self, *args: Any, **options: Any) -> Any:
+        return _RenewingMethod(self, "unary_stream", args, options)
+
+    def stream_unary(self, *args: Any, **options: Any) -> Any:
+        return _RenewingMethod(self, "stream_unary", args, options)
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        return _RenewingMethod(self, "stream_stream", args, options)
+
+    def current(self) -> grpc.aio.Channel:
+        """Return the channel for a call that begins now."""
+        material = self._security.material
+        if material is not self._material and not self._closed:
+            # The old channel is not closed, which would cancel its calls: grpc destroys it after the last of them.
+            self._material, self._channel = material, self._make()
+        return self._channel
+
+    async def close(self, grace: float | None = None) -> None:
+        self._closed = True
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self.current().get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self.current().wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self.current().channel_ready()
+
+    async def __aenter__(self) -> RenewingChannel:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class _RenewingMethod:
+    """A stub's method that binds itself again when the channel changes."""
+
+    def __init__(self, owner: RenewingChannel, kind: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        self._owner, self._kind, self._args, self._options = owner, kind, args, options
+        self._channel: grpc.aio.Channel | None = None
+        self._bound: Any = None
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        channel = self._owner.current()
+        if channel is not self._channel:
+            self._channel, self._bound = channel, getattr(channel, self._kind)(*self._args, **self._options)
+        return self._bound(*args, **options)
+
+
 async def call(
     method: Callable[..., Awaitable[Response]], request: object, *, timeout: float, peer: str, name: str
 ) -> Response:
-    """Make one unary call. The strings of the response are clean (`fourfold.rpc.scrub`).
+    """Make one unary call and return its response with clean strings.
 
     Args:
         method: a stub's method.
         request: its message.
-        timeout: seconds until the call is given up.
-        peer: who is called, for messages, e.g. "rollout-0 at 127.0.0.1:5000".
+        timeout: seconds; the deadline of the call.
+        peer: the called service, for messages, e.g. "rollout-0 at 127.0.0.1:5000".
         name: of the method, for messages.
 
     Raises:
-        PeerFault: the response is not one of this method.
-        FourfoldError: what the server raised, or Unavailable or DeadlinePassed from the transport.
+        PeerFault: the response is malformed.
+        FourfoldError: the server's error, or Unavailable or DeadlinePassed from the transport.
     """
-    with errors(peer=peer, name=name, timeout=timeout):
+    with translate_errors(peer=peer, name=name, timeout=timeout):
         response: Response | None = await method(request, timeout=timeout)
-    return checked(response, peer=peer, name=name)
+    return clean_response(response, peer=peer, name=name)
 
 
 async def stream(
@@ -226,62 +294,30 @@ async def stream(
     peer: str,
     name: str,
 ) -> AsyncGenerator[Response, None]:
-    """Make one server-streaming call; leaving the iterator (aclose, error, cancellation) cancels it.
+    """Make one server-streaming call; arguments and errors as of `call`.
 
-    Raises:
-        PeerFault: a response is not one of this method.
-        FourfoldError: what the server raised, or Unavailable or DeadlinePassed from the transport.
+    Leaving the iterator (aclose, error, cancellation) cancels the call.
     """
     running = method(request, timeout=timeout)
     try:
-        with errors(peer=peer, name=name, timeout=timeout):
+        with translate_errors(peer=peer, name=name, timeout=timeout):
             async for response in running:
-                yield checked(response, peer=peer, name=name)
+                yield clean_response(response, peer=peer, name=name)
     finally:
         running.cancel()
 
 
-def checked(response: Response | None, *, peer: str, name: str) -> Response:
-    """Return what came, its strings clean.
-
-    grpc.aio logs a response that cannot be parsed and hands None to the caller, for unary calls and for streams.
-
-    Raises:
-        PeerFault: it is None.
-    """
-    if response is None:
-        raise PeerFault(peer, "MALFORMED_RESPONSE", f"{name}: the response is not the message of this method")
-    scrub(response)
-    return response
-
-
-def require(holds: bool, rule: str, *, peer: str, name: str, kind: str = "BAD_RESPONSE") -> None:
-    """Check a rule of a method's contract.
-
-    Args:
-        holds: whether the response keeps it.
-        rule: value and rule, for the message.
-        peer: as of `call`.
-        name: as of `call`.
-        kind: reason of the fault.
-
-    Raises:
-        PeerFault: it does not.
-    """
-    if not holds:
-        raise PeerFault(peer, kind, f"{name}: {rule}")
-
-
 @contextmanager
-def errors(*, peer: str, name: str, timeout: float | None) -> Iterator[None]:
-    """Turn what gRPC raises inside the block into our errors."""
+def translate_errors(*, peer: str, name: str, timeout: float | None) -> Iterator[None]:
+    """Raise errors of gRPC inside the block as FourfoldError."""
     began = time.monotonic()
     try:
         yield
     except grpc.aio.AioRpcError as error:
         known = from_rpc(error, peer=f"{peer}, {name}")
-        if known.reason == "DEADLINE_EXCEEDED" and timeout is not None:  # no ErrorInfo: not one that a servicer raised
-            if (seconds := time.monotonic() - began) < timeout - _CLOCK_SECONDS:
+        # A reason that equals the status code comes from gRPC; an error of a servicer has its own reason.
+        if known.reason == "DEADLINE_EXCEEDED" and timeout is not None:
+            if (seconds := time.monotonic() - began) < timeout - _DEADLINE_TOLERANCE_SECONDS:
                 text = f"{name}: answered DEADLINE_EXCEEDED after {seconds:.1f} of {timeout:g} s"
                 raise PeerFault(peer, "WRONG_DEADLINE", text) from None
             known = DeadlinePassed(f"{peer}: {name} took longer than {timeout:g} s")
@@ -289,12 +325,12 @@ def errors(*, peer: str, name: str, timeout: float | None) -> Iterator[None]:
             text = f"{name}: a response is larger than {MAX_MESSAGE_BYTES} bytes"
             raise PeerFault(peer, "RESPONSE_TOO_LARGE", text) from None
         elif known.reason == "INTERNAL" and error.details() == "Internal error from Core":
-            # A write that failed hides the status that ended the call (grpc#36066).
+            # A failed write hides the status that ended the call (grpc#36066).
             known = Unavailable(f"{peer}, {name}: the connection broke while the request was sent")
         raise known from None
     except asyncio.CancelledError:
-        # A call that was cancelled under us (its channel was closed) looks like a cancellation of
-        # this task. It is not one unless somebody asked for it, and must not end the task silently.
+        # grpc raises CancelledError also when the channel was closed. Without a cancellation request for this task, the
+        # error would end the task silently.
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise

@@ -1,12 +1,8 @@
-"""Checks of every call before its servicer (caller, limits, deadline), and errors on the way out.
+"""Checks every call before its servicer runs (caller, limits, deadline), and maps errors to gRPC statuses.
 
 One interceptor does all of it, because each layer costs time per call. It wraps a handler once, at the first call of
-its method. The checks come before the request is read: gRPC keeps an unfinished message in memory, so a caller without
-a valid token must not be able to send one. For that every handler is given to gRPC as one that reads a stream, and the
-single request of a unary call is read here.
-
-Watches, health and reflection need no deadline. A servicer raises errors of `fourfold.errors`; anything else is our
-bug: the traceback goes to the log and the caller sees "internal error".
+its method. A servicer raises errors of `fourfold.errors`. Any other exception is a bug: the traceback goes to the log,
+and the caller receives "internal error".
 """
 
 from __future__ import annotations
@@ -14,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, aclosing, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -30,19 +27,22 @@ from fourfold.errors import (
     PermissionDenied,
     Unauthenticated,
 )
-from fourfold.rpc.call_slots import CallSlots, is_probe, is_watch
-from fourfold.rpc.quota import Quotas
-from fourfold.rpc.refusals import RefusalLog
+from fourfold.host.clock import SYSTEM_CLOCK, Clock
+from fourfold.rpc.limits import CallSlots, Quotas, is_probe, is_watch
 from fourfold.rpc.status import to_status
 from fourfold.security.access import Security, check_identity
 from fourfold.security.principal import LOCAL, LOCAL_AGENT, Principal, current, set_current
 from fourfold.security.tokens import check_token
+from fourfold.text import clean
 
 log = logging.getLogger("fourfold.rpc.server")
 
+REFUSAL_INTERVAL_SECONDS: Final = 60.0
+_MAX_REFUSAL_KINDS: Final = 1000
+_MAX_REFUSAL_TEXT: Final = 300
 _HEALTH: Final = "grpc.health.v1.Health"
 _DRAIN_SECONDS: Final = 10.0
-# A message of the largest size arrives within this time over 5 Mbit/s.
+# Enough for a message of the largest size over 5 Mbit/s.
 _REQUEST_SECONDS: Final = 30.0
 _PROBE_SECONDS: Final = 5.0
 _PROBE_BYTES: Final = 1024
@@ -50,16 +50,15 @@ _PROBE_BYTES: Final = 1024
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Authorize = Callable[[str, str, Context], Principal]
-"""Takes the full name of a service, a method and a call's context; returns the caller, or raises FourfoldError to
-refuse."""
-Admit = Callable[[Context], AbstractContextManager[None]]
-"""Checks a call, and holds its place while the block runs."""
-Read = Callable[[Any, Context], Awaitable[Any]]
-"""Takes what gRPC gives a handler that reads a stream; returns what the servicer gets as its request."""
+"""Takes a service's full name, a method's name and a call's context; returns the caller or raises FourfoldError."""
+Guard = Callable[[Context], AbstractAsyncContextManager[None]]
+"""Admits a call, holds its slots while the block runs, and turns an exception of the block into a status."""
+ReadRequest = Callable[[Any, Context], Awaitable[Any]]
+"""Takes the request iterator and the context of a call; returns the servicer's first argument."""
 
 
-class Guard(grpc.aio.ServerInterceptor):
-    """Authorises, limits, requires a deadline, and maps errors, for all four kinds of calls."""
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Authorizes, limits and times out calls, and maps errors, for unary and streaming methods."""
 
     def __init__(self, authorize: Authorize, slots: CallSlots, quotas: Quotas, refusals: RefusalLog) -> None:
         self._authorize = authorize
@@ -73,39 +72,97 @@ class Guard(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Return the wrapped handler of the method; an unknown method is UNIMPLEMENTED."""
+        """Return the wrapped handler of the method; None makes gRPC answer UNIMPLEMENTED."""
         method = handler_call_details.method
         wrapped = self._wrapped.get(method)
         if wrapped is None:
             handler = await continuation(handler_call_details)
             if handler is None:
                 return None
-            wrapped = self._wrapped[method] = _wrap(method, handler, self._admission(method), self._refusals)
+            wrapped = self._wrapped[method] = self._wrap(method, handler)
         return wrapped
 
-    def _admission(self, method: str) -> Admit:
+    def _wrap(self, method: str, handler: Handler) -> Handler:
+        """Return a guarded handler that gRPC treats as one with a request stream.
+
+        gRPC reads the request of a unary handler before it calls the handler, and keeps an unfinished message in
+        memory. With a stream handler the checks come first, so a caller without a valid token cannot send a request.
+        """
+        # Exactly one of these is set.
+        behavior: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+        streams = handler.request_streaming
+        read = _read_all if streams else _read_one(method, handler.request_deserializer)
+        guard = self._guard(method, drain=streams and not handler.response_streaming)
+        if handler.response_streaming:
+            wrapped: Any = _streaming(behavior, read, guard)
+            make: Any = grpc.stream_stream_rpc_method_handler
+        else:
+            wrapped = _unary(behavior, read, guard)
+            make = grpc.stream_unary_rpc_method_handler
+        # `_read_one` deserializes by itself: gRPC would answer malformed bytes with UNKNOWN and the exception's text.
+        deserialize = handler.request_deserializer if streams else None
+        result: Handler = make(
+            wrapped, request_deserializer=deserialize, response_serializer=handler.response_serializer
+        )
+        return result
+
+    def _guard(self, method: str, *, drain: bool) -> Guard:
         service, name = _split(method)
         watch, probe = is_watch(name), is_probe(service)
 
-        @contextmanager
-        def admit(context: Context) -> Iterator[None]:
+        def admit(context: Context, held: ExitStack) -> None:
             principal = self._authorize(service, name, context)
             set_current(principal)
             if not (watch or probe) and context.time_remaining() is None:
                 raise InvalidInput(
                     f"{name} was called without a deadline; pass a timeout with the call", reason="NO_DEADLINE"
                 )
-            with ExitStack() as held:
-                held.enter_context(self._slots.enter(service, name, principal))
-                if not probe:  # these are open to callers without a token, who are one principal
-                    held.enter_context(self._quotas.call(principal, is_watch=watch))
-                yield
+            held.enter_context(self._slots.enter(service, name, principal))
+            if not probe:  # probes are open to callers without a token, and all of those share one principal
+                held.enter_context(self._quotas.call(principal, is_watch=watch))
 
-        return admit
+        @asynccontextmanager
+        async def guard(context: Context) -> AsyncIterator[None]:
+            with ExitStack() as held:
+                admitted = False
+                try:
+                    admit(context, held)
+                    admitted = True
+                    yield
+                except grpc.aio.AbortError:
+                    raise
+                except Exception as error:  # the request boundary; CancelledError is no Exception and passes
+                    if drain and admitted:
+                        await _read_to_the_end(context)
+                    await self._abort(method, context, error)
+
+        return guard
+
+    async def _abort(self, method: str, context: Context, error: Exception) -> None:
+        """End the call with the status of `error`."""
+        # A generated base class (e.g. of Health.List) sets this code before its NotImplementedError. PyTorch uses the
+        # same exception for unsupported operations; that is a bug of ours.
+        if isinstance(error, NotImplementedError) and context.code() is grpc.StatusCode.UNIMPLEMENTED:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented here")
+        known = _caller_facing(error)
+        if known is None or isinstance(known, Internal):
+            log.error("%s failed", method, exc_info=error)
+            known = Internal("internal error")
+        elif isinstance(known, Unauthenticated | PermissionDenied | Overloaded):
+            peer = context.peer()
+            # Before authentication only the address is known. Its port is cut off because it differs between calls.
+            caller = peer.rpartition(":")[0] if current() == LOCAL else str(current())
+            self._refusals.add(method, known, caller=caller, peer=peer)
+        status = to_status(known)
+        await context.abort(
+            grpc.StatusCode[known.code],
+            status.message,
+            (("grpc-status-details-bin", status.SerializeToString()),),
+        )
 
 
 def authorize_certificate(security: Security) -> Authorize:
-    """Policy of the internal port: the principal in the caller's certificate decides."""
+    """Return the check of an internal port: the caller's certificate names the principal."""
 
     def authorize(service: str, _method: str, context: Context) -> Principal:
         peer = context.auth_context()
@@ -118,20 +175,19 @@ def authorize_certificate(security: Security) -> Authorize:
 
 
 def authorize_loopback(principal: Principal) -> Authorize:
-    """Policy of a port without TLS, which listens on loopback only: every caller is `principal`."""
+    """Return the check of a port without TLS. Such a port listens on loopback, and every caller is `principal`."""
     return lambda _service, _method, _context: principal
 
 
 def authorize_token(security: Security) -> Authorize:
-    """Policy of the public port: a bearer token for everything but health."""
+    """Return the check of a public port: health is open, every other service needs a bearer token."""
 
     def authorize(service: str, method: str, context: Context) -> Principal:
         if service == _HEALTH:
             return LOCAL_AGENT
         values = [v for k, v in context.invocation_metadata() or () if k == "authorization"]
-        if len(values) != 1 or not isinstance(values[0], str):
-            raise Unauthenticated("no bearer token; send the metadata `authorization: Bearer TOKEN`", reason="NO_TOKEN")
-        return Principal("agent", check_token(values[0], method, security.tokens).name)
+        header = values[0] if len(values) == 1 and isinstance(values[0], str) else ""
+        return Principal("agent", check_token(header, method, security.tokens).name)
 
     return authorize
 
@@ -141,30 +197,11 @@ def _split(method: str) -> tuple[str, str]:
     return service, name
 
 
-def _wrap(method: str, handler: Handler, admit: Admit, refusals: RefusalLog) -> Handler:
-    """Return a handler that reads requests by itself, with the checks before it and the error table after it."""
-    behavior: Any = (
-        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream  # one is set
-    )
-    streams = handler.request_streaming
-    read = _read_all if streams else _read_one(method, handler.request_deserializer)
-    if handler.response_streaming:
-        wrapped: Any = _streaming(method, behavior, read, admit, refusals)
-        make: Any = grpc.stream_stream_rpc_method_handler
-    else:
-        wrapped = _unary(method, behavior, read, admit, refusals, drain=streams)
-        make = grpc.stream_unary_rpc_method_handler
-    # gRPC would answer bytes that are no message with UNKNOWN and the text of the exception.
-    deserialize = handler.request_deserializer if streams else None
-    result: Handler = make(wrapped, request_deserializer=deserialize, response_serializer=handler.response_serializer)
-    return result
-
-
 async def _read_all(requests: Any, _context: Context) -> Any:
     return requests
 
 
-def _read_one(method: str, deserialize: Any) -> Read:
+def _read_one(method: str, deserialize: Any) -> ReadRequest:
     probe = is_probe(_split(method)[0])
     seconds = _PROBE_SECONDS if probe else _REQUEST_SECONDS
 
@@ -183,47 +220,33 @@ def _read_one(method: str, deserialize: Any) -> Read:
     return read_one
 
 
-def _unary(method: str, behavior: Any, read: Read, admit: Admit, refusals: RefusalLog, *, drain: bool) -> Any:
+def _unary(behavior: Any, read: ReadRequest, guard: Guard) -> Any:
     async def unary(requests: Any, context: Context) -> Any:
-        admitted = False
-        try:
-            with admit(context):
-                admitted = True
-                return await behavior(await read(requests, context), context)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # the boundary of a call; CancelledError is no Exception and passes
-            if drain and admitted:
-                await _read_to_the_end(context)
-            await _abort(method, context, error, refusals)
+        async with guard(context):
+            return await behavior(await read(requests, context), context)
 
     return unary
 
 
-def _streaming(method: str, behavior: Any, read: Read, admit: Admit, refusals: RefusalLog) -> Any:
-    # Writing here, and not yielding, means that a cancelled call is cancelled inside this
-    # function: the servicer's generator is closed at once, not when the collector finds it.
+def _streaming(behavior: Any, read: ReadRequest, guard: Guard) -> Any:
+    # This handler writes to the context and does not yield, so that the cancellation of a call arrives inside this
+    # function. It closes the servicer's generator at once; otherwise the garbage collector would close it later.
     async def streaming(requests: Any, context: Context) -> None:
-        try:
-            with admit(context):
-                responses = behavior(await read(requests, context), context)
-                if inspect.isawaitable(responses):
-                    await responses
-                    return
-                generator: AsyncIterator[Any]
-                async with aclosing(responses) as generator:
-                    async for response in generator:
-                        await context.write(response)
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:  # the boundary of a call; CancelledError is no Exception and passes
-            await _abort(method, context, error, refusals)
+        async with guard(context):
+            responses = behavior(await read(requests, context), context)
+            if inspect.isawaitable(responses):
+                await responses
+                return
+            generator: AsyncIterator[Any]
+            async with aclosing(responses) as generator:
+                async for response in generator:
+                    await context.write(response)
 
     return streaming
 
 
 async def _read_to_the_end(context: Context) -> None:
-    """Take what the client still sends: a Python client whose write fails never sees the status (grpc#36066)."""
+    """Discard the rest of the request stream: a Python client whose write fails never sees the status (grpc#36066)."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_SECONDS):
             while True:
@@ -232,36 +255,68 @@ async def _read_to_the_end(context: Context) -> None:
                         return
 
 
-async def _abort(method: str, context: Context, error: Exception, refusals: RefusalLog) -> None:
-    """End the call with the status of `error`."""
-    # A generated base class, such as that of Health.List, sets this code and raises; PyTorch raises the same class.
-    if isinstance(error, NotImplementedError) and context.code() is grpc.StatusCode.UNIMPLEMENTED:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented here")
-    known = _known(error)
-    if known is None or isinstance(known, Internal):
-        log.error("%s failed", method, exc_info=error)
-        known = Internal("internal error")
-    elif isinstance(known, Unauthenticated | PermissionDenied | Overloaded):
-        peer = context.peer()
-        # Before authentication only the caller's address is known; its port differs from call to call.
-        caller = peer.rpartition(":")[0] if current() == LOCAL else str(current())
-        refusals.add(method, known, caller=caller, peer=peer)
-    status = to_status(known)
-    await context.abort(
-        grpc.StatusCode[known.code],
-        status.message,
-        (("grpc-status-details-bin", status.SerializeToString()),),
-    )
-
-
-def _known(error: BaseException) -> FourfoldError | None:
-    """Return the error that is meant for the caller, also out of a group in which all are, or None."""
+def _caller_facing(error: BaseException) -> FourfoldError | None:
+    """Return the caller-facing error; unwrap an ExceptionGroup if all its members are caller-facing errors."""
     if isinstance(error, FourfoldError):
         return error
     if isinstance(error, DecodeError):
         return InvalidInput("the request is not a valid message of this method; use the protos of this version")
     if isinstance(error, BaseExceptionGroup):
-        known = [_known(e) for e in error.exceptions]
+        known = [_caller_facing(e) for e in error.exceptions]
         if None not in known:
             return known[0]
     return None
+
+
+@dataclass(slots=True)
+class _RefusalWindow:
+    """Refusals of one kind since the logged one."""
+
+    start: float
+    count: int = 0
+
+
+class RefusalLog:
+    """Logs refused calls at a bounded rate and with bounded memory.
+
+    A refusal's kind is its method, reason and caller. The first refusal of a kind is logged at once, the others as a
+    count per interval: a client that is refused a thousand times a second must not fill the disk.
+    """
+
+    def __init__(self, *, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._windows: dict[tuple[str, str, str], _RefusalWindow] = {}
+
+    def add(self, method: str, error: FourfoldError, *, caller: str, peer: str) -> None:
+        """Log or count a refusal.
+
+        Args:
+            method: full name of the method.
+            error: the error that the caller receives.
+            caller: principal, or address without port of a caller without a valid token.
+            peer: address and port.
+        """
+        self.flush(ended_only=True)
+        kind = (method, error.reason, caller)
+        if kind not in self._windows and len(self._windows) >= _MAX_REFUSAL_KINDS:
+            kind = ("other methods", "other reasons", "other callers")
+        window = self._windows.get(kind)
+        if window is not None:
+            window.count += 1
+            return
+        self._windows[kind] = _RefusalWindow(self._clock.monotonic())
+        texts = (clean(text, _MAX_REFUSAL_TEXT) for text in (caller, peer, error.message))
+        log.warning("%s refused to %s at %r: %s", method, *texts)
+
+    def flush(self, *, ended_only: bool = False) -> None:
+        """Log and forget the counts of all kinds, or only of those whose interval is over."""
+        now = self._clock.monotonic()
+        for kind, window in list(self._windows.items()):
+            if ended_only and now - window.start < REFUSAL_INTERVAL_SECONDS:
+                break  # the dict is ordered by start
+            del self._windows[kind]
+            if window.count:
+                method, reason, caller = kind
+                caller, seconds = clean(caller, _MAX_REFUSAL_TEXT), now - window.start
+                text = "%s refused %d more times to %s in %.0f s: %s"
+                log.warning(text, method, window.count, caller, seconds, reason)

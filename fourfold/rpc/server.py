@@ -20,14 +20,19 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from fourfold.errors import ConfigError
-from fourfold.rpc.call_slots import CallSlots
 from fourfold.rpc.channel import PUBLIC_SERVER_OPTIONS, SERVER_OPTIONS, is_loopback, join_target, split_target
-from fourfold.rpc.connections import ConnectionLimit
-from fourfold.rpc.interceptors import Authorize, Guard, authorize_certificate, authorize_loopback, authorize_token
-from fourfold.rpc.quota import UNLIMITED, Quotas
-from fourfold.rpc.refusals import RefusalLog
+from fourfold.rpc.connection_limit import ConnectionLimit
+from fourfold.rpc.interceptors import (
+    Authorize,
+    CallInterceptor,
+    RefusalLog,
+    authorize_certificate,
+    authorize_loopback,
+    authorize_token,
+)
+from fourfold.rpc.limits import CallSlots, Quotas
 from fourfold.security.access import PUBLIC_SERVICES, Security
-from fourfold.security.principal import LOCAL, LOCAL_AGENT
+from fourfold.security.principal import LOCAL, LOCAL_AGENT, UNLIMITED
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -103,7 +108,7 @@ class Server:
             ConfigError: the port is in use, or the address is not one of this machine.
         """
         server = grpc.aio.server(
-            interceptors=(Guard(self._authorize(), self._slots, self._quotas, self._refusals),),
+            interceptors=(CallInterceptor(self._authorize(), self._slots, self._quotas, self._refusals),),
             options=PUBLIC_SERVER_OPTIONS if self._public else SERVER_OPTIONS,
             maximum_concurrent_rpcs=self._slots.maximum_concurrent_rpcs(len(self._servicers)),
         )

@@ -15,7 +15,16 @@ the kernel refused. The caller decides what to do where the machine does not off
 from __future__ import annotations
 
 from fourfold.sandbox.enter import allow_cpu, enter
-from fourfold.sandbox.offer import Offer, probe
 from fourfold.sandbox.policy import Policy, SandboxUnavailable, environment, python_paths
+from fourfold.sandbox.support import SandboxSupport, probe
 
-__all__ = ["Offer", "Policy", "SandboxUnavailable", "allow_cpu", "enter", "environment", "probe", "python_paths"]
+__all__ = [
+    "Policy",
+    "SandboxSupport",
+    "SandboxUnavailable",
+    "allow_cpu",
+    "enter",
+    "environment",
+    "probe",
+    "python_paths",
+]

@@ -12,19 +12,19 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
-from fourfold.sandbox import files, system_calls
+from fourfold.sandbox import landlock, seccomp
 from fourfold.sandbox.enter import enter
-from fourfold.sandbox.offer import Offer
 from fourfold.sandbox.policy import Policy, python_paths
+from fourfold.sandbox.support import SandboxSupport
 
 _REFUSED: Final = (errno.EPERM, errno.EACCES)
 
 
 def main(outside: Path) -> None:
     """Enter a sandbox, try what it must refuse, and print the offer."""
-    abi, calls = files.abi(), system_calls.offered()
+    abi, calls = landlock.abi(), seccomp.offered()
     enter(Policy(read=python_paths(), hidden=(str(outside),), memory_bytes=1 << 30, cpu_seconds=10))
-    offer = Offer(
+    offer = SandboxSupport(
         files=bool(abi) and _is_refused(outside.read_bytes),
         network=calls and _is_refused(_open_socket),
         processes=calls and _is_refused(_start_process),

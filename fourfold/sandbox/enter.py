@@ -8,7 +8,7 @@ import resource
 import time
 from pathlib import Path
 
-from fourfold.sandbox import files, system_calls
+from fourfold.sandbox import landlock, seccomp
 from fourfold.sandbox.policy import Policy, SandboxUnavailable
 
 
@@ -21,10 +21,10 @@ def enter(policy: Policy) -> None:
     Raises:
         SandboxUnavailable: `policy.required`, and this machine cannot enforce all of it. Run nothing then.
     """
-    system_calls.offered()  # loads the library, which lies outside of the policy's paths on some systems
+    seccomp.offered()  # loads the library, which lies outside of the policy's paths on some systems
     _limit(policy)
-    by_files = files.restrict(policy)
-    by_calls = system_calls.restrict(policy)
+    by_files = landlock.restrict(policy)
+    by_calls = seccomp.restrict(policy)
     if policy.required and not (by_files and by_calls):
         raise SandboxUnavailable(describe_missing(by_files, by_calls))
 

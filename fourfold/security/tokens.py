@@ -16,19 +16,20 @@ import hmac
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final
 
 from fourfold.errors import ConfigError, PermissionDenied, Unauthenticated
 from fourfold.security.material import read_file
+from fourfold.security.principal import CallerLimits
 
 SCOPES: Final[Mapping[str, frozenset[str]]] = {
     "generate": frozenset({"Generate"}),
     "info": frozenset({"GetInfo", "WatchLoad"}),
 }
 """Methods of the public services that a scope allows."""
-LIMITS: Final = ("concurrent_calls", "tokens_in_flight", "calls_per_second")
+LIMITS: Final = tuple(limit.name for limit in fields(CallerLimits))
 """Limits that a token may carry."""
 
 _TOKEN_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -123,7 +124,7 @@ def check_token(authorization: str, method: str, grants: Mapping[str, TokenGrant
     """
     scheme, _, token = authorization.partition(" ")
     if scheme.lower() != "bearer" or not token:
-        raise Unauthenticated("no bearer token; send the metadata `authorization: Bearer TOKEN`")
+        raise Unauthenticated("no bearer token; send the metadata `authorization: Bearer TOKEN`", reason="NO_TOKEN")
     digest = hashlib.sha256(token.strip().encode()).digest()
     # Every entry is compared, so that the time tells nothing about which one was near.
     found = [grant for grant in grants.values() if hmac.compare_digest(digest, grant.digest)]

@@ -32,10 +32,10 @@ from fourfold.errors import ConfigError, FourfoldError
 from fourfold.host import logs
 from fourfold.host.process import PARENT_PID_VARIABLE, die_with_parent, raise_file_limit
 from fourfold.rpc.channel import check_target, is_loopback, join_target, open_channel, split_target
-from fourfold.rpc.quota import UNLIMITED, Limits, Quotas, limits_by_role
+from fourfold.rpc.limits import Quotas, limits_by_role
 from fourfold.rpc.server import Server
 from fourfold.security.access import COORDINATOR, Security, expiry_warning
-from fourfold.security.principal import Principal
+from fourfold.security.principal import CallerLimits, Principal
 from fourfold.service.membership import Membership
 
 _log = logging.getLogger("fourfold.service.lifecycle")
@@ -67,7 +67,7 @@ class ServeOptions:
     """Host that others dial; empty: the one it listens on."""
 
 
-class Host:
+class ServiceHost:
     """Runs one service. Add servicers to `server`, then `run`."""
 
     def __init__(
@@ -325,10 +325,10 @@ class Host:
         self._wake()
 
 
-def agent_limits(config: Config) -> Limits:
-    """Return what one agent may use, by the recipe."""
-    names = {field.name for field in fields(Limits)}
-    return Limits.from_mapping(config.rollout.agents.model_dump(include=names, exclude_none=True), UNLIMITED)
+def agent_limits(config: Config) -> CallerLimits:
+    """Return the recipe's limits of one agent."""
+    names = {field.name for field in fields(CallerLimits)}
+    return CallerLimits(**config.rollout.agents.model_dump(include=names, exclude_none=True))
 
 
 def _say(line: str) -> None:

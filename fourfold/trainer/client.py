@@ -15,12 +15,21 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fourfold.arrays import Float32Array, Sample
-from fourfold.rpc import logprobs as rpc_logprobs
-from fourfold.rpc.channel import call, checked, errors, require, stream
+from fourfold.rpc.channel import call, stream, translate_errors
 from fourfold.rpc.codec import chunks, pack_floats, pack_ints
-from fourfold.rpc.model_info import check_model, check_version
-from fourfold.rpc.weight_replies import check_devices, check_digest, check_offers, check_sums
-from fourfold.text import clean, is_key, is_reason
+from fourfold.rpc.logprobs import compute_logprobs
+from fourfold.rpc.responses import (
+    check_devices,
+    check_digest,
+    check_model,
+    check_offers,
+    check_sums,
+    check_version,
+    clean_response,
+    require,
+    unpack_rows,
+)
+from fourfold.text import clean, is_metric_name, is_reason
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
@@ -103,7 +112,7 @@ class AsyncTrainerClient:
         """
         running = self._stub.TrainStep(timeout=timeout)
         try:
-            with errors(peer=self.peer, name="TrainStep", timeout=timeout):
+            with translate_errors(peer=self.peer, name="TrainStep", timeout=timeout):
                 try:
                     sent = False
                     for chunk in chunks(experiences):
@@ -117,7 +126,7 @@ class AsyncTrainerClient:
                 response: pb.TrainStepResponse | None = await running
         finally:
             running.cancel()
-        return self._trained(checked(response, peer=self.peer, name="TrainStep"), step)
+        return self._trained(clean_response(response, peer=self.peer, name="TrainStep"), step)
 
     def _trained(self, answer: pb.TrainStepResponse, step: int) -> pb.TrainStepResponse:
         """Return the answer to a step, checked. A metric may be NaN: it is one that could not be measured."""
@@ -127,7 +136,7 @@ class AsyncTrainerClient:
         self._check_reason(answer.skipped_reason, name)
         rule = f"{len(answer.metrics)} metrics; at most {_MAX_METRICS}"
         require(len(answer.metrics) <= _MAX_METRICS, rule, peer=self.peer, name=name)
-        wrong = next((key for key in answer.metrics if not is_key(key)), "")
+        wrong = next((key for key in answer.metrics if not is_metric_name(key)), "")
         known = not wrong and "" not in answer.metrics
         require(known, f"a metric is named {clean(wrong, 64)!r}", peer=self.peer, name=name)
         return answer
@@ -175,7 +184,7 @@ class AsyncTrainerClient:
     def _rows(
         self, answers: Sequence[bytes], asked: Sequence[Experience], what: str, name: str = "ComputeLogprobs"
     ) -> list[Float32Array]:
-        return rpc_logprobs.unpack_rows(answers, asked, peer=self.peer, name=name, what=what)
+        return unpack_rows(answers, asked, peer=self.peer, name=name, what=what)
 
     async def forward_backward(
         self,
@@ -254,7 +263,7 @@ class AsyncTrainerClient:
     async def compute_logprobs(self, samples: Sequence[Sample], *, timeout: float) -> list[Float32Array]:
         """Return one float32 [n] per sample, in order; the first value of each is NaN, the others are finite."""
         method, request = self._stub.ComputeLogprobs, pb.ComputeLogprobsRequest
-        return await rpc_logprobs.compute_logprobs(method, request, samples, timeout=timeout, peer=self.peer)
+        return await compute_logprobs(method, request, samples, timeout=timeout, peer=self.peer)
 
     async def save_checkpoint(self, *, score: float | None = None, timeout: float) -> int:
         """Write a checkpoint of the present step; returns that step when it is durable.

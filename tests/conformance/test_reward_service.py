@@ -19,7 +19,7 @@ from google.rpc.code_pb2 import Code
 
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1.reward_service_pb2_grpc import RewardServiceStub
-from fourfold.text import MAX_COMPONENTS, MAX_ERROR, is_key
+from fourfold.text import MAX_COMPONENTS, MAX_ERROR, is_metric_name
 from fourfold.types.v1.experience_pb2 import Experience
 
 CALL_SECONDS = 30.0
@@ -56,7 +56,7 @@ def check_outcome(one: pb.SampleScore) -> None:
         assert REASON.fullmatch(one.error.reason), one
         assert len(one.error.message) <= MAX_ERROR and one.error.message.isprintable()
     assert len(one.components) <= MAX_COMPONENTS
-    assert all(is_key(name) and math.isfinite(value) for name, value in one.components.items()), one
+    assert all(is_metric_name(name) and math.isfinite(value) for name, value in one.components.items()), one
 
 
 def refused(channel: grpc.Channel, items: list[pb.ScoreItem]) -> grpc.StatusCode:

@@ -15,7 +15,8 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
 from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
-from fourfold.rpc.quota import UNLIMITED, Quotas
+from fourfold.rpc.limits import Quotas
+from fourfold.security.principal import UNLIMITED
 from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
 from fourfold_rollout.update.controller import WeightController

@@ -18,7 +18,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import ROLE_REWARD
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
 from fourfold.service import lifecycle
-from fourfold.service.lifecycle import Host, ServeOptions
+from fourfold.service.lifecycle import ServeOptions, ServiceHost
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -27,7 +27,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Sleeper(pb_grpc.RewardServiceServicer):
     """Scores after the number of seconds in the prompt's text."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: ServiceHost) -> None:
         self._host = host
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
@@ -79,7 +79,7 @@ def main() -> int:
     options = ServeOptions(role="reward", recipe=RECIPE, config=settings, member_id="reward-0")
     options = replace(options, listen=args.listen, coordinator=args.coordinator)
     try:
-        host = Host(options, role=ROLE_REWARD, tokenizer_sha256=b"t" * 32)
+        host = ServiceHost(options, role=ROLE_REWARD, tokenizer_sha256=b"t" * 32)
     except errors.ConfigError as error:
         sys.stderr.write(error.message + "\n")
         return 1

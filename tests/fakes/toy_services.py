@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fourfold.service.lifecycle import Host, ServeOptions
+from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from tests.fakes import toy_rollout
@@ -103,7 +103,7 @@ def trainer_main(options: ServeOptions) -> int:
 
 
 async def host(options: ServeOptions, fake: Member) -> int:
-    home = Host(options, role=fake.role, tokenizer_sha256=fake.tokenizer_sha256)
+    home = ServiceHost(options, role=fake.role, tokenizer_sha256=fake.tokenizer_sha256)
     for descriptor, register in fake.services():
         home.server.add(descriptor, register, fake)
     return await home.run()

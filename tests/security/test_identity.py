@@ -24,7 +24,7 @@ from fourfold.rpc.server import Server
 from fourfold.security import certs
 from fourfold.security.access import COORDINATOR, ROLLOUT, Security
 from fourfold.security.principal import Principal
-from fourfold.service.lifecycle import Host, ServeOptions
+from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold_coordinator.routing.membership import MembershipServicer
 from fourfold_coordinator.routing.registry import MAX_MEMBERS, TTL_SECONDS, Member, MemberChange, Registry
 from fourfold_coordinator.routing.router import Router
@@ -222,7 +222,7 @@ def test_a_service_that_nobody_may_dial_does_not_start(advertise: str) -> None:
     with pytest.raises(
         errors.ConfigError, match=f"--advertise '{advertise}': without TLS .* leave --advertise out, or"
     ):
-        Host(options, role=pb.ROLE_REWARD)
+        ServiceHost(options, role=pb.ROLE_REWARD)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ async def test_a_service_logs_that_its_certificate_expires_soon(
         await asyncio.sleep(0)
         return 0
 
-    assert await Host(options, role=pb.ROLE_REWARD).run(until=until()) == 0
+    assert await ServiceHost(options, role=pb.ROLE_REWARD).run(until=until()) == 0
     said = [r.getMessage() for r in caplog.records if "expires in" in r.getMessage()]
     assert bool(said) is warned
     if warned:

@@ -16,7 +16,7 @@ from fourfold.errors import ConfigError
 from fourfold.reward.client import AsyncRewardClient
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
-from fourfold.sandbox import Offer
+from fourfold.sandbox import SandboxSupport
 from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_reward import confinement
 from fourfold_reward.pool import WorkerPool
@@ -59,7 +59,7 @@ def test_recipe_that_scores_by_another_verifier_needs_no_key(tmp_path: Path) -> 
 def test_service_with_tls_refuses_evaluation_where_nothing_confines_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(confinement, "probe", lambda: Offer(network=True, processes=True))
+    monkeypatch.setattr(confinement, "probe", lambda: SandboxSupport(network=True, processes=True))
     with pytest.raises(ConfigError, match=r"'countdown' .* confine it: no Landlock .*\. With \[security\]"):
         confinement.from_config(recipe(tmp_path, tls=True), None, evaluating="countdown")
     assert not caplog.records

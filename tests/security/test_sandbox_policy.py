@@ -62,15 +62,13 @@ def test_threads_are_still_there_without_processes() -> None:
     assert enter_and_run(narrow(), code) == "0 here\n"
 
 
-@pytest.mark.parametrize("part", ["files.abi = lambda: 0", "system_calls._library = lambda: None"])
+@pytest.mark.parametrize("part", ["landlock.abi = lambda: 0", "seccomp._library = lambda: None"])
 def test_required_policy_is_refused_where_the_kernel_lacks_a_part(part: str) -> None:
-    before = f"from fourfold.sandbox import files, system_calls\n{part}"
+    before = f"from fourfold.sandbox import landlock, seccomp\n{part}"
     assert "SandboxUnavailable: no " in enter_and_run(narrow(required=True), "print('ran')", before=before)
     assert enter_and_run(narrow(), "print('ran')", before=before) == "0 ran\n"
 
 
 def test_limits_hold_where_the_kernel_has_neither() -> None:
-    before = (
-        "from fourfold.sandbox import files, system_calls\nfiles.abi = lambda: 0\nsystem_calls._library = lambda: None"
-    )
+    before = "from fourfold.sandbox import landlock, seccomp\nlandlock.abi = lambda: 0\nseccomp._library = lambda: None"
     assert "MemoryError" in enter_and_run(narrow(), "bytearray(4 << 30)", before=before)

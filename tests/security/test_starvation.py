@@ -27,14 +27,14 @@ from fourfold.host.clock import SYSTEM_CLOCK
 from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
-from fourfold.rpc import call_slots, connections, interceptors
+from fourfold.rpc import connection_limit, interceptors
 from fourfold.rpc import server as server_module
 from fourfold.rpc.channel import PUBLIC_SERVER_OPTIONS, open_channel
-from fourfold.rpc.quota import Limits, Quotas, limits_by_role
+from fourfold.rpc.limits import MAX_WATCHES_PER_AGENT, MAX_WATCHES_PER_PRINCIPAL, Quotas, limits_by_role
 from fourfold.rpc.server import Server
 from fourfold.security.access import ROLLOUT as ROLLOUT_IDENTITY
 from fourfold.security.access import Security
-from fourfold.security.principal import Principal
+from fourfold.security.principal import CallerLimits, Principal
 from fourfold_coordinator.reporting.run_service import RunServicer
 from fourfold_coordinator.routing.membership import MembershipServicer
 from fourfold_coordinator.routing.registry import Registry
@@ -83,10 +83,10 @@ class Ports:
 
 @asynccontextmanager
 async def ports(
-    *, samples: int = 80, kv_cache_tokens: int = 100_000, limits: Limits | None = None
+    *, samples: int = 80, kv_cache_tokens: int = 100_000, limits: CallerLimits | None = None
 ) -> AsyncIterator[tuple[FakeEngine, AsyncRolloutClient, AsyncRolloutClient]]:
     """Serve; yields the engine, a client on the internal port and one on the agents' port."""
-    quotas = Quotas(limits_by_role(limits or Limits()))
+    quotas = Quotas(limits_by_role(limits or CallerLimits()))
     service = Ports(samples=samples, kv_cache_tokens=kv_cache_tokens, quotas=quotas)
     channels = [open_channel(await server.start(), None) for server in service.servers]
     try:
@@ -136,9 +136,9 @@ async def test_200_calls_of_an_agent_leave_the_coordinator_its_tokens() -> None:
 
 
 async def test_calls_of_one_agent_are_limited_in_number_and_rate() -> None:
-    async with ports(samples=800, limits=Limits(concurrent_calls=10)) as (engine, coordinator, agent):
+    async with ports(samples=800, limits=CallerLimits(concurrent_calls=10)) as (engine, coordinator, agent):
         assert await attack_and_work(engine, coordinator, agent, 60) == 10
-    async with ports(samples=800, limits=Limits(calls_per_second=5)) as (_, _, agent):
+    async with ports(samples=800, limits=CallerLimits(calls_per_second=5)) as (_, _, agent):
         asked = [agent.get_info(timeout=10) for _ in range(100)]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         reasons = {e.reason for e in answers if isinstance(e, errors.Overloaded)}
@@ -218,7 +218,7 @@ async def test_1024_watches_do_not_keep_a_lease_from_being_renewed() -> None:
         codes = await watch(stack, run_grpc.RunServiceStub(attacker).WatchRun, run.WatchRunRequest(), 1024)
         health = health_pb2_grpc.HealthStub(attacker).Watch
         codes += await watch(stack, health, health_pb2.HealthCheckRequest(), 1024)
-        assert codes.count(None) == call_slots.MAX_WATCHES_PER_PRINCIPAL
+        assert codes.count(None) == MAX_WATCHES_PER_PRINCIPAL
         assert set(codes) <= {None, *REFUSED}
         await client.keep_alive(lease.token, timeout=10)
 
@@ -256,7 +256,7 @@ async def test_1024_watches_without_a_token_do_not_lock_out_an_agent(pki: tuple[
     async with public_port(pki) as target, AsyncExitStack() as stack:
         channel = await stack.enter_async_context(agent_at(target, pki))
         codes = await watch(stack, health_pb2_grpc.HealthStub(channel).Watch, health_pb2.HealthCheckRequest(), 1024)
-        assert codes.count(None) == call_slots.MAX_WATCHES_PER_AGENT
+        assert codes.count(None) == MAX_WATCHES_PER_AGENT
         assert set(codes) <= {None, *REFUSED}
         async with agent_at(target, pki, pki[1]) as legitimate:
             client = AsyncRolloutClient(legitimate, peer="rollout-0")
@@ -341,8 +341,8 @@ async def test_silent_connections_are_limited_and_closed(
 
 
 async def test_one_address_cannot_hold_all_connections(pki: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_PER_ADDRESS", 5)
-    monkeypatch.setattr(connections, "PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr(connection_limit, "MAX_PER_ADDRESS", 5)
+    monkeypatch.setattr(connection_limit, "PERIOD_SECONDS", 0.01)
     use_options(monkeypatch, max_allowed_incoming_connections=20, server_handshake_timeout_ms=600_000)
     async with public_port(pki) as target, agent_at(target, pki, pki[1]) as legitimate:
         client = AsyncRolloutClient(legitimate, peer="rollout-0")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.reward.v1 import reward_service_pb2 as reward
-from fourfold.rpc.scrub import scrub
-from fourfold.text import clean, is_key, is_reason
+from fourfold.rpc.responses import clean_strings
+from fourfold.text import clean, is_metric_name, is_reason
 
 
 @pytest.mark.parametrize(
@@ -46,8 +46,8 @@ def test_a_long_text_is_cut() -> None:
 def test_names_have_an_alphabet() -> None:
     assert all(map(is_reason, ("RAISED", "A1_B")))
     assert not any(map(is_reason, ("", "raised", "1A", "A B", "A" * 64, "RAISED\n")))
-    assert all(map(is_key, ("train/loss", "format ok", "\u00fcbung", "a.b:c@1-2+3")))
-    assert not any(map(is_key, ("", " a", "a" * 65, "a\n", "\x1b[2J", "a\u202eb", "a<b>")))
+    assert all(map(is_metric_name, ("train/loss", "format ok", "\u00fcbung", "a.b:c@1-2+3")))
+    assert not any(map(is_metric_name, ("", " a", "a" * 65, "a\n", "\x1b[2J", "a\u202eb", "a<b>")))
 
 
 def test_every_string_of_a_message_is_cleaned_whereever_it_is() -> None:
@@ -56,9 +56,9 @@ def test_every_string_of_a_message_is_cleaned_whereever_it_is() -> None:
         members=[run.Member(member_id="m\x07")],
         steps=[run.StepRecord(step=1, alarms=["fine", "x\ny"], metrics={"loss": 1.0})],
     )
-    scrub(status)
+    clean_strings(status)
     assert (status.failure, status.members[0].member_id) == ("ab", "m")
     assert list(status.steps[0].alarms) == ["fine", "x y"]
     score = reward.ScoreResponse(scores=[reward.SampleScore(error=reward.SampleError(code=2, message="\x1b[1mhi"))])
-    scrub(score)
+    clean_strings(score)
     assert score.scores[0].error.message == "hi"

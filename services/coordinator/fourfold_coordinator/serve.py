@@ -32,7 +32,7 @@ from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
 from fourfold.rpc.channel import open_channel
 from fourfold.security.principal import Principal
-from fourfold.service.lifecycle import Host, ServeOptions
+from fourfold.service.lifecycle import ServeOptions, ServiceHost
 
 from .cli.summary import is_finished
 from .data.prompts import PromptSet, load_prompts
@@ -102,7 +102,7 @@ class Coordinator:
         config = options.config
         self._config, self._folder = config, folder
         self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
-        self._host = Host(options, role=None)
+        self._host = ServiceHost(options, role=None)
         self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source))
         self._board = RunBoard(name=config.name, step_count=config.steps)
         self._disk = DiskWriter(folder, self._board, wait_seconds=config.retry.service_wait_seconds)

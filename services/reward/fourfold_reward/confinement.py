@@ -16,7 +16,7 @@ from typing import Final
 
 from fourfold.config import Config
 from fourfold.errors import ConfigError
-from fourfold.sandbox import Offer, Policy, environment, probe, python_paths
+from fourfold.sandbox import Policy, SandboxSupport, environment, probe, python_paths
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ def from_config(config: Config, run_dir: Path | None, *, evaluating: str) -> Con
     )
 
 
-def _check(offer: Offer, evaluating: str, *, required: bool) -> None:
+def _check(offer: SandboxSupport, evaluating: str, *, required: bool) -> None:
     if required:
         raise ConfigError(
             f"verifier {evaluating!r} evaluates texts of the policy as code, and this machine cannot confine it: "

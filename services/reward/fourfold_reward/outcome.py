@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Self
 
-from fourfold.text import MAX_COMPONENTS, MAX_ERROR, clean, is_key
+from fourfold.text import MAX_COMPONENTS, MAX_ERROR, clean, is_metric_name
 from fourfold_reward.sample import Abstain, Score
 
 NO_SCORE: Final = "NO_SCORE"
@@ -127,7 +127,7 @@ def _scored(value: object, components: object) -> Outcome:
     parts: dict[str, float] = {}
     for name, raw in components.items():
         part = _number(raw)
-        if not isinstance(name, str) or not is_key(name):
+        if not isinstance(name, str) or not is_metric_name(name):
             raise ValueError(f"component name {_show(name)}: it must be 1 to 64 letters, digits, spaces and ._:/@+-")
         if part is None:
             return Outcome.error("NOT_A_NUMBER", f"component {name!r} is {_show(raw)}; it must be a number")

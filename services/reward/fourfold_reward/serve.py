@@ -12,7 +12,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
-from fourfold.service.lifecycle import Host, ServeOptions
+from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold_reward import confinement, loader, verifiers
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.pool import WorkerPool
@@ -33,7 +33,7 @@ async def serve(options: ServeOptions) -> int:
     """
     reward = options.config.reward
     offer = find_offer(options.config)
-    host = Host(options, role=Role.ROLE_REWARD)
+    host = ServiceHost(options, role=Role.ROLE_REWARD)
     pool = WorkerPool(
         verifier=offer.configured,
         options=offer.tasks,

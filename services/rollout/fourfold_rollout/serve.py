@@ -29,7 +29,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
 from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
 from fourfold.rpc.channel import split_target
-from fourfold.service.lifecycle import Host, ServeOptions
+from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold.weights.transport.host import host_id
 from fourfold_rollout.engine import EngineSettings
 from fourfold_rollout.generate.admission import GenerateLimits
@@ -49,7 +49,7 @@ _CONTROL_SERVICE: Final = control_pb.DESCRIPTOR.services_by_name["RolloutControl
 def main(options: ServeOptions) -> int:
     """Serve until the end; return the process's exit code."""
     config = options.config
-    host = Host(options, role=Role.ROLE_ROLLOUT)
+    host = ServiceHost(options, role=Role.ROLE_ROLLOUT)
     check_ports(options.listen, config.rollout.public_listen)
     folder = model_folder.resolve(config.model.source)
     host.tokenizer_sha256 = tokenizer_sha256(folder)
@@ -119,7 +119,7 @@ def model_sha256(folder: Path) -> bytes:
     return hashlib.sha256(canonical.encode()).digest()
 
 
-async def _serve(host: Host, engine: VllmEngine, settings: EngineSettings) -> int:
+async def _serve(host: ServiceHost, engine: VllmEngine, settings: EngineSettings) -> int:
     config, folder = host.options.config, settings.folder
     update_timeout = config.weights.timeout_seconds
     await engine.attach(host.fatal)

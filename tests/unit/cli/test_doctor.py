@@ -13,7 +13,7 @@ import pytest
 from fourfold import sandbox
 from fourfold.cli import doctor
 from fourfold.cli.doctor import Check
-from fourfold.sandbox import Offer
+from fourfold.sandbox import SandboxSupport
 
 READ_MEMORY = doctor.available_memory
 
@@ -52,13 +52,13 @@ def test_missing_package_gives_the_exact_command(
 
 
 def test_sandbox_of_the_machine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Offer(files=True, network=True, processes=True, landlock_abi=7)
+    whole = SandboxSupport(files=True, network=True, processes=True, landlock_abi=7)
     monkeypatch.setattr(sandbox, "probe", lambda: whole)
     assert Check(
         state="ok",
         text="scorers are confined: files by Landlock (version 7), network and processes by seccomp",
     ) in list(doctor.machine())
-    monkeypatch.setattr(sandbox, "probe", lambda: Offer(network=True, processes=True))
+    monkeypatch.setattr(sandbox, "probe", lambda: SandboxSupport(network=True, processes=True))
     check = next(check for check in doctor.machine() if "scorers" in check.text)
     assert (check.state, check.text) == (
         "none",

@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from fourfold.coordinator.v1 import run_service_pb2 as pb
-from fourfold.rpc.scrub import scrub
-from fourfold.text import clock
+from fourfold.rpc.responses import clean_strings
+from fourfold.text import format_duration
 from fourfold_coordinator.cli.dashboard import Dashboard, Pace, facts, sparkline
 
 
@@ -168,7 +168,8 @@ def test_sparkline_spans_what_was_seen(values: list[float], drawn: Any) -> None:
 
 
 def test_clock_reads_like_a_clock() -> None:
-    assert [clock(s) for s in (0.4, 59.4, 61, 3599, 3720)] == ["0 s", "59 s", "1:01 min", "59:59 min", "1:02 h"]
+    texts = [format_duration(seconds) for seconds in (0.4, 59.4, 61, 3599, 3720)]
+    assert texts == ["0 s", "59 s", "1:01 min", "59:59 min", "1:02 h"]
 
 
 def test_engines_say_how_fast_and_how_full_they_are() -> None:
@@ -216,7 +217,7 @@ def test_text_of_other_processes_is_drawn_as_text(live: bool) -> None:
     status.conditions.add(subject=evil, text=evil)
     status.recoveries.add(step=1, reason=evil)
     status.steps[0].alarms.append(evil)
-    scrub(status)  # as the client does with every response
+    clean_strings(status)  # as the client does with every response
     output = io.StringIO()
     console = Console(file=output, width=400, force_terminal=live, color_system=None, highlight=False)
     with Dashboard(name="[b]demo[/b]", run_dir=Path("runs/[b]"), console=console, live=live) as display:

@@ -12,9 +12,8 @@ import pytest
 from fourfold.config.table import MIN_TEMPERATURE
 from fourfold.errors import AlreadyExists, InvalidInput, Overloaded, PermissionDenied
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold.rpc import quota
-from fourfold.rpc.quota import Quotas, limits_by_role
-from fourfold.security.principal import Principal
+from fourfold.rpc.limits import Quotas, limits_by_role
+from fourfold.security.principal import CallerLimits, Principal
 from fourfold_rollout.generate.admission import Admission, GenerateCall, GenerateLimits, parse
 from tests.fakes.engine import NullSink
 from tests.fakes.rollout import NO_QUOTAS
@@ -277,7 +276,7 @@ class TestAgents:
             assert "the limit of 8 (" in (await refused(admission, call("b"))).message
 
     async def test_tokens_in_flight_of_one_agent_are_limited(self) -> None:
-        admission = Admission(LIMITS, Quotas(limits_by_role(quota.Limits(tokens_in_flight=40))))
+        admission = Admission(LIMITS, Quotas(limits_by_role(CallerLimits(tokens_in_flight=40))))
         async with admission.enter(call("a", max_tokens=29, caller=AGENT), is_retry=False):
             assert (await refused(admission, call("b", max_tokens=29, caller=AGENT))).reason == (
                 "TOO_MANY_TOKENS_IN_FLIGHT"

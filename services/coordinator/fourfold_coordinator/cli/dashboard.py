@@ -23,7 +23,7 @@ from rich.text import Text
 
 from fourfold import metrics
 from fourfold.coordinator.v1 import run_service_pb2 as pb
-from fourfold.text import clock
+from fourfold.text import format_duration
 
 from ..launch.fleet import COORDINATOR
 from .event_lines import OVER, EventLines, phase_times, recovery_line
@@ -140,7 +140,8 @@ class Dashboard:
             f"{self._name}: step {self._status.step} of {self._status.step_count}" if self._status.name else self._name
         )
         left = self._pace.seconds_left(self._status)
-        footer = f"{clock(seconds)} gone" + (f", about {clock(left)} left" if left is not None else "")
+        remaining = f", about {format_duration(left)} left" if left is not None else ""
+        footer = f"{format_duration(seconds)} gone{remaining}"
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column()
@@ -279,7 +280,7 @@ def condition_lines(status: pb.RunStatus) -> list[str]:
 
 
 def _age(since: Timestamp) -> str:
-    return clock(max(time.time() - since.ToNanoseconds() / 1e9, 0.0))
+    return format_duration(max(time.time() - since.ToNanoseconds() / 1e9, 0.0))
 
 
 def sparkline(values: Sequence[float], blocks: str = _BLOCKS, width: int = 32) -> str:

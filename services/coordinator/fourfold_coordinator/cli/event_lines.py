@@ -14,7 +14,7 @@ from typing import Final
 
 from fourfold import metrics
 from fourfold.coordinator.v1 import run_service_pb2 as pb
-from fourfold.text import clock
+from fourfold.text import format_duration
 
 OVER: Final = (pb.RUN_PHASE_DONE, pb.RUN_PHASE_FAILED)
 PATIENCE_SECONDS: Final = 3.0
@@ -86,7 +86,7 @@ class EventLines:
         for name, state in services:
             if state == "ready" and name not in self._ready:
                 self._ready.add(name)
-                yield f"{name} is ready ({clock(now - self._began)})"
+                yield f"{name} is ready ({format_duration(now - self._began)})"
 
     def _of_members(self, status: pb.RunStatus, services: Mapping[str, str], now: float) -> Iterator[str]:
         """Tell who is not heard of though its process lives; of a dead process a note tells."""
@@ -98,7 +98,7 @@ class EventLines:
                     silent.told = True
                     yield f"{name} is silent: its lease is overdue; it hangs, is stopped, or cannot reach us"
             elif name in self._silent:
-                yield f"{name} is heard of again ({clock(now - self._silent.pop(name).began)})"
+                yield f"{name} is heard of again ({format_duration(now - self._silent.pop(name).began)})"
         for name, silent in self._silent.items():
             if name not in members and silent.ended is None and status.phase not in OVER:
                 silent.ended = now
@@ -114,7 +114,7 @@ class EventLines:
         for subject in self._conditions.keys() - present.keys():
             trouble = self._conditions.pop(subject)
             if trouble.told:
-                yield f"{subject}: right again ({clock(now - trouble.began)})"
+                yield f"{subject}: right again ({format_duration(now - trouble.began)})"
 
     def _of_waits(self, status: pb.RunStatus, now: float) -> Iterator[str]:
         what, wait = _DETAILS.sub("", status.waiting_for), self._wait
@@ -126,7 +126,7 @@ class EventLines:
             if what != wait.what:
                 self._wait = None
                 if wait.told:
-                    yield f"waited {clock(wait.ended - wait.began)} for {wait.what}"
+                    yield f"waited {format_duration(wait.ended - wait.began)} for {wait.what}"
         if what:
             self._wait = wait = self._wait or _Trouble(began=now, what=what)
             wait.ended = None

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from fourfold.config import Config
 from fourfold.errors import ConfigError
-from fourfold.text import clock, printable
+from fourfold.text import format_duration, printable
 
 _SPECIAL: Final = re.compile(r"<\|[^|<>]*\|>|</?s>|<[a-z_]+_of_turn>")
 _ROLES: Final = frozenset({"", "assistant", "model", "user", "system"})
@@ -72,8 +72,8 @@ def _headline(report: dict[str, Any]) -> str:
     if without := report.get("peak_memory_without"):
         memory += f" (without {', '.join(without)}: not on the coordinator's machine)"
     return (
-        f"{report['name']} is done: {report['steps']} steps{each} in {clock(report['seconds'])}, seed {report['seed']}"
-        f", {memory}."
+        f"{report['name']} is done: {report['steps']} steps{each} in {format_duration(report['seconds'])}, "
+        f"seed {report['seed']}, {memory}."
     )
 
 

@@ -21,7 +21,7 @@ from fourfold.config import Config, gpu_places
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.host.postmortem import Death
 from fourfold.host.process import Command
-from fourfold.text import clock
+from fourfold.text import format_duration
 
 from .launcher import Launcher, ServiceSpec
 
@@ -206,7 +206,7 @@ class Fleet:
         for name, died in list(self._away.items()):
             if name not in self._due and name not in self._lost and self._launcher.is_ready(name):
                 del self._away[name]
-                self._notify(f"{name} is back ({clock(self._clock.monotonic() - died)})")
+                self._notify(f"{name} is back ({format_duration(self._clock.monotonic() - died)})")
 
     def _survived(self, line: str) -> None:
         self.earlier.append(line)

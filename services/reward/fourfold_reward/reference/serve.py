@@ -10,7 +10,7 @@ from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1.reference_service_pb2_grpc import add_ReferenceServiceServicer_to_server
-from fourfold.service.lifecycle import Host, ServeOptions
+from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold_reward.reference.model import ReferenceModel
 from fourfold_reward.reference.servicer import MAX_CALLS, Loaded, ReferenceServicer
 
@@ -26,7 +26,7 @@ def main(options: ServeOptions) -> int:
 async def serve(options: ServeOptions) -> int:
     """Load the model in a thread while health is answered, then serve it."""
     config = options.config
-    host = Host(options, role=Role.ROLE_REFERENCE, max_concurrent_rpcs=MAX_CALLS + _OTHER_CALLS)
+    host = ServiceHost(options, role=Role.ROLE_REFERENCE, max_concurrent_rpcs=MAX_CALLS + _OTHER_CALLS)
     servicer = ReferenceServicer(name=config.model.source, max_context_tokens=config.model.max_context_tokens)
     service = pb.DESCRIPTOR.services_by_name["ReferenceService"]
     host.server.add(service, add_ReferenceServiceServicer_to_server, servicer)

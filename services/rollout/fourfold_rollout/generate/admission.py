@@ -25,7 +25,7 @@ from fourfold.config.table import MIN_TEMPERATURE
 from fourfold.errors import AlreadyExists, InvalidInput, Overloaded, PermissionDenied
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.codec import check_id
-from fourfold.rpc.quota import Quotas
+from fourfold.rpc.limits import Quotas
 from fourfold.security.principal import Principal
 from fourfold_rollout.engine import SampleRequest, SampleSink
 

@@ -22,7 +22,7 @@ import grpc
 from fourfold.errors import DeadlinePassed, InvalidInput, Unavailable, WrongState
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_service_pb2_grpc import RolloutServiceServicer
-from fourfold.rpc.quota import Quotas
+from fourfold.rpc.limits import Quotas
 from fourfold.security import principal
 from fourfold_rollout.engine import EngineSample, RolloutEngine
 from fourfold_rollout.generate.admission import Admission, GenerateCall, GenerateLimits, parse

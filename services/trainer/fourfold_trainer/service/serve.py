@@ -11,7 +11,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import ROLE_TRAINER
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.plan import sequence_parallel
-from fourfold.service.lifecycle import Host, ServeOptions
+from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
@@ -34,7 +34,7 @@ def main(options: ServeOptions) -> int:
 async def _serve(options: ServeOptions) -> int:
     config = options.config
     run_dir = (options.run_dir or Path("runs") / config.name).absolute()
-    host = Host(options, role=ROLE_TRAINER)
+    host = ServiceHost(options, role=ROLE_TRAINER)
 
     def make_engine() -> RankGroup:
         folder = model_folder.resolve(config.model.source)

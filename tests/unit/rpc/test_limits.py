@@ -1,18 +1,26 @@
-"""Limits per principal: concurrent calls, tokens in flight, calls per second."""
+"""Limits of calls: slots per kind of call on a port, and quotas per caller."""
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
 
 from fourfold.config import Config
-from fourfold.errors import ConfigError, Overloaded
-from fourfold.rpc import quota
-from fourfold.rpc.quota import MEMBER_LIMITS, UNLIMITED, Limits, Quotas, limits_by_role
-from fourfold.security.principal import LOCAL, Principal
+from fourfold.errors import Overloaded
+from fourfold.rpc import limits as limits_module
+from fourfold.rpc.limits import (
+    MAX_PROBES,
+    MAX_WATCHES,
+    MAX_WATCHES_PER_AGENT,
+    MAX_WATCHES_PER_PRINCIPAL,
+    MEMBER_LIMITS,
+    CallSlots,
+    Quotas,
+    limits_by_role,
+)
+from fourfold.security.principal import LOCAL, UNLIMITED, CallerLimits, Principal
 from fourfold.service.lifecycle import agent_limits
 from tests.fakes.clock import FakeClock
 
@@ -20,7 +28,7 @@ ANNA, BERT = Principal("agent", "anna"), Principal("agent", "bert")
 
 
 def quotas(clock: FakeClock, **limits: float) -> Quotas:
-    return Quotas(limits_by_role(Limits(**limits)), clock=clock)
+    return Quotas(limits_by_role(CallerLimits(**limits)), clock=clock)
 
 
 def refused(quotas: Quotas, principal: Principal = ANNA, *, tokens: int = 0) -> Overloaded:
@@ -92,7 +100,7 @@ async def test_a_rate_below_one_call_per_second_lets_calls_through(clock: FakeCl
 
 
 def test_the_coordinator_and_local_callers_have_no_limits_and_members_have_theirs(clock: FakeClock) -> None:
-    limits = limits_by_role(Limits(concurrent_calls=1))
+    limits = limits_by_role(CallerLimits(concurrent_calls=1))
     assert limits(Principal("coordinator")) == limits(LOCAL) == UNLIMITED
     assert {limits(Principal(role, "x-0")) for role in ("rollout", "trainer", "reward", "reference")} == {MEMBER_LIMITS}
     limited = Quotas(limits, clock=clock)
@@ -105,7 +113,7 @@ def test_the_coordinator_and_local_callers_have_no_limits_and_members_have_their
 
 def test_limits_of_a_token_replace_the_default_and_are_read_at_every_call(clock: FakeClock) -> None:
     grants: dict[str, dict[str, float]] = {"anna": {"concurrent_calls": 2}}
-    limited = Quotas(limits_by_role(Limits(concurrent_calls=1), lambda name: grants.get(name, {})), clock=clock)
+    limited = Quotas(limits_by_role(CallerLimits(concurrent_calls=1), lambda name: grants.get(name, {})), clock=clock)
     with limited.call(ANNA), limited.call(ANNA), limited.call(BERT):
         refused(limited)
         refused(limited, BERT)
@@ -123,26 +131,13 @@ def test_the_recipe_gives_the_limits_of_agents() -> None:
         "batch": {"prompts_per_step": 1, "group_size": 2},
         "sampling": {"max_new_tokens": 8},
     }
-    assert agent_limits(Config.model_validate(tables)) == Limits(concurrent_calls=128, calls_per_second=100)
+    assert agent_limits(Config.model_validate(tables)) == CallerLimits(concurrent_calls=128, calls_per_second=100)
     given = {"concurrent_calls": 3, "tokens_in_flight": 500, "calls_per_second": 0.5}
-    assert agent_limits(Config.model_validate({**tables, "rollout": {"agents": given}})) == Limits(**given)
-
-
-def test_a_mapping_gives_limits_and_unknown_or_wrong_ones_are_refused() -> None:
-    default = Limits(concurrent_calls=5, calls_per_second=7)
-    assert Limits.from_mapping({}, default) == default
-    assert Limits.from_mapping({"tokens_in_flight": 9, "calls_per_second": 0.5}, default) == Limits(
-        concurrent_calls=5, tokens_in_flight=9, calls_per_second=0.5
-    )
-    with pytest.raises(ConfigError, match="'calls' is not a limit; the limits are concurrent_calls, tokens_in_flight"):
-        Limits.from_mapping({"calls": 1}, default)
-    for value in (0, -1, math.nan):
-        with pytest.raises(ConfigError, match="a limit is a number above 0"):
-            Limits.from_mapping({"concurrent_calls": value}, default)
+    assert agent_limits(Config.model_validate({**tables, "rollout": {"agents": given}})) == CallerLimits(**given)
 
 
 async def test_memory_is_bounded_by_active_principals(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quota, "_MAX_PRINCIPALS", 3)
+    monkeypatch.setattr(limits_module, "_MAX_PRINCIPALS", 3)
     limited = quotas(clock, calls_per_second=1)
     for number in range(3):
         with limited.call(Principal("agent", str(number))):
@@ -158,3 +153,64 @@ async def test_memory_is_bounded_by_active_principals(clock: FakeClock, monkeypa
         with unlimited_rate.call(Principal("agent", str(number))):
             pass
     assert unlimited_rate.principal_count == 0
+
+
+def fill(
+    stack: ExitStack, slots: CallSlots, service: str, name: str, caller: Principal = LOCAL, most: int = 2000
+) -> int:
+    """Take slots until one is refused; return how many there were."""
+    for count in range(most):
+        try:
+            stack.enter_context(slots.enter(service, name, caller))
+        except Overloaded as error:
+            assert error.retry_after
+            return count
+    return most
+
+
+def test_a_service_that_is_full_leaves_the_others_their_room() -> None:
+    slots = CallSlots(calls_per_service=10, public=False)
+    with ExitStack() as stack:
+        assert fill(stack, slots, "x.Run", "GetRun") == 10
+        assert fill(stack, slots, "x.Run", "WatchRun") == MAX_WATCHES_PER_PRINCIPAL
+        assert fill(stack, slots, "grpc.health.v1.Health", "Check") == MAX_PROBES
+        assert fill(stack, slots, "x.Membership", "KeepAlive") == 10
+    with ExitStack() as stack:
+        assert fill(stack, slots, "x.Run", "GetRun") == 10, "all were given back"
+
+
+@pytest.mark.parametrize(
+    ("service", "name"),
+    [
+        ("x.Run", "WatchRun"),
+        ("grpc.health.v1.Health", "Watch"),
+        ("grpc.reflection.v1alpha.ServerReflection", "ServerReflectionInfo"),
+    ],
+)
+def test_watches_of_any_service_are_counted_together_and_for_each_caller(service: str, name: str) -> None:
+    slots = CallSlots(calls_per_service=10, public=True)
+    with ExitStack() as stack:
+        assert fill(stack, slots, service, name, ANNA) == MAX_WATCHES_PER_AGENT
+        assert fill(stack, slots, "x.Other", "WatchLoad", ANNA) == 0
+        callers = [Principal("agent", str(number)) for number in range(100)]
+        assert sum(fill(stack, slots, service, name, caller) for caller in callers) == (
+            MAX_WATCHES - MAX_WATCHES_PER_AGENT
+        )
+    assert not slots._watches, "callers without watches take no memory"
+
+
+def test_agents_together_get_half_of_a_port_that_others_use_too() -> None:
+    for public, most in ((False, 5), (True, 10)):
+        slots = CallSlots(calls_per_service=10, public=public)
+        with ExitStack() as stack:
+            assert fill(stack, slots, "x.Rollout", "Generate", ANNA) == most
+            assert fill(stack, slots, "x.Rollout", "Generate") == 10 - most
+    slots = CallSlots(calls_per_service=10, public=False)
+    with ExitStack() as stack:
+        callers = [Principal("agent", str(number)) for number in range(100)]
+        assert sum(fill(stack, slots, "x.Run", "WatchRun", caller) for caller in callers) == MAX_WATCHES // 2
+
+
+def test_the_limit_of_grpc_is_above_the_sum_of_all() -> None:
+    slots = CallSlots(calls_per_service=10, public=False)
+    assert slots.maximum_concurrent_rpcs(2) > 2 * 10 + MAX_WATCHES + MAX_PROBES

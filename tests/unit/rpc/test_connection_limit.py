@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fourfold.rpc import connections
-from fourfold.rpc.connections import ConnectionLimit
+from fourfold.rpc import connection_limit
+from fourfold.rpc.connection_limit import ConnectionLimit
 
 
 class Port:
@@ -47,7 +47,7 @@ def is_closed(client: socket.socket) -> bool:
 
 
 def test_the_newest_connections_of_one_address_are_closed(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_PER_ADDRESS", 3)
+    monkeypatch.setattr(connection_limit, "MAX_PER_ADDRESS", 3)
     limit = ConnectionLimit(port.number)
     old = [port.connect("127.0.0.2") for _ in range(3)]
     assert limit.enforce() == {}
@@ -61,7 +61,7 @@ def test_the_newest_connections_of_one_address_are_closed(port: Port, monkeypatc
 
 
 def test_other_ports_and_sockets_are_left_alone(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_PER_ADDRESS", 1)
+    monkeypatch.setattr(connection_limit, "MAX_PER_ADDRESS", 1)
     another = Port()
     clients = [another.connect() for _ in range(3)]
     pair = socket.socketpair()

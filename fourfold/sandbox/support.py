@@ -17,7 +17,7 @@ _PROBE_SECONDS: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class SandboxSupport:
     """What the kernel refused to a sandboxed process that tried it."""
 
     files: bool = False
@@ -46,13 +46,13 @@ class Offer:
         return describe_missing(self.files, self.network and self.processes)
 
 
-def probe() -> Offer:
+def probe() -> SandboxSupport:
     """Start a sandboxed child, let it try what it must not do, and return what was refused; takes 0.1 s."""
     with tempfile.NamedTemporaryFile() as outside:
         command = [sys.executable, "-P", "-m", "fourfold.sandbox", outside.name]
         env = environment() | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         try:
             done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=_PROBE_SECONDS, check=True)
-            return Offer(**json.loads(done.stdout))
+            return SandboxSupport(**json.loads(done.stdout))
         except (OSError, ValueError, TypeError, subprocess.SubprocessError):
-            return Offer()
+            return SandboxSupport()

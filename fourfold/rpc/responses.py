@@ -1,0 +1,184 @@
+"""Checks and cleans responses of other processes before any code uses them.
+
+`clean_response` removes control characters from every string; `fourfold.rpc.channel` applies it to each response. The
+`check_*` functions hold the rules that several clients share. All of them raise PeerFault with the value and the rule.
+Their arguments `peer` (e.g. "rollout-0 at 127.0.0.1:5000") and `name` (of the method) appear in the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Final, Protocol, TypeVar
+
+import numpy as np
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from fourfold.arrays import Float32Array
+from fourfold.bounds import MAX_NUMBER
+from fourfold.errors import PeerFault
+from fourfold.text import clean
+from fourfold.types.v1 import experience_pb2 as pb
+
+Response = TypeVar("Response", bound=Message)
+
+# A run publishes its weights under a higher version than any engine reports. The bound leaves room for that.
+MAX_ENGINE_VERSION: Final = 1 << 40
+MAX_DEVICES: Final = 4096
+"""Devices, workers or ranks of one service."""
+MAX_OFFER_BYTES: Final = 4096
+_UUID_BYTES: Final = 16
+_SUM_BYTES: Final = 16
+# In nats. No softmax gives a larger magnitude, and sums of larger float32 values over a batch lose their meaning.
+_MAX_LOGPROB_MAGNITUDE: Final = 1e6
+
+
+def clean_response(response: Response | None, *, peer: str, name: str) -> Response:
+    """Return `response` with clean strings.
+
+    Raises:
+        PeerFault: the response is None. grpc.aio returns None for bytes that it cannot parse, in unary calls and in
+            streams, and only logs the error.
+    """
+    if response is None:
+        raise PeerFault(peer, "MALFORMED_RESPONSE", f"{name}: the response is not the message of this method")
+    clean_strings(response)
+    return response
+
+
+def clean_strings(message: Message) -> None:
+    """Replace every string in `message` and in its submessages with `text.clean` of it. Map keys stay unchanged."""
+    if not _has_strings(message.DESCRIPTOR):
+        return
+    for field, value in message.ListFields():
+        inner = field.message_type
+        is_map = inner is not None and inner.GetOptions().map_entry
+        value_field = inner.fields_by_name["value"] if inner is not None and is_map else field
+        if value_field.type == FieldDescriptor.TYPE_STRING:
+            if isinstance(value, str):
+                if (cleaned := clean(value)) is not value:
+                    setattr(message, field.name, cleaned)
+                continue
+            for key in list(value) if is_map else range(len(value)):
+                if (cleaned := clean(value[key])) is not value[key]:
+                    value[key] = cleaned
+        elif value_field.type == FieldDescriptor.TYPE_MESSAGE:
+            for submessage in _submessages(value, is_map=is_map):
+                clean_strings(submessage)
+
+
+def _submessages(value: Any, *, is_map: bool) -> Any:
+    if isinstance(value, Message):
+        return (value,)
+    return value.values() if is_map else value
+
+
+# Responses with only tokens are frequent and large; the cache lets `clean_strings` skip them without a search.
+@cache
+def _has_strings(descriptor: Descriptor) -> bool:
+    """Return whether messages of a type can hold strings at any depth."""
+    seen, pending = {descriptor.full_name}, [descriptor]
+    while pending:
+        for field in pending.pop().fields:
+            if field.type == FieldDescriptor.TYPE_STRING:
+                return True
+            inner = field.message_type
+            if inner is not None and inner.full_name not in seen:
+                seen.add(inner.full_name)
+                pending.append(inner)
+    return False
+
+
+def require(holds: bool, rule: str, *, peer: str, name: str, kind: str = "BAD_RESPONSE") -> None:
+    """Raise PeerFault unless `holds`.
+
+    Args:
+        holds: whether the response keeps the rule.
+        rule: value and rule, for the message.
+        peer: the called service.
+        name: the called method.
+        kind: reason of the fault.
+    """
+    if not holds:
+        raise PeerFault(peer, kind, f"{name}: {rule}")
+
+
+class ModelInfo(Protocol):
+    """Fields in which rollout, reference and trainer describe their model."""
+
+    tokenizer_sha256: bytes
+    max_context_tokens: int
+    vocabulary_size: int
+
+
+def check_model(info: ModelInfo, *, peer: str, name: str = "GetInfo") -> None:
+    """Check the tokenizer's digest and the sizes of a model."""
+    check_tokenizer(info.tokenizer_sha256, peer=peer, name=name)
+    for field in ("max_context_tokens", "vocabulary_size"):
+        value = getattr(info, field)
+        require(value >= 0, f"{field} is {value}; it must be at least 0", peer=peer, name=name)
+
+
+def check_tokenizer(digest: bytes, *, peer: str, name: str) -> None:
+    """Check the SHA-256 of a tokenizer. An empty digest means that the service has no tokenizer."""
+    rule = f"tokenizer_sha256 has {len(digest)} bytes; a SHA-256 has 32"
+    require(len(digest) in (0, 32), rule, peer=peer, name=name)
+
+
+def check_version(version: int, *, peer: str, name: str, largest: int = MAX_NUMBER) -> None:
+    """Check that a policy version is in [0, largest]."""
+    rule = f"policy_version is {version}; it must be in [0, {largest}]"
+    require(0 <= version <= largest, rule, peer=peer, name=name, kind="BAD_VERSION")
+
+
+def check_devices(uuids: Sequence[bytes], *, peer: str, name: str) -> None:
+    """Check the number and the length of GPU UUIDs."""
+    require(len(uuids) <= MAX_DEVICES, f"{len(uuids)} devices; at most {MAX_DEVICES}", peer=peer, name=name)
+    wrong_sizes = {len(uuid) for uuid in uuids} - {_UUID_BYTES}
+    rule = f"a device UUID has {min(wrong_sizes, default=0)} bytes; it must have {_UUID_BYTES}"
+    require(not wrong_sizes, rule, peer=peer, name=name)
+
+
+def check_digest(digest: bytes, *, peer: str, name: str) -> None:
+    """Check the length of a SHA-256."""
+    require(len(digest) == 32, f"a digest has {len(digest)} bytes; it must have 32", peer=peer, name=name)
+
+
+def check_sums(sums: bytes, *, peer: str, name: str) -> None:
+    """Check the length of packed tensor sums; an empty value is allowed."""
+    rule = f"sums have {len(sums)} bytes; each tensor needs {_SUM_BYTES}"
+    require(len(sums) % _SUM_BYTES == 0, rule, peer=peer, name=name)
+
+
+def check_offers(offers: Sequence[bytes], *, peer: str, name: str) -> None:
+    """Check the number and the size of the trainer ranks' offers. Offers are secrets, so no message contains one."""
+    rule = f"{len(offers)} offers; there must be 1 to {MAX_DEVICES}, one per rank"
+    require(1 <= len(offers) <= MAX_DEVICES, rule, peer=peer, name=name)
+    largest = max(map(len, offers))
+    rule = f"an offer has {largest} bytes; it may have {MAX_OFFER_BYTES}"
+    require(largest <= MAX_OFFER_BYTES, rule, peer=peer, name=name)
+
+
+def unpack_rows(
+    rows: Sequence[bytes], requested: Sequence[pb.Experience], *, peer: str, name: str, what: str = "logprobs"
+) -> list[Float32Array]:
+    """Unpack one float32 [n] per requested sample of n tokens; check their number and lengths."""
+    rule = f"answered {len(rows)} rows of {what} for {len(requested)} samples"
+    require(len(rows) == len(requested), rule, peer=peer, name=name, kind="WRONG_COUNT")
+    for row, sample in zip(rows, requested, strict=True):
+        expected = len(sample.token_ids)  # int32 tokens, float32 values
+        rule = f"{what} of sample {sample.sample_id} have {len(row)} bytes; they need {expected}"
+        require(len(row) == expected, rule, peer=peer, name=name, kind="WRONG_LENGTH")
+    return [np.frombuffer(row, "<f4").astype(np.float32, copy=False) for row in rows]
+
+
+def check_logprobs(rows: Sequence[Float32Array], requested: Sequence[pb.Experience], *, peer: str, name: str) -> None:
+    """Check that log-probabilities after the first token are finite and of a possible magnitude."""
+    for row, sample in zip(rows, requested, strict=True):
+        rule = (
+            f"logprobs of sample {sample.sample_id} are not finite after the first token, or above "
+            f"{_MAX_LOGPROB_MAGNITUDE:g}"
+        )
+        possible = bool((np.abs(row[1:]) <= _MAX_LOGPROB_MAGNITUDE).all())  # False for NaN
+        require(possible, rule, peer=peer, name=name, kind="NOT_FINITE")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -63,7 +62,7 @@ class Children:
     def end(self, name: str) -> None:
         """End a service in order: SIGTERM, and SIGKILL when that does not help."""
         child = self._supervisor.children[name]
-        child.send(signal.SIGTERM)
+        child.terminate()
         child.reap(_STOP_SECONDS)
         if child.alive:
             child.kill_group()

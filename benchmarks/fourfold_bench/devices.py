@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from functools import cache
 
 from fourfold.errors import ConfigError
-from fourfold.host import gpus
+from fourfold.host import hardware
 
 
 @cache
-def usable() -> tuple[gpus.Gpu, ...]:
+def usable() -> tuple[hardware.Gpu, ...]:
     """Return the GPUs of this benchmark, as they were when it began: CUDA_VISIBLE_DEVICES changes for an engine."""
-    return tuple(gpus.visible_gpus())
+    return tuple(hardware.visible_gpus())
 
 
 def default_device() -> str:
@@ -36,7 +36,7 @@ def check_present(devices: Sequence[str]) -> None:
 
 def visible(*devices: str) -> dict[str, str]:
     """Return the environment of a process that shall see these devices alone, as its cuda:0, cuda:1, ..."""
-    return gpus.environment(physical_gpu(device) for device in devices if device != "cpu")
+    return hardware.gpu_environment(physical_gpu(device) for device in devices if device != "cpu")
 
 
 def physical_gpu(device: str) -> str:

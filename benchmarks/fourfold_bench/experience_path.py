@@ -31,7 +31,7 @@ import numpy as np
 import psutil
 
 from fourfold.arrays import Sample
-from fourfold.host.process import die_with_parent
+from fourfold.host.process_tree import die_with_parent
 from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc

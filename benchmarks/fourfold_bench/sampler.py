@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any, Final
 
 from fourfold.errors import DeadlinePassed
-from fourfold.host.process import descendants
+from fourfold.host.process_tree import descendants
 
 FOLDER_VARIABLE: Final = "FOURFOLD_PROFILE"
 KERNELS_VARIABLE: Final = "FOURFOLD_PROFILE_KERNELS"

@@ -7,7 +7,6 @@ compiled part, each in a child process of its own, because a broken one may cras
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -23,10 +22,8 @@ from pathlib import Path
 from typing import Final
 
 from fourfold import sandbox
-from fourfold.errors import ConfigError
-from fourfold.host.cpu import multiplies_bfloat16
 from fourfold.host.disk import RUN_GIB, free_gib
-from fourfold.host.gpus import machine_gpus, visible_gpus
+from fourfold.host.hardware import available_memory, has_fast_bfloat16, machine_gpus, visible_gpus
 from fourfold.model import folder as model_folder
 
 _GIB: Final = 1 << 30
@@ -130,7 +127,7 @@ def machine() -> Iterator[Check]:
 def _cores() -> Check:
     cores = len(os.sched_getaffinity(0))
     text = f"{cores} {'core' if cores == 1 else 'cores'}"
-    if multiplies_bfloat16():
+    if has_fast_bfloat16():
         return Check(state="ok", text=text)
     return Check(
         state="ok",
@@ -276,27 +273,6 @@ def find_gpus() -> list[str]:
         gpu.name if gpu.memory_bytes is None else f"{gpu.name} with {gpu.memory_bytes / _GIB:.0f} GiB"
         for gpu in machine_gpus()
     ]
-
-
-def available_memory() -> int:
-    """Return bytes that may still be used: of this machine, or of our control group when that is less.
-
-    Raises:
-        ConfigError: /proc is not mounted.
-    """
-    try:
-        meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"/proc/meminfo: {error.strerror}; fourfold runs on Linux") from None
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
-    free = int(match.group(1)) << 10 if match else 0
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # absent, or "max"
-            free = min(free, int(Path(limit).read_text()) - int(Path(usage).read_text()))
-    return max(free, 0)
 
 
 def _first_number(program: str) -> str:

@@ -173,7 +173,7 @@ class _Serve:
         parser.add_argument("--list", action="store_true", help="reward only: print the built-in verifiers")
 
     def main(self, args: argparse.Namespace) -> int:
-        from fourfold.host.process import die_with_parent
+        from fourfold.host.process_tree import die_with_parent
 
         die_with_parent()
         # What an environment brings (ninja, for vLLM's kernels on GPUs) is found even when nobody activated it.

@@ -1,12 +1,11 @@
-"""Logs of a process: JSON lines for machines, short lines for people.
+"""Formats the logs of a process as JSON lines or as short lines, hides secrets, and bounds log files.
 
-On a terminal a person reads short lines; everywhere else (a launcher redirects stderr to
-`runs/NAME/logs/MEMBER.log`) each record is one JSON object with `time`, `level`, `member`,
-`logger`, `message` and the fields given as `extra={...}`. When a service runs on a terminal
-and has a run folder, the JSON lines go to its log file as well. Requests, tokens and offers
-are never logged; as a second fence, fields with such names and all bytes are blanked here, and
-long texts are shortened. A log file is bounded: this one here, what a launcher redirects by
-`fourfold.host.log_rotation`.
+    stderr is a terminal    short lines on stderr, and JSON lines in the run folder's `logs/MEMBER.log`
+    stderr is redirected    JSON lines on stderr; launchers redirect it to the same file
+
+A JSON line has `time`, `level`, `member`, `logger`, `message`, perhaps `traceback`, and the fields of `extra={...}`.
+Code never logs requests, tokens or offers. As a second protection, fields with such names and all bytes are hidden
+here, and long texts are shortened.
 """
 
 from __future__ import annotations
@@ -14,39 +13,42 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
+import os
 import re
+import shutil
 import sys
 import time
 from pathlib import Path
 from typing import Any, Final
 
-from fourfold.host import log_rotation
-
+MAX_BYTES: Final = 32 << 20
+"""Largest log file. The file NAME.log.1 with the lines before it is as large again."""
+KEPT_BYTES: Final = 64 << 10
+"""Bytes at the end of a log that stay in it when `rotate` cuts it down: they tell why a process died soon after."""
+_MAX_TEXT: Final = 8192  # characters of a message, a traceback or a field
 _SECRET_FIELD: Final = re.compile(r"token$|tokens$|offer|authorization|secret|password|private|_key$", re.IGNORECASE)
 _BEARER: Final = re.compile(r"(?i)\b(bearer)\s+(?!token\b)\S+")
-_MAX_TEXT: Final = 8192
-"""Characters of a message, a traceback or a field."""
 _CONTROL: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _OWN_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
 def setup(member_id: str, *, run_dir: Path | None = None, level: int = logging.INFO) -> None:
-    """Send this process's logs to stderr, and to the run folder's log file when stderr is a terminal.
+    """Send this process's logs to stderr, and to the run folder's log file if stderr is a terminal.
 
-    May be called again; the last call counts.
+    A second call replaces the first one's settings.
     """
     root = logging.getLogger()
-    for handler in [h for h in root.handlers if isinstance(h, _OURS)]:
+    for handler in [h for h in root.handlers if isinstance(h, _StderrHandler | _FileHandler)]:
         root.removeHandler(handler)
         handler.close()
-    stream = _Stream()
+    stream = _StderrHandler()
     root.addHandler(stream)
     if sys.stderr.isatty():
-        stream.setFormatter(HumanFormatter())
+        stream.setFormatter(TerminalFormatter())
         if run_dir is not None:
             path = run_dir / "logs" / f"{member_id}.log"
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = _File(path, encoding="utf-8", maxBytes=log_rotation.MAX_BYTES, backupCount=1)
+            file = _FileHandler(path, encoding="utf-8", maxBytes=MAX_BYTES, backupCount=1)
             file.setFormatter(JsonFormatter(member_id))
             root.addHandler(file)
     else:
@@ -54,28 +56,23 @@ def setup(member_id: str, *, run_dir: Path | None = None, level: int = logging.I
     root.setLevel(level)
 
 
-class _Stream(logging.StreamHandler[Any]):
-    """Ours, to be told from the handlers of libraries."""
-
+# Types of our own, so that `setup` does not remove the handlers of libraries.
+class _StderrHandler(logging.StreamHandler[Any]):
     @property
     def stream(self) -> Any:
-        """Whatever stderr is now; it may be redirected after the set-up."""
-        return sys.stderr
+        return sys.stderr  # looked up for each record: it may be redirected after `setup`
 
     @stream.setter
     def stream(self, value: Any) -> None:
         pass
 
 
-class _File(logging.handlers.RotatingFileHandler):
-    """Ours, to be told from the handlers of libraries."""
-
-
-_OURS: Final = (_Stream, _File)
+class _FileHandler(logging.handlers.RotatingFileHandler):
+    pass
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per record."""
+    """Formats a record as one JSON object on one line."""
 
     def __init__(self, member_id: str) -> None:
         super().__init__()
@@ -96,11 +93,11 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
-class HumanFormatter(logging.Formatter):
-    """Time, level where it matters, message, fields."""
+class TerminalFormatter(logging.Formatter):
+    """Formats a record as local time, level if it is not INFO, message, and fields."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as one short line, and the traceback below it if it has one."""
+        """Return the record as a short line, with its traceback below it."""
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
         fields = "".join(f"  {name}={value}" for name, value in _fields(record).items())
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
@@ -111,17 +108,19 @@ class HumanFormatter(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
-    # Libraries put fields of their own into every record of the process; their names begin with an underscore.
+    # Libraries (Ray, for one) add fields to every record of the process; their names begin with an underscore.
     extra = {k: value for k, value in vars(record).items() if k not in _OWN_FIELDS and not k.startswith("_")}
-    return {name: _blank(name, value) for name, value in extra.items()}
+    return {name: _hide_secret(name, value) for name, value in extra.items()}
 
 
-def _blank(name: str, value: object) -> object:
-    if _SECRET_FIELD.search(name) and not isinstance(value, int | float):  # a count of tokens is no secret
+def _hide_secret(name: str, value: object) -> object:
+    if isinstance(value, int | float):  # a number of tokens is no secret
+        return value
+    if _SECRET_FIELD.search(name):
         return "[hidden]"
     if isinstance(value, bytes | bytearray | memoryview):
         return f"[{len(value)} bytes]"
-    if value is None or isinstance(value, int | float):
+    if value is None:
         return value
     if isinstance(value, str) or len(str(value)) > _MAX_TEXT:
         return _clean(str(value))
@@ -129,7 +128,7 @@ def _blank(name: str, value: object) -> object:
 
 
 def shorten(text: str, limit: int = _MAX_TEXT) -> str:
-    """Return a text of at most `limit` characters: the beginning and the end, and how long it was."""
+    """Return at most `limit` characters: the beginning, the number of characters of the whole text, and the end."""
     if len(text) <= limit:
         return text
     note = f" [{len(text)} characters] "
@@ -143,3 +142,32 @@ def _clean(text: str) -> str:
 
 def _utc(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}Z"
+
+
+def rotate(log: Path) -> bool:
+    """Cut down a log that other processes have open for appending, if it is longer than `MAX_BYTES`.
+
+    The content is copied to NAME.log.1, because a file that is renamed would still be written to under its new name.
+    Lines that are written in the microseconds between the copy and the cut are lost.
+
+    Returns:
+        Whether the log was cut, also if its last `KEPT_BYTES` could not be written back.
+    """
+    was_cut = False
+    try:
+        if log.stat().st_size <= MAX_BYTES:
+            return False
+        older_path = log.with_name(f"{log.name}.1")
+        with log.open("rb") as source, older_path.open("w+b") as older, log.open("ab") as file:
+            shutil.copyfileobj(source, older, 1 << 20)
+            while os.fstat(file.fileno()).st_size > older.tell():  # the log has grown meanwhile
+                shutil.copyfileobj(source, older)
+            os.truncate(log, 0)
+            was_cut = True
+            older.seek(max(0, older.tell() - KEPT_BYTES))
+            end = older.read()
+            # Begin with a whole line, unless the last line alone is longer than what is kept.
+            file.write(end.partition(b"\n")[2] or end)
+    except OSError:  # the disk is full, or the file is gone: the next call tries again
+        pass
+    return was_cut

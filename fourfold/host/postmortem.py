@@ -1,4 +1,4 @@
-"""How a process ended, told to people: exit code or signal, out of memory or not, and its last words."""
+"""Explains how a child process ended: exit code or signal, memory kill or not, and the end of its log."""
 
 from __future__ import annotations
 
@@ -15,51 +15,45 @@ from fourfold.text import clean, printable
 
 _TAIL_LINES: Final = 30
 _TAIL_BYTES: Final = 16 << 10
-_SAID_BYTES: Final = 64 << 10  # a cause may be followed by the last lines of another process
-_SAID_CHARACTERS: Final = 500
+_MESSAGE_BYTES: Final = 64 << 10  # lines of other processes may follow the message
+_MESSAGE_CHARACTERS: Final = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """How a child ended, and what it said last."""
+    """The end of a child process, and the end of its log."""
 
     name: str
+    """Member id."""
     time: float
     """Seconds since the epoch."""
     exit_code: int
-    """0 when it was a signal."""
+    """0 if a signal ended the process."""
     signal: int
-    """0 when it exited by itself."""
+    """0 if the process exited by itself."""
     oom_kills: int
-    """Times the kernel's out-of-memory killer struck here while the child ran."""
+    """Times that the kernel's out-of-memory killer struck on this machine while the process ran."""
     was_ready: bool
     log: str
+    """Path of the log."""
     last_lines: tuple[str, ...]
-    said: str = ""
-    """Why, in its own last words (`said`); empty when it said nothing."""
+    message: str = ""
+    """Reason that the process itself logged last (`last_message`); empty if it logged none."""
 
     @property
     def brief(self) -> str:
-        """One line: "killed by SIGKILL" or "ended with exit code 1", and its own last words."""
-        return self._end + self._words
+        """One line: "killed by SIGKILL" or "ended with exit code 1", and the process's own reason."""
+        return self._describe()
 
-    @property
-    def cause(self) -> str:
-        """The same, with what is known of a SIGKILL."""
-        return self._end + (why_killed(self.oom_kills) if self.signal == signal.SIGKILL else "") + self._words
-
-    @property
-    def _end(self) -> str:
-        return f"killed by {signal_name(self.signal)}" if self.signal else f"ended with exit code {self.exit_code}"
-
-    @property
-    def _words(self) -> str:
-        return f": {self.said}" if self.said else ""
+    def _describe(self, hint: str = "") -> str:
+        end = f"killed by {signal_name(self.signal)}" if self.signal else f"ended with exit code {self.exit_code}"
+        return end + hint + (f": {self.message}" if self.message else "")
 
     def explain(self) -> str:
-        """Several lines for people: name, cause, the end of the log, where the log is."""
+        """Return several lines: name, cause, the end of the log, and the path of the log."""
         stage = "" if self.was_ready else " before it was ready"
-        lines = [f"{self.name} died{stage}: {self.cause}."]
+        hint = explain_sigkill(self.oom_kills) if self.signal == signal.SIGKILL else ""
+        lines = [f"{self.name} died{stage}: {self._describe(hint)}."]
         if self.last_lines:
             lines += [f"Its last lines ({self.log}):", *(f"  | {line}" for line in self.last_lines)]
         else:
@@ -67,50 +61,50 @@ class Death:
         return "\n".join(lines)
 
 
-def why_killed(oom_kills: int) -> str:
-    """Return what is known of a SIGKILL, to be put after the words that name it.
+def explain_sigkill(oom_kills: int) -> str:
+    """Return the probable cause of a SIGKILL, to be appended to "killed by SIGKILL".
 
     Args:
-        oom_kills: times the kernel's out-of-memory killer struck here while the process ran.
+        oom_kills: times that the kernel's out-of-memory killer struck on this machine while the process ran.
     """
     if oom_kills:
         return (
-            ": the kernel's out-of-memory killer struck while it ran. `fourfold plan RECIPE` shows what each role "
-            "needs; batch.tokens_per_micro_batch, rollout.kv_cache_gib and a smaller model lower it"
+            ": the kernel's out-of-memory killer struck while it ran. `fourfold plan RECIPE` shows how much memory "
+            "each role needs; lower batch.tokens_per_micro_batch or rollout.kv_cache_gib, or use a smaller model"
         )
-    return ", by somebody's kill -9 or by a memory limit that cannot be seen from here"
+    return ", by a user (kill -9) or by a memory limit that is not visible from here"
 
 
 def signal_name(number: int) -> str:
-    """Return e.g. "SIGSEGV"; "signal 42" for one without a name."""
+    """Return e.g. "SIGSEGV", or "signal 42" for a signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
 
 
-def tail(log: Path, start: int = 0) -> tuple[str, ...]:
-    """Return the last 30 lines of a log from byte `start` on, for people; empty when it cannot be read."""
+def log_tail(log: Path, start: int = 0) -> tuple[str, ...]:
+    """Return the last 30 lines of a log from byte `start` on, JSON records as text; empty if it cannot be read."""
     raw = _end_of(log, start, _TAIL_BYTES)[-_TAIL_LINES:]
-    lines = [printable(part) for line in raw for part in _readable(line.rstrip())]
+    lines = [printable(part) for line in raw for part in _record_as_text(line.rstrip())]
     return tuple(lines[-_TAIL_LINES:])
 
 
-def said(log: Path, name: str, start: int = 0) -> str:
-    """Return why a service ended, in its own words: what follows "NAME: " in the last such line of its log.
+def last_message(log: Path, name: str, start: int = 0) -> str:
+    """Return the text after "NAME: " in the last line of a log that begins so: the reason for which a service ended.
 
     Args:
-        log: of the service; `fourfold.service.lifecycle` writes that line on stderr, perhaps with more lines after it.
+        log: log of the service. `fourfold.service.lifecycle` writes the line to stderr; other lines may follow it.
         name: member id.
         start: byte at which the log of this process begins.
     """
-    beginning = f"{name}: "
-    words = [line for line in _end_of(log, start, _SAID_BYTES) if line.startswith(beginning)]
-    return clean(words[-1].removeprefix(beginning), _SAID_CHARACTERS).rstrip(".") if words else ""
+    prefix = f"{name}: "
+    found = [line for line in _end_of(log, start, _MESSAGE_BYTES) if line.startswith(prefix)]
+    return clean(found[-1].removeprefix(prefix), _MESSAGE_CHARACTERS).rstrip(".") if found else ""
 
 
 def _end_of(log: Path, start: int, size: int) -> list[str]:
-    """Return the lines in the last `size` bytes of a log, none from before `start`."""
+    """Return the lines in the last `size` bytes of a log, none from before byte `start`."""
     try:
         with log.open("rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -120,8 +114,8 @@ def _end_of(log: Path, start: int, size: int) -> list[str]:
         return []
 
 
-def _readable(line: str) -> list[str]:
-    """Return a JSON log record (`fourfold.host.logs`) as clock, level, message and traceback, other lines unchanged."""
+def _record_as_text(line: str) -> list[str]:
+    """Return a JSON record (`fourfold.host.logs`) as time, level, message and traceback; other lines unchanged."""
     try:
         record = json.loads(line)
         text = f"{str(record['time'])[11:19]} {record['level']}: {record['message']}"
@@ -131,7 +125,7 @@ def _readable(line: str) -> list[str]:
 
 
 def oom_kill_count() -> int:
-    """Return how often the out-of-memory killer has struck in this cgroup; on this machine where that is not told."""
+    """Return how often the out-of-memory killer has struck in this cgroup; if unknown, on the whole machine."""
     for path in (*_cgroup_memory_files(), Path("/proc/vmstat")):
         with contextlib.suppress(OSError):
             if match := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
@@ -140,7 +134,10 @@ def oom_kill_count() -> int:
 
 
 def _cgroup_memory_files() -> list[Path]:
-    """Return the files with an `oom_kill` line, of cgroup version 2 and 1, at our group and at the mounted root."""
+    """Return files that may have an `oom_kill` line: of cgroup versions 2 and 1, of our group and of the mounted root.
+
+    In a container the path in /proc/self/cgroup is the host's; our group is then mounted as the root.
+    """
     files = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -30,7 +30,8 @@ from fourfold.coordinator.client import MembershipClient
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError, FourfoldError
 from fourfold.host import logs
-from fourfold.host.process import PARENT_PID_VARIABLE, die_with_parent, raise_file_limit
+from fourfold.host.process import raise_file_limit
+from fourfold.host.process_tree import PARENT_PID_VARIABLE, die_with_parent
 from fourfold.rpc.channel import check_target, is_loopback, join_target, open_channel, split_target
 from fourfold.rpc.limits import Quotas, limits_by_role
 from fourfold.rpc.server import Server

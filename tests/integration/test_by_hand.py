@@ -23,7 +23,7 @@ import pytest
 
 from fourfold import config, errors
 from fourfold.config import Config, SecurityConfig
-from fourfold.host.process import descendants
+from fourfold.host.process_tree import descendants
 from fourfold.reward.client import AsyncRewardClient
 from fourfold.rpc.channel import open_channel
 from fourfold.security.access import Security

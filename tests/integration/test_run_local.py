@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.host.process import descendants
+from fourfold.host.process_tree import descendants
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import tokenizer_sha256
 from tests.fakes.command_line import listening, until

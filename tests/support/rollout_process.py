@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 from google.protobuf.duration_pb2 import Duration
 
-from fourfold.host.process import PARENT_PID_VARIABLE
+from fourfold.host.process_tree import PARENT_PID_VARIABLE
 from fourfold.rollout.client import AsyncRolloutClient, Completion, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb

@@ -33,8 +33,8 @@ from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import Unavailable
-from fourfold.host.gpus import visible_gpus
-from fourfold.host.process import PARENT_PID_VARIABLE
+from fourfold.host.hardware import visible_gpus
+from fourfold.host.process_tree import PARENT_PID_VARIABLE
 from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.rollout.client import AsyncRolloutClient, RolloutControlClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from fourfold.host.process import die_with_parent
+from fourfold.host.process_tree import die_with_parent
 from fourfold_bench.devices import visible
 from fourfold_bench.rollout.settings import GREEDY_TOKENS, Settings
 from fourfold_bench.vllm_process import meet_in, prepare

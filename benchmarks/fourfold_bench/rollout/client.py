@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from fourfold.errors import DeadlinePassed
-from fourfold.host.process import die_with_parent
+from fourfold.host.process_tree import die_with_parent
 from fourfold.rollout.client import AsyncRolloutClient, Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.channel import open_channel

@@ -9,7 +9,7 @@ import os
 import sys
 
 from fourfold.cli.main import main
-from fourfold.host.process import die_with_parent
+from fourfold.host.process_tree import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import socket
 import sys
@@ -16,9 +17,9 @@ import torch
 import transformers
 
 from fourfold.errors import FourfoldError, Internal
+from fourfold.host.process_tree import die_with_parent
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource, WeightSource, named_weights, synchronize
-from fourfold.weights.transport.host import die_with_parent
 from fourfold.weights.worker_reply import error_answer
 from fourfold_bench.weights.loop import LoopGroup
 
@@ -109,7 +110,7 @@ class _Trainer:
 
 def main() -> None:
     """Answer calls until the benchmark ends."""
-    die_with_parent()
+    die_with_parent(os.getppid())
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     connection = socket.socket(fileno=int(sys.argv[1]))
     trainer = _Trainer(json.loads(sys.argv[2]))

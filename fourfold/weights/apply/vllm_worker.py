@@ -40,13 +40,13 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
 from fourfold.errors import FourfoldError, Internal
+from fourfold.host.process_tree import die_with, die_with_parent, parent_of
 from fourfold.weights.apply.direct import DirectApplier
 from fourfold.weights.apply.reload import CopyRecorder, NamedTensors, ReloadApplier, Trace, not_fitting
 from fourfold.weights.consensus import GroupOfWorkers, OneWorker, Workers
 from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.source.dense import synchronize
 from fourfold.weights.transport.base import available_backends
-from fourfold.weights.transport.host import die_with, die_with_parent, parent_of
 from fourfold.weights.worker_reply import error_answer
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import errno
 import inspect
 import json
@@ -29,6 +28,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, Final, NoReturn
 
 from fourfold import sandbox
+from fourfold.host.process_tree import die_with_parent
 from fourfold.text import clean
 from fourfold_reward import frames, loader, verifiers
 from fourfold_reward.loader import Verifier, VerifierError
@@ -36,7 +36,6 @@ from fourfold_reward.outcome import MAX_MESSAGE_CHARACTERS, Outcome, from_result
 from fourfold_reward.sample import RewardFunction, ScoreInput
 from fourfold_reward.verifiers import BadMetadata, NotOffered
 
-_PR_SET_PDEATHSIG: Final = 1
 _HERE: Final = str(Path(__file__).parent)
 # CPU time for importing a verifier's libraries.
 _LOAD_CPU_SECONDS: Final = 120
@@ -44,7 +43,7 @@ _LOAD_CPU_SECONDS: Final = 120
 
 def main(arguments: list[str]) -> int:
     """Serve the process that started this one until it closes the pipe or dies."""
-    _die_with(parent=int(arguments[0]))
+    die_with_parent(int(arguments[0]))
     requests, replies = _take_pipes()
     sys.path.append(str(Path.cwd()))  # last, so that nothing there hides an installed package
     policy = sandbox.Policy.from_json(arguments[1]) if arguments[1] else None
@@ -143,7 +142,7 @@ class Worker:
     def _end_with_outcome(self, request: Mapping[str, Any], writer: int, *, parent: int) -> NoReturn:
         """Write the outcome of a sample as the last act of this process."""
         try:
-            _die_with(parent)
+            die_with_parent(parent)
             for pipe in self._pipes:
                 os.close(pipe)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the text could fill the disk with the service's log
@@ -217,13 +216,6 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.close(null)
     os.dup2(2, 1)
     return requests, replies
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)
 
 
 if __name__ == "__main__":

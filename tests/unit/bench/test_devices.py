@@ -8,7 +8,7 @@ import pytest
 
 from fourfold.cli import main as cli_main
 from fourfold.errors import ConfigError
-from fourfold.host.gpus import Gpu
+from fourfold.host.hardware import Gpu
 from fourfold_bench import devices
 from fourfold_bench.devices import check_present, default_device, physical_gpu, visible
 
@@ -23,17 +23,17 @@ def _forget() -> Iterator[None]:
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     there = [Gpu(id="4", name="one"), Gpu(id="GPU-6", name="another")]
-    monkeypatch.setattr("fourfold.host.gpus.visible_gpus", lambda: there)
+    monkeypatch.setattr("fourfold.host.hardware.visible_gpus", lambda: there)
 
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fourfold.host.gpus.visible_gpus", list)
+    monkeypatch.setattr("fourfold.host.hardware.visible_gpus", list)
 
 
 def test_gpus_are_named_as_the_driver_names_them(two_gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert physical_gpu("cuda:1") == "GPU-6" and physical_gpu("cuda") == "4"
-    monkeypatch.setattr("fourfold.host.gpus.visible_gpus", list)
+    monkeypatch.setattr("fourfold.host.hardware.visible_gpus", list)
     assert visible("cuda:1", "cuda:0")["CUDA_VISIBLE_DEVICES"] == "GPU-6,4", "as it was when the benchmark began"
     assert visible("cpu")["CUDA_VISIBLE_DEVICES"] == ""
 

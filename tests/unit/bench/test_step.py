@@ -14,7 +14,7 @@ import pytest
 from fourfold import metrics as m
 from fourfold.cli import main as cli_main
 from fourfold.errors import ConfigError, Internal
-from fourfold.host.gpus import Gpu
+from fourfold.host.hardware import Gpu
 from fourfold.host.logs import JsonFormatter
 from fourfold_bench import devices, result
 from fourfold_bench.children import Children

@@ -13,9 +13,10 @@ import pytest
 from fourfold import sandbox
 from fourfold.cli import doctor
 from fourfold.cli.doctor import Check
+from fourfold.host import hardware
 from fourfold.sandbox import SandboxSupport
 
-READ_MEMORY = doctor.available_memory
+READ_MEMORY = hardware.available_memory
 
 
 @pytest.fixture(autouse=True)

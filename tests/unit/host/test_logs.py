@@ -1,4 +1,4 @@
-"""Logs: JSON for machines, short lines for people, secrets for nobody."""
+"""Logs: JSON lines in files, short lines on a terminal, no secrets in either."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.host import log_rotation, logs
+from fourfold.host import logs
 
 
 class Terminal(io.StringIO):
@@ -123,7 +123,7 @@ def test_on_a_terminal_control_characters_are_escaped(monkeypatch: pytest.Monkey
 
 
 def test_the_log_file_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(log_rotation, "MAX_BYTES", 2000)
+    monkeypatch.setattr(logs, "MAX_BYTES", 2000)
     monkeypatch.setattr(sys, "stderr", Terminal())
     logs.setup("m", run_dir=tmp_path)
     for number in range(200):

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from fourfold.errors import DeadlinePassed, Unavailable
-from fourfold.host import log_rotation, postmortem, process
-from fourfold.host.postmortem import tail
+from fourfold.host import logs, postmortem, process
+from fourfold.host.postmortem import log_tail
 from fourfold.host.process import Command, Supervisor
 
 
@@ -82,7 +82,7 @@ def running_in_group(group: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("oom_kills", "words"), [(0, "somebody's kill -9"), (1, "out-of-memory killer struck")])
+@pytest.mark.parametrize(("oom_kills", "words"), [(0, "by a user (kill -9)"), (1, "out-of-memory killer struck")])
 def test_sigkill_is_named_and_told_from_running_out_of_memory(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, oom_kills: int, words: str
 ) -> None:
@@ -120,20 +120,20 @@ def test_wait_ready_has_a_deadline(supervisor: Supervisor) -> None:
         supervisor.wait_ready(["rollout-0"], timeout_seconds=0.1)
 
 
-def test_json_records_of_a_log_are_told_as_people_read_them(tmp_path: Path) -> None:
+def test_json_records_of_a_log_are_shown_as_text(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     record = {"time": "2026-01-02T03:04:05.678Z", "level": "error", "message": "cannot load", "traceback": "a\nb"}
     log.write_text(f'plain {{\n{json.dumps(record)}\n{{"other": 1}}\n')
-    assert tail(log) == ("plain {", "03:04:05 error: cannot load", "a", "b", '{"other": 1}')
-    assert tail(tmp_path / "none.log") == ()
+    assert log_tail(log) == ("plain {", "03:04:05 error: cannot load", "a", "b", '{"other": 1}')
+    assert log_tail(tmp_path / "none.log") == ()
 
 
 def test_a_log_that_is_too_long_is_cut_off_and_its_end_still_explains_a_death(
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "_ROTATION_SECONDS", 3600)
-    monkeypatch.setattr(log_rotation, "MAX_BYTES", 20_000)
-    monkeypatch.setattr(log_rotation, "KEPT_BYTES", 500)
+    monkeypatch.setattr(logs, "MAX_BYTES", 20_000)
+    monkeypatch.setattr(logs, "KEPT_BYTES", 500)
     earlier = supervisor.start(shell("rollout-0", "seq 1 2000"))  # a process of the same name and log
     wait_for(lambda: not earlier.alive)
     supervisor.deaths()
@@ -153,10 +153,44 @@ def test_a_log_that_is_too_long_is_cut_off_and_its_end_still_explains_a_death(
     assert child.log.read_text() == kept + "the reason\n"
 
 
+def test_a_last_line_that_is_longer_than_what_is_kept_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logs, "MAX_BYTES", 1000)
+    monkeypatch.setattr(logs, "KEPT_BYTES", 100)
+    log = tmp_path / "x.log"
+    for text, kept in (("a\n" + "b" * 2000 + "c\n", "b" * 98 + "c\n"), ("a\n" + "b" * 2000, "b" * 100)):
+        log.write_text(text)
+        assert logs.rotate(log)
+        assert log.read_text() == kept
+        assert log.with_name("x.log.1").read_text() == text
+
+
+def test_a_log_whose_end_cannot_be_written_back_counts_as_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller must read such a log from byte 0 on, or it would miss the lines that follow."""
+    monkeypatch.setattr(logs, "MAX_BYTES", 1000)
+    log = tmp_path / "x.log"
+    log.write_text("line\n" * 1000)
+    truncate = os.truncate
+
+    def fill_the_disk(path: Path, length: int) -> None:
+        truncate(path, length)
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit))
+
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "truncate", fill_the_disk)
+            assert logs.rotate(log)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert log.read_text() == ""
+
+
 def test_logs_are_watched_while_their_processes_run(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_ROTATION_SECONDS", 0.01)
-    monkeypatch.setattr(log_rotation, "MAX_BYTES", 1000)
-    monkeypatch.setattr(log_rotation, "KEPT_BYTES", 100)
+    monkeypatch.setattr(logs, "MAX_BYTES", 1000)
+    monkeypatch.setattr(logs, "KEPT_BYTES", 100)
     children = [supervisor.start(shell(name, "seq 1 2000; sleep 60")) for name in ("rollout-0", "rollout-1")]
     wait_for(lambda: all(child.log.with_name(f"{child.log.name}.1").exists() for child in children))
     wait_for(lambda: all(child.log.stat().st_size <= 1000 for child in children))
@@ -230,7 +264,8 @@ supervisor.start(Command(name="child", argv=tuple(sys.argv[2:])))
 time.sleep(60)
 """
 _OBEDIENT = (
-    "from fourfold.host.process import die_with_parent as d; d(); import os, time; print(os.getpid()); time.sleep(60)"
+    "from fourfold.host.process_tree import die_with_parent; "
+    "die_with_parent(); import os, time; print(os.getpid()); time.sleep(60)"
 )
 
 
@@ -253,14 +288,6 @@ def test_descendants_die_with_a_parent_that_was_killed(tmp_path: Path, child: tu
     wait_for(lambda: not is_running(pid))
 
 
-def test_child_whose_parent_is_gone_already_ends_itself() -> None:
-    code = "from fourfold.host.process import die_with_parent; die_with_parent(); print('alive')"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), process.PARENT_PID_VARIABLE: "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, timeout=20, check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert done.stdout == b""
-
-
 def test_a_service_that_ends_by_itself_says_why_in_its_last_words(supervisor: Supervisor) -> None:
     script = (
         "echo READY a:1; echo 'rollout-0: an earlier trouble'; echo 'rollout-0: its engine was killed by SIGKILL.' >&2;"
@@ -269,7 +296,7 @@ def test_a_service_that_ends_by_itself_says_why_in_its_last_words(supervisor: Su
     supervisor.start(shell("rollout-0", script))
     wait_for(lambda: not supervisor.children["rollout-0"].alive)
     (death,) = supervisor.deaths()
-    assert death.said == "its engine was killed by SIGKILL"
+    assert death.message == "its engine was killed by SIGKILL"
     assert death.brief == "ended with exit code 1: its engine was killed by SIGKILL"
     assert death.explain().startswith("rollout-0 died: ended with exit code 1: its engine was killed by SIGKILL.")
 
@@ -280,5 +307,5 @@ def test_last_words_are_those_of_this_process_and_cannot_steer_a_terminal(superv
     supervisor.start(shell("reward-0", "printf '\\033[2J\\n'; exit 1"))
     wait_for(lambda: not supervisor.children["reward-0"].alive)
     first, second = supervisor.deaths()
-    assert (first.said, second.said) == ("of the first one", "")
+    assert (first.message, second.message) == ("of the first one", "")
     assert second.last_lines == ("?[2J",)

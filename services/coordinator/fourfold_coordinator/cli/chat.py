@@ -238,7 +238,7 @@ def _recipe(folder: Path, max_tokens: int) -> Config:
     context = min(int(limit or _MAX_CONTEXT), _MAX_CONTEXT)
     if max_tokens >= context:
         raise ConfigError(f"--max-tokens = {max_tokens}: must be below the context of {context} tokens")
-    from fourfold.host.gpus import visible_gpus
+    from fourfold.host.hardware import visible_gpus
 
     return Config.model_validate(
         {

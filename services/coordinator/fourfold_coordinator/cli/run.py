@@ -24,9 +24,8 @@ from typing import IO, Final
 from fourfold import config as configuration
 from fourfold.config import Config
 from fourfold.errors import ConfigError
-from fourfold.host.cpu import multiplies_bfloat16
 from fourfold.host.disk import check_room
-from fourfold.host.gpus import smallest_memory, visible_gpus
+from fourfold.host.hardware import has_fast_bfloat16, smallest_memory, visible_gpus
 from fourfold.model import folder as model_folder
 from fourfold.plan import sequence_parallel
 from fourfold.plan.adapters import adapter_plan
@@ -270,7 +269,7 @@ def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launch
     for gpu, names in shared_gpus(assigned).items():
         print(f"GPU {gpu} is shared by {', '.join(names)}{advice}.")
     computing = [s for s in services if s.role != "reward" and not s.gpus]
-    if config.model.dtype == "bfloat16" and computing and not multiplies_bfloat16():
+    if config.model.dtype == "bfloat16" and computing and not has_fast_bfloat16():
         print(
             f'model.dtype = "bfloat16": {", ".join(s.name for s in computing)} will take 4 to 8 times as long as in '
             f'float32, because this processor has no AVX-512; set model.dtype = "float32"',

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from fourfold.host.gpus import environment
+from fourfold.host.hardware import gpu_environment
 from fourfold.host.postmortem import Death
 from fourfold.host.process import Command, Supervisor
 
@@ -66,7 +66,7 @@ class LocalLauncher:
     def start(self, service: ServiceSpec, command: Command) -> None:
         """Start a child, or start it again."""
         # A service that asks for none must not see any: libraries would move to them.
-        env = {**command.env, **environment(self._gpus.get(service.name, ()))}
+        env = {**command.env, **gpu_environment(self._gpus.get(service.name, ()))}
         self._supervisor.start(dataclasses.replace(command, env=env))
 
     def deaths(self) -> list[Death]:

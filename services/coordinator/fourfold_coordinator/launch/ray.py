@@ -28,9 +28,10 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fourfold.errors import ConfigError, Unavailable
-from fourfold.host.gpus import environment, named_gpus, smallest_memory
+from fourfold.host.hardware import gpu_environment, gpus_by_id, smallest_memory
 from fourfold.host.postmortem import Death
-from fourfold.host.process import TAGS_VARIABLE, Command, Supervisor, descendants
+from fourfold.host.process import Command, Supervisor
+from fourfold.host.process_tree import TAGS_VARIABLE, descendants
 from fourfold.rpc.channel import is_loopback
 
 from .fleet import COORDINATOR
@@ -65,7 +66,7 @@ class Slot:
             mine: which of them are this service's. It sees no others: libraries would move to them.
         """
         given = _given_gpus() if gpus is None else gpus
-        env = {**command.env, **environment(given[index] for index in mine)}
+        env = {**command.env, **gpu_environment(given[index] for index in mine)}
         argv = list(command.argv)
         if everywhere:
             argv[argv.index("--listen") + 1] = f"{ray.util.get_node_ip_address()}:0"
@@ -90,7 +91,7 @@ class GpuKeeper:
 
     def smallest_memory(self) -> int | None:
         """Return the bytes of the smallest of them; None where nobody says."""
-        return smallest_memory(named_gpus(_given_gpus()))
+        return smallest_memory(gpus_by_id(_given_gpus()))
 
 
 def _given_gpus() -> list[str]:
@@ -161,7 +162,7 @@ class RayLauncher:
     def start(self, service: ServiceSpec, command: Command) -> None:
         """Start a process in its bundle, or start it again; a lost actor is replaced."""
         if service.name == COORDINATOR:
-            self._supervisor.start(dataclasses.replace(command, env={**command.env, **environment(())}))
+            self._supervisor.start(dataclasses.replace(command, env={**command.env, **gpu_environment(())}))
             return
         self._ready.discard(service.name)
         index, bundle = next((i, b) for i, b in enumerate(self._bundles) if service in b.services)
@@ -274,7 +275,7 @@ class RayLauncher:
                 was_ready=was_ready,
                 log=str(self._run_dir / "logs" / f"{name}.log"),
                 last_lines=("its Ray actor is lost:", *str(error).strip().splitlines()[-20:]),
-                said="its Ray actor is lost, and its node perhaps",
+                message="its Ray actor is lost, and its node perhaps",
             )
         )
 

@@ -20,7 +20,7 @@ import psutil
 
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.host.disk import is_full
-from fourfold.host.process import PARENT_PID_VARIABLE, descendants
+from fourfold.host.process_tree import PARENT_PID_VARIABLE, descendants
 from fourfold.rpc.channel import split_target
 
 from ..routing.registry import Member, MemberChange

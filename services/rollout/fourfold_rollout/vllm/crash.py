@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from fourfold.host.postmortem import oom_kill_count, signal_name, why_killed
+from fourfold.host.postmortem import explain_sigkill, oom_kill_count, signal_name
 
 if TYPE_CHECKING:
     from fourfold_rollout.vllm.launch import LaunchedEngine
@@ -110,6 +110,8 @@ def _end_of_process(engine: LaunchedEngine, oom_kills_before: int) -> str:
             continue
         if code >= 0:
             return f"the engine's process {process.pid} ended with exit code {code}; its log says more"
-        hint = why_killed(oom_kill_count() - oom_kills_before) if -code == signal.SIGKILL else "; its log says more"
+        hint = (
+            explain_sigkill(oom_kill_count() - oom_kills_before) if -code == signal.SIGKILL else "; its log says more"
+        )
         return f"the engine's process {process.pid} was killed by {signal_name(-code)}{hint}"
     return ""

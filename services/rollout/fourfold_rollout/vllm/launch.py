@@ -31,8 +31,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from fourfold.errors import ConfigError, Unavailable
+from fourfold.host.process_tree import die_with_parent
 from fourfold.host.scratch import Scratch
-from fourfold.weights.transport.host import die_with_parent
 from fourfold_rollout.engine import EngineSettings
 from fourfold_rollout.vllm.compile_cache import compiled_once
 from fourfold_rollout.vllm.engine_args import check_whole_prompts, checked, refuse_values

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from fourfold.config import Config
 from fourfold.errors import FourfoldError
-from fourfold.host.process import die_with_parent
+from fourfold.host.process_tree import die_with_parent
 from fourfold_trainer.ranks.process_group import Place, make_worker
 from fourfold_trainer.ranks.rank_channel import Link, Message
 from fourfold_trainer.ranks.worker import ANSWER, RankWorker

@@ -1,7 +1,9 @@
-"""Processes that end with another one, however that one ends. Real processes, kill -9."""
+"""Processes that end with another one, however that one ends. The processes are real, and killed by kill -9."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,8 +11,10 @@ from contextlib import contextmanager
 
 import psutil
 
+from fourfold.host.process_tree import PARENT_PID_VARIABLE, parent_of
+
 _SLEEP = "import time; print(os.getpid(), flush=True); time.sleep(60)"
-_HEAD = "import os, subprocess, sys; from fourfold.weights.transport.host import *; "
+_HEAD = "import os, subprocess, sys; from fourfold.host.process_tree import *; "
 
 
 @contextmanager
@@ -63,8 +67,23 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
 
 def test_a_grandchild_ends_its_parent_and_itself_when_the_service_dies() -> None:
     worker = "die_with(parent_of(os.getppid()), os.getppid()); " + _SLEEP
-    core = f"core = {_spawn(worker)}; " + _SLEEP  # knows nothing of the service's death
+    core = f"core = {_spawn(worker)}; " + _SLEEP  # does not watch the service
     with _python(_spawn(core) + ".wait()", 2) as (service, processes):
         service.kill()
         service.wait()
         assert _are_gone(processes)
+
+
+def test_a_child_reads_its_supervisor_from_the_environment() -> None:
+    code = _HEAD + "die_with_parent(); print('alive')"
+    for parent, output in (("1", ""), (None, "alive\n")):
+        env = {name: value for name, value in os.environ.items() if name != PARENT_PID_VARIABLE}
+        env |= {"PYTHONPATH": os.pathsep.join(sys.path)} | ({PARENT_PID_VARIABLE: parent} if parent else {})
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=20, check=False)
+        assert (done.returncode, done.stdout) == (0 if output else -signal.SIGKILL, output)
+
+
+def test_the_parent_of_a_process_is_read_from_proc() -> None:
+    assert parent_of(os.getpid()) == os.getppid()
+    assert parent_of(2**22 + 1) == 0

@@ -28,8 +28,7 @@ from torch.nn.attention import varlen
 
 from fourfold.errors import ConfigError
 from fourfold.nn import sequence
-from fourfold.nn.sequence import Exchange
-from fourfold.nn.transfer import to_device
+from fourfold.nn.sequence import Exchange, to_device
 
 NAME: Final = "fourfold_packed"
 # A segment joins a group whose longest is at most this many times its length: bounds what is padded.

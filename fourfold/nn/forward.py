@@ -30,8 +30,7 @@ from fourfold.errors import ConfigError
 from fourfold.nn import attention, sequence
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.logprobs import token_logprobs
-from fourfold.nn.sequence import Exchange, RowSlice
-from fourfold.nn.transfer import to_device
+from fourfold.nn.sequence import Exchange, RowSlice, to_device
 
 # Tokens of the two segments that are compared.
 _PROBE_LENGTHS: Final = (5, 8)

@@ -23,13 +23,21 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
 from fourfold.errors import ConfigError
-from fourfold.nn.transfer import to_device
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def to_device(array: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Copy an array of any shape to `device` as `dtype` (None: the array's); with CUDA the copy is still in flight."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # from pageable memory, CUDA waits for all earlier work before it copies
+    return tensor.to(device, non_blocking=True).to(dtype or tensor.dtype)
 
 
 class Exchange(Protocol):

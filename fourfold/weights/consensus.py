@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from fourfold.errors import FourfoldError, Unavailable
 from fourfold.weights.transport.base import Deadline
-from fourfold.weights.worker_reply import error_answer, error_of
+from fourfold.weights.worker_control import error_reply, reply_error
 
 # Room for the longest message with every character escaped.
 _BYTES: Final = 1 << 14
@@ -75,7 +75,7 @@ class GroupOfWorkers:
 
 
 def _pack(error: FourfoldError | None) -> torch.Tensor:
-    answer = {} if error is None else error_answer(error)
+    answer = {} if error is None else error_reply(error)
     if error is not None:
         answer["message"] = error.message[:_MOST_CHARACTERS]
     packed = torch.zeros(_BYTES, dtype=torch.uint8)
@@ -85,4 +85,4 @@ def _pack(error: FourfoldError | None) -> torch.Tensor:
 
 
 def _unpack(packed: torch.Tensor) -> FourfoldError | None:
-    return error_of(json.loads(packed.numpy().tobytes().rstrip(b"\0")))
+    return reply_error(json.loads(packed.numpy().tobytes().rstrip(b"\0")))

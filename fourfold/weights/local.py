@@ -21,12 +21,10 @@ from typing import Any, Final, Protocol, Self, TypeVar
 
 from fourfold.errors import FourfoldError, InvalidInput, WrongState
 from fourfold.host.scratch import Scratch
-from fourfold.weights.abort_flag import StopFlag
-from fourfold.weights.digest import add_sums, digest_of, unsummed_digest
-from fourfold.weights.digest_sums import differing_tensors, naming
+from fourfold.weights.digest import add_sums, differing_tensors, digest_of, join_names, unsummed_digest
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import SendResult
-from fourfold.weights.worker_reply import unwrap, unwrap_same
+from fourfold.weights.worker_control import AbortFlag, unwrap, unwrap_same
 
 T = TypeVar("T")
 
@@ -108,7 +106,7 @@ class Publisher:
         self._manifest = senders[0].manifest()
         self._scratch = Scratch("weights-stop")
         self._stop_path = self._scratch.path / "stop"
-        self._stop = StopFlag.create(self._stop_path)
+        self._stop = AbortFlag.create(self._stop_path)
         self._threads = ThreadPoolExecutor(len(senders) + len(engines), thread_name_prefix="publish")
         # Above those of an earlier publisher of the same engines.
         self._epoch = time.time_ns() // 1_000_000
@@ -202,7 +200,7 @@ class Publisher:
     def _mismatch(self, engine: Engine, policy_version: int, sums: bytes) -> WrongState:
         """Return the error of an engine that received something else than was sent, which has these sums."""
         arrived = _verb(engine, "weights_sums", self._epoch)
-        which = naming(differing_tensors(self._manifest.to_bytes(), sums, arrived)) or "no tensor by its sums"
+        which = join_names(differing_tensors(self._manifest.to_bytes(), sums, arrived)) or "no tensor by its sums"
         return WrongState(
             f"version {policy_version} did not arrive as it was sent: {which} differs; nothing of it may be served, "
             f"publish again",
@@ -248,7 +246,7 @@ class Publisher:
             raise
 
     def _stop_all(self) -> None:
-        self._stop.give_up(self._epoch)
+        self._stop.abort(self._epoch)
         for sender in self._senders:
             with suppress(FourfoldError):
                 sender.abort(self._epoch)

@@ -141,7 +141,7 @@ def partition_count(count: int, rank_count: int) -> int:
     return -(-count // rank_count)
 
 
-def partitions_of_pieces(first: int, specs: Sequence[TensorSpec], rank_count: int, offset: int) -> list[Span]:
+def partition_spans(first: int, specs: Sequence[TensorSpec], rank_count: int, offset: int) -> list[Span]:
     """Return the spans of tensors that lie one behind another in a parameter that is held in equal partitions.
 
     Partitions cut the parameter, so one may hold the end of a tensor, whole ones, and the beginning of another.

@@ -8,7 +8,7 @@
 Samples may be in the engine meanwhile, but an engine that waits for its workers continues none
 before they have met the senders. Until those are there nothing of the model is touched: what
 fails before leaves it clean. An epoch ends with the first error; weights stay dirty until a later receive succeeds.
-One thread calls everything; a `StopFlag` ends its waits from outside.
+One thread calls everything; a `AbortFlag` ends its waits from outside.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from pathlib import Path
 import torch
 
 from fourfold.errors import FourfoldError, Internal, StaleEpoch, WrongState
-from fourfold.weights.abort_flag import StopFlag
 from fourfold.weights.apply.reload import Applier, ApplyReport, CannotApply, ModelState
 from fourfold.weights.consensus import OneWorker, Workers
-from fourfold.weights.digest import Summer, digest_of, unsummed_digest, warm_up
+from fourfold.weights.digest import digest_of, unsummed_digest
 from fourfold.weights.manifest import Manifest
-from fourfold.weights.transport.base import Deadline, Group, ReceiveTransport, make_receiver
+from fourfold.weights.tensor_sums import TensorSums, warm_up
+from fourfold.weights.transport.base import Deadline, ReceiveTransport, TransferGroup, make_receiver
 from fourfold.weights.transport.sink import SummingSink
+from fourfold.weights.worker_control import AbortFlag
 
 
 @dataclass(slots=True)
@@ -38,7 +39,7 @@ class _Session:
     manifest: Manifest
     transport: ReceiveTransport
     applier: Applier
-    stop: StopFlag | None = None
+    stop: AbortFlag | None = None
     received_version: int = -1
     sums: bytes = b""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class WeightReceiver:
             WrongState: the manifest does not fit the model, or the model cannot be updated.
             DeadlinePassed, Unavailable: the senders cannot be met; the epoch is closed.
         """
-        stop = StopFlag.attach(Path(stop_path)) if stop_path else None
+        stop = AbortFlag.attach(Path(stop_path)) if stop_path else None
         deadline = _deadline(timeout, stop, epoch)
         own: FourfoldError | None = Internal("the epoch could not be checked; the engine's log has the traceback")
         try:
@@ -133,7 +134,7 @@ class WeightReceiver:
         try:
             applier = session.applier
             applier.begin(stable=session.transport.stable)
-            sink = None if skip_sums else SummingSink(applier, Summer(session.manifest))
+            sink = None if skip_sums else SummingSink(applier, TensorSums(session.manifest))
             clock.lap("begin")
             session.transport.receive(policy_version, sink or applier, deadline)
             clock.lap("transfer")
@@ -199,7 +200,7 @@ class WeightReceiver:
         if epoch <= self._last_epoch:
             raise StaleEpoch(f"epoch {epoch} is not above the last one, {self._last_epoch}; use a higher one")
         parsed = Manifest.from_bytes(manifest)
-        group = Group(epoch=epoch, manifest=parsed, receiver_count=receiver_count)
+        group = TransferGroup(epoch=epoch, manifest=parsed, receiver_count=receiver_count)
         transport = make_receiver(backend, group, index, self._device)
         transport.accept(offers)
         applier, report = self._bake(parsed)
@@ -230,8 +231,8 @@ class WeightReceiver:
             session.transport.close()
 
 
-def _deadline(timeout: float, stop: StopFlag | None, epoch: int) -> Deadline:
-    return Deadline(timeout, stopped=None if stop is None else lambda: stop.given_up(epoch))
+def _deadline(timeout: float, stop: AbortFlag | None, epoch: int) -> Deadline:
+    return Deadline(timeout, stopped=None if stop is None else lambda: stop.is_aborted(epoch))
 
 
 class _Clock:

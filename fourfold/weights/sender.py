@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import torch
 
 from fourfold.errors import InvalidInput, StaleEpoch, WrongState
-from fourfold.weights.digest import partial_sums, warm_up
 from fourfold.weights.manifest import Manifest, Span
-from fourfold.weights.source.dense import WeightSource, as_sent
-from fourfold.weights.transport.base import Deadline, Group, SendTransport, aborted, make_sender, torch_dtype
+from fourfold.weights.source.base import WeightSource, torch_dtype
+from fourfold.weights.tensor_sums import partial_sums, warm_up
+from fourfold.weights.transport.base import Deadline, SendTransport, TransferGroup, aborted, make_sender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class WeightSender:
             WrongState: the backend cannot send from where the weights are.
         """
         Deadline(timeout)
-        members = Group(epoch=epoch, manifest=self._manifest, receiver_count=receiver_count)
+        members = TransferGroup(epoch=epoch, manifest=self._manifest, receiver_count=receiver_count)
         with self._lock:
             if group:
                 self._check_next_group(epoch, group)
@@ -156,7 +156,7 @@ class WeightSender:
         self.abort(self._epoch)
 
     def _read(self, span: Span) -> torch.Tensor:
-        return as_sent(self._source.read(span), torch_dtype(self._manifest.tensors[span.tensor].dtype))
+        return self._source.read(span).to(torch_dtype(self._manifest.tensors[span.tensor].dtype))
 
     def _check_next_group(self, epoch: int, group: int) -> None:
         if epoch != self._epoch or self._opened or group != len(self._transports):

@@ -29,7 +29,7 @@ from fourfold.rpc.channel import open_channel
 from fourfold.rpc.codec import encode
 from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 from fourfold.weights.manifest import Manifest
-from fourfold.weights.transport.base import Deadline, Group, make_receiver
+from fourfold.weights.transport.base import Deadline, TransferGroup, make_receiver
 from tests.support.plain_trainer import lookup
 from tests.support.trainer_driver import LEARNING_RATE, REPOSITORY, VOCABULARY, batch, trainer_environment
 from tests.support.weight_peers import Collector
@@ -144,7 +144,7 @@ async def transfer(weights: TrainerWeightClient) -> dict[str, torch.Tensor]:
     described = await weights.get_manifest(timeout=10)
     manifest = Manifest.from_bytes(described.manifest)
     offers = await weights.make_offer(epoch=1, backend="shm", receiver_count=1, timeout=10)
-    receiver = make_receiver("shm", Group(epoch=1, manifest=manifest, receiver_count=1), 0, torch.device("cpu"))
+    receiver = make_receiver("shm", TransferGroup(epoch=1, manifest=manifest, receiver_count=1), 0, torch.device("cpu"))
     receiver.accept(offers)
     with pytest.raises(StaleEpoch):  # a late repetition does not close the epoch that is open
         await weights.make_offer(epoch=1, backend="shm", receiver_count=1, timeout=10)
@@ -164,7 +164,9 @@ async def end_a_transfer_that_waits(weights: TrainerWeightClient) -> None:
     """Let both ranks wait for a receiver that takes nothing, and abort: the ranks' own threads wait in the transfer."""
     manifest = Manifest.from_bytes((await weights.get_manifest(timeout=10)).manifest)
     offers = await weights.make_offer(epoch=2, backend="gloo", receiver_count=1, timeout=10)
-    receiver = make_receiver("gloo", Group(epoch=2, manifest=manifest, receiver_count=1), 0, torch.device("cpu"))
+    receiver = make_receiver(
+        "gloo", TransferGroup(epoch=2, manifest=manifest, receiver_count=1), 0, torch.device("cpu")
+    )
     receiver.accept(offers)
     await asyncio.gather(weights.open(epoch=2, timeout=10), asyncio.to_thread(receiver.open, Deadline(10)))
     sending = asyncio.create_task(weights.send(epoch=2, policy_version=1, timeout=60))

@@ -18,7 +18,7 @@ from fourfold.errors import DeadlinePassed
 from fourfold.weights.digest import combine_digest
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
-from fourfold.weights.worker_reply import unwrap
+from fourfold.weights.worker_control import unwrap
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -10,8 +10,9 @@ from typing import Final
 import pytest
 import torch
 
-from fourfold.weights.digest import add_sums, partial_sums
+from fourfold.weights.digest import add_sums
 from fourfold.weights.manifest import Manifest
+from fourfold.weights.tensor_sums import partial_sums
 from fourfold.weights.transport.base import Shards
 from tests.support.weight_ranks import Case, Outcome, rank_main
 

@@ -23,8 +23,9 @@ import safetensors.torch
 import torch
 
 from fourfold.errors import WrongState
-from fourfold.weights.digest import combine_digest, partial_sums
-from fourfold.weights.transport.base import Deadline, Group, make_receiver
+from fourfold.weights.digest import combine_digest
+from fourfold.weights.tensor_sums import partial_sums
+from fourfold.weights.transport.base import Deadline, TransferGroup, make_receiver
 from tests.support.trainer_driver import Case, Run
 from tests.support.weight_peers import Collector
 
@@ -44,7 +45,9 @@ def stream(run: Run, out: Path, moment: str, *, epoch: int, backend: str = "shm"
     if run.case.stage == 3:  # no collective: an abort may reach one rank before it begins, another one after
         policy: Any = run.engine._worker.policy
         assert all(p.ds_status.name == "AVAILABLE" for p in policy._adapters.parameters)
-    receiver = make_receiver(backend, Group(epoch=epoch, manifest=manifest, receiver_count=1), 0, torch.device("cpu"))
+    receiver = make_receiver(
+        backend, TransferGroup(epoch=epoch, manifest=manifest, receiver_count=1), 0, torch.device("cpu")
+    )
     receiver.accept(run.engine.make_offers(epoch, backend, 1, timeout=_TIMEOUT))
     run.engine.open_weights(epoch, timeout=_TIMEOUT)
     receiver.open(Deadline(_TIMEOUT))

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from fourfold.weights.worker_reply import unwrap
+from fourfold.weights.worker_control import unwrap
 
 PROMPTS: Final = ([5, 9, 100, 31, 7], [400, 3, 77], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
 _NEW_TOKENS: Final = 12

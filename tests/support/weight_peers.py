@@ -16,11 +16,13 @@ from typing import Any, Final
 import torch
 
 from fourfold.errors import FourfoldError
-from fourfold.weights.digest import digest_of, partial_sums
-from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partitions_of_pieces
+from fourfold.weights.digest import digest_of
+from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partition_spans
 from fourfold.weights.sender import WeightSender
-from fourfold.weights.source.dense import DenseSource, sent_parameters
-from fourfold.weights.transport.base import Deadline, Group, make_receiver
+from fourfold.weights.source.dense import DenseSource
+from fourfold.weights.source.fused_params import sent_parameters
+from fourfold.weights.tensor_sums import partial_sums
+from fourfold.weights.transport.base import Deadline, TransferGroup, make_receiver
 
 SHAPES: Final[dict[str, tuple[int, ...]]] = {"embed.weight": (37, 8), "mlp.weight": (5, 7, 3), "norm.weight": (8,)}
 
@@ -74,7 +76,7 @@ class PartSource:
         self._flat: list[torch.Tensor] = []
         for _, parameter, pieces in sent_parameters(model):
             mine = [TensorSpec(name=piece.name, dtype="bfloat16", shape=piece.shape) for piece in pieces]
-            spans += partitions_of_pieces(len(specs), mine, rank_count, offset)
+            spans += partition_spans(len(specs), mine, rank_count, offset)
             specs += mine
             flat = parameter.detach().reshape(-1)
             self._flat += [flat[piece.start : piece.start + piece.count] for piece in pieces]
@@ -159,7 +161,7 @@ def receiver(pipe: multiprocessing.connection.Connection, manifest: bytes, recei
     parsed = Manifest.from_bytes(manifest)
 
     def open_(epoch: int, backend: str, offers: Sequence[bytes], timeout: float) -> None:
-        group = Group(epoch=epoch, manifest=parsed, receiver_count=receiver_count)
+        group = TransferGroup(epoch=epoch, manifest=parsed, receiver_count=receiver_count)
         state["transport"] = make_receiver(backend, group, index, torch.device("cpu"))
         state["transport"].accept(offers)
         state["transport"].open(Deadline(timeout))

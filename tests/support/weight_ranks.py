@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from fourfold.errors import WrongState
-from fourfold.weights.digest import partial_sums
 from fourfold.weights.manifest import Manifest
-from fourfold.weights.source.dense import as_sent
-from fourfold.weights.transport.base import torch_dtype
+from fourfold.weights.source.base import torch_dtype
+from fourfold.weights.tensor_sums import partial_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +92,7 @@ def _run(case: Case) -> Outcome:
         target = shard[span.offset : span.offset + span.count * spec.item_bytes]
         target.view(torch_dtype(spec.dtype)).copy_(source.read(span))
     dtypes = [torch_dtype(spec.dtype) for spec in manifest.tensors]
-    sums = partial_sums(manifest, ((span, as_sent(source.read(span), dtypes[span.tensor])) for span in spans))
+    sums = partial_sums(manifest, ((span, source.read(span).to(dtypes[span.tensor])) for span in spans))
     source.end_round()
     kept = before == [p.ds_status for p in parameters.values()]
     return Outcome(

@@ -19,8 +19,10 @@ import transformers
 from fourfold.errors import FourfoldError, Internal
 from fourfold.host.process_tree import die_with_parent
 from fourfold.weights.sender import WeightSender
-from fourfold.weights.source.dense import DenseSource, WeightSource, named_weights, synchronize
-from fourfold.weights.worker_reply import error_answer
+from fourfold.weights.source.base import WeightSource, synchronize
+from fourfold.weights.source.dense import DenseSource
+from fourfold.weights.source.fused_params import named_weights
+from fourfold.weights.worker_control import error_reply
 from fourfold_bench.weights.loop import LoopGroup
 
 _SPREAD: Final = 0.02
@@ -121,9 +123,9 @@ def main() -> None:
         try:
             result: Any = getattr(trainer, method)(*args)
         except FourfoldError as error:
-            result = error_answer(error)
+            result = error_reply(error)
         except Exception as error:  # the benchmark shall say it
-            result = error_answer(Internal(f"{type(error).__name__}: {error}"))
+            result = error_reply(Internal(f"{type(error).__name__}: {error}"))
         with writing:
             connection.sendall(json.dumps([number, result]).encode() + b"\n")
 

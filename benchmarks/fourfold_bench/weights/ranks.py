@@ -21,7 +21,7 @@ from typing import Any, Final
 from fourfold.errors import Unavailable
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import SendResult
-from fourfold.weights.worker_reply import error_answer, unwrap
+from fourfold.weights.worker_control import error_reply, unwrap
 from fourfold_bench.devices import visible
 from fourfold_bench.weights.settings import Settings
 
@@ -127,7 +127,7 @@ class Rank:
             pass
         with self._lock:
             for future in self._answers.values():
-                future.set_result(error_answer(Unavailable(_GONE)))
+                future.set_result(error_reply(Unavailable(_GONE)))
 
 
 def start_ranks(settings: Settings, folder: Path, scratch: Path) -> list[Rank]:

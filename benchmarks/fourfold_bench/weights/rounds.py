@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from fourfold.host.scratch import Scratch
 from fourfold.weights.local import Publisher
-from fourfold.weights.worker_reply import unwrap
+from fourfold.weights.worker_control import unwrap
 from fourfold_bench.memory import GpuMemory
 from fourfold_bench.shapes import write_config
 from fourfold_bench.weights.engine import ServingEngine

@@ -30,7 +30,7 @@ from fourfold.weights.apply.reload import (
     meta_tensors,
 )
 from fourfold.weights.manifest import Manifest, Span
-from fourfold.weights.source.dense import synchronize
+from fourfold.weights.source.base import synchronize
 
 # Copies below this are launched together: each costs more to launch than to run.
 _SMALL_BYTES: Final = 1 << 20

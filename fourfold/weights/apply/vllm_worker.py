@@ -3,7 +3,7 @@
 vLLM mixes `WeightWorker` into its worker class (`worker_extension_cls=
 "fourfold.weights.apply.vllm_worker.WeightWorker"`), and the service calls its verbs with
 `collective_rpc`. The worker does nothing else during a verb, so every wait in here has its
-own deadline. Verbs take and return plain values and never raise: see `fourfold.weights.worker_reply`.
+own deadline. Verbs take and return plain values and never raise: see `fourfold.weights.worker_control`.
 
     weights_open       does the manifest fit the model in all workers? then meet the senders
     weights_receive    the engine must be paused: wait, check, load; returns the digest
@@ -45,9 +45,9 @@ from fourfold.weights.apply.direct import DirectApplier
 from fourfold.weights.apply.reload import CopyRecorder, NamedTensors, ReloadApplier, Trace, not_fitting
 from fourfold.weights.consensus import GroupOfWorkers, OneWorker, Workers
 from fourfold.weights.receiver import WeightReceiver
-from fourfold.weights.source.dense import synchronize
+from fourfold.weights.source.base import synchronize
 from fourfold.weights.transport.base import available_backends
-from fourfold.weights.worker_reply import error_answer
+from fourfold.weights.worker_control import error_reply
 
 _log = logging.getLogger(__name__)
 _ENGINE_PROCESS: Final = "EngineCore"
@@ -259,7 +259,7 @@ class WeightWorker:
             receiver_count: receivers of all engines.
             first_receiver_index: index of this engine's first worker among them.
             timeout: seconds, as in all verbs.
-            stop_path: file of the `StopFlag` that ends waits of this epoch; empty: none.
+            stop_path: file of the `AbortFlag` that ends waits of this epoch; empty: none.
         """
 
         def run() -> dict[str, Any]:
@@ -284,7 +284,7 @@ class WeightWorker:
         return _answer(lambda: self._fourfold_weights().timings(epoch))
 
     def weights_sums(self, epoch: int) -> Any:
-        """Return the per-tensor sums of what was received last (see `fourfold.weights.digest_sums`), or an error."""
+        """Return the per-tensor sums of what was received last (see `fourfold.weights.digest`), or an error."""
         return _answer(lambda: self._fourfold_weights().sums(epoch))
 
     def weights_commit(self, epoch: int, policy_version: int) -> Any:
@@ -320,10 +320,10 @@ def _answer(run: Callable[[], Any]) -> Any:
     try:
         return run()
     except FourfoldError as error:
-        return error_answer(error)
+        return error_reply(error)
     except Exception:
         _log.exception("a weight update failed in the engine")
-        return error_answer(Internal("a weight update failed in the engine; its log has the traceback"))
+        return error_reply(Internal("a weight update failed in the engine; its log has the traceback"))
 
 
 def _form(tensor: torch.Tensor) -> str:

@@ -1,21 +1,20 @@
-"""A model's parameters as its checkpoint names them: some are several of its tensors, one behind another.
+"""Lists a model's parameters as the tensors of its checkpoint; a fused parameter is several of them, back to back.
 
-transformers keeps the experts of a layer in two parameters, where checkpoints, and so engines, have three tensors of
-each expert:
+transformers keeps the experts of a layer in two parameters. Checkpoints, and so engines, have three tensors per expert:
 
     experts.gate_up_proj [E, 2I, H] | experts.0.gate_proj [I, H] | experts.0.up_proj [I, H] | experts.1.gate_proj ...
     experts.down_proj    [E, H, I]  | experts.0.down_proj [H, I] | experts.1.down_proj [H, I] | ...
 
-What is stored how is known to transformers alone: `revert_weight_conversion`, by which `save_pretrained` makes a
-checkpoint's tensors of a model's, is applied to tensors without memory, and where its results lie in the parameters is
-read off them. So names and shapes are those that `save_pretrained` would write, whatever the architecture. A tensor
-that is no run of elements of one parameter (a transposed or an interleaved one) is refused: it would need a copy.
+Only transformers knows this mapping: `save_pretrained` applies `revert_weight_conversion` to a model's tensors to make
+those of the checkpoint. Here the same function runs on meta tensors, and the storage offsets of its results are the
+mapping. Names and shapes are therefore those that `save_pretrained` would write, for every architecture. A checkpoint
+tensor that is not a contiguous slice of one parameter (transposed, interleaved) is refused: sending it needs a copy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +24,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fourfold.errors import WrongState
 
 Rename = Callable[[str], str]
-"""Gives the name that a parameter is sent under; empty: it is not sent."""
+"""Maps a parameter's name to the name that it is sent under; "" leaves the parameter out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A tensor of the checkpoint: elements [start, start + count) of a parameter."""
+class ParameterSlice:
+    """A checkpoint tensor: elements [start, start + count) of a flattened parameter."""
 
     name: str
     start: int
@@ -42,18 +41,52 @@ class Piece:
         return math.prod(self.shape)
 
 
-def checkpoint_pieces(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Piece, ...]]:
-    """Return for each parameter the tensors of the checkpoint that it is, by their place; they tile it exactly once.
-
-    Args:
-        model: a Hugging Face model; any other one is sent as it is.
-        shapes: of the parameters that are sent, whole, by their names in the model without adapters.
+def named_weights(model: torch.nn.Module, rename: Rename | None = None) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Yield name and parameter of everything that is sent; tied parameters once.
 
     Raises:
-        WrongState: a tensor of the checkpoint is not a run of elements of one parameter; names it.
+        WrongState: the model has persistent buffers. They are part of a checkpoint, but an update does not send them.
+    """
+    for module_name, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                raise WrongState(
+                    f"{type(model).__name__} keeps a persistent buffer {module_name}.{name}; only models whose whole "
+                    f"state is in parameters can be sent"
+                )
+    for name, parameter in model.named_parameters(remove_duplicate=True):
+        if sent := rename(name) if rename else name:
+            yield sent, parameter
+
+
+def sent_parameters(
+    model: torch.nn.Module, rename: Rename | None = None
+) -> list[tuple[str, Any, tuple[ParameterSlice, ...]]]:
+    """Return (name, parameter, its checkpoint tensors) of everything that is sent.
+
+    Raises:
+        WrongState: see `named_weights` and `checkpoint_slices`.
+    """
+    named = list(named_weights(model, rename))
+    shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in named}
+    slices = checkpoint_slices(model, shapes)
+    return [(name, parameter, slices[name]) for name, parameter in named]
+
+
+def checkpoint_slices(
+    model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[ParameterSlice, ...]]:
+    """Return for each parameter its checkpoint tensors, by start; they tile it exactly once.
+
+    Args:
+        model: a Hugging Face model; every parameter of another model is one tensor.
+        shapes: full shapes of the parameters that are sent, by their names in the model without adapters.
+
+    Raises:
+        WrongState: a checkpoint tensor is not a contiguous slice of one parameter; names it.
     """
     if not hasattr(model, "save_pretrained"):
-        return {name: (Piece(name=name, start=0, shape=shape),) for name, shape in shapes.items()}
+        return {name: (ParameterSlice(name=name, start=0, shape=shape),) for name, shape in shapes.items()}
     from transformers.core_model_loading import revert_weight_conversion
 
     whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -61,28 +94,28 @@ def checkpoint_pieces(model: torch.nn.Module, shapes: Mapping[str, tuple[int, ..
     try:
         with torch.no_grad(), _WithoutCopies():  # type: ignore[no-untyped-call]
             stored: Mapping[str, Any] = revert_weight_conversion(model, dict(whole))  # type: ignore[arg-type]
-    except RuntimeError as error:  # of a view that only a copy could give
-        raise _refused(model, f"its checkpoint cannot be read off its parameters ({error})") from None
-    result: dict[str, list[Piece]] = {name: [] for name in shapes}
+    except RuntimeError as error:  # such as a view of a permuted tensor, which needs a copy
+        raise _refused(model, f"its checkpoint tensors cannot be located in its parameters ({error})") from None
+    result: dict[str, list[ParameterSlice]] = {name: [] for name in shapes}
     for name, tensor in stored.items():
         owner = owners.get(_storage(tensor))
         if owner is None or not tensor.is_contiguous():
             raise _refused(
-                model, f"{name} {tuple(tensor.shape)} of its checkpoint is no run of elements of a parameter"
+                model, f"{name} {tuple(tensor.shape)} of its checkpoint is not a contiguous slice of a parameter"
             )
-        result[owner].append(Piece(name=name, start=tensor.storage_offset(), shape=tuple(tensor.shape)))
-    for name, pieces in result.items():
-        pieces.sort(key=lambda piece: piece.start)
+        result[owner].append(ParameterSlice(name=name, start=tensor.storage_offset(), shape=tuple(tensor.shape)))
+    for name, slices in result.items():
+        slices.sort(key=lambda one: one.start)
         reached = 0
-        for piece in pieces:
-            reached = reached + piece.count if piece.start == reached else -1
+        for one in slices:
+            reached = reached + one.count if one.start == reached else -1
         if reached != math.prod(shapes[name]):
-            raise _refused(model, f"parameter {name} {shapes[name]} is not all in the checkpoint, or twice")
-    return {name: tuple(pieces) for name, pieces in result.items()}
+            raise _refused(model, f"its checkpoint does not hold parameter {name} {shapes[name]} exactly once")
+    return {name: tuple(slices) for name, slices in result.items()}
 
 
 class _WithoutCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's metaclass hook
-    """Lets a copy be the tensor that it is made of, so that its place in a parameter can still be read off it."""
+    """Makes `clone` return its argument, so that the result still shows where in the parameter it lies."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
@@ -94,7 +127,8 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _refused(model: torch.nn.Module, what: str) -> WrongState:
+def _refused(model: torch.nn.Module, problem: str) -> WrongState:
     return WrongState(
-        f"{type(model).__name__} cannot be sent: {what}; train an architecture whose experts are stored one by one"
+        f"{type(model).__name__} cannot be sent: {problem}; train an architecture whose checkpoint stores experts one "
+        f"by one"
     )

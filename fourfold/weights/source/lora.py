@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fourfold.errors import WrongState
 from fourfold.weights.manifest import Manifest, Span
-from fourfold.weights.source.dense import ParameterSource
+from fourfold.weights.source.base import ParameterSource
 
 # Elements whose float32 copies exist at once.
 _CHUNK_ELEMENTS: Final = 1 << 24
@@ -77,8 +77,8 @@ class MergedSource:
         """
         self._base, self._gather = base, gather
         _check(adapters, base)
-        self._adapters = [adapters.get(name) for name, _ in base.owners]
-        self._starts = [piece.start for _, piece in base.owners]
+        self._adapters = [adapters.get(name) for name, _ in base.slices]
+        self._starts = [part.start for _, part in base.slices]
         self._dtypes = [getattr(torch, spec.dtype) for spec in base.manifest().tensors]
         self._last: tuple[Span, Tensor] | None = None
         if gather:
@@ -118,8 +118,8 @@ class MergedSource:
 def _check(adapters: Mapping[str, Adapter], base: ParameterSource) -> None:
     """An adapter belongs to a whole matrix; a checkpoint may store its rows as several tensors."""
     sent: dict[str, list[tuple[int, ...]]] = {}
-    for owner, piece in base.owners:
-        sent.setdefault(owner, []).append(piece.shape)
+    for name, part in base.slices:
+        sent.setdefault(name, []).append(part.shape)
     for name, adapter in adapters.items():
         height, width = _whole_shape(adapter.b)[0], _whole_shape(adapter.a)[1]
         shapes = sent.get(name, [])

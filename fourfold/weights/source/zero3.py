@@ -32,9 +32,9 @@ from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus, 
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from fourfold.errors import WrongState
-from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partitions_of_pieces
-from fourfold.weights.source.dense import dtype_name, sent_dtype, sent_parameters, synchronize
-from fourfold.weights.source.fused_params import Piece, Rename
+from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partition_spans
+from fourfold.weights.source.base import dtype_name, synchronize, torch_dtype
+from fourfold.weights.source.fused_params import ParameterSlice, Rename, sent_parameters
 
 _UNSUPPORTED: Final = "send from an engine without it, or use ZeRO stage 2"
 
@@ -45,7 +45,7 @@ class _Partitioned:
 
     name: str
     parameter: Any  # torch.nn.Parameter with DeepSpeed's ds_* attributes
-    pieces: tuple[Piece, ...]
+    slices: tuple[ParameterSlice, ...]
     partition_count: int  # elements of each rank's partition, padding included
     position: int  # first byte in the buffers, one after another; -1: a frozen parameter, outside
     address: int
@@ -72,7 +72,7 @@ class Zero3Source:
         self._rank = int(torch.distributed.get_rank(group))
         rank_count = int(torch.distributed.get_world_size(group))
         self._parameters = [self._partitioned(*sent, rank_count) for sent in sent_parameters(engine.module, rename)]
-        self._places = [(owner, piece) for owner in self._parameters for piece in owner.pieces]
+        self._places = [(owner, part) for owner in self._parameters for part in owner.slices]
         """Of each tensor."""
         self._manifest = self._lay_out(rank_count, dtype)
 
@@ -82,9 +82,9 @@ class Zero3Source:
         return self._rank
 
     @property
-    def owners(self) -> Sequence[tuple[str, Piece]]:
+    def slices(self) -> Sequence[tuple[str, ParameterSlice]]:
         """The parameter that each tensor is part of, and which part."""
-        return [(owner.name, piece) for owner, piece in self._places]
+        return [(owner.name, part) for owner, part in self._places]
 
     def manifest(self) -> Manifest:
         """Return the layout."""
@@ -113,22 +113,27 @@ class Zero3Source:
 
     def read(self, span: Span) -> torch.Tensor:
         """Return the elements of a span: a run of this rank's partition."""
-        owner, piece = self._places[span.tensor]
+        owner, part = self._places[span.tensor]
         partition: torch.Tensor = owner.parameter.ds_tensor.detach().reshape(-1)
-        begin = piece.start + span.start - span.rank * owner.partition_count
+        begin = part.start + span.start - span.rank * owner.partition_count
         return partition[begin : begin + span.count]
 
     def is_view(self, span: Span) -> bool:
         """Return whether the partition is on the engine's device and of the type that is sent."""
         owner, _ = self._places[span.tensor]
         partition: torch.Tensor = owner.parameter.ds_tensor
-        alike = partition.dtype == sent_dtype(self._manifest, span) and partition.device.type == self._device.type
+        alike = (
+            partition.dtype == torch_dtype(self._manifest.tensors[span.tensor].dtype)
+            and partition.device.type == self._device.type
+        )
         return alike and partition.is_contiguous()
 
     def end_round(self) -> None:
         """Nothing was taken."""
 
-    def _partitioned(self, name: str, parameter: Any, pieces: tuple[Piece, ...], rank_count: int) -> _Partitioned:
+    def _partitioned(
+        self, name: str, parameter: Any, slices: tuple[ParameterSlice, ...], rank_count: int
+    ) -> _Partitioned:
         if not hasattr(parameter, "ds_tensor"):
             raise WrongState(f"parameter {name} is not partitioned by ZeRO-3; hand the engine that trains it")
         ranks = torch.distributed.get_world_size(parameter.ds_process_group)
@@ -141,7 +146,7 @@ class Zero3Source:
         position = self._position(parameter)
         if position < 0 and parameter.requires_grad:
             raise WrongState(f"the partition of {name} is not in DeepSpeed's buffer; {_UNSUPPORTED}")
-        return _Partitioned(name, parameter, pieces, count, position, parameter.ds_tensor.data_ptr())
+        return _Partitioned(name, parameter, slices, count, position, parameter.ds_tensor.data_ptr())
 
     @property
     def _buffers(self) -> list[torch.Tensor]:
@@ -172,12 +177,12 @@ class Zero3Source:
         spans: list[Span] = []
         for owner in self._parameters:
             name = dtype_name(dtype or owner.parameter.ds_tensor.dtype, owner.name)
-            specs = [TensorSpec(name=piece.name, dtype=name, shape=piece.shape) for piece in owner.pieces]
+            specs = [TensorSpec(name=part.name, dtype=name, shape=part.shape) for part in owner.slices]
             if as_is and owner.position >= 0:
                 offset = owner.position
             else:
                 offset, end = end, aligned(end + owner.partition_count * specs[0].item_bytes)
-            spans += partitions_of_pieces(len(tensors), specs, rank_count, offset)
+            spans += partition_spans(len(tensors), specs, rank_count, offset)
             tensors += specs
         return Manifest(tensors=tuple(tensors), spans=tuple(spans), shard_bytes=(end,) * rank_count)
 

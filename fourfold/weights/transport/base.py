@@ -33,7 +33,7 @@ import torch
 
 from fourfold.errors import DeadlinePassed, InvalidInput, StaleEpoch, WrongState
 from fourfold.weights.manifest import Manifest, Span
-from fourfold.weights.source.dense import WeightSource
+from fourfold.weights.source.base import WeightSource
 
 MAX_OFFER_BYTES: Final = 4096
 # Between two looks. An update stands still meanwhile.
@@ -225,7 +225,7 @@ class ReceiveTransport(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class TransferGroup:
     """Who takes part in a transfer."""
 
     epoch: int
@@ -254,7 +254,7 @@ _RECEIVERS: Final = {
 }
 
 
-def make_sender(backend: str, group: Group, rank: int, source: WeightSource) -> SendTransport:
+def make_sender(backend: str, group: TransferGroup, rank: int, source: WeightSource) -> SendTransport:
     """Return the sending end of `backend` for trainer rank `rank`, which holds `source`.
 
     Raises:
@@ -266,7 +266,7 @@ def make_sender(backend: str, group: Group, rank: int, source: WeightSource) -> 
     return cast(SendTransport, make(group, rank, source))
 
 
-def make_receiver(backend: str, group: Group, receiver_index: int, device: torch.device) -> ReceiveTransport:
+def make_receiver(backend: str, group: TransferGroup, receiver_index: int, device: torch.device) -> ReceiveTransport:
     """Return the receiving end of `backend` for receiver `receiver_index` of the group, whose model is on `device`.
 
     Raises:
@@ -305,7 +305,7 @@ _MAGIC: Final = b"FFO1"
 _NUMBERS: Final = {Backend.SHM: 1, Backend.GLOO: 2, Backend.NCCL: 3, Backend.CUDA_IPC: 4}
 
 
-def pack_offer(backend: Backend, group: Group, rank: int, body: bytes) -> bytes:
+def pack_offer(backend: Backend, group: TransferGroup, rank: int, body: bytes) -> bytes:
     """Return an offer of trainer rank `rank`."""
     manifest = group.manifest
     head = _HEAD.pack(
@@ -314,7 +314,7 @@ def pack_offer(backend: Backend, group: Group, rank: int, body: bytes) -> bytes:
     return head + body
 
 
-def unpack_offers(backend: Backend, group: Group, offers: Sequence[bytes]) -> list[bytes]:
+def unpack_offers(backend: Backend, group: TransferGroup, offers: Sequence[bytes]) -> list[bytes]:
     """Return the bodies of all ranks' offers, after checking that they belong to this group.
 
     Raises:

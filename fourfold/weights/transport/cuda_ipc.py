@@ -30,15 +30,14 @@ import torch
 
 from fourfold.errors import InvalidInput, Unavailable, WrongState
 from fourfold.weights.manifest import Span
-from fourfold.weights.source.dense import WeightSource
+from fourfold.weights.source.base import WeightSource, torch_dtype
 from fourfold.weights.transport import cuda
 from fourfold.weights.transport.base import (
     Backend,
     Deadline,
-    Group,
     Sink,
+    TransferGroup,
     aborted,
-    torch_dtype,
     unpack_offers,
     used_up,
     wait_until,
@@ -69,7 +68,7 @@ class _Part:
 class CudaIpcSender:
     """One trainer rank's end."""
 
-    def __init__(self, group: Group, rank: int, source: WeightSource) -> None:
+    def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
         """Lay the windows out; nothing is exported yet.
 
         Raises:
@@ -200,7 +199,7 @@ class CudaIpcReceiver:
 
     stable = False
 
-    def __init__(self, group: Group, receiver_index: int, device: torch.device) -> None:
+    def __init__(self, group: TransferGroup, receiver_index: int, device: torch.device) -> None:
         """Make the receiver; its model is on `device`."""
         self._group, self._index, self._device = group, receiver_index, device
         self._offers: list[bytes] = []
@@ -272,7 +271,7 @@ class CudaIpcReceiver:
 class _Rank:
     """One sender, as a receiver sees it."""
 
-    def __init__(self, group: Group, rank: int, offer: bytes, index: int, device: torch.device) -> None:
+    def __init__(self, group: TransferGroup, rank: int, offer: bytes, index: int, device: torch.device) -> None:
         self._group, self._rank, self._device = group, rank, device
         self._page = ReceiverPage(group, rank, offer, writable=True)
         self._row = HEADER_BYTES + _COUNTS.size + index * _RECEIVER.size

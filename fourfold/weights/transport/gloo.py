@@ -27,16 +27,15 @@ from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo  # t
 from fourfold.errors import DeadlinePassed, InvalidInput, Unavailable, WrongState
 from fourfold.host.scratch import Scratch
 from fourfold.weights.manifest import Manifest, Span
-from fourfold.weights.source.dense import WeightSource
+from fourfold.weights.source.base import WeightSource, torch_dtype
 from fourfold.weights.transport.base import (
     Backend,
     Deadline,
-    Group,
     Shards,
     Sink,
+    TransferGroup,
     aborted,
     pack_offer,
-    torch_dtype,
     unpack_offers,
     used_up,
 )
@@ -119,7 +118,7 @@ class _Member:
 class GlooSender:
     """One trainer rank: rank 0 of its group."""
 
-    def __init__(self, group: Group, rank: int, source: WeightSource) -> None:
+    def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
         """Make the meeting place."""
         self._group, self._rank, self._source = group, rank, source
         self._spans = sorted(group.manifest.spans_of_rank(rank), key=lambda span: span.offset)
@@ -171,7 +170,7 @@ class GlooReceiver:
 
     stable = True
 
-    def __init__(self, group: Group, receiver_index: int, device: torch.device) -> None:
+    def __init__(self, group: TransferGroup, receiver_index: int, device: torch.device) -> None:
         """Make the receiver."""
         self._group, self._index = group, receiver_index
         self._stop = threading.Event()

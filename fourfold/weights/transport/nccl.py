@@ -27,13 +27,13 @@ import torch
 
 from fourfold.errors import InvalidInput, Unavailable, WrongState
 from fourfold.weights.manifest import Manifest, Span
-from fourfold.weights.source.dense import WeightSource
+from fourfold.weights.source.base import WeightSource
 from fourfold.weights.transport import cuda
 from fourfold.weights.transport.base import (
     Backend,
     Deadline,
-    Group,
     Sink,
+    TransferGroup,
     aborted,
     pack_offer,
     unpack_offers,
@@ -41,7 +41,7 @@ from fourfold.weights.transport.base import (
     wait_until,
 )
 from fourfold.weights.transport.cuda import needs_gpu
-from fourfold.weights.transport.host import host_id
+from fourfold.weights.transport.locality import host_id
 from fourfold.weights.transport.sink import Staging, windows
 
 # NCCL's version, pid, host, unique id
@@ -172,7 +172,7 @@ class _Alive:
 class NcclSender:
     """One trainer rank: rank 0 of its communicator."""
 
-    def __init__(self, group: Group, rank: int, source: WeightSource) -> None:
+    def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
         """Make the rendezvous id.
 
         Raises:
@@ -247,7 +247,7 @@ class NcclReceiver:
 
     stable = False
 
-    def __init__(self, group: Group, receiver_index: int, device: torch.device) -> None:
+    def __init__(self, group: TransferGroup, receiver_index: int, device: torch.device) -> None:
         """Make the receiver; its model is on `device`."""
         self._group, self._index, self._device = group, receiver_index, device
         self._stop = threading.Event()

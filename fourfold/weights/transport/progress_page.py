@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Final
 
 from fourfold.errors import InvalidInput, Overloaded, Unavailable
-from fourfold.weights.transport.base import Backend, Deadline, Group, aborted, pack_offer, wait_until
+from fourfold.weights.transport.base import Backend, Deadline, TransferGroup, aborted, pack_offer, wait_until
 
 HEADER_BYTES: Final = 4096
 # magic, nonce, epoch, rank, body bytes, manifest SHA-256
@@ -40,7 +40,7 @@ _OFFER: Final = struct.Struct("<QIQ16s")
 class SenderPage:
     """The page, in the process of the trainer rank that made it."""
 
-    def __init__(self, backend: Backend, group: Group, rank: int, body_bytes: int) -> None:
+    def __init__(self, backend: Backend, group: TransferGroup, rank: int, body_bytes: int) -> None:
         """Allocate it.
 
         Raises:
@@ -100,7 +100,7 @@ class SenderPage:
 class ReceiverPage:
     """The page of one trainer rank, mapped into a receiver."""
 
-    def __init__(self, group: Group, rank: int, offer: bytes, *, writable: bool = False) -> None:
+    def __init__(self, group: TransferGroup, rank: int, offer: bytes, *, writable: bool = False) -> None:
         """Map it.
 
         Args:

@@ -15,15 +15,14 @@ from collections.abc import Sequence
 import torch
 
 from fourfold.errors import InvalidInput, WrongState
-from fourfold.weights.source.dense import WeightSource
+from fourfold.weights.source.base import WeightSource, torch_dtype
 from fourfold.weights.transport.base import (
     Backend,
     Deadline,
-    Group,
     Shards,
     Sink,
+    TransferGroup,
     aborted,
-    torch_dtype,
     unpack_offers,
     used_up,
 )
@@ -33,7 +32,7 @@ from fourfold.weights.transport.progress_page import HEADER_BYTES, ReceiverPage,
 class ShmSender:
     """One trainer rank's arena."""
 
-    def __init__(self, group: Group, rank: int, source: WeightSource) -> None:
+    def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
         """Allocate the arena.
 
         Raises:
@@ -86,7 +85,7 @@ class ShmReceiver:
 
     stable = True
 
-    def __init__(self, group: Group, receiver_index: int, device: torch.device) -> None:
+    def __init__(self, group: TransferGroup, receiver_index: int, device: torch.device) -> None:
         """Make the receiver; its index and device do not matter here."""
         self._group = group
         self._offers: list[bytes] = []

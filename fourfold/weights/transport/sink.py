@@ -7,9 +7,10 @@ from typing import Final
 
 import torch
 
-from fourfold.weights.digest import Summer
 from fourfold.weights.manifest import ALIGNMENT, Manifest, Span, aligned
-from fourfold.weights.transport.base import Sink, torch_dtype
+from fourfold.weights.source.base import torch_dtype
+from fourfold.weights.tensor_sums import TensorSums
+from fourfold.weights.transport.base import Sink
 
 # A collective of this size runs at the speed of the wire, and as much memory holds what cannot go in place.
 WINDOW_BYTES: Final = 128 << 20
@@ -73,7 +74,7 @@ class Staging:
 class SummingSink:
     """Sums up what arrives, and passes it on."""
 
-    def __init__(self, sink: Sink, sums: Summer) -> None:
+    def __init__(self, sink: Sink, sums: TensorSums) -> None:
         """Wrap a sink.
 
         Args:

@@ -30,7 +30,7 @@ from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutCont
 from fourfold.rollout.v1.rollout_service_pb2_grpc import add_RolloutServiceServicer_to_server
 from fourfold.rpc.channel import split_target
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
-from fourfold.weights.transport.host import host_id
+from fourfold.weights.transport.locality import host_id
 from fourfold_rollout.engine import EngineSettings
 from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel

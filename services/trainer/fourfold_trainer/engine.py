@@ -21,7 +21,7 @@ from fourfold.arrays import EMPTY_FLOATS, Float32Array
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.router import Routers
 from fourfold.weights.manifest import Manifest
-from fourfold.weights.source.dense import WeightSource
+from fourfold.weights.source.base import WeightSource
 from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
 from fourfold_trainer.checkpoint.shards import Shard
 from fourfold_trainer.flops import Machine, ModelSize

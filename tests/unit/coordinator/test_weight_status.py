@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.weights.digest_sums import differing_tensors, naming
+from fourfold.weights.digest import differing_tensors, join_names
 from fourfold_coordinator.routing.registry import Member
 from fourfold_coordinator.weights import status
 from fourfold_coordinator.weights.status import WeightPlaneStatus
@@ -113,5 +113,5 @@ def test_tensors_whose_sums_differ_are_named_in_their_order() -> None:
     assert differing_tensors(MANIFEST, left, left) == []
     assert differing_tensors(MANIFEST, left, bytes(48)) == ["b", "c"]
     assert differing_tensors(MANIFEST, left, b"") == [], "left out on one side"
-    assert naming(["a"]) == "a"
-    assert naming(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
+    assert join_names(["a"]) == "a"
+    assert join_names(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"

@@ -15,7 +15,8 @@ from fourfold.config import LoraConfig
 from fourfold.errors import ConfigError
 from fourfold.nn import forward
 from fourfold.nn.batching import TokenBatch
-from fourfold.weights.source.dense import DenseSource, named_weights
+from fourfold.weights.source.dense import DenseSource
+from fourfold.weights.source.fused_params import named_weights
 from fourfold_trainer.zero.lora import Adapters
 from fourfold_trainer.zero.settings import deepspeed_settings
 from tests.support.architectures import build
@@ -97,7 +98,7 @@ def test_weights_are_sent_under_the_names_that_they_had(name: str) -> None:
     model = build(name, torch.float32)
     adapters = Adapters(LoraConfig(rank=3), model, source=Path("base"), seed=5)
     assert [spec.name for spec in DenseSource(model, rename=adapters.rename).manifest().tensors] == wanted
-    assert set(adapters.by_weight) < {owner for owner, _ in plain.owners}
+    assert set(adapters.by_weight) < {owner for owner, _ in plain.slices}
     assert all(not p.requires_grad for _, p in named_weights(model, adapters.rename))
 
 

@@ -14,9 +14,10 @@ import torch
 from fourfold.errors import DeadlinePassed, FourfoldError, StaleEpoch, Unavailable, WrongState
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.sender import WeightSender
-from fourfold.weights.source.dense import DenseSource, WeightSource
+from fourfold.weights.source.base import WeightSource
+from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.transport import cuda, sink
-from fourfold.weights.transport.base import Deadline, Group, ReceiveTransport, make_receiver
+from fourfold.weights.transport.base import Deadline, ReceiveTransport, TransferGroup, make_receiver
 from tests.fakes.cuda import Fabric, install
 from tests.support.weight_peers import PartSource, make_model
 
@@ -78,7 +79,7 @@ class Rig:
         self.senders = [WeightSender(source, rank=r, rank_count=ranks) for r, source in enumerate(sources)]
         self.manifest = sources[0].manifest()
         offers = [sender.make_offer(1, backend, receivers, timeout=5) for sender in self.senders]
-        group = Group(epoch=1, manifest=self.manifest, receiver_count=receivers)
+        group = TransferGroup(epoch=1, manifest=self.manifest, receiver_count=receivers)
         self.receivers = [make_receiver(backend, group, index, _CPU) for index in range(receivers)]
         for receiver in self.receivers:
             receiver.accept(offers)
@@ -313,7 +314,7 @@ def test_another_nccl_is_refused(fabric: Fabric, monkeypatch: pytest.MonkeyPatch
     source = DenseSource(make_model(1))
     offer = WeightSender(source, rank=0, rank_count=1).make_offer(1, "nccl", 1, timeout=5)
     monkeypatch.setattr(cuda, "nccl_version", lambda: 22000)
-    receiving = make_receiver("nccl", Group(epoch=1, manifest=source.manifest(), receiver_count=1), 0, _CPU)
+    receiving = make_receiver("nccl", TransferGroup(epoch=1, manifest=source.manifest(), receiver_count=1), 0, _CPU)
     with pytest.raises(WrongState, match="NCCL 22809, this engine 22000"):
         receiving.accept([offer])
 
@@ -335,7 +336,7 @@ def test_groups_of_one_epoch_are_served_one_after_the_other(fabric: Fabric) -> N
     offers = [sender.make_offer(1, backend, 1, group=i, timeout=5) for i, backend in enumerate(("cuda_ipc", "shm"))]
     with pytest.raises(StaleEpoch, match="group 3 of epoch 1"):
         sender.make_offer(1, "shm", 1, group=3, timeout=5)
-    group = Group(epoch=1, manifest=source.manifest(), receiver_count=1)
+    group = TransferGroup(epoch=1, manifest=source.manifest(), receiver_count=1)
     receivers = [make_receiver(backend, group, 0, _CPU) for backend in ("cuda_ipc", "shm")]
     for receiver, offer in zip(receivers, offers, strict=True):
         receiver.accept([offer])

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.errors import InvalidInput
-from fourfold.weights import digest
-from fourfold.weights.digest import add_sums, combine_digest, digest_of, partial_sums, span_sums
-from fourfold.weights.digest_sums import differing_tensors
-from fourfold.weights.manifest import Manifest, TensorSpec, partitions_of_pieces
+from fourfold.weights import tensor_sums
+from fourfold.weights.digest import add_sums, combine_digest, differing_tensors, digest_of
+from fourfold.weights.manifest import Manifest, TensorSpec, partition_spans
+from fourfold.weights.tensor_sums import partial_sums, span_sums
 
 _MODULUS = 1 << 64
 
@@ -34,18 +34,18 @@ def _random(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 64, 3 * 64 + 5])
 def test_sums_are_what_their_definition_says(dtype: torch.dtype, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "_ROW", 16)
-    monkeypatch.setattr(digest, "_ROWS", 4)
+    monkeypatch.setattr(tensor_sums, "_ROW", 16)
+    monkeypatch.setattr(tensor_sums, "_ROWS", 4)
     values = _random(count, dtype)
     assert span_sums(values, 12345) == _reference(values, 12345)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_accelerator_path_gives_the_same_sums(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest, "_DEVICE_BLOCK", 100)
+    monkeypatch.setattr(tensor_sums, "_DEVICE_BLOCK", 100)
     values = _random(1234, dtype)
-    plain, weighted = digest._device_sums(values)
-    assert (plain % _MODULUS, weighted % _MODULUS) == digest._cpu_sums(values) == _reference(values, 0)
+    plain, weighted = tensor_sums._device_sums(values)
+    assert (plain % _MODULUS, weighted % _MODULUS) == tensor_sums._cpu_sums(values) == _reference(values, 0)
 
 
 def test_sums_wrap_around_at_64_bits() -> None:
@@ -56,7 +56,7 @@ def test_sums_wrap_around_at_64_bits() -> None:
 
 
 def test_blocks_of_full_size_do_not_overflow() -> None:
-    values = torch.full((digest._ROW * digest._ROWS + 3,), -1, dtype=torch.int16).view(torch.bfloat16)
+    values = torch.full((tensor_sums._ROW * tensor_sums._ROWS + 3,), -1, dtype=torch.int16).view(torch.bfloat16)
     n = len(values)
     assert span_sums(values, 0) == (n * 0xFFFF % _MODULUS, n * (n + 1) // 2 * 0xFFFF % _MODULUS)
 
@@ -73,7 +73,7 @@ def test_sums_are_additive_over_any_split(count: int, data: st.DataObject) -> No
 
 def _manifest(counts: list[int], ranks: int) -> Manifest:
     tensors = [TensorSpec(name=f"t{i}", dtype="bfloat16", shape=(n,)) for i, n in enumerate(counts)]
-    spans = [s for i, t in enumerate(tensors) for s in partitions_of_pieces(i, [t], ranks, 1000 * i)]
+    spans = [s for i, t in enumerate(tensors) for s in partition_spans(i, [t], ranks, 1000 * i)]
     return Manifest(tensors=tuple(tensors), spans=tuple(spans), shard_bytes=(1000 * len(counts),) * ranks)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fourfold.errors import WrongState
 from fourfold.weights.apply.direct import DirectApplier, pieces
 from fourfold.weights.apply.reload import CannotApply, CopyRecorder, NamedTensors, Region, Trace, as_rectangle
-from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partitions_of_pieces
+from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_spans
 
 
 @settings(max_examples=300, deadline=None)
@@ -112,7 +112,7 @@ def _manifest(ranks: int) -> Manifest:
     spans: list[Span] = []
     offset = 0
     for index, spec in enumerate(specs):
-        spans += partitions_of_pieces(index, [spec], ranks, offset)
+        spans += partition_spans(index, [spec], ranks, offset)
         offset = aligned(offset + 2 * -(-spec.count // ranks))
     return Manifest(tensors=tuple(specs), spans=tuple(spans), shard_bytes=(offset,) * ranks)
 

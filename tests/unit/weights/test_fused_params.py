@@ -15,10 +15,12 @@ from torch import nn
 from transformers.core_model_loading import Concatenate, Interleave, Transpose, WeightConverter
 
 from fourfold.errors import WrongState
-from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partitions_of_pieces
-from fourfold.weights.source.dense import DenseSource, WeightSource, sent_parameters
+from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_count, partition_spans
+from fourfold.weights.source.base import WeightSource, torch_dtype
+from fourfold.weights.source.dense import DenseSource
+from fourfold.weights.source.fused_params import sent_parameters
 from fourfold.weights.source.lora import Adapter, MergedSource
-from fourfold.weights.transport.base import Shards, torch_dtype
+from fourfold.weights.transport.base import Shards
 from tests.support.architectures import build
 
 EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe"]
@@ -52,7 +54,7 @@ def test_an_engine_gets_what_save_pretrained_writes(name: str, loaded: bool, tmp
     for key, tensor in written.items():
         assert torch.equal(found[key], tensor) and found[key].shape == tensor.shape, key
     assert all(source.is_view(span) for span in source.manifest().spans)
-    pieces = [piece.name for piece in dict(source.owners).values()]
+    pieces = [piece.name for piece in dict(source.slices).values()]
     assert (len(pieces) < len(written)) == (name in EXPERTS)  # fewer parameters than tensors
 
 
@@ -85,7 +87,7 @@ def convert(model: Any, targets: str | list[str], sources: str | list[str], oper
 def test_a_tensor_that_only_a_copy_could_give_is_refused(sources: Any, targets: Any, operation: Any) -> None:
     model = build("llama", torch.bfloat16, hidden_size=48, head_dim=8)  # q_proj is not square
     convert(model, targets, sources, operation)
-    with pytest.raises(WrongState, match=r"LlamaForCausalLM cannot be sent: .*(stored|cannot be read off)"):
+    with pytest.raises(WrongState, match=r"LlamaForCausalLM cannot be sent: .*(stored|slice|cannot be located)"):
         DenseSource(model)
 
 
@@ -191,7 +193,7 @@ def test_partitions_that_cut_across_tensors_are_put_together_again(
         flat = torch.randn(count, generator=generator).to(torch_dtype(specs[0].dtype))
         size = partition_count(count, ranks)
         padded = torch.cat([flat, torch.full((size * ranks - count,), 7.0).to(flat.dtype)])
-        spans += partitions_of_pieces(len(tensors), specs, ranks, offset)
+        spans += partition_spans(len(tensors), specs, ranks, offset)
         tensors += specs
         flats.append(flat)
         end = aligned(offset + size * item)

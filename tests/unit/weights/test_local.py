@@ -18,7 +18,7 @@ from fourfold.weights.local import Publisher, PublishFailed
 from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.sender import SendResult, WeightSender
 from fourfold.weights.source.dense import DenseSource
-from fourfold.weights.worker_reply import error_answer
+from fourfold.weights.worker_control import error_reply
 from tests.support.weight_peers import make_model
 from tests.unit.weights.test_receiver import PlainModel
 
@@ -42,7 +42,7 @@ class PlainEngine:
         try:
             answer = getattr(self._receiver, method.removeprefix("weights_"))(*args)
         except FourfoldError as error:
-            return [error_answer(error)]
+            return [error_reply(error)]
         if isinstance(answer, ApplyReport):
             answer = asdict(answer)
         return [bytes(32) if method == self.lies_at else answer]

@@ -18,9 +18,10 @@ from fourfold.weights.manifest import (
     TensorSpec,
     aligned,
     partition_count,
-    partitions_of_pieces,
+    partition_spans,
 )
-from fourfold.weights.transport.base import Shards, torch_dtype
+from fourfold.weights.source.base import torch_dtype
+from fourfold.weights.transport.base import Shards
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -40,7 +41,7 @@ def layouts(draw: st.DrawFn) -> Manifest:
         places[index] = element
         element += partition_count(tensors[index].count, ranks) + gap
     item = tensors[0].item_bytes
-    spans = [s for i, t in enumerate(tensors) for s in partitions_of_pieces(i, [t], ranks, places[i] * item)]
+    spans = [s for i, t in enumerate(tensors) for s in partition_spans(i, [t], ranks, places[i] * item)]
     return Manifest(tensors=tuple(tensors), spans=tuple(spans), shard_bytes=(element * item,) * ranks)
 
 
@@ -81,7 +82,7 @@ def test_bytes_are_canonical_and_round_trip(manifest: Manifest) -> None:
 
 
 def test_a_tensor_with_fewer_elements_than_ranks_leaves_ranks_empty() -> None:
-    spans = partitions_of_pieces(0, [TensorSpec(name="t", dtype="bfloat16", shape=(3,))], 8, 64)
+    spans = partition_spans(0, [TensorSpec(name="t", dtype="bfloat16", shape=(3,))], 8, 64)
     assert [(s.rank, s.start, s.count) for s in spans] == [(0, 0, 1), (1, 1, 1), (2, 2, 1)]
 
 

@@ -9,8 +9,7 @@ import torch
 
 from fourfold.errors import WEIGHTS_REFUSED, DeadlinePassed, InvalidInput, StaleEpoch, WrongState
 from fourfold.weights.apply.reload import CopyRecorder, NamedTensors, ReloadApplier, Trace
-from fourfold.weights.digest import combine_digest
-from fourfold.weights.digest_sums import differing_tensors
+from fourfold.weights.digest import combine_digest, differing_tensors
 from fourfold.weights.manifest import Manifest, Span, TensorSpec
 from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.sender import WeightSender

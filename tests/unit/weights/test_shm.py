@@ -17,7 +17,7 @@ from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.transport import shm
-from fourfold.weights.transport.base import Deadline, Group, make_receiver
+from fourfold.weights.transport.base import Deadline, TransferGroup, make_receiver
 from tests.support.weight_peers import Collector, PartSource, Peer, make_model, receiver, sender
 
 _CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def trainer() -> Iterator[Peer]:
 def _join(trainer: Peer, epoch: int = 1) -> tuple[Manifest, shm.ShmReceiver]:
     manifest = Manifest.from_bytes(trainer.call("manifest"))
     offer = trainer.call("make_offer", epoch, "shm", 1)
-    receiving = make_receiver("shm", Group(epoch=epoch, manifest=manifest, receiver_count=1), 0, _CPU)
+    receiving = make_receiver("shm", TransferGroup(epoch=epoch, manifest=manifest, receiver_count=1), 0, _CPU)
     assert isinstance(receiving, shm.ShmReceiver)
     receiving.accept([offer])
     receiving.open(Deadline(5))
@@ -157,7 +157,7 @@ def test_an_offer_of_a_process_that_is_gone_or_recycled_is_unavailable() -> None
     trainer = Peer(sender, 1, 0, 0, 1)
     source = DenseSource(make_model(1))
     manifest = Manifest.from_bytes(trainer.call("manifest"))
-    group = Group(epoch=1, manifest=manifest, receiver_count=1)
+    group = TransferGroup(epoch=1, manifest=manifest, receiver_count=1)
     offer = trainer.call("make_offer", 1, "shm", 1)
     trainer.kill()
     receiving = make_receiver("shm", group, 0, _CPU)
@@ -178,7 +178,7 @@ def test_an_offer_of_a_process_that_is_gone_or_recycled_is_unavailable() -> None
 
 def test_the_mapping_is_read_only_and_cannot_shrink() -> None:
     source = DenseSource(make_model(1))
-    group = Group(epoch=1, manifest=source.manifest(), receiver_count=1)
+    group = TransferGroup(epoch=1, manifest=source.manifest(), receiver_count=1)
     ours = shm.ShmSender(group, 0, source)
     try:
         with pytest.raises(OSError):
@@ -198,7 +198,7 @@ def test_closing_gives_descriptors_and_memory_back() -> None:
     before = psutil.Process().num_fds()
     maps_before = _arena_maps()
     for epoch in range(20):
-        group = Group(epoch=epoch, manifest=source.manifest(), receiver_count=1)
+        group = TransferGroup(epoch=epoch, manifest=source.manifest(), receiver_count=1)
         receiving = make_receiver("shm", group, 0, _CPU)
         receiving.accept([weights.make_offer(epoch, "shm", 1, timeout=5)])
         receiving.open(Deadline(5))

@@ -17,21 +17,21 @@ from fourfold.weights.transport.base import (
     MAX_OFFER_BYTES,
     Backend,
     Deadline,
-    Group,
+    TransferGroup,
     available_backends,
     make_receiver,
     make_sender,
     unpack_offers,
 )
-from fourfold.weights.transport.host import host_id
-from fourfold.weights.worker_reply import error_answer, unwrap, unwrap_same
+from fourfold.weights.transport.locality import host_id
+from fourfold.weights.worker_control import error_reply, unwrap, unwrap_same
 from tests.support.weight_peers import make_model
 
 _BACKENDS = ["shm", "gloo"]
 
 
-def _group(epoch: int = 3, receiver_count: int = 1) -> Group:
-    return Group(epoch=epoch, manifest=DenseSource(make_model(0)).manifest(), receiver_count=receiver_count)
+def _group(epoch: int = 3, receiver_count: int = 1) -> TransferGroup:
+    return TransferGroup(epoch=epoch, manifest=DenseSource(make_model(0)).manifest(), receiver_count=receiver_count)
 
 
 _CPU = torch.device("cpu")
@@ -65,11 +65,11 @@ def test_an_offer_is_small_and_hides_nothing_in_other_lengths(backend: str) -> N
         sender.close()
 
 
-def _other(**changes: Any) -> Group:
+def _other(**changes: Any) -> TransferGroup:
     manifest = DenseSource(make_model(0), dtype=torch.float32).manifest() if changes.pop("other_model", 0) else None
     base = _group()
     values = {"epoch": base.epoch, "receiver_count": base.receiver_count, "manifest": manifest or base.manifest}
-    return Group(**{**values, **changes})
+    return TransferGroup(**{**values, **changes})
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def _other(**changes: Any) -> Group:
         (_other(other_model=1), InvalidInput, "another manifest"),
     ],
 )
-def test_an_offer_for_another_group_is_refused(group: Group, error: type[Exception], says: str) -> None:
+def test_an_offer_for_another_group_is_refused(group: TransferGroup, error: type[Exception], says: str) -> None:
     sender = make_sender("shm", _group(), 0, _source())
     try:
         with pytest.raises(error, match=says):
@@ -149,10 +149,10 @@ def test_host_id_is_stable_and_tells_nothing() -> None:
     assert int(host_id(), 16) >= 0
 
 
-def test_answers_carry_errors_as_what_they_were() -> None:
+def test_replies_carry_errors_as_what_they_were() -> None:
     assert unwrap([b"a", b"b"]) == [b"a", b"b"]
     assert unwrap_same([b"a", b"a"]) == b"a"
-    with pytest.raises(Internal, match="different things"):
+    with pytest.raises(Internal, match="different results"):
         unwrap_same([b"a", b"b"])
     for error in (
         WrongState("no"),
@@ -161,7 +161,7 @@ def test_answers_carry_errors_as_what_they_were() -> None:
         Internal("x"),
     ):
         with pytest.raises(type(error), match=f"engine worker 1: {error.message}") as caught:
-            unwrap([{"direct": 0}, error_answer(error)])
+            unwrap([{"direct": 0}, error_reply(error)])
         assert caught.value.reason == error.reason
 
 

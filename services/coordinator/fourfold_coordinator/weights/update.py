@@ -31,7 +31,7 @@ from fourfold.config import Config
 from fourfold.errors import FourfoldError, Internal, StaleEpoch, Unavailable, WrongState
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
-from fourfold.weights.digest_sums import differing_tensors, naming
+from fourfold.weights.digest import differing_tensors, join_names
 
 from ..routing.replica import Replica
 from ..routing.router import INFO_SECONDS
@@ -295,7 +295,8 @@ class WeightUpdater:
             try:
                 sums = await engine.replica.call(engine.replica.control.sums(epoch=self._epoch, timeout=_SUMS_SECONDS))
                 tensors = differing_tensors(self._manifest, sent.sums, sums)
-                which = f"{naming(tensors)} differ" if len(tensors) > 1 else f"{naming(tensors) or 'no tensor'} differs"
+                names = join_names(tensors) or "no tensor"
+                which = f"{names} differ" if len(tensors) > 1 else f"{names} differs"
             except FourfoldError as error:
                 which = f"it does not say which tensors: {error.message}"
         return WrongState(

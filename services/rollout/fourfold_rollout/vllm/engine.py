@@ -21,8 +21,7 @@ from vllm.inputs.engine import tokens_input
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from fourfold.errors import DeadlinePassed, Internal, Unavailable
-from fourfold.weights.abort_flag import StopFlag
-from fourfold.weights.worker_reply import unwrap, unwrap_same
+from fourfold.weights.worker_control import AbortFlag, unwrap, unwrap_same
 from fourfold_rollout.engine import (
     EngineDescription,
     EngineLoad,
@@ -48,7 +47,7 @@ _STUCK_SECONDS: Final = 10.0
 _DESCRIBE_SECONDS: Final = 30.0
 _ABORT_SECONDS: Final = 10.0
 _SHUTDOWN_SECONDS: Final = 1.2
-_STOP_FLAG: Final = "stop"
+_ABORT_FLAG: Final = "abort-flag"
 # Rows for samples that end while others come.
 _SPARE_ROWS: Final = 64
 _LARGE_TABLE_BYTES: Final = 1 << 30
@@ -62,8 +61,8 @@ class VllmEngine:
         self._settings = settings
         self._llm = launched.llm
         self._barrier = OutputBarrier(launched.llm)
-        self._stop_path = launched.scratch.path / _STOP_FLAG
-        self._stop_flag = StopFlag.create(self._stop_path)
+        self._abort_path = launched.scratch.path / _ABORT_FLAG
+        self._abort_flag = AbortFlag.create(self._abort_path)
         self._live: dict[int, VllmSample] = {}
         self._logprobs: LogprobTable | None = None
         self._sampled = 0
@@ -218,7 +217,7 @@ class VllmEngine:
             terms.receiver_count,
             terms.first_receiver_index,
             timeout,
-            str(self._stop_path),
+            str(self._abort_path),
             timeout=timeout,
         )
         report = unwrap_same(answers)
@@ -244,7 +243,7 @@ class VllmEngine:
 
     def stop_transfers(self, *, epoch: int) -> None:
         """End at once what the workers wait for; they look at a word of memory."""
-        self._stop_flag.give_up(epoch)
+        self._abort_flag.abort(epoch)
 
     async def weight_sums(self, *, epoch: int) -> bytes:
         """Return the sums of every tensor that was received last."""

@@ -11,8 +11,7 @@ from fourfold.bounds import check_number
 from fourfold.errors import InvalidInput
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as pb_grpc
-from fourfold.weights.transport.devices import reachable_gpus
-from fourfold.weights.transport.host import host_id
+from fourfold.weights.transport.locality import host_id, reachable_gpus
 from fourfold_trainer.service.servicer import time_left
 from fourfold_trainer.service.state import TrainerCore
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from fourfold import metrics
 from fourfold.arrays import Float32Array
 from fourfold.config import AlgorithmConfig, CriticConfig
-from fourfold.nn.transfer import to_device
+from fourfold.nn.sequence import to_device
 from fourfold_trainer.algorithm import corrections, kl, losses
 from fourfold_trainer.algorithm.losses import TokenLoss
 from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch

@@ -15,7 +15,9 @@ from fourfold.config import Config
 from fourfold.nn import forward, router
 from fourfold.nn.batching import TokenBatch
 from fourfold.nn.sequence import Exchange
-from fourfold.weights.source.dense import DenseSource, ParameterSource, WeightSource, named_weights
+from fourfold.weights.source.base import ParameterSource, WeightSource
+from fourfold.weights.source.dense import DenseSource
+from fourfold.weights.source.fused_params import named_weights
 from fourfold.weights.source.lora import MergedSource, merged
 from fourfold.weights.source.zero3 import Zero3Source, gathering, make_whole
 from fourfold_trainer.checkpoint import store

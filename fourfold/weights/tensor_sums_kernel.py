@@ -1,10 +1,10 @@
-"""The sums of `digest` on a GPU: one launch for any number of spans, each read once at the speed of the memory.
+"""Computes the sums of `digest` on a GPU: one launch for any number of spans, each read once at memory bandwidth.
 
-    program (p, l)  takes blocks l, l + LANES, ... of part p; word j of its i-th block has index
-                    l * BLOCK + i * LANES * BLOCK + j  in the part
+Program (p, l) takes blocks l, l + LANES, ... of part p. Word j of its i-th block has the index
 
-so that sum((index + 1) * w) needs per word one product of 16 by 15 bits, and everything else once
-at the end.
+    l * BLOCK + i * LANES * BLOCK + j        in the part
+
+so sum((index + 1) * w) costs one 16 by 15 bit product per word; the other terms are computed once at the end.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 
 _BLOCK = 2048
 _LANES = 128
-# i * w must fit 31 bits.
-_MOST_BLOCKS = 1 << 15
+_MAX_BLOCKS = 1 << 15  # of one program: i * w must fit 31 bits
 
 
 def add_sums_(sums: Tensor, values: Sequence[Tensor], starts: Sequence[int], rows: Sequence[int]) -> None:
-    """Add both sums of every part to a row of `sums`, modulo 2**64.
+    """Add both sums of every part to a row of `sums`, modulo 2**64, on the current stream.
 
     Args:
         sums: int64 [n, 2], on the GPU.
-        values: 1-D, contiguous, of 16 bits each, on the same GPU, at most 2**33 elements; they must stay
-            until the kernel has run.
+        values: parts, each 1-D, contiguous, of 16-bit elements, on the same GPU, with at most 2**33 elements. The
+            caller keeps them alive until the kernel has run.
         starts: index of each part's first element in its tensor.
-        rows: which row of `sums` each belongs to.
+        rows: row of `sums` that each part belongs to.
     """
-    assert max(len(v) for v in values) <= _MOST_BLOCKS * _LANES * _BLOCK, "cut into smaller parts"
+    assert max(len(v) for v in values) <= _MAX_BLOCKS * _LANES * _BLOCK, "cut into smaller parts"
+    # Triton loads 16 bytes at once only where it is compiled for that alignment.
     aligned = [index for index, v in enumerate(values) if v.data_ptr() % 16 == 0]
     others = [index for index, v in enumerate(values) if v.data_ptr() % 16]
     for chosen, alignment in ((aligned, 16), (others, 2)):

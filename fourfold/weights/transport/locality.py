@@ -1,47 +1,61 @@
-"""Which GPUs of this host can read each other's memory. No torch here.
+"""Tells which processes and which GPUs of a host can read each other's memory. Needs no torch.
 
-Asked of NVIDIA's management library, which sees every GPU of the host, also those that another process was given:
+NVIDIA's management library sees every GPU of the host, including those that this process may not use:
 
     engine's GPU --- the same as a rank's ------------ reads its memory
                  `-- peer access (NVLink, PCIe) ------ reads its memory
-                 `-- none, or one of them in MIG mode  does not: slices are kept apart
+                 `-- none, or one of them in MIG mode  does not read it: CUDA isolates MIG slices
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import socket
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
 
 _log = logging.getLogger(__name__)
-# NVML_P2P_CAPS_INDEX_READ of nvml.h; nvidia-ml-py has a tuple of it under that name, which it does not take.
+# NVML_P2P_CAPS_INDEX_READ of nvml.h. nvidia-ml-py exports a 1-tuple under that name, which its own call rejects.
 _P2P_READ: Final = 0
+
+
+def host_id() -> str:
+    """Return a name that is equal for processes that can map each other's memory.
+
+    It is a hash of host name, boot, PID and IPC namespace: 32 hexadecimal digits that disclose none of these.
+    """
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/ipc"):
+        parts.append(_read(Path(path)))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def reachable_gpus(device_uuids: Sequence[bytes]) -> list[bytes]:
     """Return the CUDA UUIDs of the host's GPUs that can read the memory of every one of `device_uuids`.
 
     Args:
-        device_uuids: CUDA UUIDs of the ranks' GPUs, 16 bytes each; a GPU may come twice.
+        device_uuids: CUDA UUIDs of the ranks' GPUs, 16 bytes each, in any order and with repetitions.
 
     Returns:
-        UUIDs in the order of the driver; none when there are no ranks on GPUs, when one of theirs is a slice (MIG), or
-        when the library or the driver does not tell.
+        UUIDs in the driver's order. Empty without ranks on GPUs, when one of theirs is a MIG slice, and when the
+        library or the driver is missing.
     """
     if not device_uuids:
         return []
     try:
         nvml: Any = import_module("pynvml")
     except ImportError:
-        _log.warning("no GPU is known to reach another without nvidia-ml-py; pip install nvidia-ml-py")
+        _log.warning("Peer access of GPUs unknown: nvidia-ml-py is not installed; pip install nvidia-ml-py")
         return []
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        _log.warning("the NVIDIA driver does not answer (%s), so that no GPU is known to reach another", error)
+        _log.warning("Peer access of GPUs unknown: NVML did not start. error=%s", error)
         return []
     try:
         gpus = _whole_gpus(nvml)
@@ -53,21 +67,28 @@ def reachable_gpus(device_uuids: Sequence[bytes]) -> list[bytes]:
         nvml.nvmlShutdown()
 
 
+def _read(path: Path) -> str:
+    try:
+        return str(path.readlink()) if path.is_symlink() else path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
 def _whole_gpus(nvml: Any) -> dict[bytes, Any]:
-    """Return the handles of the GPUs that are not in MIG mode, by CUDA UUID; those we may not look at are left out."""
+    """Return NVML handles by CUDA UUID, without GPUs in MIG mode and GPUs that this user may not query."""
     gpus = {}
     for index in range(nvml.nvmlDeviceGetCount()):
         with suppress(nvml.NVMLError):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            if not _in_slices(nvml, handle):
+            if not _is_mig(nvml, handle):
                 gpus[_cuda_uuid(nvml.nvmlDeviceGetUUID(handle))] = handle
     return gpus
 
 
-def _in_slices(nvml: Any, handle: Any) -> bool:
+def _is_mig(nvml: Any, handle: Any) -> bool:
     try:
         current, _ = nvml.nvmlDeviceGetMigMode(handle)
-    except nvml.NVMLError:  # a GPU that has no such mode
+    except nvml.NVMLError:  # GPUs before Ampere have no MIG mode
         return False
     return bool(current)
 
@@ -81,6 +102,6 @@ def _reads(nvml: Any, reader: Any, owner: Any) -> bool:
 
 
 def _cuda_uuid(text: str | bytes) -> bytes:
-    """Return the 16 bytes of "GPU-6e1f...": what CUDA calls the UUID of the device."""
+    """Return the 16 bytes that CUDA calls the UUID of the device, from NVML's "GPU-6e1f..."."""
     word = text.decode("ascii") if isinstance(text, bytes) else text
     return uuid.UUID(word.removeprefix("GPU-")).bytes

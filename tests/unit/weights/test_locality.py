@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fourfold.weights.transport.devices import reachable_gpus
+from fourfold.weights.transport.locality import reachable_gpus
 
 
 def gpu(number: int) -> bytes:

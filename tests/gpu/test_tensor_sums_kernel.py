@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fourfold.weights.digest import partial_sums
 from fourfold.weights.manifest import Manifest, Span, TensorSpec
+from fourfold.weights.tensor_sums import partial_sums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

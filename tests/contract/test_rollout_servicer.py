@@ -116,18 +116,18 @@ class TestGenerate:
     async def test_only_who_can_wait_a_little_is_asked_for(
         self, service: Service, seconds: float | None, streaming: bool, asked: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        gives: list[FakeSample] = []
-        monkeypatch.setattr(FakeSample, "give", lambda sample: gives.append(sample))
+        flushes: list[FakeSample] = []
+        monkeypatch.setattr(FakeSample, "flush", lambda sample: flushes.append(sample))
         answer = asyncio.create_task(collect(service, request(flush_seconds=seconds)))
         await service.running(1)
         await asyncio.sleep(0.05)
         assert service.engine.samples[0].request.streaming is streaming
-        assert min(len(gives), 1) == asked
+        assert min(len(flushes), 1) == asked
         service.engine.tick(4)
         await answer
-        given = len(gives)
+        given = len(flushes)
         await asyncio.sleep(0.03)
-        assert len(gives) == given, "its timer lives on"
+        assert len(flushes) == given, "its timer lives on"
 
     async def test_calls_that_arrive_together_are_one_batch_in_order_of_id(self, service: Service) -> None:
         service.servicer._coalescer._quiet, service.servicer._coalescer._longest = 0.5, 5.0

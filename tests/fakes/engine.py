@@ -58,7 +58,7 @@ class FakeSample:
         """How many."""
         return len(self.versions)
 
-    def give(self) -> None:
+    def flush(self) -> None:
         """Hand over the new tokens, or the next."""
         self.asked = self.tokens == self.given
         if self.finish is None and not self.asked:

@@ -1,1 +1,1 @@
-"""Samples from the policy: vLLM behind gRPC, token ids in, tokens and log-probabilities out."""
+"""The rollout service: samples from the policy with vLLM and serves tokens and log-probabilities over gRPC."""

@@ -1,7 +1,7 @@
-"""What the service needs of an engine. vLLM's implementation is `fourfold_rollout.vllm.engine`; tests bring a fake.
+"""The interface between the rollout service and an inference engine, and the types that cross it.
 
-The servicer hands over samples, one by one or several at once, each with the sink that takes its
-outputs; the weight state machine (`weights.py`) makes sure that nothing is sampled while weights change.
+`fourfold_rollout.vllm.engine` implements `RolloutEngine` with vLLM; tests bring a fake. `update/controller.py` ensures
+that the engine samples nothing while its weights change.
 """
 
 from __future__ import annotations
@@ -30,41 +30,31 @@ class Finish(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What to start."""
+    """The model, the limits and the options that an engine starts with."""
 
-    folder: Path
-    """Hugging Face model folder."""
+    folder: Path  # Hugging Face model folder
     dtype: Literal["bfloat16", "float32"]
     max_context_tokens: int
     max_concurrent_samples: int
     max_batched_tokens: int
     enforce_eager: bool
-    kv_cache_gib: int | None
-    """On each GPU; None: 1 on CPU, and what `gpu_memory_utilization` leaves on GPUs."""
-    gpus: int
-    """0: CPU."""
+    kv_cache_gib: int | None  # on each GPU; None: 1 on CPU, the rest of `gpu_memory_utilization` on GPUs
+    gpus: int  # 0: CPU
     gpu_memory_utilization: float
     seed: int
-    sleep_mode: bool = False
-    """Memory that can be given up while nobody samples; no effect on CPU."""
-    quantization: str = ""
-    """vLLM's name of a way to hold the weights; empty: as they come."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the engine itself, by its own names; checked when it starts."""
+    sleep_mode: bool = False  # lets the engine free its memory between steps; no effect on CPU
+    quantization: str = ""  # vLLM's name of a weight format; empty: the checkpoint's own
+    options: Mapping[str, Any] = field(default_factory=dict)  # vLLM's options by their own names, checked at the start
+    disabled_patches: frozenset[str] = frozenset()  # patches of vLLM that are left out; see vllm/patches/README.md
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SampleOutput:
-    """New tokens of one sample since its last output.
-
-    n tokens; the arrays are of nobody else.
-    """
+    """The n new tokens of one sample since its last output. The receiver owns the arrays."""
 
     token_ids: Int32Array  # [n]
-    logprobs: Float32Array  # [n]
-    """Natural log, of the distribution that was sampled from (temperature, top-p and top-k applied)."""
-    finish: Finish | None = None
-    """Set on the last output."""
+    logprobs: Float32Array  # [n], natural log, of the distribution after temperature, top-p and top-k
+    finish: Finish | None = None  # set on the last output
 
     def __add__(self, later: SampleOutput) -> SampleOutput:
         return SampleOutput(
@@ -75,22 +65,19 @@ class SampleOutput:
 
 
 class SampleSink(Protocol):
-    """Takes the outputs of some samples. Called on the event loop, from the moment of `submit`; never waits."""
+    """Receives the outputs of one call's samples, on the event loop, from `submit` on. No method may block."""
 
     def put(self, index: int, output: SampleOutput) -> None:
-        """Take the next tokens of a sample; after one with `finish` none comes."""
-        ...
+        """Take the next tokens of a sample. No output follows one with `finish`."""
 
     def boundary(self, index: int, token_count: int) -> None:
-        """Know that sampling stands still, and a sample has `token_count` tokens, `put` or not.
+        """Note that sampling is paused with `token_count` tokens sampled, `put` or not.
 
-        The ones after them may come from other weights.
+        The tokens after them may come from other weights.
         """
-        ...
 
     def fail(self, error: FourfoldError) -> None:
-        """Know that a sample gets nothing any more: the engine died, or gave what cannot be used."""
-        ...
+        """End a sample with an error: the engine died or returned an unusable output. No output follows."""
 
 
 class EngineSample(Protocol):
@@ -98,180 +85,142 @@ class EngineSample(Protocol):
 
     @property
     def request(self) -> SampleRequest:
-        """What was asked for."""
-        ...
+        """The request of this sample."""
 
-    def give(self) -> None:
-        """`put` what is sampled and not put yet; if nothing is, the next tokens as they come, once.
+    def flush(self) -> None:
+        """`put` the tokens that were not put yet. If there are none, put the next tokens once, as they come.
 
-        Raises nothing; does nothing after the end.
+        Raises nothing. Does nothing after the end of the sample.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """One sample to draw. Everything is checked already."""
+    """One sample to draw, with every value checked."""
 
-    key: str
-    """Unique among the samples in flight."""
+    key: str  # unique among the samples in flight
     prompt_token_ids: list[int]
     temperature: float
     top_p: float
-    top_k: int
-    """0: all tokens."""
+    top_k: int  # 0: all tokens
     max_tokens: int
-    stop_token_ids: tuple[int, ...]
-    """All of them, the model's own included."""
+    stop_token_ids: tuple[int, ...]  # includes the model's own
     seed: int
-    cache_salt: str
-    """Prompts share cached prefixes only under one salt: that of the weights (`Lease.cache_salt`)."""
-    streaming: bool
-    """Give tokens as they come; otherwise at the end, but for those that `Sample.give` asks for."""
+    cache_salt: str  # prompts share cached prefixes only under one salt: that of the weights (`RequestLease`)
+    streaming: bool  # True: put tokens as they come; False: at the end, and on `EngineSample.flush`
     sink: SampleSink = field(repr=False, compare=False)
-    """Takes the outputs."""
-    index: int = 0
-    """Tells the sink's samples apart."""
+    index: int = 0  # identifies the sample to its sink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDescription:
-    """What never changes while an engine lives."""
+    """The constant properties of a running engine."""
 
     version: str
     device_type: str
     device_uuids: tuple[bytes, ...]
-    backends: tuple[str, ...]
-    """Weight transports, best first."""
+    backends: tuple[str, ...]  # weight transports, best first
     worker_count: int
     vocabulary_size: int
     max_context_tokens: int
-    kv_cache_tokens: int
-    """Tokens that the KV cache holds; 0: not known."""
+    kv_cache_tokens: int  # 0: not known
     sleep_mode: bool = False
-    """Whether it can sleep."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """What an engine holds at a moment."""
+    """The load of an engine at one moment."""
 
     running_samples: int
-    sampled_tokens: int
-    """Since the start, those of running samples that are not handed over yet included."""
-    held_tokens: int
-    """Of the running samples: prompts and what is sampled."""
+    sampled_tokens: int  # since the start, including those of running samples that were not put yet
+    held_tokens: int  # prompts and sampled tokens of the running samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochTerms:
-    """What an engine joins a weight epoch with; the fields are those of OpenWeightsRequest."""
+    """The fields of OpenWeightsRequest."""
 
     epoch: int
     backend: str
     manifest: bytes = field(repr=False)
-    offers: tuple[bytes, ...] = field(repr=False)
-    """Opaque, never logged."""
+    offers: tuple[bytes, ...] = field(repr=False)  # opaque addresses of the senders; never logged
     receiver_count: int
     first_receiver_index: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenReport:
-    """How an engine will apply weights."""
+    """How an engine applies the weights of an epoch."""
 
-    direct_tensor_count: int
-    """Tensors that are written in place."""
+    direct_tensor_count: int  # tensors that are written in place
     reload_tensor_count: int
-    reload_reason: str = ""
-    """Why tensors are reloaded that the device could write in place; empty: none is."""
+    reload_reason: str = ""  # why tensors are reloaded that the device could write in place; empty: there are none
 
 
 class RolloutEngine(Protocol):
-    """An engine that runs. Every method may raise `Unavailable` when it is dead."""
+    """A running engine. Every method may raise `Unavailable` when the engine is dead."""
 
     @property
     def description(self) -> EngineDescription:
-        """What it is."""
-        ...
+        """The constant properties of the engine."""
 
     @property
     def running_count(self) -> int:
-        """Samples submitted and not finished."""
-        ...
+        """The number of samples submitted and not finished."""
 
     def load(self) -> EngineLoad:
-        """Return what it holds now: one pass over the running samples."""
-        ...
+        """Return the present load, in one pass over the running samples."""
 
     async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[EngineSample]:
-        """Start samples; all of them join the same engine step, in this order."""
-        ...
+        """Start samples. All of them join the same engine step, in this order."""
 
     async def abandon(self, samples: Sequence[EngineSample]) -> None:
-        """End samples that nobody wants any more; finished ones are left alone. Their sinks take nothing more."""
-        ...
+        """End samples without further output to their sinks. Finished samples are ignored."""
 
     async def interrupt(self) -> None:
-        """End all running samples with the tokens they have, `Finish.ABORTED`."""
-        ...
+        """End all running samples with the tokens that they have and `Finish.ABORTED`."""
 
     async def settle(self) -> None:
-        """Return when no step is under way any more. Nothing may be running."""
-        ...
+        """Return when no engine step is in progress. No sample may be running."""
 
     async def pause(self) -> None:
-        """Stop sampling where it stands. Running samples stay, and new ones wait, until `resume` or `interrupt`.
+        """Stop sampling. Running samples stay and new ones wait, until `resume` or `interrupt`.
 
-        Returns when no step is under way, everything that is sampled is `put` or counted, and the sink of every
-        running sample knows the boundary. When it fails, sampling goes on.
+        Returns when no step is in progress, every sampled token is put or counted, and the sink of every running
+        sample has got its boundary. If it fails, sampling goes on.
         """
-        ...
 
     async def resume(self) -> None:
-        """Go on after `pause`; returns at once."""
-        ...
+        """Continue sampling after `pause`. Does not wait for the engine."""
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of each token after the ones before it, at temperature 1; the first is NaN."""
-        ...
+        """Return the log-probability of each token given those before it, at temperature 1. The first is NaN."""
 
     async def open_weights(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
-        """Join an epoch.
+        """Join a weight epoch.
 
         Raises:
-            InvalidInput, WrongState: it does not fit; nothing changed.
-            StaleEpoch, DeadlinePassed, Unavailable: it was stopped, or the senders cannot be met; the epoch is closed.
+            InvalidInput, WrongState: the manifest does not fit the model; nothing changed.
+            StaleEpoch, DeadlinePassed, Unavailable: stopped, or a sender is unreachable; the epoch is closed.
         """
-        ...
 
     async def receive_weights(self, *, epoch: int, policy_version: int, skip_sums: bool, timeout: float) -> bytes:
-        """Receive and load a version; return its digest. Nothing may be sampled meanwhile."""
-        ...
+        """Receive and load a version; return its digest. No sample may run meanwhile."""
 
     async def commit_weights(self, *, epoch: int, policy_version: int) -> None:
-        """Note that the received version is served now."""
-        ...
+        """Record that the received version is now served."""
 
     async def abort_weights(self, *, epoch: int) -> bool:
-        """Close the epoch; return whether the weights are whole and the served version's."""
-        ...
+        """Close the epoch; return whether the loaded weights are exactly those of the served version."""
 
     def stop_transfers(self, *, epoch: int) -> None:
-        """End at once what the workers wait for in `epoch` and those before it. Nothing is waited for."""
-        ...
+        """End every wait of the workers in `epoch` and earlier epochs. Returns at once."""
 
     async def weight_sums(self, *, epoch: int) -> bytes:
-        """Return the sums of every tensor that was received last, 16 bytes each; none when they were skipped."""
-        ...
+        """Return the 16-byte sums of the tensors received last; empty if the sums were skipped."""
 
     async def sleep(self, level: int, *, timeout: float) -> None:
-        """Give memory up: the KV cache, and the weights, which wait in the host's memory (1) or are lost (2).
-
-        Nothing may be running.
-        """
-        ...
+        """Free GPU memory: the KV cache, and the weights (1: copied to host memory, 2: dropped). No sample may run."""
 
     async def wake(self, tags: Sequence[str], *, timeout: float) -> None:
-        """Take memory again: "weights", "kv_cache" or both; none that is awake."""
-        ...
+        """Allocate freed memory again: "weights", "kv_cache" or both. None of the tags may be awake."""

@@ -1,4 +1,4 @@
-"""What a router wants to know of an engine: how much runs, how much room is left, how fast it samples."""
+"""Measures the load of an engine for WatchLoad: running samples, free KV cache, tokens per second."""
 
 from __future__ import annotations
 
@@ -10,50 +10,46 @@ from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold_rollout.engine import RolloutEngine
 
 _WINDOW_SECONDS: Final = 10.0
-# Reports that come faster, of several watchers for example, share an interval.
+# Reports that follow each other faster, for example to several watchers, share an interval.
 _INTERVAL_SECONDS: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """The fields of WatchLoadResponse that tell of the engine."""
+    """The fields of WatchLoadResponse that come from the engine."""
 
     running_samples: int
-    sampled_tokens: int
-    """Since the start; never falls."""
+    sampled_tokens: int  # since the start; never falls
     free_kv_cache_tokens: int
-    token_rate: float
-    """Tokens a second over the last ten seconds in which samples ran; 0: none did yet."""
+    token_rate: float  # tokens per second over the last ten seconds in which samples ran; 0: none ran yet
 
 
 class LoadMeter:
-    """Reads an engine whenever somebody wants a report; one pass over its samples each time."""
+    """Measures one engine on demand, in one pass over its samples."""
 
     def __init__(self, engine: RolloutEngine, clock: Clock = SYSTEM_CLOCK) -> None:
         self._engine = engine
         self._clock = clock
-        self._last_count = engine.load().sampled_tokens  # of the warm-up
+        self._last_count = engine.load().sampled_tokens  # the tokens of the warm-up do not count
         self._sampled = self._counted = 0
         self._since = clock.monotonic()
         self._busy = False
-        self._intervals: deque[tuple[float, int]] = deque()
-        """Seconds and tokens, oldest first, of intervals in which samples ran."""
+        self._intervals: deque[tuple[float, int]] = deque()  # (seconds, tokens) with running samples, oldest first
 
     def read(self, *, updating: bool) -> LoadReport:
-        """Return the load now.
+        """Return the present load.
 
         Args:
-            updating: weights are being replaced, or the engine joins those who send them; nothing is sampled, and that
-                says nothing of the speed.
+            updating: weights are being replaced or an epoch is being joined; this time does not count for the rate.
         """
         load = self._engine.load()
-        # An abandoned sample takes along what it had not handed over.
+        # The engine's count falls by the tokens that an abandoned sample had not put.
         self._sampled += max(0, load.sampled_tokens - self._last_count)
         self._last_count = load.sampled_tokens
         now = self._clock.monotonic()
         if now - self._since >= _INTERVAL_SECONDS:
             tokens = self._sampled - self._counted
-            # Nobody asked for long: most of that time nothing may have run.
+            # After a long time without a report, most of that time may have passed without samples.
             unwatched = not self._busy and now - self._since > _WINDOW_SECONDS
             if not unwatched and (tokens or (self._busy and not updating)):
                 self._add(now - self._since, tokens)

@@ -1,9 +1,4 @@
-"""The role `rollout`: `fourfold serve rollout RECIPE` runs this until it is told to stop.
-
-The engine is started before anything else of the service: its process is forked from this
-one, and that must happen before gRPC has threads. So the port opens when the engine is
-ready, some fifteen seconds after the start.
-"""
+"""Runs the rollout service: `fourfold serve rollout RECIPE` starts the engine, then opens the ports."""
 
 from __future__ import annotations
 
@@ -47,7 +42,7 @@ _CONTROL_SERVICE: Final = control_pb.DESCRIPTOR.services_by_name["RolloutControl
 
 
 def main(options: ServeOptions) -> int:
-    """Serve until the end; return the process's exit code."""
+    """Serve until a signal or a fatal error. The process exits here."""
     config = options.config
     host = ServiceHost(options, role=Role.ROLE_ROLLOUT)
     check_ports(options.listen, config.rollout.public_listen)
@@ -57,23 +52,24 @@ def main(options: ServeOptions) -> int:
     environment.prepare(settings)
     from fourfold_rollout.vllm.engine import VllmEngine
 
+    # The engine's process is forked from this one, which must happen before gRPC has threads.
     engine = VllmEngine.start(settings, fork=True)
-    # The many objects of vLLM and torch stay for good, and one pass of the collector over them stops the event loop for
-    # half a second, so it shall not look at them again.
+    # The objects of vLLM and torch live as long as the process. A collection that visits them blocks the event loop for
+    # half a second, so they are excluded from now on.
     gc.collect()
     gc.freeze()
     code = asyncio.run(_serve(host, engine, settings))
-    # Not through the interpreter's end: taking apart all that vLLM imported takes seconds.
+    # The interpreter's own shutdown takes seconds to free the modules that vLLM imported.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def check_ports(*addresses: str) -> None:
-    """Find out now, and not after the engine's start, that a port is taken. Empty addresses are left out.
+    """Check that the ports are free, before the engine starts. Empty addresses are ignored.
 
     Raises:
-        ConfigError: another process listens there, or this machine cannot.
+        ConfigError: another process uses the port, or this machine does not have the address.
     """
     for address in filter(None, addresses):
         host, port = split_target(address)
@@ -87,7 +83,7 @@ def check_ports(*addresses: str) -> None:
 
 
 def engine_settings(config: Config, folder: Path) -> EngineSettings:
-    """Return what a recipe asks of the engine."""
+    """Return the engine's settings in a recipe."""
     rollout, limits = config.rollout, rollout_plan(config)
     on_cpu = rollout.gpus_per_replica == 0
     return EngineSettings(
@@ -108,13 +104,13 @@ def engine_settings(config: Config, folder: Path) -> EngineSettings:
 
 
 def model_stop_token_ids(folder: Path) -> tuple[int, ...]:
-    """Return the model's end-of-sequence ids, of generation_config.json and config.json."""
+    """Return the end-of-sequence ids in generation_config.json and config.json."""
     ids = [*_eos_ids(folder / "generation_config.json"), *_eos_ids(folder / "config.json")]
     return tuple(dict.fromkeys(ids))
 
 
 def model_sha256(folder: Path) -> bytes:
-    """Return the 32-byte hash of config.json, parsed and written canonically."""
+    """Return the 32-byte SHA-256 of config.json in canonical form, so that formatting does not change it."""
     canonical = json.dumps(_json(folder / "config.json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).digest()
 
@@ -148,7 +144,7 @@ async def _serve(host: ServiceHost, engine: VllmEngine, settings: EngineSettings
 
 
 def _agents_part(options: ServeOptions) -> dict[str, Any]:
-    """Return what agents together may use of the service, as fields of `Limits`."""
+    """Return the part of the service for all agents together, as fields of `GenerateLimits`."""
     if not options.coordinator:
         return {}
     config = options.config

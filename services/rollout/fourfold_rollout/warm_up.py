@@ -1,8 +1,7 @@
-"""Has an engine do once, before anybody waits for it, what its first caller would otherwise pay for.
+"""Samples and probes once before the service is ready, so that no caller waits for kernels to compile.
 
-Kernels are compiled when they are first needed: Triton's of the sampler and of the log-probabilities on GPUs, and those
-of a probe. A part of it cannot be seen beforehand, so the engine samples for real: two tokens as an agent asks for
-them, two with top-k and top-p, and a probe.
+Kernels are compiled at their first use: on GPUs Triton's kernels of the sampler and of the log-probabilities, and those
+of a probe. vLLM has no list of them, so the engine draws two tokens without and two with top-k and top-p, and probes.
 """
 
 from __future__ import annotations
@@ -16,19 +15,18 @@ from fourfold.errors import DeadlinePassed, FourfoldError
 from fourfold_rollout.engine import RolloutEngine, SampleOutput, SampleRequest
 
 _log = logging.getLogger(__name__)
-# With an empty cache of compiled kernels, on a machine that is busy.
+# Enough for a busy machine with an empty cache of compiled kernels.
 _SECONDS: Final = 120.0
 _PROMPT: Final = [0, 0]
-_FILTERS: Final = ((1.0, 0), (0.9, 2))
-"""top_p and top_k of each sample."""
+_FILTERS: Final = ((1.0, 0), (0.9, 2))  # (top_p, top_k) of each sample
 
 
 async def warm_up(engine: RolloutEngine, *, timeout: float = _SECONDS) -> None:
-    """Sample and probe; nothing of it stays in the engine. Nobody else may use it yet.
+    """Sample and probe. The engine must have no other user yet.
 
     Raises:
-        DeadlinePassed: it has not done so in time.
-        Unavailable, Internal: it cannot.
+        DeadlinePassed: not done after `timeout` seconds.
+        Unavailable, Internal: the engine failed.
     """
     began = time.monotonic()
     try:
@@ -41,7 +39,7 @@ async def warm_up(engine: RolloutEngine, *, timeout: float = _SECONDS) -> None:
             f"the engine has not sampled its first tokens for {timeout:.0f} s, and a start allows no more; its log "
             "says what it does"
         ) from None
-    _log.info("the engine's first samples took %.1f s", time.monotonic() - began)
+    _log.info("Engine warmed up", extra={"seconds": round(time.monotonic() - began, 1)})
 
 
 async def _sample(engine: RolloutEngine, top_p: float, top_k: int) -> None:
@@ -64,20 +62,18 @@ async def _sample(engine: RolloutEngine, top_p: float, top_k: int) -> None:
 
 
 class _End:
-    """A `Sink` that waits for the end of one sample."""
+    """The sink of one sample; `reached` is done when the sample has ended."""
 
     def __init__(self) -> None:
         self.reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def put(self, index: int, output: SampleOutput) -> None:
-        """Look whether it is the last."""
         if output.finish is not None and not self.reached.done():
             self.reached.set_result(None)
 
     def boundary(self, index: int, token_count: int) -> None:
-        """Nothing stops the engine here."""
+        """Ignored: nothing pauses the engine during the warm-up."""
 
     def fail(self, error: FourfoldError) -> None:
-        """Raise it where the end is awaited."""
         if not self.reached.done():
             self.reached.set_exception(error)

@@ -101,7 +101,7 @@ class TestParse:
             (request(min_policy_version=-1), "min_policy_version is -1"),
             (params(temperature=-0.1), "temperature"),
             (params(temperature=2.1), r"temperature is 2.1; it must be in \[0.01, 2\], or 0 for greedy"),
-            (params(temperature=0.005), r"temperature is 0.005; .* what is between, the engine would take for 0.01"),
+            (params(temperature=0.005), r"temperature is 0.005; .* the engine would raise a value"),
             (params(temperature=0.00999), "temperature is 0.00999"),
             (params(temperature=float("nan")), "temperature is nan"),
             (params(top_p=0.0), "top_p is 0"),

@@ -17,8 +17,9 @@ from fourfold.errors import FourfoldError, Unavailable
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold_rollout.engine import EpochTerms, SampleRequest
 from fourfold_rollout.generate.outputs import CallOutputs
-from fourfold_rollout.pause.phases import PauseMode, UpdatePhase
+from fourfold_rollout.pause.controller import PauseMode
 from fourfold_rollout.update.controller import WeightController
+from fourfold_rollout.update.state import UpdatePhase
 from tests.fakes.engine import FakeEngine, FakeSample
 
 pytestmark = pytest.mark.timeout(240)  # half a minute on an idle machine
@@ -188,12 +189,12 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def pull(self) -> None:
-        """As `Outputs.pull` does for callers with a flush interval."""
+        """Flush, as `CallOutputs.flush_every` does for callers with a flush interval."""
 
         async def run() -> None:
             for call in self.calls:
                 if call.sample is not None:
-                    call.sample.give()
+                    call.sample.flush()
 
         self.call(run())
 

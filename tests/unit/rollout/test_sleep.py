@@ -8,7 +8,7 @@ import pytest
 
 from fourfold.errors import DeadlinePassed, FourfoldError, Internal, Unavailable, WrongState
 from fourfold_rollout.engine import EpochTerms
-from fourfold_rollout.pause.phases import PauseMode
+from fourfold_rollout.pause.controller import PauseMode
 from fourfold_rollout.update.controller import WeightController
 from tests.fakes.engine import FakeEngine
 

@@ -1,4 +1,4 @@
-"""The weight states of an engine: what leads where, who waits, and that nothing is served in between."""
+"""The states of a weight update: its transitions, the requests that wait, and that nothing is served in between."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 from fourfold.errors import DeadlinePassed, InvalidInput, StaleEpoch, Unavailable, WrongState
 from fourfold_rollout.engine import EpochTerms
 from fourfold_rollout.pause import controller
-from fourfold_rollout.pause.phases import PauseMode
+from fourfold_rollout.pause.controller import PauseMode
 from fourfold_rollout.update import controller as module
 from fourfold_rollout.update.controller import WeightController
+from fourfold_rollout.update.state import TRANSITIONS, UpdatePhase, WeightUpdate
 from tests.fakes.engine import DIGEST, FakeEngine
 
 
@@ -52,6 +53,50 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+class TestTransitions:
+    def test_the_table_of_the_controller_is_true(self) -> None:
+        rows = [line.split() for line in (module.__doc__ or "").splitlines() if line.startswith("    ")]
+        described = {(row[0], row[-1]) for row in rows if row[0] in UpdatePhase.__members__}
+        assert len(rows) == len(described) + 1, "each row but the heading is one transition"
+        assert described == {(a.name, b.name) for a, following in TRANSITIONS.items() for b in following}
+
+    async def test_each_transition_happens_and_no_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen, enter = set(), WeightUpdate.enter
+
+        def noted(update: WeightUpdate, phase: UpdatePhase) -> None:
+            seen.add((update.phase, phase))
+            enter(update, phase)
+
+        monkeypatch.setattr(WeightUpdate, "enter", noted)
+        engine, weights = make()
+        await open_epoch(weights)
+        async with weights.serving(1):
+            with pytest.raises(DeadlinePassed):
+                await begin(weights, timeout=0.01)  # PAUSING -> READY
+        await update(weights, 1)  # PAUSED, RECEIVING, RECEIVED, COMMITTED, READY
+        for epoch, calls in enumerate((["begin"], ["begin", "receive"], ["begin", "receive", "commit"]), 2):
+            await open_epoch(weights, epoch)
+            for call in calls:
+                if call == "begin":
+                    await begin(weights, epoch, epoch=epoch)
+                elif call == "receive":
+                    await weights.receive(epoch=epoch, policy_version=epoch, timeout=1)
+                else:
+                    await weights.commit(epoch=epoch, policy_version=epoch, hold=True, timeout=1)
+            await weights.abort(epoch=epoch, timeout=1)
+        await open_epoch(weights, 5)
+        await begin(weights, 5, epoch=5)
+        engine.receive_error = Unavailable("lost")
+        with pytest.raises(Unavailable):
+            await weights.receive(epoch=5, policy_version=5, timeout=1)
+        await weights.abort(epoch=5, timeout=1)  # FAILED -> ENDING
+        assert seen == {(a, b) for a, following in TRANSITIONS.items() for b in following}
+
+    def test_a_transition_that_the_table_does_not_have_is_refused(self) -> None:
+        with pytest.raises(RuntimeError, match="cannot go from READY to COMMITTED"):
+            WeightUpdate().enter(UpdatePhase.COMMITTED)
 
 
 class TestUpdate:

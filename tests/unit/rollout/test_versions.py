@@ -152,19 +152,19 @@ class TestGate:
         token_hold.drop()  # again
         assert log.seen == [(1, 2, "dropped"), (2, 1, "0"), (0, 2, "dropped")]
         assert token_hold.holding
-        token_hold.end()
+        token_hold.end_drop()
         token_hold.pass_on(log, 3, 2, output(0, 1))  # the same number again, after a new update
         assert log.seen[-1] == (3, 2, "0")
 
     def test_a_hold_after_a_drop_is_like_any_other(self) -> None:
         token_hold, log = TokenHold(), Log()
-        token_hold.end()  # without a drop: does nothing
+        token_hold.end_drop()  # without a drop: does nothing
         for _ in range(2):
             token_hold.hold()
             token_hold.drop()
-            token_hold.end()
+            token_hold.end_drop()
             token_hold.hold()
-            token_hold.end()  # without a drop: the hold goes on
+            token_hold.end_drop()  # without a drop: the hold goes on
             token_hold.pass_on(log, 0, 0, output(0, 1))
             assert token_hold.holding and log.seen == []
             token_hold.release()

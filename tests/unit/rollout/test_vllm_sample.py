@@ -129,15 +129,15 @@ def test_one_that_does_not_stream_gives_what_is_there_when_asked_and_the_rest_at
 ) -> None:
     sample = stage.sample(values=[-1, -2, -3, -4] if row else None, streaming=False)
     ids, logprobs = [5, 6, 7, 8], [{5 + i: SimpleNamespace(logprob=-1.0 - i)} for i in range(4)]
-    sample.give()
+    sample.flush()
     assert stage.sink.outputs == []
     for count, had_nothing in ((2, True), (2, False), (3, True)):
         assert stage.owner.asked == [sample] * had_nothing
         stage.owner.asked.clear()
         stage.owner.done = ids[:count], logprobs[:count]
-        sample.give()
+        sample.flush()
     sample.put(result(ids, "stop", logprobs=logprobs))
-    sample.give()
+    sample.flush()
     assert [o.token_ids.tolist() for o in stage.sink.outputs] == [[5, 6], [7], [8]]
     assert [o.logprobs.tolist() for o in stage.sink.outputs] == [[-1, -2], [-3], [-4]]
     assert [o.finish for o in stage.sink.outputs] == [None, None, Finish.STOP]
@@ -147,7 +147,7 @@ def test_one_that_does_not_stream_gives_what_is_there_when_asked_and_the_rest_at
 def test_what_cannot_be_given_is_told_to_the_sink(stage: Stage) -> None:
     sample = stage.sample(values=[-1], streaming=False)
     stage.owner.done = [5, 6], None
-    sample.give()
+    sample.flush()
     (error,) = stage.sink.errors
     assert "tokens 0 to 1 of a sample without the log-probability" in error.message
     assert stage.holds == (1, 1)
@@ -236,10 +236,10 @@ async def test_nobody_is_asked_after_the_end_of_a_call(stage: Stage) -> None:
     """Its timer would keep the call's samples and prompt; one that nobody stops would ask for ever."""
     sink = CallOutputs(1, TokenHold(), lambda _: None)
     sample = stage.sample(values=[-1], sink=sink, streaming=False)
-    sink.pull([sample], every=60)
+    sink.flush_every(60, [sample])
     timer = sink._timer
     assert timer is not None
     sample.put(result([5], "stop"))
     assert timer.cancelled()
-    sink.pull([sample], every=60)
+    sink.flush_every(60, [sample])
     assert sink._timer is timer

@@ -1,1 +1,1 @@
-"""RolloutService: admission, sampling and streams."""
+"""RolloutService: admits calls, hands their samples to the engine and streams the tokens back."""

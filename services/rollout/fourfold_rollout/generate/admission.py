@@ -1,12 +1,8 @@
 """Checks Generate requests and limits the samples and tokens in flight.
 
-`parse` turns a request into a checked `GenerateCall`; `Admission` keeps the limits over all
-calls in flight. Tokens count at their worst case, prompt plus max_tokens: most samples stop
-earlier, so that twice what the KV cache holds may be promised, and the engine's queue never
-holds more than that.
-
-Agents together get a part of the samples and of the tokens; the coordinator may use everything that is free. So the
-rest is always there for it, whatever agents do. Each principal has request ids of its own.
+`parse` turns a request into a checked `GenerateCall`; `Admission` enforces the limits on all calls in flight. Agents
+together get a part of the samples and tokens. The coordinator may use everything that is free, so agents can never take
+the rest from it.
 """
 
 from __future__ import annotations
@@ -33,8 +29,9 @@ MAX_SAMPLES_PER_CALL: Final = 256
 _MAX_STOP_TOKENS: Final = 64
 _MAX_SEED: Final = 2**53
 _MAX_FLUSH_SECONDS: Final = 10.0
-# Below this interval each token is sent at once: polling so often would cost more.
-_PULL_SECONDS: Final = 0.01
+# Below this interval each token is sent at once: flushing so often would cost more.
+_SHORTEST_FLUSH_SECONDS: Final = 0.01
+# Tokens count at their worst case, prompt plus max_tokens. Most samples stop earlier, so twice the cache is promised.
 _TOKENS_PROMISED_PER_CACHED: Final = 2
 _RETRY_SECONDS: Final = 0.5
 _SUPERSEDE_SECONDS: Final = 2.0
@@ -42,28 +39,24 @@ _SUPERSEDE_SECONDS: Final = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateLimits:
-    """What bounds every call."""
+    """The limits of one service on calls and on all samples in flight."""
 
     max_context_tokens: int
     vocabulary_size: int
     max_concurrent_samples: int
-    kv_cache_tokens: int
-    """0: not known, no limit on tokens."""
-    stop_token_ids: tuple[int, ...]
-    """The model's own."""
-    agent_samples: int | None = None
-    """Of `max_concurrent_samples`, what agents together may use; None: all."""
-    agent_token_share: float = 1.0
-    """Share of the tokens that agents together may be promised."""
+    kv_cache_tokens: int  # 0: not known, so tokens are not limited
+    stop_token_ids: tuple[int, ...]  # the model's own
+    agent_samples: int | None = None  # the part of `max_concurrent_samples` for all agents together; None: all
+    agent_token_share: float = 1.0  # the part of the tokens for all agents together
 
     def max_samples(self, caller: Principal) -> int:
-        """Return the samples in flight that the callers of this one's kind may have together."""
+        """Return the limit on samples in flight of the caller's kind: all agents, or all other callers."""
         if self.agent_samples is None or not caller.is_agent:
             return self.max_concurrent_samples
         return self.agent_samples
 
     def max_tokens(self, caller: Principal) -> float:
-        """Return the tokens in flight that the callers of this one's kind may have together."""
+        """Return the limit on tokens in flight of the caller's kind: all agents, or all other callers."""
         share = self.agent_token_share if caller.is_agent else 1.0
         return self.kv_cache_tokens * _TOKENS_PROMISED_PER_CACHED * share or math.inf
 
@@ -73,8 +66,7 @@ class GenerateCall:
     """A checked GenerateRequest with every default filled in."""
 
     caller: Principal
-    request_id: str
-    """Unique among the calls of its caller that are in flight."""
+    request_id: str  # unique among the calls of its caller that are in flight
     prompt_token_ids: list[int]
     sample_count: int
     temperature: float
@@ -84,29 +76,23 @@ class GenerateCall:
     stop_token_ids: tuple[int, ...]
     seed: int
     min_policy_version: int
-    flush_seconds: float | None
-    """None: a sample is sent once, when it is finished."""
+    flush_seconds: float | None  # None: a sample is sent once, when it is finished
 
     @property
     def at_once(self) -> bool:
         """Whether tokens are sent as they come."""
-        return self.flush_seconds is not None and self.flush_seconds < _PULL_SECONDS
-
-    @property
-    def pull_seconds(self) -> float | None:
-        """How often its samples are asked for what they have; None: never."""
-        return None if self.at_once else self.flush_seconds
+        return self.flush_seconds is not None and self.flush_seconds < _SHORTEST_FLUSH_SECONDS
 
     @property
     def token_count(self) -> int:
-        """Tokens of all samples at their longest."""
+        """The tokens of all samples at their greatest length, prompts included."""
         return self.sample_count * (len(self.prompt_token_ids) + self.max_tokens)
 
     def samples(self, cache_salt: str, sink: SampleSink) -> list[SampleRequest]:
         """Return the engine's requests, in index order."""
         return [
             SampleRequest(
-                # Two callers may use the same request id; neither a role nor a name has a slash.
+                # Two callers may use the same request id. Neither a role nor a name contains a slash.
                 key=f"{self.caller}/{self.request_id}-{index}",
                 prompt_token_ids=self.prompt_token_ids,
                 temperature=self.temperature,
@@ -128,8 +114,8 @@ def parse(request: pb.GenerateRequest, limits: GenerateLimits, caller: Principal
     """Check a request and fill in its defaults.
 
     Raises:
-        InvalidInput: value, rule, fix.
-        PermissionDenied: agents may not sample here.
+        InvalidInput: a field is out of its range.
+        PermissionDenied: the caller is an agent and agents may not sample here.
     """
     most_samples = limits.max_samples(caller)
     if not most_samples:
@@ -174,7 +160,7 @@ def parse(request: pb.GenerateRequest, limits: GenerateLimits, caller: Principal
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _LiveCall:
     """One call in flight."""
 
     owner: asyncio.Task[Any] | None
@@ -183,7 +169,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _InFlight:
-    """What the calls of some callers use."""
+    """The samples and tokens in flight of one kind of caller."""
 
     samples: int = 0
     tokens: int = 0
@@ -194,25 +180,25 @@ class _InFlight:
 
 
 class Admission:
-    """Counts what is in flight. Belongs to one event loop."""
+    """Admits calls within the limits on samples and tokens in flight. Belongs to one event loop."""
 
     def __init__(self, limits: GenerateLimits, quotas: Quotas) -> None:
         """Start with nothing in flight.
 
         Args:
-            limits: of the service.
-            quotas: of each caller; the server counts calls with the same object.
+            limits: the limits of the service.
+            quotas: the limits of each caller; the server counts calls with the same object.
         """
         self._limits = limits
         self._quotas = quotas
-        self._live: dict[tuple[Principal, str], _Place] = {}
+        self._live: dict[tuple[Principal, str], _LiveCall] = {}
         self._agents = _InFlight()
         self._others = _InFlight()
         self._empty = asyncio.Event()
         self._empty.set()
 
     async def wait_empty(self, timeout: float) -> bool:
-        """Wait until no call is in flight; False when some still are after `timeout` seconds."""
+        """Wait until no call is in flight; return False if some still are after `timeout` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._empty.wait()
@@ -220,16 +206,16 @@ class Admission:
 
     @asynccontextmanager
     async def enter(self, call: GenerateCall, *, is_retry: bool) -> AsyncIterator[None]:
-        """Hold a call's place while its samples are in flight.
+        """Count a call as in flight.
 
         Args:
             call: the call.
-            is_retry: gRPC says that its client has tried before: the caller's old call with this id is dead even
-                where this side has not noticed yet, and makes room.
+            is_retry: gRPC's metadata mark the call as a retry. The caller's earlier call with this id is dead, even if
+                the server has not noticed it yet, and is cancelled.
 
         Raises:
-            AlreadyExists: the request id is live.
-            Overloaded: no room now.
+            AlreadyExists: a call with this request id is in flight.
+            Overloaded: the call does not fit into the limits now.
         """
         key = (call.caller, call.request_id)
         if is_retry:
@@ -241,7 +227,7 @@ class Admission:
         kind = self._agents if call.caller.is_agent else self._others
         self._check_room(call, kind)
         with self._quotas.tokens(call.caller, call.token_count):
-            place = self._live[key] = _Place(asyncio.current_task())
+            live = self._live[key] = _LiveCall(asyncio.current_task())
             self._empty.clear()
             kind.add(call, 1)
             try:
@@ -249,7 +235,7 @@ class Admission:
             finally:
                 kind.add(call, -1)
                 del self._live[key]
-                place.left.set()
+                live.left.set()
                 if not self._live:
                     self._empty.set()
 
@@ -267,7 +253,7 @@ class Admission:
                 )
         everything = limits.kv_cache_tokens * _TOKENS_PROMISED_PER_CACHED or math.inf
         own = limits.max_tokens(call.caller)
-        # The only call always fits, the engine serves it bit by bit; but not where it would take what is reserved.
+        # A call that is alone always fits: the engine preempts its samples. But it may not take what is reserved.
         if not kind.samples and own == everything and (not total or kind is self._others):
             return
         for used, tokens in ((kind.tokens, own), (self._agents.tokens + self._others.tokens, everything)):
@@ -281,14 +267,14 @@ class Admission:
                 )
 
     async def _supersede(self, key: tuple[Principal, str]) -> None:
-        place = self._live.get(key)
-        if place is None:
+        live = self._live.get(key)
+        if live is None:
             return
-        if place.owner is not None and not place.owner.cancelling():  # else it waits already until its samples end
-            place.owner.cancel()
-        with suppress(TimeoutError):  # still live then, and `enter` says so
+        if live.owner is not None and not live.owner.cancelling():  # else it already waits until its samples end
+            live.owner.cancel()
+        with suppress(TimeoutError):  # the call is still live then, and `enter` raises AlreadyExists
             async with asyncio.timeout(_SUPERSEDE_SECONDS):
-                await place.left.wait()
+                await live.left.wait()
 
 
 def _whose(of_agents: bool) -> str:
@@ -317,7 +303,7 @@ def _stop_token_ids(params: pb.SamplingParams, limits: GenerateLimits) -> tuple[
 
 
 def _check_ids(what: str, ids: Sequence[int], limits: GenerateLimits) -> None:
-    array = np.asarray(ids, np.int32)  # a prompt may have 100,000 tokens, and the event loop must not stand still
+    array = np.asarray(ids, np.int32)  # NumPy: a loop over a prompt of 100,000 tokens would block the event loop
     bad = array[(array < 0) | (array >= limits.vocabulary_size)]
     if bad.size:
         raise InvalidInput(
@@ -329,11 +315,11 @@ def _check_ids(what: str, ids: Sequence[int], limits: GenerateLimits) -> None:
 def _temperature(params: pb.SamplingParams) -> float:
     value = params.temperature if params.HasField("temperature") else 1.0
     if value == np.float32(MIN_TEMPERATURE):
-        return MIN_TEMPERATURE  # on the wire it is a little less
+        return MIN_TEMPERATURE  # the float32 on the wire is slightly smaller
     if not (value == 0 or MIN_TEMPERATURE <= value <= 2):
         raise InvalidInput(
-            f"sampling_params.temperature is {value:g}; it must be in [{MIN_TEMPERATURE}, 2], or 0 for greedy: what is "
-            f"between, the engine would take for {MIN_TEMPERATURE}"
+            f"sampling_params.temperature is {value:g}; it must be in [{MIN_TEMPERATURE}, 2], or 0 for greedy: the "
+            f"engine would raise a value between them to {MIN_TEMPERATURE}"
         )
     return value
 

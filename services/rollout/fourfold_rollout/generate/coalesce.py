@@ -1,9 +1,6 @@
-"""Hands calls that arrive together to the engine together, so that a seeded batch repeats itself.
+"""Submits calls that arrive together to the engine together, so that a seeded batch is reproducible.
 
-A kernel may round a row differently in a batch of another shape, and one flipped sample makes
-two runs part. So when the engine is idle, a call waits a few milliseconds for the ones that
-come with it, and all of them join one engine step, ordered by request id. When the engine is
-busy, or a caller wants its tokens as they come, nothing waits.
+A kernel may round a row differently in a batch of another shape, and one different token makes two runs diverge.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ from typing import Final
 
 from fourfold_rollout.engine import EngineSample, RolloutEngine, SampleRequest
 
-# Calls of one step come well below a millisecond apart, also on a machine that is busy.
+# Calls of one training step arrive well below a millisecond apart, also on a busy machine.
 _QUIET_SECONDS: Final = 0.008
 _LONGEST_SECONDS: Final = 0.08
 
@@ -28,17 +25,20 @@ class _Waiting:
     samples: asyncio.Future[Sequence[EngineSample]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    task: asyncio.Task[None] | None = None
-    """Hands them to the engine."""
+    task: asyncio.Task[None] | None = None  # submits the requests
 
 
 class RequestCoalescer:
-    """The only one who submits to an engine. Belongs to one event loop."""
+    """Submits all requests of an engine. Belongs to one event loop.
+
+    If the engine is idle, calls wait a few milliseconds for each other and join one engine step, ordered by request
+    id. Calls do not wait when the engine is busy or when a caller streams tokens.
+    """
 
     def __init__(
         self, engine: RolloutEngine, *, quiet: float = _QUIET_SECONDS, longest: float = _LONGEST_SECONDS
     ) -> None:
-        """Wait until nothing came for `quiet` seconds, `longest` seconds in all."""
+        """Wait until no call has come for `quiet` seconds, at most `longest` seconds."""
         self._engine = engine
         self._quiet, self._longest = quiet, longest
         self._waiting: list[_Waiting] = []
@@ -47,7 +47,7 @@ class RequestCoalescer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def submit(self, requests: Sequence[SampleRequest], *, at_once: bool) -> Sequence[EngineSample]:
-        """Start samples and return them. Cancelled, it returns when nothing of them is in the engine any more.
+        """Start samples and return them. When cancelled, it returns after the engine has dropped them.
 
         Raises:
             Unavailable: the engine is dead.
@@ -58,11 +58,11 @@ class RequestCoalescer:
         else:
             self._wait(entry)
         try:
-            return await entry.samples  # cancelling cancels the future, and `_submit` sees that
+            return await entry.samples  # cancelling cancels the future, which `_submit` checks
         except asyncio.CancelledError:
             if entry.task is not None:
                 await asyncio.wait({entry.task})
-            if not entry.samples.cancelled() and entry.samples.exception() is None:  # they came at the same moment
+            if not entry.samples.cancelled() and entry.samples.exception() is None:  # they arrived at the same moment
                 await self._engine.abandon(entry.samples.result())
             raise
 
@@ -73,9 +73,9 @@ class RequestCoalescer:
         self._waiting.append(entry)
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = loop.call_at(min(loop.time() + self._quiet, self._end), self._quiet_now)
+        self._timer = loop.call_at(min(loop.time() + self._quiet, self._end), self._start_waiting)
 
-    def _quiet_now(self) -> None:
+    def _start_waiting(self) -> None:
         waiting, self._waiting, self._timer = self._waiting, [], None
         self._start(sorted((w for w in waiting if not w.samples.done()), key=lambda w: w.requests[0].key))
 
@@ -88,7 +88,7 @@ class RequestCoalescer:
             task.add_done_callback(self._tasks.discard)
 
     async def _submit(self, entries: list[_Waiting]) -> None:
-        """Submit all entries as one; what the engine raises is raised by each of them."""
+        """Submit all entries in one batch; each of them raises the engine's error."""
         requests = [request for entry in entries for request in entry.requests]
         (samples,) = await asyncio.gather(self._engine.submit(requests), return_exceptions=True)
         unwanted: list[EngineSample] = []

@@ -1,10 +1,6 @@
-"""From the engine's outputs of one call to chunks for its client.
+"""Turns the engine's outputs of one call into chunks for its client.
 
-put -> cut where the weights changed -> gate (gate.py) -> deliver: a chunk
-
-Who wants tokens as they come gets each that the engine puts. For a caller with a flush interval they are asked for when
-it is over: hundreds of samples have a token each at a time, and the service has one thread for all of them. Nobody
-waits out another interval because one had nothing: the first token, and those after an update, go as they come.
+put --> split at changes of the weights (versions.py) --> TokenHold --> deliver: one chunk
 """
 
 from __future__ import annotations
@@ -33,15 +29,15 @@ _FINISH_REASONS: Final = {
 
 
 class CallOutputs:
-    """The `Sink` of one call: each output of a sample becomes a chunk. No chunk has tokens of two versions."""
+    """The `SampleSink` and `TokenSink` of one call. No chunk has tokens of two versions."""
 
     def __init__(self, sample_count: int, token_hold: TokenHold, emit: Callable[[pb.SampleChunk], None]) -> None:
         """Belong to the running event loop.
 
         Args:
             sample_count: samples that must finish.
-            gate: of the engine; the call begins with its present version.
-            emit: takes each chunk.
+            token_hold: the engine's; the call begins with its present version.
+            emit: called with each chunk.
         """
         self._loop = asyncio.get_running_loop()
         self._left = sample_count
@@ -57,7 +53,7 @@ class CallOutputs:
         return self._left == 0
 
     async def complete(self) -> None:
-        """Return when every sample has finished; raise what the engine failed of."""
+        """Return when every sample has finished; raise the error given to `fail`."""
         await self._end
 
     def put(self, index: int, output: SampleOutput) -> None:
@@ -65,31 +61,34 @@ class CallOutputs:
         for version, piece in self._versions[index].cut(output, self._token_hold.version):
             self._token_hold.pass_on(self, index, version, piece)
 
-    def pull(self, samples: Sequence[EngineSample], *, every: float) -> None:
-        """Have samples give what they have or get next, now and `every` so many seconds, until the call ends."""
+    def flush_every(self, seconds: float, samples: Sequence[EngineSample]) -> None:
+        """Flush the samples now and every `seconds` seconds until the call ends.
+
+        One flush for many tokens: hundreds of samples get a token at a time, and one thread serves all of them.
+        """
         if self._end.done():
-            return  # its samples may have ended before all of them were submitted
-        self._timer = self._loop.call_later(every, partial(self.pull, samples, every=every))
+            return  # the samples may have ended before all of them were submitted
+        self._timer = self._loop.call_later(seconds, partial(self.flush_every, seconds, samples))
         for sample in samples:
-            sample.give()
+            sample.flush()
 
     def boundary(self, index: int, token_count: int) -> None:
-        """Know that the weights may change after a sample's first `token_count` tokens."""
+        """Record that the weights may change after a sample's first `token_count` tokens."""
         self._versions[index].end(token_count, self._token_hold.version)
 
     def fail(self, error: FourfoldError) -> None:
-        """Know that the call cannot be completed."""
+        """End the call with an error."""
         if not self._end.done():
             self._end.set_exception(error)
 
     def close(self) -> None:
-        """Send nothing any more; nobody waits for the end."""
+        """Emit nothing more. `complete` must not be awaited any more."""
         self._end.cancel()
-        self._stop_pulling()
+        self._stop_flushing()
         self._token_hold.forget(self)
 
     def deliver(self, index: int, version: int, output: SampleOutput) -> None:
-        """Send a chunk."""
+        """Emit one output as a chunk."""
         self._emit(
             pb.SampleChunk(
                 sample_index=index,
@@ -102,12 +101,12 @@ class CallOutputs:
         if output.finish is not None:
             self._left -= 1
             if not self._left:
-                self._stop_pulling()
+                self._stop_flushing()
                 if not self._end.done():
                     self._end.set_result(None)
 
     def drop(self, index: int, version: int) -> None:
-        """End a sample whose tokens of `version` are dropped; when the whole call is of it, there is no answer."""
+        """End a sample whose tokens of `version` were dropped. If the call began with `version`, the call fails."""
         if version != self._first_version:
             end = SampleOutput(token_ids=EMPTY_IDS, logprobs=EMPTY_FLOATS, finish=Finish.ABORTED)
             self.deliver(index, self._first_version, end)
@@ -120,11 +119,11 @@ class CallOutputs:
             )
         )
 
-    def _stop_pulling(self) -> None:
+    def _stop_flushing(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
 
 def _pack_logprobs(values: Float32Array) -> bytes:
-    """Pack; a log-probability can round to slightly above 0, which no receiver accepts: then it is 0."""
+    """Pack as little-endian float32. Rounding can make a value slightly positive; receivers reject that, so it is 0."""
     return np.minimum(values, 0).astype("<f4", copy=False).tobytes()

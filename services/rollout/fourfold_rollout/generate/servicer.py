@@ -1,12 +1,8 @@
-"""RolloutService: sampling for the coordinator and for agents, on the internal and the public port alike.
+"""RolloutService: sampling for the coordinator and for agents, on the internal and on the public port.
 
-    Generate -> admission -> lease on the weights -> coalescer -> engine
-       ^                                                           |
-       '-- response <--- queue <--- Outputs (outputs.py) <---------'
-
-The engine puts its outputs where they are taken at once, whatever the client does: a client that
-reads slowly delays nobody, and no weight update waits for it. What weights sampled that are
-not released yet waits in the gate (`gate.py`).
+Generate --> Admission --> lease on the weights --> RequestCoalescer --> engine
+   ^                                                                       |
+   '--- response <--- unbounded queue <--- CallOutputs <-------------------'
 """
 
 from __future__ import annotations
@@ -34,22 +30,22 @@ from fourfold_rollout.update.controller import WeightController
 _log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
-# Answers, errors too, leave this long before the caller's deadline.
+# Responses and errors leave this long before the caller's deadline.
 _MARGIN_SECONDS: Final = 0.05
 _DRAIN_SECONDS: Final = 1.0
 _DRAIN_STEP_SECONDS: Final = 0.05
 _LOAD_PERIOD_SECONDS: Final = 1.0
 _LOAD_PERIODS: Final = (0.01, 60.0)
-# Each report takes the event loop about as long as a sampled token.
+# A report costs the event loop about as much as a sampled token.
 _SHORTEST_AGENT_PERIOD: Final = 0.1
-# A response stays about this small. Above it, one message more costs next to nothing.
+# The greatest size of one response, about. Above it, a second message costs next to nothing.
 _RESPONSE_BYTES: Final = 1 << 18
 _RETRY_METADATA: Final = "grpc-previous-rpc-attempts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """What GetInfo tells."""
+    """The model that GetInfo describes."""
 
     name: str
     tokenizer_sha256: bytes
@@ -81,25 +77,26 @@ class RolloutServicer(RolloutServiceServicer):
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """Sample completions; leaving early aborts the engine's requests."""
+        """Sample completions. A caller that leaves early aborts its samples."""
         if self._draining:
             raise _draining()
         call = parse(request, self._model.limits, principal.current())
         is_retry = any(key == _RETRY_METADATA for key, _ in context.invocation_metadata() or ())
         async with self._admission.enter(call, is_retry=is_retry):
+            # Unbounded, so that a client that reads slowly delays neither other calls nor a weight update.
             chunks: asyncio.Queue[pb.SampleChunk | None] = asyncio.Queue()
             work = asyncio.get_running_loop().create_task(self._sample(call, chunks, _time_left(context)))
             work.add_done_callback(lambda _: chunks.put_nowait(None))
             try:
                 while ready := await _take_ready(chunks):
                     yield pb.GenerateResponse(chunks=ready)
-                await work  # raises what it raised
+                await work  # raises the error of the call, if any
             finally:
                 if not work.done():
                     work.cancel()
                     await asyncio.wait({work})
                 if not work.cancelled():
-                    work.exception()  # a caller that left does not await it, and asyncio would log it as lost
+                    work.exception()  # retrieved, or asyncio would log it where the caller has left
 
     async def WatchLoad(self, request: pb.WatchLoadRequest, context: Context) -> AsyncIterator[pb.WatchLoadResponse]:
         """Report the load at once and then every period."""
@@ -125,17 +122,17 @@ class RolloutServicer(RolloutServiceServicer):
             await asyncio.sleep(period)
 
     async def drain(self) -> None:
-        """Refuse new calls; let running samples finish for a second, then end them with the tokens they have."""
+        """Refuse new calls; give running samples a second to finish, then end them with the tokens that they have."""
         self._draining = True
-        self._weights.refuse(_draining())  # who waits for the end of an update or a sleep has no samples to end
+        self._weights.refuse(_draining())  # also ends the calls that wait for an update or a sleep to end
         empty = await self._admission.wait_empty(_DRAIN_SECONDS)
-        self._weights.token_hold.drop()  # what is held now, nobody releases in time
+        self._weights.token_hold.drop()  # no release can come in time
         while not empty:
             await self._engine.interrupt()
             empty = await self._admission.wait_empty(_DRAIN_STEP_SECONDS)
 
     async def _sample(self, call: GenerateCall, chunks: asyncio.Queue[pb.SampleChunk | None], timeout: float) -> None:
-        """Have the engine draw a call's samples; returns when it is done with all of them."""
+        """Draw the samples of a call; return when the engine is done with all of them."""
         async with self._weights.serving(timeout) as lease:
             version = lease.version
             if version < call.min_policy_version:
@@ -150,8 +147,8 @@ class RolloutServicer(RolloutServiceServicer):
                 interactive = call.flush_seconds is not None
                 samples = await self._coalescer.submit(call.samples(lease.cache_salt, outputs), at_once=interactive)
                 lease.mark_in_flight()
-                if call.pull_seconds is not None:
-                    outputs.pull(samples, every=call.pull_seconds)
+                if call.flush_seconds is not None and not call.at_once:
+                    outputs.flush_every(call.flush_seconds, samples)
                 await outputs.complete()
             finally:
                 if not outputs.done:
@@ -160,7 +157,7 @@ class RolloutServicer(RolloutServiceServicer):
 
 
 async def _take_ready(chunks: asyncio.Queue[pb.SampleChunk | None]) -> list[pb.SampleChunk]:
-    """Wait for a chunk; return it and those behind it, up to a message's worth. Nothing: the end has come."""
+    """Wait for a chunk; return it and the queued ones after it, up to `_RESPONSE_BYTES`. Empty after the last chunk."""
     chunk = await chunks.get()
     ready: list[pb.SampleChunk] = []
     size = 0

@@ -1,4 +1,4 @@
-"""Which version of the weights sampled which tokens of one sample."""
+"""Splits the output of one sample by the policy version that sampled each token."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from fourfold_rollout.engine import SampleOutput
 
 
 class SampleVersions:
-    """Cuts a sample's outputs where the weights changed.
+    """The boundaries between the versions in one sample.
 
-    At each change the engine tells how many tokens the sample has; those that come out later, or
-    all together at the end, are counted against it.
+    At each change of weights the engine reports how many tokens the sample has. Tokens that are put later, or all at
+    once at the end, are attributed by these counts.
     """
 
     def __init__(self) -> None:
         self._given = 0
-        self._ends: deque[tuple[int, int]] = deque()  # (tokens of the sample, version that sampled the last of them)
+        self._ends: deque[tuple[int, int]] = deque()  # (token count of the sample, version of the last of them)
 
     def end(self, token_count: int, version: int) -> None:
-        """Know that the first `token_count` tokens are there; those that no earlier call counted are of `version`."""
+        """Record that the first `token_count` tokens exist; those without a version yet are of `version`."""
         counted = self._ends[-1][0] if self._ends else self._given
         if token_count <= counted:
             return
@@ -28,9 +28,9 @@ class SampleVersions:
         self._ends.append((token_count, version))
 
     def cut(self, output: SampleOutput, version: int) -> list[tuple[int, SampleOutput]]:
-        """Return an output as (version, tokens) in order; `version` sampled what was not counted.
+        """Return an output as (version, tokens) in order; tokens after the last boundary are of `version`.
 
-        Neighbours have different versions; only the last one, which may be empty, has the reason of the finish.
+        Neighbours have different versions. Only the last piece has the finish, and it may be empty.
         """
         start, self._given = self._given, self._given + len(output.token_ids)
         if not self._ends:
@@ -51,7 +51,7 @@ class SampleVersions:
 
 
 def _slices(output: SampleOutput, start: int, bounds: list[tuple[int, int]]) -> list[tuple[int, SampleOutput]]:
-    """Return the pieces that end at `bounds`, counted from the sample's start."""
+    """Return the pieces that end at `bounds`, which are positions in the sample; the output begins at `start`."""
     pieces: list[tuple[int, SampleOutput]] = []
     low = 0
     for index, (end, version) in enumerate(bounds):

@@ -1,1 +1,1 @@
-"""Holds requests and tokens during a weight update."""
+"""Pausing of an engine: requests wait, samples stop, tokens are held back, memory is freed."""

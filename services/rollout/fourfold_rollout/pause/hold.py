@@ -1,4 +1,8 @@
-"""What tokens pass on their way out: it knows the version that samples now, and keeps a held one back."""
+"""Keeps back the tokens of a version that is committed but not released, and delivers or drops them later.
+
+hold --> release: held outputs are delivered in order
+  '----> drop:    held outputs, and those of the version that still come, are discarded --> end_drop
+"""
 
 from __future__ import annotations
 
@@ -8,75 +12,67 @@ from fourfold_rollout.engine import SampleOutput
 
 
 class TokenSink(Protocol):
-    """Gets what the gate lets out."""
+    """Receives the outputs that `TokenHold` lets pass."""
 
     def deliver(self, index: int, version: int, output: SampleOutput) -> None:
         """Take the next tokens of a sample."""
-        ...
 
     def drop(self, index: int, version: int) -> None:
-        """End a sample; the tokens of `version` that it has are lost."""
-        ...
+        """End a sample whose tokens of `version` were discarded."""
 
 
 class TokenHold:
-    """One for an engine.
-
-    hold      outputs of the present version wait here, those of older ones pass
-    release   what waits goes out, in order
-    drop      what waits is forgotten, and what still comes of that version; `end` when nothing comes any more
-    """
+    """Passes every output of one engine on to its sink: now, on release, or never."""
 
     def __init__(self) -> None:
-        self.version = 0
-        """Of the weights that sample now, or did last."""
+        self.version = 0  # of the weights that sample now or sampled last
         self._held: int | None = None
         self._dropping = False
         self._waiting: list[tuple[TokenSink, int, SampleOutput]] = []
 
     @property
     def holding(self) -> bool:
-        """Whether it keeps anything back, or drops it."""
+        """Whether outputs are held back or dropped."""
         return self._held is not None
 
-    def pass_on(self, taker: TokenSink, index: int, version: int, output: SampleOutput) -> None:
-        """Let an output out to its taker, now, later or never."""
+    def pass_on(self, sink: TokenSink, index: int, version: int, output: SampleOutput) -> None:
+        """Deliver, keep or discard one output, by the version that sampled it."""
         if version != self._held:
-            taker.deliver(index, version, output)
+            sink.deliver(index, version, output)
         elif not self._dropping:
-            self._waiting.append((taker, index, output))
+            self._waiting.append((sink, index, output))
         elif output.finish is not None:
-            taker.drop(index, version)
+            sink.drop(index, version)
 
     def hold(self) -> None:
-        """Keep back what the present version samples."""
+        """Keep back the outputs of the present version. Outputs of older versions still pass."""
         self._held = self.version
 
     def release(self) -> None:
-        """Let everything out. Without a hold: does nothing."""
+        """Deliver the held outputs in order. Does nothing without a hold."""
         if self._held is None or self._dropping:
             return
         version, waiting = self._held, self._waiting
         self._held, self._waiting = None, []
-        for taker, index, output in waiting:
-            taker.deliver(index, version, output)
+        for sink, index, output in waiting:
+            sink.deliver(index, version, output)
 
     def drop(self) -> None:
-        """Never let it out; samples that had finished end now. Without a hold: does nothing."""
+        """Discard the held outputs and end the samples that had finished. Does nothing without a hold."""
         if self._held is None or self._dropping:
             return
         self._dropping = True
         waiting, self._waiting = self._waiting, []
-        for taker, index, output in waiting:
+        for sink, index, output in waiting:
             if output.finish is not None:
-                taker.drop(index, self._held)
+                sink.drop(index, self._held)
 
-    def end(self) -> None:
-        """End a drop: nothing of that version is in the engine any more."""
+    def end_drop(self) -> None:
+        """Stop dropping: the engine has no more tokens of the dropped version."""
         if self._dropping:
             self._held, self._dropping = None, False
 
-    def forget(self, taker: TokenSink) -> None:
-        """Let out nothing of a taker that has gone."""
+    def forget(self, sink: TokenSink) -> None:
+        """Discard the held outputs of a sink whose caller has left."""
         if self._waiting:
-            self._waiting = [entry for entry in self._waiting if entry[0] is not taker]
+            self._waiting = [entry for entry in self._waiting if entry[0] is not sink]

@@ -1,7 +1,7 @@
-"""Who may go to the engine, and who is there: a door that an update closes, and a lease for everybody behind it.
+"""Blocks new requests during a weight update and counts the requests in flight.
 
-wait_open -> lease: entering ------------------> in the engine ------------> left
-             put its samples into the engine     until it is done with them
+wait_open --> lease: submitting --------------> in flight -----------------> released
+              samples on the way to the engine  samples inside the engine
 """
 
 from __future__ import annotations
@@ -12,89 +12,84 @@ from contextlib import contextmanager
 
 
 class RequestLease:
-    """Somebody's right to have samples in the engine."""
+    """The right of one request to have samples in the engine."""
 
-    def __init__(self, door: RequestGate, version: int, cache_salt: str) -> None:
-        self._door = door
-        self.version = version
-        """Of the weights at its start."""
-        self.cache_salt = cache_salt
-        """Of these weights alone, also when their version comes again."""
-        self._entering = True
+    def __init__(self, gate: RequestGate, version: int, cache_salt: str) -> None:
+        self._gate = gate
+        self._submitting = True
+        self.version = version  # of the weights when the lease began
+        self.cache_salt = cache_salt  # unique to one commit of weights, even when their version number comes again
 
     def mark_in_flight(self) -> None:
-        """Know that its samples are in the engine now. Idempotent."""
-        if self._entering:
-            self._entering = False
-            self._door.count(entering=-1)
+        """Note that the samples of the request are in the engine now. Idempotent."""
+        if self._submitting:
+            self._submitting = False
+            self._gate.count(submitting=-1)
 
 
 class RequestGate:
     """Open at first. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._open = asyncio.Event()
-        self._open.set()
-        self._closes = True
-        self._leases, self._entering = 0, 0
-        self._nobody = asyncio.Event()
-        self._nobody.set()
-        self._all_entered = asyncio.Event()
-        self._all_entered.set()
+        self._open, self._no_leases, self._none_submitting = (asyncio.Event() for _ in range(3))
+        for event in (self._open, self._no_leases, self._none_submitting):
+            event.set()
+        self._can_close = True
+        self._leases, self._submitting = 0, 0
 
     @property
-    def leases(self) -> int:
-        """How many are behind it."""
+    def lease_count(self) -> int:
+        """The number of requests that hold a lease."""
         return self._leases
 
     def open(self) -> None:
-        """Let those in who wait."""
+        """Admit the requests that wait."""
         self._open.set()
 
     def close(self) -> None:
-        """Let nobody in."""
-        if self._closes:
+        """Make new requests wait."""
+        if self._can_close:
             self._open.clear()
 
     def open_for_good(self) -> None:
-        """Let nobody wait here any more."""
-        self._closes = False
+        """Open and ignore every later `close`."""
+        self._can_close = False
         self._open.set()
 
     async def wait_open(self, timeout: float) -> bool:
-        """Wait until it is open; False: it was not in `timeout` seconds."""
+        """Wait until the gate is open; return False if it stays closed for `timeout` seconds."""
         try:
             async with asyncio.timeout(timeout):
-                while not self._open.is_set():  # may be closed again before this task runs
+                while not self._open.is_set():  # the gate may close again before this task runs
                     await self._open.wait()
         except TimeoutError:
             return False
         return True
 
-    async def wait_entered(self) -> None:
-        """Return when all behind it have their samples in the engine, or have left."""
-        await self._all_entered.wait()
+    async def wait_submitted(self) -> None:
+        """Return when no request with a lease is still on its way to the engine."""
+        await self._none_submitting.wait()
 
     async def wait_empty(self) -> None:
-        """Return when nobody is behind it."""
-        await self._nobody.wait()
+        """Return when no request holds a lease."""
+        await self._no_leases.wait()
 
     @contextmanager
     def lease(self, version: int, cache_salt: str) -> Iterator[RequestLease]:
-        """Be behind it. Ask right after `wait_open`, with nothing awaited in between."""
+        """Hold a lease. Call it right after `wait_open`: after an await in between, the gate may be closed again."""
         lease = RequestLease(self, version, cache_salt)
-        self.count(leases=1, entering=1)
+        self.count(leases=1, submitting=1)
         try:
             yield lease
         finally:
             lease.mark_in_flight()
             self.count(leases=-1)
 
-    def count(self, *, leases: int = 0, entering: int = 0) -> None:
-        """Note that somebody came, entered or left."""
+    def count(self, *, leases: int = 0, submitting: int = 0) -> None:
+        """Add to the counts and wake the tasks that wait for zero."""
         self._leases += leases
-        self._entering += entering
-        for number, event in ((self._leases, self._nobody), (self._entering, self._all_entered)):
+        self._submitting += submitting
+        for number, event in ((self._leases, self._no_leases), (self._submitting, self._none_submitting)):
             if number:
                 event.clear()
             else:

@@ -1,4 +1,4 @@
-"""Which of an engine's memory is given up. vLLM frees all of it at once, and takes it again whole or in parts."""
+"""Records which memory of an engine is freed. vLLM frees all of it at once and allocates it again whole or in parts."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ from typing import Final
 from fourfold.errors import CANNOT_SLEEP, InvalidInput, WrongState
 from fourfold_rollout.engine import EngineDescription
 
-WEIGHTS: Final = "weights"
-KV_CACHE: Final = "kv_cache"
-_TAGS: Final = (WEIGHTS, KV_CACHE)
+_WEIGHTS: Final = "weights"
+_TAGS: Final = (_WEIGHTS, "kv_cache")
 _LEVELS: Final = (1, 2)
 
 
 class SleepState:
-    """The state of one engine; awake at first."""
+    """The freed memory of one engine; none at first."""
 
     def __init__(self) -> None:
         self._asleep: tuple[str, ...] = ()
         self._level = 0
         self._confirmed = True
-        self.lost_weights = False
-        """Whether a deep sleep dropped the weights and no update has brought others."""
+        self.lost_weights = False  # a sleep of level 2 dropped the weights, and no update has replaced them
 
     @property
     def awake(self) -> bool:
@@ -31,21 +29,21 @@ class SleepState:
 
     @property
     def weights_asleep(self) -> bool:
-        """Whether there is no memory for weights."""
-        return WEIGHTS in self._asleep
+        """Whether the engine has no memory for weights."""
+        return _WEIGHTS in self._asleep
 
     def check(self, level: int, description: EngineDescription) -> bool:
-        """Return whether the engine has to be put to sleep: False, it sleeps like that for certain.
+        """Return whether the engine must be asked to sleep; False if it confirmed a sleep of this level.
 
         Raises:
             InvalidInput: no such level.
-            WrongState: it cannot sleep, or not now.
+            WrongState: the engine cannot sleep, or sleeps at another level.
         """
         if level not in _LEVELS:
             raise InvalidInput(f"level is {level}; it must be 1 (weights wait in the host's memory) or 2 (dropped)")
         if description.device_type == "cpu":
             raise WrongState(
-                "this engine runs on CPU and has no GPU memory to give up; sleep is for engines on GPUs",
+                "this engine runs on CPU and has no GPU memory to free; call SleepEngine only on GPU engines",
                 reason=CANNOT_SLEEP,
             )
         if not description.sleep_mode:
@@ -60,12 +58,12 @@ class SleepState:
         return True
 
     def fell_asleep(self, level: int, *, confirmed: bool) -> None:
-        """Note that all memory is given up or, when the engine has not confirmed it, that it may be, now or later."""
+        """Record a sleep. One that the engine has not confirmed may have happened, or may still happen."""
         self._asleep, self._level, self._confirmed = _TAGS, level, confirmed
         self.lost_weights |= level > 1
 
     def to_wake(self, tags: Sequence[str]) -> tuple[str, ...]:
-        """Return those of the tags that sleep; no tags: all.
+        """Return those of `tags` that are asleep; without tags, all that are.
 
         Raises:
             InvalidInput: no such tag.
@@ -75,6 +73,6 @@ class SleepState:
             raise InvalidInput(f"tag {unknown[0][:40]!r} is unknown; tags are {', '.join(_TAGS)}, or none for all")
         return tuple(tag for tag in self._asleep if not tags or tag in tags)
 
-    def woke(self, tags: Sequence[str]) -> None:
-        """Note what is taken again."""
-        self._asleep = tuple(tag for tag in self._asleep if tag not in tags)
+    def woke(self, tag: str) -> None:
+        """Record that the memory of `tag` is allocated again."""
+        self._asleep = tuple(other for other in self._asleep if other != tag)

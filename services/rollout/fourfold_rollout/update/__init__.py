@@ -1,1 +1,1 @@
-"""RolloutControlService: weight updates of the engine."""
+"""Weight updates of an engine: the update's state machine and RolloutControlService."""

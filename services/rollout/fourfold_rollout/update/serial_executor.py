@@ -1,4 +1,4 @@
-"""Control calls of one engine, one after the other, each to its end."""
+"""Runs the control calls of one engine one after the other, each to its end."""
 
 from __future__ import annotations
 
@@ -13,35 +13,34 @@ from fourfold.errors import DeadlinePassed, FourfoldError
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-Step = Callable[[float], Awaitable[_T]]
-"""What is done when the turn has come; it is told how many seconds are left."""
+Job = Callable[[float], Awaitable[_T]]  # gets the seconds left until the deadline of its call
 
 
 class SerialExecutor:
-    """Runs steps in the order of their calls. Belongs to one event loop."""
+    """Runs jobs in the order of their calls. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def run(self, step: Step[_T], timeout: float) -> _T:
-        """Run one step when those before it are done; it goes on to its end when the caller is cancelled.
+    async def run(self, job: Job[_T], timeout: float) -> _T:
+        """Run one job after those before it. The job runs to its end even if the caller is cancelled.
 
         Raises:
-            DeadlinePassed: its turn did not come in `timeout` seconds.
+            DeadlinePassed: an earlier job was still running after `timeout` seconds.
         """
-        return await asyncio.shield(self._spawn(self._take_turn(step, timeout), awaited=True))
+        return await asyncio.shield(self._spawn(self._run_in_order(job, timeout), awaited=True))
 
-    def start(self, step: Step[None], timeout: float) -> None:
-        """Run one step when those before it are done, and wait for nothing; an error of it is logged."""
-        self._spawn(self._take_turn(step, timeout), awaited=False)
+    def start(self, job: Job[None], timeout: float) -> None:
+        """Queue one job and return at once; its error is logged."""
+        self._spawn(self._run_in_order(job, timeout), awaited=False)
 
     def cancel(self) -> None:
-        """End all steps, the present one too."""
+        """Cancel all jobs, including the running one."""
         for task in tuple(self._tasks):
             task.cancel()
 
-    async def _take_turn(self, step: Step[_T], timeout: float) -> _T:
+    async def _run_in_order(self, job: Job[_T], timeout: float) -> _T:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         try:
@@ -52,7 +51,7 @@ class SerialExecutor:
                 f"another weight call was not done after {timeout:.1f} s; it ends at its own deadline: try again"
             ) from None
         try:
-            return await step(deadline - loop.time())
+            return await job(deadline - loop.time())
         finally:
             self._lock.release()
 
@@ -65,8 +64,8 @@ class SerialExecutor:
     def _forget(self, task: asyncio.Task[Any], *, awaited: bool) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if not isinstance(error, FourfoldError):
-            if error is not None:
-                _log.error("a weight call failed", exc_info=error)
-        elif not awaited:  # else its caller has it
-            _log.error("a weight call of the service's own failed: %s", error)
+        if isinstance(error, FourfoldError):
+            if not awaited:  # otherwise the caller gets the error
+                _log.error("Internal weight-update task failed: %s", error)
+        elif error is not None:
+            _log.error("Weight-update task failed", exc_info=error)

@@ -1,4 +1,4 @@
-"""RolloutControlService: weight updates, driven by the coordinator. Checks requests; `weights.py` does the work."""
+"""RolloutControlService: checks the coordinator's weight-update requests; `update/controller.py` does the work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import RolloutControlServiceServicer
 from fourfold.rpc.codec import pack_floats
 from fourfold_rollout.engine import EpochTerms, RolloutEngine
-from fourfold_rollout.pause.phases import PauseMode
+from fourfold_rollout.pause.controller import PauseMode
 from fourfold_rollout.update.controller import WeightController
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -25,7 +25,7 @@ _MAX_OFFERS: Final = 4096
 _MAX_RECEIVERS: Final = 4096
 _PROBE_TOKENS: Final = (2, 4096)
 _DIGEST_BYTES: Final = 32
-# The engine's worker stops waiting this long before the caller does, so that its reason arrives.
+# The engine's worker stops waiting this long before the caller does, so that its error arrives in time.
 _MARGIN_SECONDS: Final = 0.2
 _LEAST_SECONDS: Final = 0.05
 _PAUSE_MODES: Final = {
@@ -37,14 +37,14 @@ _PAUSE_MODES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineIdentity:
-    """Who the engine is, beside what it can."""
+    """The model and the host of the engine, as DescribeEngine reports them."""
 
     model_sha256: bytes
     host_id: str
 
 
 class RolloutControlServicer(RolloutControlServiceServicer):
-    """Controls one engine."""
+    """Controls the weights and the sleep of one engine."""
 
     def __init__(
         self, identity: EngineIdentity, engine: RolloutEngine, weights: WeightController, *, update_timeout: float
@@ -74,7 +74,7 @@ class RolloutControlServicer(RolloutControlServiceServicer):
         )
 
     async def OpenWeights(self, request: pb.OpenWeightsRequest, context: Context) -> pb.OpenWeightsResponse:
-        """Join an epoch."""
+        """Join a weight epoch."""
         _check_open(request, self._engine)
         terms = EpochTerms(
             epoch=request.epoch,
@@ -92,7 +92,7 @@ class RolloutControlServicer(RolloutControlServiceServicer):
         )
 
     async def BeginWeights(self, request: pb.BeginWeightsRequest, context: Context) -> pb.BeginWeightsResponse:
-        """Stop sampling."""
+        """Stop sampling for an update."""
         mode = _PAUSE_MODES.get(request.pause_mode)
         if mode is None:
             names = ", ".join(pb.PauseMode.Name(known) for known in _PAUSE_MODES)
@@ -128,36 +128,36 @@ class RolloutControlServicer(RolloutControlServiceServicer):
         return pb.CommitWeightsResponse(pause_seconds=seconds)
 
     async def ReleaseWeights(self, request: pb.ReleaseWeightsRequest, context: Context) -> pb.ReleaseWeightsResponse:
-        """Give out what a commit with hold kept back."""
+        """Deliver the tokens that a commit with hold kept back."""
         await self._weights.release(
             epoch=request.epoch, policy_version=request.policy_version, timeout=self._timeout(context)
         )
         return pb.ReleaseWeightsResponse()
 
     async def AbortWeights(self, request: pb.AbortWeightsRequest, context: Context) -> pb.AbortWeightsResponse:
-        """Give the update up."""
+        """Give up the update and its epoch."""
         await self._weights.abort(epoch=request.epoch, timeout=self._timeout(context))
         return pb.AbortWeightsResponse(weight_state=self._weight_state())
 
     async def ProbeLogprobs(self, request: pb.ProbeLogprobsRequest, context: Context) -> pb.ProbeLogprobsResponse:
-        """Look up the log-probabilities of given tokens."""
+        """Compute the log-probabilities of given tokens."""
         ids = self._probe_ids(request.token_ids)
         logprobs = await self._weights.probe(ids, timeout=self._timeout(context))
         return pb.ProbeLogprobsResponse(logprobs=pack_floats(np.asarray(logprobs, np.float32)))
 
     async def GetWeightSums(self, request: pb.GetWeightSumsRequest, context: Context) -> pb.GetWeightSumsResponse:
-        """Return the sums of every tensor."""
+        """Return the checksums of every tensor."""
         return pb.GetWeightSumsResponse(
             sums=await self._weights.sums(epoch=request.epoch, timeout=self._timeout(context))
         )
 
     async def SleepEngine(self, request: pb.SleepEngineRequest, context: Context) -> pb.SleepEngineResponse:
-        """Give GPU memory up."""
+        """Free the engine's GPU memory."""
         await self._weights.sleep(request.level, timeout=self._timeout(context))
         return pb.SleepEngineResponse()
 
     async def WakeEngine(self, request: pb.WakeEngineRequest, context: Context) -> pb.WakeEngineResponse:
-        """Take GPU memory again."""
+        """Allocate freed GPU memory again."""
         await self._weights.wake(tuple(request.tags), timeout=self._timeout(context))
         return pb.WakeEngineResponse()
 
@@ -172,7 +172,7 @@ class RolloutControlServicer(RolloutControlServiceServicer):
             raise InvalidInput(f"token_ids has {len(data)} bytes; int32 needs a multiple of 4")
         ids: list[int] = np.frombuffer(data, "<i4").tolist()
         low, high = _PROBE_TOKENS
-        high = min(high, engine.max_context_tokens - 1)  # the engine samples one token after them
+        high = min(high, engine.max_context_tokens - 1)  # vLLM samples at least one token after a prompt
         if not low <= len(ids) <= high:
             raise InvalidInput(f"token_ids has {len(ids)} tokens; a probe of this engine must have {low} to {high}")
         bad = next((i for i in ids if not 0 <= i < engine.vocabulary_size), None)
@@ -181,7 +181,7 @@ class RolloutControlServicer(RolloutControlServiceServicer):
         return ids
 
     def _timeout(self, context: Context) -> float:
-        """Return the seconds that a step may take: what the caller gives, at most those of a whole update."""
+        """Return the seconds until the caller's deadline, less a margin; at most the duration of an update."""
         left = context.time_remaining()
         if left is None:
             raise InvalidInput("called without a deadline; pass a timeout with the call", reason="NO_DEADLINE")
@@ -189,7 +189,7 @@ class RolloutControlServicer(RolloutControlServiceServicer):
 
 
 def _check_open(request: pb.OpenWeightsRequest, engine: RolloutEngine) -> None:
-    """Check lengths and ranges before anything is parsed."""
+    """Check lengths and ranges before the workers parse the bytes."""
     backends = engine.description.backends
     check_number(request.epoch, "epoch")
     check_number(request.receiver_count, "receiver_count", least=1, most=_MAX_RECEIVERS)

@@ -280,7 +280,7 @@ class VllmEngine:
 
     def ask_again(self, sample: VllmSample) -> None:
         """Have a sample `give` after vLLM's next outputs."""
-        self._barrier.after_next(sample.give)
+        self._barrier.after_next(sample.flush)
 
     def note_output(self, sample: VllmSample, output: SampleOutput) -> None:
         """Count what a running sample has given."""

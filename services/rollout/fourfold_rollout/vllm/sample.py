@@ -67,7 +67,7 @@ class VllmSample:
         if self._owner.is_running(self):
             self._hand_over(lambda: self._output(result.outputs[0]), ended=result.finished)
 
-    def give(self) -> None:
+    def flush(self) -> None:
         """Put what vLLM has handed out and the sink has not got; if nothing, after its next outputs. Raises nothing."""
         if not self._owner.is_running(self):
             return

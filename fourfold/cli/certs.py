@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold.errors import ConfigError
-from fourfold.security.access import WARN_DAYS, read_revoked
+from fourfold.security.access import REVOKED_FILE, WARN_DAYS, read_revoked
 from fourfold.security.principal import Principal
 from fourfold.security.tokens import LIMITS, SCOPES, read_tokens
 
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
         case "revoke":
             _certs().revoke(directory, args.member)
             print(
-                f"{directory / 'revoked.txt'} refuses {', '.join(args.member)} from the next call on; copy it beside "
+                f"{directory / REVOKED_FILE} refuses {', '.join(args.member)} from the next call on; copy it beside "
                 f"ca.pem on every machine. `fourfold certs renew` makes new certificates."
             )
         case "status":
@@ -109,7 +109,7 @@ def _of_recipe(path: Path) -> list[Principal]:
 
 def _status(directory: Path) -> list[str]:
     certs = _certs()
-    revoked, lines = read_revoked(directory / "revoked.txt"), list[str]()
+    revoked, lines = read_revoked(directory / REVOKED_FILE), list[str]()
     for issued in certs.current(directory):
         left = issued.days_left
         state = "expired" if left <= 0 else f"expires in {left:.0f} days"

@@ -1,15 +1,15 @@
-"""Runs programs of users and models with few rights: a child process calls `enter` before it loads such a program.
+"""Runs untrusted programs (of users and models) in child processes with few rights.
 
     service: environment(), Policy(...)  --start-->  child: enter(policy), then the program
 
-`enter` takes rights away from the process that calls it, for good, and from everything that it starts:
+`enter` permanently removes rights from the calling process and from everything that it starts:
 
 - limits (rlimits) on memory, CPU time, open files, file size and processes; no core dumps
-- files by Landlock: only the paths of the policy can be read or written
-- network, new processes, other processes and the kernel's administration by seccomp
+- files by Landlock: only the policy's paths can be read or written
+- network, new processes, other processes and kernel administration by seccomp
 
-Landlock and seccomp need no privileges. `probe` starts such a child, lets it try what it must not do, and reports what
-the kernel refused. The caller decides what to do where the machine does not offer everything.
+Landlock and seccomp need no privileges. `probe` starts such a child, which tries forbidden operations, and reports
+which of them the kernel refused. The caller decides what to do on a machine that does not enforce everything.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The child of `probe`: enters a sandbox, tries what it must refuse, and prints the offer as JSON."""
+"""The child of `probe`: enters a sandbox, tries forbidden operations, and prints its SandboxSupport as JSON."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _REFUSED: Final = (errno.EPERM, errno.EACCES)
 
 
 def main(outside: Path) -> None:
-    """Enter a sandbox, try what it must refuse, and print the offer."""
+    """Print what a sandboxed process cannot do; `outside` is a readable file outside of the policy's paths."""
     abi, calls = landlock.abi(), seccomp.offered()
     enter(Policy(read=python_paths(), hidden=(str(outside),), memory_bytes=1 << 30, cpu_seconds=10))
-    offer = SandboxSupport(
+    support = SandboxSupport(
         files=bool(abi) and _is_refused(outside.read_bytes),
         network=calls and _is_refused(_open_socket),
         processes=calls and _is_refused(_start_process),
         landlock_abi=abi,
     )
-    sys.stdout.write(json.dumps(asdict(offer)))
+    sys.stdout.write(json.dumps(asdict(support)))
 
 
 def _is_refused(attempt: Callable[[], object]) -> bool:

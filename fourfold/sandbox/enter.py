@@ -1,4 +1,4 @@
-"""Puts the calling process into a sandbox."""
+"""Puts the calling process into a sandbox: rlimits, then Landlock, then seccomp."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fourfold.sandbox.policy import Policy, SandboxUnavailable
 
 
 def enter(policy: Policy) -> None:
-    """Give up every right that the policy does not name. It cannot be undone, and children inherit it.
+    """Give up every right that the policy does not grant. This is permanent, and child processes inherit it.
 
-    Call it in the main thread of a process that was started for this, before it loads the program: what is open, or
-    mapped into memory, stays so.
+    Call it in the main thread of a new process, before it loads the untrusted program. Open files and memory maps are
+    not affected.
 
     Raises:
-        SandboxUnavailable: `policy.required`, and this machine cannot enforce all of it. Run nothing then.
+        SandboxUnavailable: `policy.required`, and this machine cannot enforce all of it. Then run nothing.
     """
-    seccomp.offered()  # loads the library, which lies outside of the policy's paths on some systems
+    seccomp.offered()  # loads libseccomp now: on some systems it is outside of the policy's paths
     _limit(policy)
     by_files = landlock.restrict(policy)
     by_calls = seccomp.restrict(policy)
@@ -30,7 +30,7 @@ def enter(policy: Policy) -> None:
 
 
 def describe_missing(by_files: bool, by_calls: bool) -> str:
-    """Return what the machine lacks and what to do about it; empty when it lacks nothing."""
+    """Return the missing kernel features with advice; empty when none is missing."""
     missing = []
     if not by_files:
         missing.append("no Landlock (Linux 5.13 or newer with `landlock` in /sys/kernel/security/lsm)")
@@ -40,24 +40,24 @@ def describe_missing(by_files: bool, by_calls: bool) -> str:
 
 
 def allow_cpu(seconds: int) -> None:
-    """Let this process use so much CPU time from now on; when it is used up, the kernel ends it with SIGXCPU."""
+    """Allow this process `seconds` more of CPU time; afterwards the kernel ends it with SIGXCPU."""
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     used = int(time.process_time()) + 1
     _set(resource.RLIMIT_CPU, used + seconds, hard)
 
 
 def _limit(policy: Policy) -> None:
-    """Set the limits. None is raised above what this process has."""
-    _set_both(resource.RLIMIT_CORE, 0)
-    _set_both(resource.RLIMIT_DATA, policy.memory_bytes)
+    """Set the rlimits of the policy, none above the present one."""
+    _set(resource.RLIMIT_CORE, 0)
+    _set(resource.RLIMIT_DATA, policy.memory_bytes)
     if policy.address_bytes:
-        _set_both(resource.RLIMIT_AS, policy.address_bytes)
-    _set_both(resource.RLIMIT_NOFILE, policy.open_files)
+        _set(resource.RLIMIT_AS, policy.address_bytes)
+    _set(resource.RLIMIT_NOFILE, policy.open_files)
     if policy.file_bytes:
-        _set_both(resource.RLIMIT_FSIZE, policy.file_bytes)
+        _set(resource.RLIMIT_FSIZE, policy.file_bytes)
     if policy.processes:
-        # With 0 the filter refuses new processes, exactly. This limit counts all threads of the user.
-        _set_both(resource.RLIMIT_NPROC, _threads_of_user() + policy.processes)
+        # RLIMIT_NPROC counts all threads of the user, so it is imprecise. For 0 the seccomp filter is exact.
+        _set(resource.RLIMIT_NPROC, _threads_of_user() + policy.processes)
     allow_cpu(policy.cpu_seconds)
 
 
@@ -65,20 +65,17 @@ def _threads_of_user() -> int:
     count = 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # it ended, or it is hidden from us
+            with contextlib.suppress(OSError):  # the process ended, or /proc hides it
                 if entry.stat().st_uid == os.getuid():
                     count += sum(1 for _ in (entry / "task").iterdir())
     return count
 
 
-def _set_both(kind: int, value: int) -> None:
-    _set(kind, value, value)
-
-
-def _set(kind: int, soft: int, hard: int) -> None:
+def _set(kind: int, soft: int, hard: int | None = None) -> None:
+    hard = soft if hard is None else hard
     _, most = resource.getrlimit(kind)
     if most != resource.RLIM_INFINITY:
         soft = min(soft, most)
         hard = most if hard == resource.RLIM_INFINITY else min(hard, most)
-    if resource.getrlimit(kind) != (soft, hard):  # in a sandbox in a sandbox the call may be refused
+    if resource.getrlimit(kind) != (soft, hard):  # inside another sandbox the call may be refused
         resource.setrlimit(kind, (soft, hard))

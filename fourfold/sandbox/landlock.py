@@ -1,4 +1,4 @@
-"""Which files a process may open, by Landlock. Landlock knows no exceptions, so that hidden paths are left out."""
+"""Restricts the files that a process may open, by Landlock."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fourfold.sandbox.policy import Policy
 
 _READ: Final = landlock.AccessFs.READ_FILE | landlock.AccessFs.READ_DIR | landlock.AccessFs.EXECUTE
 _LIST: Final = landlock.AccessFs.READ_DIR
-# The kernel refuses rights of folders in the rule of a file.
+# The rights that a rule of a single file may have; the kernel rejects rights of folders in it.
 _OF_FILES: Final = (
     landlock.AccessFs.READ_FILE
     | landlock.AccessFs.WRITE_FILE
@@ -27,7 +27,7 @@ _OF_FILES: Final = (
 
 
 def abi() -> int:
-    """Return the kernel's Landlock version; 0 when it has none."""
+    """Return the kernel's Landlock ABI version; 0 without Landlock."""
     try:
         return landlock.get_abi_version()
     except landlock.LandlockError:
@@ -35,7 +35,7 @@ def abi() -> int:
 
 
 def restrict(policy: Policy) -> bool:
-    """Give this thread, and what it starts, the policy's paths and no others; return whether the kernel does that."""
+    """Restrict this thread and its children to the policy's paths; return False when the kernel has no Landlock."""
     version = landlock.ABIVersion(abi())
     if version < 1:
         return False
@@ -64,22 +64,24 @@ def _rules(policy: Policy) -> Iterator[tuple[str, landlock.AccessFs]]:
 
 
 def _other_processes() -> Iterator[str]:
-    """Yield the folders of other processes: since Linux 6.15 root reads their environment whatever Landlock says."""
-    with contextlib.suppress(OSError):  # a sandbox around this one has hidden them
+    """Yield the /proc folders of other processes: since Linux 6.15 Landlock does not stop root from reading them."""
+    with contextlib.suppress(OSError):  # an outer sandbox hides /proc
         for entry in os.scandir("/proc"):
             if entry.name.isdigit() and int(entry.name) != os.getpid():
                 yield entry.path
 
 
 def visible(paths: Iterable[str], hidden: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """Yield paths that together hold everything in `paths` but `hidden`.
+    """Yield paths that together contain everything in `paths` except `hidden`.
+
+    Landlock rules only grant rights, so a folder with a hidden path is replaced by its other entries.
 
     Args:
-        paths: absolute, without links.
-        hidden: likewise.
+        paths: absolute, without symbolic links.
+        hidden: absolute, without symbolic links.
 
     Yields:
-        (path, True), and (path, False) for a folder that holds a hidden path: its other entries follow.
+        (path, True), or (path, False) for a folder that contains a hidden path; its other entries follow.
     """
     for path in paths:
         folder = path.rstrip("/") + "/"
@@ -89,7 +91,7 @@ def visible(paths: Iterable[str], hidden: Sequence[str]) -> Iterator[tuple[str, 
         yield path, not inside
         if inside:
             with contextlib.suppress(OSError):
-                # A link's target is visible if it is in one of the other entries; it may be, or hold, what is hidden.
+                # Symbolic links are skipped: a rule applies to the target, which may contain a hidden path.
                 entries = [entry.path for entry in os.scandir(path) if not entry.is_symlink()]
                 yield from visible(entries, inside)
 
@@ -98,7 +100,7 @@ def _allow(rules: landlock.RulesetFd, path: str, access: landlock.AccessFs) -> N
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        return  # absent, or gone meanwhile
+        return  # the path does not exist, or no longer
     try:
         rule = landlock.PathBeneathAttr()
         rule.parent_fd = descriptor

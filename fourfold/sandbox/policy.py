@@ -1,4 +1,4 @@
-"""What a sandboxed process may do."""
+"""The rights, the environment and the Python paths of a sandboxed process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-# Where programs and libraries look things up. TMPDIR is set by the caller where there is a folder to write to.
+# Variables that tell programs and libraries where to find things. The caller sets TMPDIR if a folder is writable.
 _KEPT_VARIABLES: Final = re.compile(
     r"PATH|HOME|TZ|LANG|LANGUAGE|LC_[A-Z]+|LD_LIBRARY_PATH|TMPDIR|VIRTUAL_ENV|CUDA_VISIBLE_DEVICES|(OMP|MKL)_NUM_THREADS|"
-    # How Python runs, and the tag by which a launcher finds the processes that it must end.
+    # How Python runs, and the tag by which a launcher finds the processes that it must terminate.
     r"PYTHON(HASHSEED|UNBUFFERED|FAULTHANDLER|UTF8|IOENCODING|WARNINGS|DONTWRITEBYTECODE)|FOURFOLD_SUPERVISORS"
 )
-# The dynamic linker, local time, randomness, and what libraries read to count cores.
+# The dynamic linker, local time, randomness, and the files from which libraries count cores.
 _SYSTEM_PATHS: Final = (
     *("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime"),
     *("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"),
@@ -26,63 +26,62 @@ _SYSTEM_PATHS: Final = (
 
 
 class SandboxUnavailable(Exception):
-    """This machine cannot enforce a policy that must be enforced."""
+    """This machine cannot enforce a policy with `required`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Rights of a process. Paths are absolute, and a folder stands for everything in it. What is absent is skipped."""
+    """Rights of a process. Paths are absolute; a folder includes everything in it; missing paths are skipped."""
 
     read: tuple[str, ...]
     """Paths that may be read and executed."""
     write: tuple[str, ...] = ()
     """Paths that may be read, executed, written and removed."""
     hidden: tuple[str, ...] = ()
-    """Paths whose files may not be opened although they are inside `read` or `write`. Names of files stay visible. In a
-    folder that holds a hidden path, files that are made later cannot be opened either. Other processes in /proc are
-    always hidden."""
+    """Paths inside `read` or `write` whose files may not be opened. File names stay visible. New files in a folder that
+    contains a hidden path cannot be opened either. Other processes in /proc are always hidden."""
     network: bool = False
-    """Whether sockets may be made."""
+    """Whether the process may create sockets."""
     processes: int = 0
-    """New processes, threads among them, that its user may have besides those at the start. The kernel does not count
-    those of root. 0: it can neither start a process nor touch another one (signals, limits, priorities); threads go."""
+    """New processes and threads that the user may have besides those at the start; the kernel does not count those of
+    root. With 0 the process can start threads but no process, and cannot signal or otherwise affect other ones."""
     memory_bytes: int
-    """Most private memory of one process."""
+    """Private memory of one process."""
     address_bytes: int = 0
-    """Most address space, which includes shared memory; 0: no limit. CUDA and Java reserve much more than they use."""
+    """Address space, which includes shared memory; 0: no limit. CUDA and Java reserve much more than they use."""
     cpu_seconds: int
-    """CPU time of all its threads until `allow_cpu` gives more."""
+    """CPU time of all threads until `allow_cpu` grants more."""
     open_files: int = 256
     file_bytes: int = 0
-    """Largest file that it may write; 0: no limit."""
+    """Size of a written file; 0: no limit."""
     required: bool = False
-    """Whether `enter` refuses when the machine cannot enforce all of this."""
+    """Whether `enter` fails when the machine cannot enforce all of this policy."""
 
     def to_json(self) -> str:
-        """Return the text that `from_json` reads; it holds no secrets and may be an argument of a command."""
+        """Return the policy as JSON. It contains no secrets and may be a command-line argument."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Read what `to_json` returned."""
+        """Parse the result of `to_json`."""
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
         return cls(**values)
 
 
 def environment(keep: Iterable[str] = ()) -> dict[str, str]:
-    """Return this process's environment without anything that a sandboxed program has no need of.
+    """Return the environment variables of this process that a sandboxed program may see.
 
     Args:
-        keep: names of further variables to pass on.
+        keep: names of additional variables.
     """
     kept = frozenset(keep)
     return {name: value for name, value in os.environ.items() if name in kept or _KEPT_VARIABLES.fullmatch(name)}
 
 
 def python_paths() -> tuple[str, ...]:
-    """Return what a Python program reads: the system's libraries, this interpreter and its packages.
+    """Return the paths that a Python program reads: system libraries, this interpreter and its packages.
 
-    A folder of `sys.path` that holds the working directory is left out: such a folder holds more than packages.
+    An entry of `sys.path` that contains the working directory is left out, because it contains more than packages.
     """
     here = Path.cwd()
     imported = [path for path in sys.path if path and not here.is_relative_to(Path(path).resolve())]

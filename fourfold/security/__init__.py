@@ -1,1 +1,1 @@
-"""Certificates, tokens and permissions of callers."""
+"""Authenticates callers with certificates and bearer tokens, and decides what each may call."""

@@ -1,12 +1,9 @@
-"""Who may call what: certificates, bearer tokens, and the policy table.
+"""Decides which caller may call which service: the policy table, certificates, revocations and bearer tokens.
 
-Inside a deployment every member has a certificate of one private CA (`fourfold certs`) with its
-principal as URI, `spiffe://fourfold/svc/ROLE/MEMBER`. The table below says which roles may call
-which service; a service without a row is refused to everybody. Who dials checks the other side,
-too: it names the principal that must answer. Agents from outside come with a bearer token to a
-port that carries nothing but `RolloutService` and health.
-
-Certificates, tokens and revocations are read again when their files change.
+Inside a deployment every member has a certificate of one private CA (`fourfold certs`), whose URI
+`spiffe://fourfold/svc/ROLE/MEMBER` is its principal. `POLICY` maps each service to the roles that may call it. A client
+checks the server's principal too. External agents have a bearer token for a public port, which serves only
+`RolloutService` and health.
 """
 
 from __future__ import annotations
@@ -21,29 +18,36 @@ from typing import TYPE_CHECKING, Final
 import grpc
 
 from fourfold.errors import ConfigError, PermissionDenied, Unauthenticated
-from fourfold.security.material import MEMBER_NAME, SPIFFE_PREFIX, Material, read_file, read_material
+from fourfold.security.material import (
+    MEMBER_NAME,
+    SPIFFE_PREFIX,
+    Material,
+    WatchedFiles,
+    read_file,
+    read_lines,
+    read_material,
+)
 from fourfold.security.principal import Principal
 from fourfold.security.tokens import TokenGrant, read_tokens
-from fourfold.security.watched import Watched
 
-if TYPE_CHECKING:  # an agent that only calls needs no schema
+if TYPE_CHECKING:  # clients of agents must not import the configuration schema
     from fourfold.config import SecurityConfig
 
 ROLES: Final = ("rollout", "trainer", "reward", "reference", "coordinator", "viewer")
-"""Roles of certificates. Viewers are `fourfold run`, `watch` and `weights`, which read the state of the run."""
+"""Roles of certificates. Viewers are `fourfold run`, `watch` and `weights`, which only read the state of the run."""
+# Principals without a name: `open_channel` accepts any server of the role.
 COORDINATOR: Final = Principal("coordinator")
-"""Any coordinator, for `open_channel`."""
 ROLLOUT: Final = Principal("rollout")
-"""Any rollout service, for `open_channel`."""
 VIEWER: Final = Principal("viewer", "viewer-0")
 
 REVOKED_FILE: Final = "revoked.txt"
 WARN_DAYS: Final = 14
-"""A certificate that expires sooner is warned of."""
+"""Remaining validity below which `expiry_warning` warns."""
 
 _MEMBERS: Final = frozenset({"rollout", "trainer", "reward", "reference"})
 _COORDINATOR: Final = frozenset({"coordinator"})
 
+# A service without a row is refused to every caller.
 POLICY: Final[Mapping[str, frozenset[str]]] = {
     "fourfold.rollout.v1.RolloutService": _COORDINATOR,
     "fourfold.rollout.v1.RolloutControlService": _COORDINATOR,
@@ -53,7 +57,7 @@ POLICY: Final[Mapping[str, frozenset[str]]] = {
     "fourfold.trainer.v1.TrainerWeightService": _COORDINATOR,
     "fourfold.coordinator.v1.MembershipService": _MEMBERS,
     "fourfold.coordinator.v1.RunService": frozenset({"viewer"}),
-    # Any certificate of the deployment may ask whether a service lives and what it offers.
+    # Health and reflection are open to every certificate of the deployment.
     "grpc.health.v1.Health": frozenset(ROLES),
     "grpc.reflection.v1alpha.ServerReflection": frozenset(ROLES),
 }
@@ -61,26 +65,26 @@ PUBLIC_SERVICES: Final = frozenset({"fourfold.rollout.v1.RolloutService"})
 
 
 class Security:
-    """TLS material and grants of one process. They follow their files; nothing of them is ever logged."""
+    """TLS material, tokens and revocations of one process. They follow their files. None of them is ever logged."""
 
     def __init__(
         self,
-        material: Watched[Material],
+        material: WatchedFiles[Material],
         *,
-        tokens: Watched[dict[str, TokenGrant]] | None = None,
-        revoked: Watched[frozenset[str]] | None = None,
+        tokens: WatchedFiles[dict[str, TokenGrant]] | None = None,
+        revoked: WatchedFiles[frozenset[str]] | None = None,
     ) -> None:
-        """Hold what `load` and `for_agent` read."""
+        """Use `load` or `for_agent` instead."""
         self._material = material
         self._tokens = tokens
         self._revoked = revoked
 
     @staticmethod
     def load(config: SecurityConfig, who: Principal) -> Security | None:
-        """Read the files of `who`; None when the recipe has no [security] table.
+        """Read the files of `who`; return None when the recipe has no [security] table.
 
         Raises:
-            ConfigError: a file is missing or malformed, a key is readable by others, a certificate is not usable.
+            ConfigError: a file is missing or malformed, other users can read a key, or a certificate is not usable.
         """
         if not config.directory:
             if config.tokens_file:
@@ -96,35 +100,31 @@ class Security:
             )
         folder, tokens_file = Path(config.directory), Path(config.tokens_file)
         own, revoked = folder / f"{who.name}.pem", folder / REVOKED_FILE
-        tokens: Watched[dict[str, TokenGrant]] | None = None
-        # Nobody else has a port for agents; a machine without one needs no file of tokens.
+        tokens: WatchedFiles[dict[str, TokenGrant]] | None = None
+        # Only rollout services have a public port; other machines need no token file.
         if config.tokens_file and who.role == "rollout":
-            tokens = Watched([tokens_file], lambda: read_tokens(tokens_file))
+            tokens = WatchedFiles([tokens_file], lambda: read_tokens(tokens_file))
             if not tokens.get():
                 raise ConfigError(f"{tokens_file}: holds no token digest; make one with `fourfold certs token add`")
         return Security(
-            Watched([folder / "ca.pem", own], lambda: read_material(folder, who)),
+            WatchedFiles([folder / "ca.pem", own], lambda: read_material(folder, who)),
             tokens=tokens,
-            revoked=Watched([revoked], lambda: read_revoked(revoked)),
+            revoked=WatchedFiles([revoked], lambda: read_revoked(revoked)),
         )
 
     @staticmethod
     def for_agent(authority: Path) -> Security:
-        """Read only the CA's certificate: all that a caller with a bearer token needs.
-
-        Raises:
-            ConfigError: the file is missing.
-        """
-        return Security(Watched([authority], lambda: Material(authority=read_file(authority))))
+        """Read the CA's certificate, the only file that a caller with a bearer token needs."""
+        return Security(WatchedFiles([authority], lambda: Material(authority=read_file(authority))))
 
     @property
     def material(self) -> Material:
-        """Certificates and key as they are now. The same object until a file changes."""
+        """Current certificates and key; the same object until a file changes."""
         return self._material.get()
 
     @property
     def tokens(self) -> Mapping[str, TokenGrant]:
-        """Bearer tokens as they are now, by name."""
+        """Current grants of bearer tokens, by token name."""
         return self._tokens.get() if self._tokens else {}
 
     @property
@@ -133,7 +133,7 @@ class Security:
         return (self.material.expires - datetime.datetime.now(datetime.UTC).timestamp()) / 86_400
 
     def channel_credentials(self, token: str = "") -> grpc.ChannelCredentials:
-        """Return credentials for a channel; with `token` every call carries it."""
+        """Return credentials for a channel; with `token`, every call sends it."""
         material = self.material
         channel = grpc.ssl_channel_credentials(
             root_certificates=material.authority,
@@ -145,9 +145,9 @@ class Security:
         return grpc.composite_channel_credentials(channel, grpc.access_token_call_credentials(token))
 
     def server_credentials(self, *, public: bool) -> grpc.ServerCredentials:
-        """Return credentials for a port; an internal one asks every caller for a certificate of our CA.
+        """Return credentials for a port. Each handshake uses the current files.
 
-        Each handshake uses the files as they are then.
+        An internal port requires a certificate of our CA from every caller; a public one does not.
         """
         used = self.material
 
@@ -159,7 +159,7 @@ class Security:
             nonlocal used
             material, before = self.material, used
             used = material
-            return None if material is before else configuration()  # None keeps what the server has: it is cheap
+            return None if material is before else configuration()  # None keeps the present configuration
 
         return grpc.dynamic_ssl_server_credentials(
             configuration(),
@@ -168,14 +168,11 @@ class Security:
         )
 
     def check_not_revoked(self, caller: Principal, certificates: Sequence[bytes]) -> None:
-        """Refuse a caller whose certificate is in the list of revoked ones.
+        """Raise PermissionDenied when a caller's certificate is revoked.
 
         Args:
-            caller: whose it is, for the message.
-            certificates: what it showed, PEM; one.
-
-        Raises:
-            PermissionDenied: it is in the list.
+            caller: its principal, for the message.
+            certificates: the certificates that it presented, PEM.
         """
         revoked = self._revoked.get() if self._revoked else frozenset[str]()
         if revoked and any(fingerprint(pem.decode("ascii")) in revoked for pem in certificates):
@@ -186,7 +183,7 @@ class Security:
 
 
 def expiry_warning(name: str, days_left: float) -> str:
-    """Return what to do about a certificate that expires soon; empty when it does not."""
+    """Return a warning with advice when a certificate expires within `WARN_DAYS`; otherwise an empty string."""
     if days_left >= WARN_DAYS:
         return ""
     when = "has expired" if days_left <= 0 else f"expires in {days_left:.1f} days"
@@ -197,12 +194,12 @@ def expiry_warning(name: str, days_left: float) -> str:
 
 
 def fingerprint(pem: str) -> str:
-    """Return the SHA-256 of a certificate, as 64 hexadecimal digits."""
+    """Return the SHA-256 of a PEM certificate as 64 hexadecimal digits."""
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem.strip())).hexdigest()
 
 
 def read_revoked(path: Path) -> frozenset[str]:
-    """Read lines of "fingerprint ROLE/MEMBER EXPIRY"; empty when there is no file.
+    """Return the fingerprints in a file of lines "FINGERPRINT ROLE/MEMBER EXPIRY"; none when the file is absent.
 
     Raises:
         ConfigError: the file cannot be read, or a line is malformed.
@@ -210,9 +207,7 @@ def read_revoked(path: Path) -> frozenset[str]:
     if not path.exists():
         return frozenset()
     found: set[str] = set()
-    for number, line in enumerate(read_file(path).decode(errors="replace").splitlines(), 1):
-        if not line.strip() or line.startswith("#"):
-            continue
+    for number, line in read_lines(path):
         word = line.split()[0]
         if len(word) != 64 or not set(word) <= set("0123456789abcdef"):
             raise ConfigError(f"{path}:{number}: no certificate's SHA-256; `fourfold certs revoke` writes this file")
@@ -221,17 +216,14 @@ def read_revoked(path: Path) -> frozenset[str]:
 
 
 def check_identity(service: str, identities: Sequence[str]) -> Principal:
-    """Check a caller's certificate against the policy table.
+    """Return the caller of a certificate after a check against the policy table.
 
     Args:
         service: full name of the called service.
         identities: URIs of the certificate.
 
-    Returns:
-        The caller.
-
     Raises:
-        Unauthenticated: the certificate carries no identity of ours, or several.
+        Unauthenticated: the certificate has no URI of ours, or several.
         PermissionDenied: this role may not call the service.
     """
     found = [uri.removeprefix(SPIFFE_PREFIX) for uri in identities if uri.startswith(SPIFFE_PREFIX)]
@@ -242,6 +234,6 @@ def check_identity(service: str, identities: Sequence[str]) -> Principal:
         )
     allowed = POLICY.get(service, frozenset())
     if role not in allowed:
-        who = ", ".join(sorted(allowed)) or "nobody"
-        raise PermissionDenied(f"{role}/{name} may not call {service}; allowed: {who}")
+        roles = ", ".join(sorted(allowed)) or "no role"
+        raise PermissionDenied(f"{role}/{name} may not call {service}; allowed: {roles}")
     return Principal(role, name)

@@ -1,14 +1,14 @@
-"""`fourfold certs`: a private CA, one certificate per member, revocations, and tokens for agents.
+"""Issues, renews and revokes the certificates of a private CA, and edits the token file, for `fourfold certs`.
 
-    DIR/ca.pem          certificate of the authority; every process needs it
+    DIR/ca.pem          certificate of the CA; every process needs it
     DIR/MEMBER.pem      certificate and private key of one member, e.g. rollout-0.pem
-    DIR/revoked.txt     revoked certificates; appears with the first one
-    DIR/tokens.txt      SHA-256 of the bearer tokens, for rollout services; a token itself is shown once
-    DIR/ca-key.pem      key of the authority; stays where it was made
-    DIR/issued.txt      every certificate that was issued; stays there, too
+    DIR/revoked.txt     revoked certificates; absent until the first revocation
+    DIR/tokens.txt      SHA-256 of the bearer tokens, for rollout services
+    DIR/ca-key.pem      private key of the CA; never leaves this folder
+    DIR/issued.txt      every issued certificate; never leaves this folder
 
-`material.py` says what a member's certificate holds. That of a rollout service also bears names of
-hosts, for agents whose TLS library checks the host's name. Needs `cryptography` (`fourfold[certs]`).
+`material.py` documents the names in a member's certificate. Certificates of rollout services also contain host names,
+for agents whose TLS library checks the host name. Needs `cryptography` (`fourfold[certs]`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from fourfold.security.principal import Principal
 from fourfold.security.tokens import parse_grant, read_tokens
 
 VALID_DAYS: Final = 365
-"""Of a member's certificate."""
 AUTHORITY_DAYS: Final = 3650
 TOKENS_FILE: Final = "tokens.txt"
 FIRST_OF_EACH: Final = tuple(Principal(role, f"{role}-0") for role in ROLES)
@@ -50,7 +49,7 @@ _PEM: Final = serialization.Encoding.PEM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issued:
-    """A certificate that was issued; a line of issued.txt."""
+    """An issued certificate, as recorded in one line of issued.txt."""
 
     fingerprint: str
     who: Principal
@@ -59,11 +58,11 @@ class Issued:
 
     @property
     def days_left(self) -> float:
-        """Days until it expires."""
+        """Days until the certificate expires; negative afterwards."""
         return (self.expires - _now()).total_seconds() / 86_400
 
     def line(self) -> str:
-        """Return the line of the file."""
+        """Return the line of issued.txt, with its line end."""
         words = [self.fingerprint, str(self.who), f"{self.expires:%Y-%m-%dT%H:%M:%SZ}", ",".join(self.hosts)]
         return " ".join(words).rstrip() + "\n"
 
@@ -72,7 +71,7 @@ def parse_member(text: str) -> Principal:
     """Return the principal of "rollout-0" or "reward/math".
 
     Raises:
-        ConfigError: there is no such role, or the name does not fit into a certificate.
+        ConfigError: the role is unknown, or the name is not a DNS label.
     """
     role, slash, name = text.partition("/")
     if not slash:
@@ -92,16 +91,16 @@ def make(
     *,
     days: float = VALID_DAYS,
 ) -> str:
-    """Make an authority, the certificates of its members, and one token; return the token.
+    """Make a CA, certificates of its members, and one token; return the token.
 
     Args:
-        directory: where; made if missing (mode 0700).
-        hosts: names and addresses at which agents dial the rollout services, besides this machine.
-        members: who gets a certificate.
-        days: that these are valid.
+        directory: target folder; made with mode 0700 if missing.
+        hosts: names and addresses at which agents reach the rollout services, besides this machine.
+        members: principals that get a certificate.
+        days: validity of the members' certificates.
 
     Raises:
-        ConfigError: a host is malformed, or there is an authority already: nothing is overwritten.
+        ConfigError: a host is malformed, or the folder already has a CA. Nothing is overwritten.
     """
     _check(members, hosts)
     names = ("ca.pem", _KEY_FILE, _ISSUED_FILE, TOKENS_FILE)
@@ -115,15 +114,15 @@ def make(
     key = ec.generate_private_key(ec.SECP256R1())
     _write(directory / _KEY_FILE, _private(key), mode=0o600)
     _write(directory / "ca.pem", _authority(key).public_bytes(_PEM), mode=0o644)
-    _issue(directory, [(who, tuple(hosts) if who.role == "rollout" else ()) for who in members], days)
+    _issue(directory, _with_hosts(members, hosts), days)
     return add_token(directory / TOKENS_FILE, "agent")
 
 
 def add(directory: Path, members: Sequence[Principal], hosts: Sequence[str] = (), *, days: float = VALID_DAYS) -> None:
-    """Make certificates for members that have none.
+    """Make certificates for new members.
 
     Raises:
-        ConfigError: one has a certificate, or another role's member has its name.
+        ConfigError: a member of this name, of any role, has a certificate.
     """
     _check(members, hosts)
     names = {issued.who.name for issued in current(directory)}
@@ -132,33 +131,33 @@ def add(directory: Path, members: Sequence[Principal], hosts: Sequence[str] = ()
             raise ConfigError(
                 f"{who.name} has a certificate; `fourfold certs renew {directory} {who.name}` makes another one"
             )
-    _issue(directory, [(who, tuple(hosts) if who.role == "rollout" else ()) for who in members], days)
+    _issue(directory, _with_hosts(members, hosts), days)
 
 
 def renew(directory: Path, names: Sequence[str] = (), *, days: float = VALID_DAYS) -> list[Issued]:
-    """Make new certificates, with new keys, in place of the present ones; return them.
+    """Replace certificates and keys by new ones; return the new certificates.
 
     Args:
-        directory: of the authority.
+        directory: folder of the CA.
         names: member ids; empty: all.
-        days: that the new ones are valid.
+        days: validity of the new certificates.
 
     Raises:
-        ConfigError: a member never had one.
+        ConfigError: a member never had a certificate.
     """
     return _issue(directory, [(issued.who, issued.hosts) for issued in _chosen(directory, names)], days)
 
 
 def revoke(directory: Path, names: Sequence[str]) -> None:
-    """Have every certificate that these members were ever given refused; they may be renewed afterwards.
+    """Revoke every certificate that these members ever had. A renewal afterwards makes a valid one.
 
     Raises:
-        ConfigError: a member never had one.
+        ConfigError: a member never had a certificate.
     """
     chosen = {issued.who for issued in _chosen(directory, names)}
     path = directory / REVOKED_FILE
     lines = [f"{line}\n" for line in read_file(path).decode().splitlines()] if path.exists() else []
-    # A certificate that has expired is refused in any case.
+    # Expired certificates are refused anyway.
     new = [issued.line() for issued in all_issued(directory) if issued.who in chosen and issued.days_left > 0]
     _write(path, "".join(dict.fromkeys([*lines, *new])).encode(), mode=0o644)
 
@@ -169,10 +168,10 @@ def current(directory: Path) -> list[Issued]:
 
 
 def all_issued(directory: Path) -> list[Issued]:
-    """Return every certificate that was issued, the oldest first.
+    """Return all issued certificates, the oldest first.
 
     Raises:
-        ConfigError: this is no folder of an authority.
+        ConfigError: `directory` is not the folder of a CA.
     """
     path = directory / _ISSUED_FILE
     found: list[Issued] = []
@@ -197,19 +196,21 @@ def add_token(
     days: float | None = None,
     limits: dict[str, float] | None = None,
 ) -> str:
-    """Make a token, append its line to the file, and return it: it is stored nowhere.
+    """Make a token, append its grant to the file, and return the token. The token itself is stored nowhere.
 
     Args:
-        path: the file; made if missing.
-        name: of its holder.
-        scopes: what it allows; empty: everything.
-        days: until it expires; None: never.
-        limits: by the names of `tokens.LIMITS`.
+        path: the token file; made if missing.
+        name: name of the token's holder.
+        scopes: keys of `tokens.SCOPES`; empty: all.
+        days: validity; None: unlimited.
+        limits: keys from `tokens.LIMITS`.
 
     Raises:
         ConfigError: the name is malformed or taken, or a scope or limit is unknown.
     """
-    token = "ff_" + secrets.token_urlsafe(32)  # never begins with a dash, which a command line would take for an option
+    token = "ff_" + secrets.token_urlsafe(
+        32
+    )  # the prefix keeps a leading dash away, which command lines read as an option
     words = [name, hashlib.sha256(token.encode()).hexdigest()]
     words += [f"scopes={','.join(scopes)}"] if scopes else []
     words += [f"expires={_now() + datetime.timedelta(days=days):%Y-%m-%dT%H:%M:%SZ}"] if days is not None else []
@@ -223,10 +224,10 @@ def add_token(
 
 
 def remove_token(path: Path, name: str) -> None:
-    """Remove the line of a token; rollout services refuse it from its next call on.
+    """Remove a token's line. Rollout services refuse the token from its next call on.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: no token has this name.
     """
     if name not in read_tokens(path):
         raise ConfigError(f"{path}: has no token named {name!r:.80}; `fourfold certs token list` shows them")
@@ -235,7 +236,7 @@ def remove_token(path: Path, name: str) -> None:
 
 
 def _check(members: Sequence[Principal], hosts: Sequence[str]) -> None:
-    """Refuse malformed hosts, and two members of one name: a member id says who it is, and names the file."""
+    """Refuse malformed hosts, and two members of one name: the name is the member's id and its file name."""
     for host in hosts:
         _general_name(host)
     names = [who.name for who in members]
@@ -244,8 +245,12 @@ def _check(members: Sequence[Principal], hosts: Sequence[str]) -> None:
         raise ConfigError(f"two members are named {twice[0]!r}; a member id occurs once in a run")
 
 
+def _with_hosts(members: Sequence[Principal], hosts: Sequence[str]) -> list[tuple[Principal, tuple[str, ...]]]:
+    return [(who, tuple(hosts) if who.role == "rollout" else ()) for who in members]
+
+
 def _chosen(directory: Path, names: Sequence[str]) -> list[Issued]:
-    """Return the newest certificates of these members; of all when no name is given."""
+    """Return the newest certificates of the named members, or of all members without names."""
     known = {issued.who.name: issued for issued in current(directory)}
     missing = [name for name in names if name not in known]
     if missing:
@@ -257,7 +262,7 @@ def _chosen(directory: Path, names: Sequence[str]) -> list[Issued]:
 
 
 def _issue(directory: Path, members: Sequence[tuple[Principal, tuple[str, ...]]], days: float) -> list[Issued]:
-    """Write a new certificate for each member and note it."""
+    """Write and record a new certificate for each member (principal, host names)."""
     key_file = directory / _KEY_FILE
     key = serialization.load_pem_private_key(read_file(key_file, hint="it is needed to issue certificates"), None)
     check_private(key_file)
@@ -272,9 +277,9 @@ def _issue(directory: Path, members: Sequence[tuple[Principal, tuple[str, ...]]]
         made.append(
             Issued(fingerprint=fingerprint(text.decode()), who=who, expires=leaf.not_valid_after_utc, hosts=hosts)
         )
-        # Noted before it is written: a certificate that exists can be revoked.
-        noted = os.open(directory / _ISSUED_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        with os.fdopen(noted, "w", encoding="utf-8") as file:
+        # Recorded before it is written, so that every existing certificate can be revoked.
+        record = os.open(directory / _ISSUED_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with os.fdopen(record, "w", encoding="utf-8") as file:
             file.write(made[-1].line())
         _write(directory / f"{who.name}.pem", text + _private(own), mode=0o600)
     return made
@@ -301,7 +306,7 @@ def _leaf(
 ) -> x509.Certificate:
     names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri(who))]
     names += [x509.DNSName(server_name(who)), x509.DNSName(server_name(Principal(who.role)))]
-    if who.role == "rollout":  # nobody else is dialled by strangers; a host's name says nothing of a role
+    if who.role == "rollout":  # agents connect only to rollout services; a host name does not prove a role
         names += [_general_name(host) for host in dict.fromkeys((*_LOCAL, *hosts))]
     purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     return (
@@ -318,7 +323,7 @@ def _leaf(
 def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: float
 ) -> x509.CertificateBuilder:
-    begin = _now() - datetime.timedelta(minutes=5)  # clocks of other machines
+    begin = _now() - datetime.timedelta(minutes=5)  # clocks of other machines may be behind
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -331,16 +336,14 @@ def _builder(
 
 
 def _usage(*, sign_certificates: bool) -> x509.KeyUsage:
+    unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
     return x509.KeyUsage(
         digital_signature=not sign_certificates,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
         key_cert_sign=sign_certificates,
         crl_sign=sign_certificates,
         encipher_only=False,
         decipher_only=False,
+        **dict.fromkeys(unused, False),
     )
 
 
@@ -360,7 +363,7 @@ def _general_name(host: str) -> x509.GeneralName:
             f"host {host!r:.80} is neither an address nor a name; give for example 10.0.0.5 or trainer.internal"
         )
     if host.lower().endswith(".fourfold"):
-        raise ConfigError(f"host {host!r}: names that end in .fourfold say who a member is; give the host's own name")
+        raise ConfigError(f"host {host!r}: names in .fourfold are reserved for members; give the host's own name")
     return x509.DNSName(host)
 
 
@@ -373,10 +376,10 @@ def _now() -> datetime.datetime:
 
 
 def _write(path: Path, data: bytes, *, mode: int) -> None:
-    """Write a file that is never seen half-written, nor with another mode."""
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+    """Write a file atomically, with `mode` from the start."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    fresh.replace(path)
+    temporary.replace(path)

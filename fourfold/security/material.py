@@ -1,51 +1,105 @@
-"""The certificate files of one process: read, checked, and known to be usable before anything listens.
+"""Reads the certificate files of one process, proves that they are usable, and follows their changes.
 
     DIR/ca.pem          certificate of the deployment's private CA
     DIR/MEMBER.pem      certificate and private key of one member, in one file so that a renewal is atomic
 
-A member's certificate has the URI `spiffe://fourfold/svc/ROLE/MEMBER`, which names its bearer to a
-server, and the DNS names `MEMBER.ROLE.fourfold` and `ROLE.fourfold`, which a client asks TLS to check.
-They are never looked up: they say who answers, not where.
+A member's certificate has the URI `spiffe://fourfold/svc/ROLE/MEMBER`, which identifies a caller to a server, and the
+DNS names `MEMBER.ROLE.fourfold` and `ROLE.fourfold`, with which a client's TLS library identifies a server. The DNS
+names are never resolved.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import ssl
 import stat
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from fourfold.errors import ConfigError
 from fourfold.security.principal import Principal
 
-SPIFFE_PREFIX: Final = "spiffe://fourfold/svc/"
-MEMBER_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-"""A member id that a certificate can carry: a DNS label. DNS ignores case, so there are no capitals."""
+log = logging.getLogger("fourfold.security.material")
 
-_BLOCK: Final = re.compile(rb"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----\n?", re.DOTALL)
-_ROUNDS: Final = 8  # messages each way; TLS 1.3 needs two
+T = TypeVar("T")
+
+SPIFFE_PREFIX: Final = "spiffe://fourfold/svc/"
+# A member id must be a DNS label. DNS ignores case, so capitals are not allowed.
+MEMBER_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+
+_PEM_BLOCK: Final = re.compile(rb"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----\n?", re.DOTALL)
+_HANDSHAKE_ROUNDS: Final = 8  # messages in each direction; TLS 1.3 needs two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Material:
-    """PEM texts. Never logged."""
+    """PEM texts of one process. Never logged."""
 
     authority: bytes = field(repr=False)
     """Certificate of the private CA."""
     certificate: bytes = field(default=b"", repr=False)
-    """Our own certificate; empty for an agent that comes with a token."""
+    """Our own certificate; empty for an agent, which has a token instead."""
     key: bytes = field(default=b"", repr=False)
-    """Its private key."""
+    """Private key of `certificate`."""
     expires: float = math.inf
-    """When our certificate expires, in seconds since the epoch."""
+    """Expiry of `certificate`, in seconds since the epoch."""
+
+
+class WatchedFiles(Generic[T]):
+    """The parsed content of some files, read again when one of them changes. Thread-safe.
+
+    Each `get` costs one `stat` per file. When a changed file cannot be read, the error is logged once and the previous
+    content stays in force: a mistake in a file must not end a run.
+    """
+
+    def __init__(self, paths: Sequence[Path], read: Callable[[], T]) -> None:
+        """Read for the first time.
+
+        Args:
+            paths: the files; a missing one may appear later.
+            read: returns the content, or raises ConfigError.
+
+        Raises:
+            ConfigError: from `read`.
+        """
+        self._paths: Final = tuple(paths)
+        self._read = read
+        self._lock = threading.Lock()
+        self._stamps = self._current_stamps()  # before reading, so that the next `get` sees a change in between
+        self._value = read()
+
+    def get(self) -> T:
+        """Return the current content."""
+        stamps = self._current_stamps()
+        if stamps != self._stamps:
+            with self._lock:
+                if stamps != self._stamps:
+                    try:
+                        self._value = self._read()
+                    except (ConfigError, OSError) as error:
+                        log.error("rejected a changed file, its previous content stays in force: %s", error)
+                    self._stamps = stamps
+        return self._value
+
+    def _current_stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
+        return tuple(_stamp(path) for path in self._paths)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def server_name(who: Principal) -> str:
-    """Return the DNS name in the certificate of `who`; a principal without a name stands for any of its role."""
+    """Return the DNS name in the certificate of `who`; a principal without a name means any member of its role."""
     return f"{who.name}.{who.role}.fourfold" if who.name else f"{who.role}.fourfold"
 
 
@@ -58,7 +112,8 @@ def read_material(folder: Path, who: Principal) -> Material:
     """Read and check the files of `who`.
 
     Raises:
-        ConfigError: a file is missing, malformed, readable by others, expired, or of somebody else.
+        ConfigError: a file is missing, malformed or readable by other users, or the certificate has expired or belongs
+            to another member.
     """
     path = folder / f"{who.name}.pem"
     authority = read_file(folder / "ca.pem")
@@ -66,51 +121,51 @@ def read_material(folder: Path, who: Principal) -> Material:
         path, hint=f"copy it from the folder with ca-key.pem; there, `fourfold certs add DIR {who}` makes it"
     )
     check_private(path)
-    blocks = [(match[1], match[0]) for match in _BLOCK.finditer(text)]
+    blocks = [(match[1], match[0]) for match in _PEM_BLOCK.finditer(text)]
     return Material(
         authority=authority,
         certificate=b"".join(block for label, block in blocks if label == b"CERTIFICATE"),
         key=b"".join(block for label, block in blocks if label.endswith(b"PRIVATE KEY")),
-        expires=_expiry(authority, path, who),
+        expires=_check_usable(authority, path, who),
     )
 
 
 def check_private(path: Path) -> None:
-    """Refuse a file with a private key that other users can read.
-
-    Raises:
-        ConfigError: they can.
-    """
+    """Raise ConfigError when other users can read a file with a private key."""
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
         raise ConfigError(
             f"{path}: other users may read this private key (mode {mode:04o}); run `chmod 600 {path}`, and "
-            f"`fourfold certs renew` if somebody may have read it"
+            f"`fourfold certs renew` if another user may have read it"
         )
 
 
 def read_file(path: Path, hint: str = "`fourfold certs DIR` makes the files that security needs") -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        ConfigError: it cannot be read; `hint` is the advice.
-    """
+    """Return the content of a file, or raise ConfigError with `hint` as advice."""
     try:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: cannot read it ({error.strerror}); {hint}") from None
 
 
-def _expiry(authority: bytes, path: Path, who: Principal) -> float:
-    """Return when a certificate expires, after a TLS handshake in memory as proof that it is usable."""
+def read_lines(path: Path, hint: str = "") -> Iterator[tuple[int, str]]:
+    """Yield number and text of each line of a file, without empty lines and comments (#); raise as `read_file`."""
+    text = (read_file(path, hint) if hint else read_file(path)).decode(errors="replace")
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.startswith("#"):
+            yield number, line
+
+
+def _check_usable(authority: bytes, path: Path, who: Principal) -> float:
+    """Check a certificate with a TLS handshake in memory; return its expiry in seconds since the epoch."""
     try:
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        server.load_cert_chain(path, password="")  # without it OpenSSL asks the terminal
+        server.load_cert_chain(path, password="")  # without a password OpenSSL prompts on the terminal
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         client.load_verify_locations(cadata=authority.decode("ascii"))
         found = _shake_hands(client, server, server_name(who))
     except ssl.SSLCertVerificationError as error:
-        raise ConfigError(f"{path}: {_meaning(error, path, who)}") from None
+        raise ConfigError(f"{path}: {_explain(error, path, who)}") from None
     except (ssl.SSLError, OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: it and ca.pem are no certificate, key and CA that belong together ({error}); copy both anew "
@@ -122,11 +177,11 @@ def _expiry(authority: bytes, path: Path, who: Principal) -> float:
 
 
 def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, name: str) -> Mapping[str, Any]:
-    """Return what the client is shown of the server's certificate."""
+    """Return the server's certificate as the client receives it."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     caller = client.wrap_bio(down, up, server_hostname=name)
     sides = (caller, server.wrap_bio(up, down, server_side=True))
-    for _ in range(_ROUNDS):
+    for _ in range(_HANDSHAKE_ROUNDS):
         for side in sides:
             try:
                 side.do_handshake()
@@ -135,7 +190,7 @@ def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, name: str) -> M
     return caller.getpeercert() or {}
 
 
-def _meaning(error: ssl.SSLCertVerificationError, path: Path, who: Principal) -> str:
+def _explain(error: ssl.SSLCertVerificationError, path: Path, who: Principal) -> str:
     if "expired" in error.verify_message:
         return f"the certificate has expired; `fourfold certs renew {path.parent} {who.name}` makes a new one"
     if "ostname" in error.verify_message:

@@ -1,11 +1,11 @@
-"""Bearer tokens: what the holder of each may do, and for how long.
+"""Reads the file of bearer tokens and checks the token of a call.
 
 The file has one line per token, with the token's SHA-256 and never the token itself:
 
     NAME SHA256 [scopes=generate,info] [expires=2027-01-31T00:00:00Z] [concurrent_calls=4] [tokens_in_flight=20000]
         [calls_per_second=10]
 
-(in one line). What is left out does not restrict: all scopes, no expiry, the limits of the port.
+(on one line). An absent option does not restrict: all scopes, no expiry, the limits of the port.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pathlib import Path
 from typing import Final
 
 from fourfold.errors import ConfigError, PermissionDenied, Unauthenticated
-from fourfold.security.material import read_file
+from fourfold.security.material import read_lines
 from fourfold.security.principal import CallerLimits
 
+# Methods of the public services that each scope allows.
 SCOPES: Final[Mapping[str, frozenset[str]]] = {
     "generate": frozenset({"Generate"}),
     "info": frozenset({"GetInfo", "WatchLoad"}),
 }
-"""Methods of the public services that a scope allows."""
+# Limits that a token may have.
 LIMITS: Final = tuple(limit.name for limit in fields(CallerLimits))
-"""Limits that a token may carry."""
 
 _TOKEN_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
@@ -45,14 +45,13 @@ class TokenGrant:
     digest: bytes = field(repr=False)
     """SHA-256 of the token."""
     scopes: frozenset[str] = frozenset(SCOPES)
-    """Keys of `SCOPES`."""
     expires: datetime.datetime | None = None
     """With time zone; None: never."""
     limits: Mapping[str, float] = field(default_factory=dict)
-    """By the names of `LIMITS`; a limit that is absent is the port's default."""
+    """Limits that replace the port's defaults; keys from `LIMITS`."""
 
     def line(self) -> str:
-        """Return the line of the file that says this."""
+        """Return the grant as a line of the file, without a line end."""
         words = [self.name, self.digest.hex()]
         if self.scopes != frozenset(SCOPES):
             words.append(f"scopes={','.join(sorted(self.scopes))}")
@@ -62,10 +61,10 @@ class TokenGrant:
 
 
 def parse_grant(line: str) -> TokenGrant:
-    """Return what a line of the file says.
+    """Return the grant of one line of the file.
 
     Raises:
-        ConfigError: it is malformed; the message says what, without file and line.
+        ConfigError: the line is malformed; the message has no file name and line number.
     """
     name, digest, *options = line.split() if len(line.split()) > 1 else ("", "")
     if not _TOKEN_NAME.fullmatch(name) or not _DIGEST.fullmatch(digest):
@@ -87,19 +86,13 @@ def parse_grant(line: str) -> TokenGrant:
 
 
 def read_tokens(path: Path) -> dict[str, TokenGrant]:
-    """Read a file of tokens; empty lines and lines that start with # are skipped.
-
-    Returns:
-        What each may do, by its name.
+    """Return the grants in a token file by name. Empty lines and lines that start with # are skipped.
 
     Raises:
         ConfigError: the file is missing, or a line is malformed.
     """
     grants: dict[str, TokenGrant] = {}
-    text = read_file(path, hint="`fourfold certs DIR` makes one").decode(errors="replace")
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line.startswith("#"):
-            continue
+    for number, line in read_lines(path, hint="`fourfold certs DIR` makes one"):
         try:
             grant = parse_grant(line)
         except ConfigError as error:
@@ -114,19 +107,19 @@ def check_token(authorization: str, method: str, grants: Mapping[str, TokenGrant
     """Return the grant of the token in an `authorization` header.
 
     Args:
-        authorization: the header.
-        method: that is called, without its service.
-        grants: of all tokens, by name.
+        authorization: the header's value; empty when there is none.
+        method: name of the called method, without its service.
+        grants: all grants, by token name.
 
     Raises:
-        Unauthenticated: there is no token, nobody knows it, or it has expired.
-        PermissionDenied: its scopes do not hold the method.
+        Unauthenticated: the token is missing, unknown or expired.
+        PermissionDenied: no scope of the token allows the method.
     """
     scheme, _, token = authorization.partition(" ")
     if scheme.lower() != "bearer" or not token:
         raise Unauthenticated("no bearer token; send the metadata `authorization: Bearer TOKEN`", reason="NO_TOKEN")
     digest = hashlib.sha256(token.strip().encode()).digest()
-    # Every entry is compared, so that the time tells nothing about which one was near.
+    # Constant time: every entry is compared, so the duration leaks nothing about the digests.
     found = [grant for grant in grants.values() if hmac.compare_digest(digest, grant.digest)]
     if not found:
         raise Unauthenticated("unknown bearer token; ask the owner of this deployment for one")

@@ -203,7 +203,7 @@ def test_a_certificate_that_names_no_member_or_two_is_nobody_s(uris: list[str]) 
 
 
 def test_a_service_without_a_row_is_refused_to_everybody() -> None:
-    with pytest.raises(errors.PermissionDenied, match=r"may not call x\.y\.Z; allowed: nobody"):
+    with pytest.raises(errors.PermissionDenied, match=r"may not call x\.y\.Z; allowed: no role"):
         check_identity("x.y.Z", ["spiffe://fourfold/svc/coordinator/coordinator-0"])
 
 

@@ -174,7 +174,7 @@ async def test_a_renewed_file_that_is_of_no_use_changes_nothing(
         for _ in range(2):
             assert service.security.material is before
         assert [r.levelno for r in caplog.records] == [logging.ERROR]
-        assert "what was read before it stays in force" in caplog.text and said in caplog.text
+        assert "its previous content stays in force" in caplog.text and said in caplog.text
     file.unlink()
     assert service.security.material is before
     certs.renew(pki.folder, ["reward-0"])

@@ -1,4 +1,4 @@
-"""Clients of the coordinator: membership, for the services, and the state of the run, for people."""
+"""Clients of a coordinator: the state of the run for any caller, and membership for the services of the run."""
 
 from __future__ import annotations
 
@@ -6,38 +6,40 @@ import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
-import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as pb_grpc
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.coordinator.v1 import run_service_pb2_grpc as run_grpc
-from fourfold.rpc.channel import call, stream
-from fourfold.rpc.responses import require
+from fourfold.rpc.channel import stream
+from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
 
 _MAX_TOKEN_BYTES: Final = 64
-# A member renews its lease three times in this: a shorter one would keep it busy with that.
+# A member renews its lease three times per time to live; a shorter one would keep the member busy with renewals.
 _MIN_TTL_SECONDS: Final = 0.01
 _MAX_TTL_SECONDS: Final = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """A member's lease."""
+    """The lease of a member at the coordinator; it expires unless it is renewed."""
 
     token: bytes = field(repr=False)
     ttl_seconds: float
 
 
-class MembershipClient:
-    """Calls `MembershipService`. All methods raise FourfoldError; timeouts are seconds."""
+class MembershipClient(AsyncClient):
+    """Registers a service at the coordinator. All methods raise FourfoldError; timeouts are seconds."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, peer: str) -> None:
-        self._stub = pb_grpc.MembershipServiceStub(channel)
-        self.peer = peer
+    _role = "coordinator"
+
+    @cached_property
+    def _stub(self) -> pb_grpc.MembershipServiceAsyncStub:
+        return pb_grpc.MembershipServiceStub(self._open())
 
     async def register(
         self,
@@ -49,7 +51,7 @@ class MembershipClient:
         tokenizer_sha256: bytes,
         timeout: float,
     ) -> Lease:
-        """Announce a member; WrongState when its tokenizer is not the run's."""
+        """Register a member; raise WrongState when its tokenizer differs from that of the run."""
         request = pb.RegisterRequest(
             member_id=member_id,
             incarnation=incarnation,
@@ -57,69 +59,90 @@ class MembershipClient:
             target=target,
             tokenizer_sha256=tokenizer_sha256,
         )
-        response = await call(self._stub.Register, request, timeout=timeout, peer=self.peer, name="Register")
+        response = await self._call(self._stub.Register, request, "Register", timeout)
         token = response.lease_token
         rule = f"the lease token has {len(token)} bytes; it must have 1 to {_MAX_TOKEN_BYTES}"
-        require(1 <= len(token) <= _MAX_TOKEN_BYTES, rule, peer=self.peer, name="Register")
+        self._require(1 <= len(token) <= _MAX_TOKEN_BYTES, rule, "Register")
         return Lease(token=token, ttl_seconds=self._ttl(response.ttl, "Register"))
 
     def _ttl(self, ttl: Duration, name: str) -> float:
         seconds = ttl.seconds + ttl.nanos / 1e9
         rule = f"the lease lasts {seconds:g} s; it must last {_MIN_TTL_SECONDS:g} to {_MAX_TTL_SECONDS:g} s"
-        require(_MIN_TTL_SECONDS <= seconds <= _MAX_TTL_SECONDS, rule, peer=self.peer, name=name)
+        self._require(_MIN_TTL_SECONDS <= seconds <= _MAX_TTL_SECONDS, rule, name)
         return seconds
 
     async def keep_alive(self, lease_token: bytes, *, timeout: float) -> tuple[float, bool]:
-        """Extend a lease; returns its time to live in seconds, and whether the member should drain.
+        """Renew a lease.
+
+        Returns:
+            Its time to live in seconds, and whether the member should drain.
 
         Raises:
-            NotFound: the lease is gone; register again.
+            NotFound: The lease expired or was replaced; register again.
         """
         request = pb.KeepAliveRequest(lease_token=lease_token)
-        response = await call(self._stub.KeepAlive, request, timeout=timeout, peer=self.peer, name="KeepAlive")
+        response = await self._call(self._stub.KeepAlive, request, "KeepAlive", timeout)
         return self._ttl(response.ttl, "KeepAlive"), response.drain_requested
 
     async def deregister(self, lease_token: bytes, *, timeout: float) -> None:
-        """Give a lease back."""
+        """End a lease before it expires."""
         request = pb.DeregisterRequest(lease_token=lease_token)
-        await call(self._stub.Deregister, request, timeout=timeout, peer=self.peer, name="Deregister")
+        await self._call(self._stub.Deregister, request, "Deregister", timeout)
 
 
-class AsyncCoordinatorClient:
-    """Calls `RunService`. All methods raise FourfoldError; timeouts are seconds."""
+class AsyncCoordinatorClient(AsyncClient):
+    """Reads the state of a run from its coordinator, with asyncio.
 
-    def __init__(self, channel: grpc.aio.Channel, *, peer: str) -> None:
-        self._stub = run_grpc.RunServiceStub(channel)
-        self.peer = peer
+    All methods raise FourfoldError. Timeouts are seconds; the default is the client's.
+    """
 
-    async def get_run(self, *, timeout: float) -> run.RunStatus:
-        """A snapshot of the run."""
-        response = await call(self._stub.GetRun, run.GetRunRequest(), timeout=timeout, peer=self.peer, name="GetRun")
+    _role = "coordinator"
+    _caller_role = "viewer"
+
+    @cached_property
+    def _stub(self) -> run_grpc.RunServiceAsyncStub:
+        return run_grpc.RunServiceStub(self._open())
+
+    async def get_run(self, *, timeout: float | None = None) -> run.RunStatus:
+        """Return a snapshot of the run."""
+        response = await self._call(self._stub.GetRun, run.GetRunRequest(), "GetRun", timeout)
         return self._status(response, "GetRun")
 
     def _status(self, response: run.GetRunResponse | run.WatchRunResponse, name: str) -> run.RunStatus:
-        """Return the status in a response; numbers that a display would have to draw are finite."""
+        """Return the status of a response. Its numbers are finite, so that a display can draw them."""
         status = response.status
-        require(response.HasField("status"), "the response has no status", peer=self.peer, name=name)
+        self._require(response.HasField("status"), "the response has no status", name)
         finite = math.isfinite(status.phase_progress) and all(math.isfinite(row.mean_score) for row in status.evals)
         finite = finite and all(math.isfinite(value) for row in status.steps for value in row.metrics.values())
-        require(finite, "a number in the status is not finite", peer=self.peer, name=name, kind="NOT_FINITE")
+        self._require(finite, "a number in the status is not finite", name, "NOT_FINITE")
         return status
 
-    async def get_weight_plane(self, *, timeout: float) -> run.GetWeightPlaneResponse:
-        """How weights get to the engines: who waits for whom, since when."""
+    async def get_weight_plane(self, *, timeout: float | None = None) -> run.GetWeightPlaneResponse:
+        """Return the state of the weight transfer: phase, engines, and which member waits for which."""
         request = run.GetWeightPlaneRequest()
-        plane = await call(self._stub.GetWeightPlane, request, timeout=timeout, peer=self.peer, name="GetWeightPlane")
+        plane = await self._call(self._stub.GetWeightPlane, request, "GetWeightPlane", timeout)
         seconds = [plane.phase_seconds, plane.last_update_seconds, plane.last_pause_seconds]
         seconds += [party.state_seconds for party in plane.parties]
         finite = all(math.isfinite(value) for value in seconds)
-        require(finite, "a time is not finite", peer=self.peer, name="GetWeightPlane", kind="NOT_FINITE")
+        self._require(finite, "a time is not finite", "GetWeightPlane", "NOT_FINITE")
         return plane
 
     async def watch_run(self, *, timeout: float | None = None) -> AsyncGenerator[run.RunStatus, None]:
-        """The present snapshot at once, then one on every change."""
+        """Yield the present snapshot at once, then one on every change. Default timeout: none."""
         request = run.WatchRunRequest()
         watch = stream(self._stub.WatchRun, request, timeout=timeout, peer=self.peer, name="WatchRun")
         async with aclosing(watch) as responses:
             async for response in responses:
                 yield self._status(response, "WatchRun")
+
+
+class CoordinatorClient(SyncClient[AsyncCoordinatorClient]):
+    """Reads the state of a run from its coordinator; each method blocks. For asyncio, use AsyncCoordinatorClient.
+
+    All methods raise FourfoldError. Timeouts are seconds; the default is the client's.
+    """
+
+    _async_type = AsyncCoordinatorClient
+    get_run = blocking(AsyncCoordinatorClient.get_run)
+    get_weight_plane = blocking(AsyncCoordinatorClient.get_weight_plane)
+    watch_run = blocking_stream(AsyncCoordinatorClient.watch_run)

@@ -1,33 +1,74 @@
-"""Client of a reference service: log-probabilities of samples under the frozen model."""
+"""Clients of a reference service: log-probabilities of samples under the frozen model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import cached_property
 
-import grpc
+from numpy.typing import ArrayLike
 
 from fourfold.arrays import Float32Array, Sample
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1 import reference_service_pb2_grpc as pb_grpc
-from fourfold.rpc import logprobs
-from fourfold.rpc.channel import call
+from fourfold.rpc.client import AsyncClient, SyncClient, blocking
+from fourfold.rpc.logprobs import compute_logprobs, from_samples, from_token_ids
 from fourfold.rpc.responses import check_model
+from fourfold.types.v1.experience_pb2 import Experience
 
 
-class AsyncReferenceClient:
-    """Calls `ReferenceService`. All methods raise FourfoldError; timeouts are seconds."""
+class AsyncReferenceClient(AsyncClient):
+    """Computes log-probabilities under the reference policy, with asyncio.
 
-    def __init__(self, channel: grpc.aio.Channel, *, peer: str) -> None:
-        self._stub = pb_grpc.ReferenceServiceStub(channel)
-        self.peer = peer
+    All methods raise FourfoldError. Timeouts are seconds; the default is the client's.
+    """
 
-    async def get_info(self, *, timeout: float) -> pb.GetInfoResponse:
-        """Model, tokenizer and limits."""
-        info = await call(self._stub.GetInfo, pb.GetInfoRequest(), timeout=timeout, peer=self.peer, name="GetInfo")
+    _role = "reference"
+
+    @cached_property
+    def _stub(self) -> pb_grpc.ReferenceServiceAsyncStub:
+        return pb_grpc.ReferenceServiceStub(self._open())
+
+    async def get_info(self, *, timeout: float | None = None) -> pb.GetInfoResponse:
+        """Return model, tokenizer hash and limits."""
+        info = await self._call(self._stub.GetInfo, pb.GetInfoRequest(), "GetInfo", timeout)
         check_model(info, peer=self.peer)
         return info
 
-    async def compute_logprobs(self, samples: Sequence[Sample], *, timeout: float) -> list[Float32Array]:
-        """Return one float32 [n] per sample, in order; the first value of each is NaN, the others are finite."""
+    async def forward(
+        self, token_ids: Sequence[ArrayLike], *, temperature: float = 1.0, timeout: float | None = None
+    ) -> list[Float32Array]:
+        """Compute the log-probability of every token.
+
+        Args:
+            token_ids: int [n] per sample; n is 2 to the context length.
+            temperature: divides the logits; in (0, 2].
+            timeout: seconds for all samples; a large batch takes several calls.
+
+        Returns:
+            One float32 [n] per sample, in order; the first value of each is NaN, the others are finite.
+
+        Raises:
+            InvalidInput: A sample is malformed; the message has its index.
+        """
+        return await self._compute(from_token_ids(token_ids, temperature), timeout)
+
+    async def compute_logprobs(self, samples: Sequence[Sample], *, timeout: float | None = None) -> list[Float32Array]:
+        """Compute the log-probability of every token of `samples`, at the temperature of each; see `forward`."""
+        return await self._compute(from_samples(samples), timeout)
+
+    async def _compute(self, asked: Iterable[Experience], timeout: float | None) -> list[Float32Array]:
         method, request = self._stub.ComputeLogprobs, pb.ComputeLogprobsRequest
-        return await logprobs.compute_logprobs(method, request, samples, timeout=timeout, peer=self.peer)
+        seconds = self._seconds(timeout)
+        return await compute_logprobs(method, request, asked, timeout=seconds, peer=self.peer)
+
+
+class ReferenceClient(SyncClient[AsyncReferenceClient]):
+    """Computes log-probabilities under the reference policy; each method blocks. See AsyncReferenceClient for asyncio.
+
+    All methods raise FourfoldError. Timeouts are seconds; the default is the client's.
+    """
+
+    _async_type = AsyncReferenceClient
+    get_info = blocking(AsyncReferenceClient.get_info)
+    forward = blocking(AsyncReferenceClient.forward)
+    compute_logprobs = blocking(AsyncReferenceClient.compute_logprobs)

@@ -1,66 +1,78 @@
-"""Client of a reward service, ours or anybody's: what it answers is checked before it is used."""
+"""Clients of a reward service: score samples, and check each response before it is used.
+
+Third parties implement this service, so a client trusts no response.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Final
 
-import grpc
 from google.rpc.code_pb2 import INTERNAL, OK, Code
 
 from fourfold.errors import PeerFault
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
-from fourfold.rpc.channel import call
-from fourfold.rpc.responses import check_tokenizer, require
+from fourfold.rpc.client import AsyncClient, SyncClient, blocking
+from fourfold.rpc.responses import check_tokenizer
 from fourfold.text import MAX_COMPONENTS, MAX_ERROR, MAX_NAME, clean, is_metric_name, is_reason
 
-# The proto allows 8 MiB; smaller calls spread their work better.
+# The proto allows 8 MiB. Smaller calls are spread over several services more evenly.
 _REQUEST_BYTES: Final = 4 << 20
 _REASON_RULE: Final = "it must be UPPER_SNAKE_CASE of at most 63 characters"
 
 
-class AsyncRewardClient:
-    """Calls `RewardService`. All methods raise FourfoldError; timeouts are seconds."""
+class AsyncRewardClient(AsyncClient):
+    """Scores samples with a reward service, with asyncio.
 
-    def __init__(self, channel: grpc.aio.Channel, *, peer: str) -> None:
-        self._stub = pb_grpc.RewardServiceStub(channel)
-        self.peer = peer
+    All methods raise FourfoldError. Timeouts are seconds; the default is the client's.
+    """
 
-    async def get_info(self, *, timeout: float) -> pb.GetInfoResponse:
-        """Name and limits of the scorer. The name is at most 200 characters."""
-        info = await call(self._stub.GetInfo, pb.GetInfoRequest(), timeout=timeout, peer=self.peer, name="GetInfo")
+    _role = "reward"
+
+    @cached_property
+    def _stub(self) -> pb_grpc.RewardServiceAsyncStub:
+        return pb_grpc.RewardServiceStub(self._open())
+
+    async def get_info(self, *, timeout: float | None = None) -> pb.GetInfoResponse:
+        """Return name and limits of the scorer. The name has at most 200 characters."""
+        info = await self._call(self._stub.GetInfo, pb.GetInfoRequest(), "GetInfo", timeout)
         info.name = clean(info.name, MAX_NAME)
         check_tokenizer(info.tokenizer_sha256, peer=self.peer, name="GetInfo")
         rule = f"max_sample_count is {info.max_sample_count}; it must be at least 0"
-        require(info.max_sample_count >= 0, rule, peer=self.peer, name="GetInfo")
+        self._require(info.max_sample_count >= 0, rule, "GetInfo")
         return info
 
     async def score(
-        self, items: Sequence[pb.ScoreItem], *, timeout: float, max_sample_count: int = 0
+        self, items: Sequence[pb.ScoreItem], *, timeout: float | None = None, max_sample_count: int = 0
     ) -> list[pb.SampleScore]:
-        """Score `items`, in as few calls as the limits allow; all of them together take at most `timeout`.
+        """Score items, in as few calls as the size limits allow.
 
-        Every result has an outcome that keeps the contract. What does not (no outcome, a score that is not finite,
-        an error with code 0, more than 64 components) comes back as an error of that sample with the code INTERNAL.
+        Each result keeps the contract. An outcome that breaks the contract (no outcome, a score that is not finite,
+        an error with code 0, more than 64 components) is replaced by an error of its sample with the code INTERNAL.
 
         Args:
-            items: at least one; unique sample ids.
-            timeout: seconds.
-            max_sample_count: from GetInfo; 0: no limit.
+            items: at least one; their sample ids are unique.
+            timeout: seconds for all calls together.
+            max_sample_count: limit of the service, from `get_info`; 0: no limit.
+
+        Returns:
+            One score per item, in order.
 
         Raises:
-            PeerFault: the answer does not fit the request.
-            FourfoldError: what the service raised.
+            InvalidInput: An item is malformed; nothing was scored.
+            PeerFault: The response does not fit the request.
+            FourfoldError: Any other error of the service or of the connection.
         """
-        end = time.monotonic() + timeout
+        end = time.monotonic() + self._seconds(timeout)
         scores: list[pb.SampleScore] = []
         for part in _split(items, max_sample_count):
             request = pb.ScoreRequest(items=part)
             left = max(end - time.monotonic(), 0.001)
-            response = await call(self._stub.Score, request, timeout=left, peer=self.peer, name="Score")
+            response = await self._call(self._stub.Score, request, "Score", left)
             self._check_ids([item.experience.sample_id for item in part], [s.sample_id for s in response.scores])
             scores.extend(_checked(score) for score in response.scores)
         return scores
@@ -79,6 +91,17 @@ class AsyncRewardClient:
         raise PeerFault(self.peer, kind, f"Score: {text}; {rule}")
 
 
+class RewardClient(SyncClient[AsyncRewardClient]):
+    """Scores samples with a reward service; each method blocks. For asyncio, use AsyncRewardClient.
+
+    All methods raise FourfoldError. Timeouts are seconds; the default is the client's.
+    """
+
+    _async_type = AsyncRewardClient
+    get_info = blocking(AsyncRewardClient.get_info)
+    score = blocking(AsyncRewardClient.score)
+
+
 def _split(items: Sequence[pb.ScoreItem], max_count: int) -> Iterator[list[pb.ScoreItem]]:
     part: list[pb.ScoreItem] = []
     size = 0
@@ -94,7 +117,7 @@ def _split(items: Sequence[pb.ScoreItem], max_count: int) -> Iterator[list[pb.Sc
 
 
 def _checked(score: pb.SampleScore) -> pb.SampleScore:
-    """Return a score whose outcome keeps the contract."""
+    """Return the score, or an INTERNAL error in its place when it breaks the contract."""
     kind = score.WhichOneof("outcome")
     if len(score.components) > MAX_COMPONENTS:
         return _error(score, "BAD_COMPONENTS", f"it sent {len(score.components)} components, of {MAX_COMPONENTS}")

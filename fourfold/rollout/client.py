@@ -1,13 +1,14 @@
-"""Clients of a rollout service: sampling, for anybody, and weight updates, for the coordinator."""
+"""Clients of a rollout service: sampling for any caller, and weight updates for the coordinator."""
 
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import cached_property
 
-import grpc
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
@@ -17,7 +18,8 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
-from fourfold.rpc.channel import call, stream
+from fourfold.rpc.channel import stream
+from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
 from fourfold.rpc.codec import pack_ints
 from fourfold.rpc.responses import (
     MAX_DEVICES,
@@ -27,7 +29,6 @@ from fourfold.rpc.responses import (
     check_model,
     check_sums,
     check_version,
-    require,
     unpack_rows,
 )
 from fourfold.types.v1.experience_pb2 import Experience
@@ -35,44 +36,129 @@ from fourfold.types.v1.experience_pb2 import Experience
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """One finished sample of a Generate call, without its prompt."""
+    """One finished sample of a prompt, without the prompt."""
 
     sample_index: int
-    token_ids: Int32Array  # [n]; n may be 0 when the engine gave the request up
+    token_ids: Int32Array  # [n]; n may be 0 when the engine aborted the request
     logprobs: Float32Array  # [n], natural log, at most 0
-    version_spans: tuple[VersionSpan, ...]  # tile the n tokens
+    version_spans: tuple[VersionSpan, ...]  # consecutive; their token counts add up to n
     finish_reason: pb.FinishReason.ValueType
 
 
-class AsyncRolloutClient:
-    """Calls `RolloutService`. All methods raise FourfoldError; timeouts are seconds."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CompletionChunk:
+    """The next tokens of one sample while it is sampled."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, peer: str) -> None:
-        self._stub = pb_grpc.RolloutServiceStub(channel)
-        self.peer = peer
+    sample_index: int
+    token_ids: Int32Array  # [n], since the last chunk of this sample
+    logprobs: Float32Array  # [n]
+    policy_version: int  # of the weights that sampled these tokens; a chunk never spans two versions
+    finish_reason: pb.FinishReason.ValueType  # FINISH_REASON_UNSPECIFIED before the last chunk of the sample
 
-    async def get_info(self, *, timeout: float) -> pb.GetInfoResponse:
-        """Model, limits and policy version."""
-        info = await call(self._stub.GetInfo, pb.GetInfoRequest(), timeout=timeout, peer=self.peer, name="GetInfo")
+
+class AsyncRolloutClient(AsyncClient):
+    """Samples from a rollout service, with asyncio.
+
+    All methods raise FourfoldError. Timeouts are seconds; the default is the client's.
+    """
+
+    _role = "rollout"
+
+    @cached_property
+    def _stub(self) -> pb_grpc.RolloutServiceAsyncStub:
+        return pb_grpc.RolloutServiceStub(self._open())
+
+    async def get_info(self, *, timeout: float | None = None) -> pb.GetInfoResponse:
+        """Return model, tokenizer hash, limits and policy version."""
+        info = await self._call(self._stub.GetInfo, pb.GetInfoRequest(), "GetInfo", timeout)
         check_model(info, peer=self.peer)
         check_version(info.policy_version, peer=self.peer, name="GetInfo")
         rule = f"max_concurrent_samples is {info.max_concurrent_samples}; it must be at least 0"
-        require(info.max_concurrent_samples >= 0, rule, peer=self.peer, name="GetInfo")
+        self._require(info.max_concurrent_samples >= 0, rule, "GetInfo")
         return info
 
-    async def generate(self, request: pb.GenerateRequest, *, timeout: float) -> AsyncGenerator[pb.SampleChunk, None]:
-        """Sample and stream. Use it inside `contextlib.aclosing`: leaving early then aborts the samples at once.
+    async def sample(
+        self,
+        prompt_token_ids: Sequence[int] | Int32Array,
+        params: pb.SamplingParams | None = None,
+        *,
+        sample_count: int = 1,
+        min_policy_version: int = 0,
+        timeout: float | None = None,
+    ) -> list[Completion]:
+        """Sample whole completions of one prompt. Cancelling aborts them in the engine.
 
-        Every chunk was checked: its sample was asked for and is not finished, it has tokens or ends the sample, its
-        log-probabilities are finite and at most 0, its version is not below the one that was asked for or that of the
-        chunk before. No sample has more than max_tokens. The stream ends when all samples have.
+        Args:
+            prompt_token_ids: int [n], at least one token.
+            params: temperature, max_tokens and so on; default: temperature 1, up to the context length.
+            sample_count: 1 to 256.
+            min_policy_version: refuse when the service has older weights.
+            timeout: seconds for all samples together.
+
+        Returns:
+            One completion per sample, in order of the sample index.
 
         Raises:
-            PeerFault: a response that cannot be, or the stream ended before its samples.
-            FourfoldError: what the service raised.
+            InvalidInput: The prompt or a parameter is out of range.
+            WrongState: The service has weights older than `min_policy_version`.
+            Overloaded: Too much is in flight; try again after `retry_after` seconds.
+            FourfoldError: Any other error of the service or of the connection.
+        """
+        request = _request(prompt_token_ids, params, sample_count, min_policy_version)
+        return await self.complete(request, timeout=timeout)
+
+    async def stream(
+        self,
+        prompt_token_ids: Sequence[int] | Int32Array,
+        params: pb.SamplingParams | None = None,
+        *,
+        sample_count: int = 1,
+        min_policy_version: int = 0,
+        flush_seconds: float = 0.05,
+        timeout: float | None = None,
+    ) -> AsyncGenerator[CompletionChunk, None]:
+        """Sample and yield the tokens as they come. Closing the generator aborts the samples.
+
+        Args:
+            prompt_token_ids: as of `sample`.
+            params: as of `sample`.
+            sample_count: as of `sample`.
+            min_policy_version: as of `sample`.
+            flush_seconds: longest time that tokens wait in the service to be sent together, 0 to 10.
+            timeout: seconds for the whole stream.
+
+        Raises:
+            FourfoldError: as of `sample`.
+        """
+        request = _request(prompt_token_ids, params, sample_count, min_policy_version)
+        request.flush_interval.FromNanoseconds(int(flush_seconds * 1e9))
+        async with aclosing(self.generate(request, timeout=timeout)) as chunks:
+            async for chunk in chunks:
+                yield CompletionChunk(
+                    sample_index=chunk.sample_index,
+                    token_ids=_ints(chunk.token_ids),
+                    logprobs=_floats(chunk.logprobs),
+                    policy_version=chunk.policy_version,
+                    finish_reason=chunk.finish_reason,
+                )
+
+    async def generate(
+        self, request: pb.GenerateRequest, *, timeout: float | None = None
+    ) -> AsyncGenerator[pb.SampleChunk, None]:
+        """Make a Generate call and yield its messages; `stream` with a request of one's own.
+
+        Use it inside `contextlib.aclosing`: leaving early then aborts the samples at once. Each chunk was checked: its
+        sample was requested and is not finished; it has tokens or a finish reason; its log-probabilities are finite and
+        at most 0; its version is at least the requested one and that of the chunk before. No sample has more than
+        max_tokens. The stream ends when all samples have.
+
+        Raises:
+            PeerFault: A response breaks one of these rules, or the stream ended before its samples.
+            FourfoldError: as of `sample`.
         """
         progress = StreamCheck(request, peer=self.peer)
-        responses = stream(self._stub.Generate, request, timeout=timeout, peer=self.peer, name="Generate")
+        seconds = self._seconds(timeout)
+        responses = stream(self._stub.Generate, request, timeout=seconds, peer=self.peer, name="Generate")
         async with aclosing(responses):
             async for response in responses:
                 progress.check_size(response)
@@ -81,14 +167,12 @@ class AsyncRolloutClient:
                     yield chunk
         progress.check_end()
 
-    async def complete(self, request: pb.GenerateRequest, *, timeout: float) -> list[Completion]:
-        """Sample and return the whole completions, in order of their sample index.
-
-        Cancelling aborts the samples in the engine.
+    async def complete(self, request: pb.GenerateRequest, *, timeout: float | None = None) -> list[Completion]:
+        """Make a Generate call and join its chunks; `sample` with a request of one's own.
 
         Raises:
-            PeerFault: the service's answer does not add up.
-            FourfoldError: what the service raised.
+            PeerFault: as of `generate`.
+            FourfoldError: as of `sample`.
         """
         parts = [_Parts(index=index) for index in range(sample_count(request))]
         async with aclosing(self.generate(request, timeout=timeout)) as chunks:
@@ -99,11 +183,46 @@ class AsyncRolloutClient:
     def watch_load(
         self, *, period: float = 1.0, timeout: float | None = None
     ) -> AsyncGenerator[pb.WatchLoadResponse, None]:
-        """Load reports, the present one at once, then one every `period` seconds."""
+        """Yield load reports: the present one at once, then one every `period` seconds. Default timeout: none."""
         duration = Duration()
         duration.FromNanoseconds(int(period * 1e9))
         request = pb.WatchLoadRequest(period=duration)
         return stream(self._stub.WatchLoad, request, timeout=timeout, peer=self.peer, name="WatchLoad")
+
+
+class RolloutClient(SyncClient[AsyncRolloutClient]):
+    """Samples from a rollout service; each method blocks. For asyncio, use AsyncRolloutClient.
+
+    All methods raise FourfoldError. Timeouts are seconds; the default is the client's.
+    """
+
+    _async_type = AsyncRolloutClient
+    get_info = blocking(AsyncRolloutClient.get_info)
+    sample = blocking(AsyncRolloutClient.sample)
+    stream = blocking_stream(AsyncRolloutClient.stream)
+    generate = blocking_stream(AsyncRolloutClient.generate)
+    complete = blocking(AsyncRolloutClient.complete)
+    watch_load = blocking_stream(AsyncRolloutClient.watch_load)
+
+
+def _request(
+    prompt: Sequence[int] | Int32Array, params: pb.SamplingParams | None, count: int, min_version: int
+) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        request_id=uuid.uuid4().hex,
+        prompt_token_ids=prompt,
+        sampling_params=params,
+        sample_count=count,
+        min_policy_version=min_version,
+    )
+
+
+def _ints(data: bytes) -> Int32Array:
+    return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
+
+
+def _floats(data: bytes) -> Float32Array:
+    return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -117,7 +236,7 @@ class _Parts:
     finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
 
     def add(self, chunk: pb.SampleChunk) -> None:
-        # Every access copies the bytes out of the message.
+        # Read each field once: every access copies the bytes out of the message.
         ids, version = chunk.token_ids, chunk.policy_version
         self.finish_reason = chunk.finish_reason
         if not ids:
@@ -130,31 +249,34 @@ class _Parts:
             self.spans.append((version, len(ids) // 4))
 
     def join(self) -> Completion:
-        ids, logprobs = b"".join(self.token_ids), b"".join(self.logprobs)
         return Completion(
             sample_index=self.index,
-            token_ids=np.frombuffer(ids, "<i4").astype(np.int32, copy=False),
-            logprobs=np.frombuffer(logprobs, "<f4").astype(np.float32, copy=False),
+            token_ids=_ints(b"".join(self.token_ids)),
+            logprobs=_floats(b"".join(self.logprobs)),
             version_spans=tuple(VersionSpan(policy_version=v, token_count=n) for v, n in self.spans),
             finish_reason=self.finish_reason,
         )
 
 
-class RolloutControlClient:
-    """Calls `RolloutControlService`. All methods raise FourfoldError; timeouts are seconds."""
+class RolloutControlClient(AsyncClient):
+    """Updates the weights of a rollout service, for the coordinator. All methods raise FourfoldError.
 
-    def __init__(self, channel: grpc.aio.Channel, *, peer: str) -> None:
-        self._stub = control_grpc.RolloutControlServiceStub(channel)
-        self.peer = peer
+    Methods with an epoch raise StaleEpoch when it is not the open one. Timeouts are seconds.
+    """
+
+    _role = "rollout"
+
+    @cached_property
+    def _stub(self) -> control_grpc.RolloutControlServiceAsyncStub:
+        return control_grpc.RolloutControlServiceStub(self._open())
 
     async def describe(self, *, timeout: float) -> control.DescribeEngineResponse:
-        """Model, host, devices, backends and state of the engine."""
-        request = control.DescribeEngineRequest()
-        about = await call(self._stub.DescribeEngine, request, timeout=timeout, peer=self.peer, name="DescribeEngine")
+        """Return model, host, devices, backends and state of the engine."""
+        about = await self._call(self._stub.DescribeEngine, control.DescribeEngineRequest(), "DescribeEngine", timeout)
         check_version(about.policy_version, peer=self.peer, name="DescribeEngine", largest=MAX_ENGINE_VERSION)
         check_devices(about.device_uuids, peer=self.peer, name="DescribeEngine")
         rule = f"worker_count is {about.worker_count}; it must be 1 to {MAX_DEVICES}"
-        require(1 <= about.worker_count <= MAX_DEVICES, rule, peer=self.peer, name="DescribeEngine")
+        self._require(1 <= about.worker_count <= MAX_DEVICES, rule, "DescribeEngine")
         return about
 
     async def open(
@@ -168,7 +290,7 @@ class RolloutControlClient:
         first_receiver_index: int,
         timeout: float,
     ) -> control.OpenWeightsResponse:
-        """Join one epoch; nothing is paused."""
+        """Join one epoch. Running requests go on."""
         request = control.OpenWeightsRequest(
             epoch=epoch,
             backend=backend,
@@ -177,70 +299,68 @@ class RolloutControlClient:
             receiver_count=receiver_count,
             first_receiver_index=first_receiver_index,
         )
-        return await call(self._stub.OpenWeights, request, timeout=timeout, peer=self.peer, name="OpenWeights")
+        return await self._call(self._stub.OpenWeights, request, "OpenWeights", timeout)
 
     async def begin(
         self, *, epoch: int, policy_version: int, pause_mode: control.PauseMode.ValueType, timeout: float
     ) -> None:
         """Pause the engine for an update."""
         request = control.BeginWeightsRequest(epoch=epoch, policy_version=policy_version, pause_mode=pause_mode)
-        await call(self._stub.BeginWeights, request, timeout=timeout, peer=self.peer, name="BeginWeights")
+        await self._call(self._stub.BeginWeights, request, "BeginWeights", timeout)
 
     async def receive(self, *, epoch: int, policy_version: int, skip_sums: bool = False, timeout: float) -> bytes:
-        """Receive and apply the weights; returns their digest (32 bytes)."""
+        """Receive and apply the weights; return their digest (32 bytes)."""
         request = control.ReceiveWeightsRequest(epoch=epoch, policy_version=policy_version, skip_sums=skip_sums)
-        response = await call(
-            self._stub.ReceiveWeights, request, timeout=timeout, peer=self.peer, name="ReceiveWeights"
-        )
+        response = await self._call(self._stub.ReceiveWeights, request, "ReceiveWeights", timeout)
         check_digest(response.weights_digest, peer=self.peer, name="ReceiveWeights")
         return response.weights_digest
 
     async def commit(self, *, epoch: int, policy_version: int, hold: bool = False, timeout: float) -> float:
         """Serve the version and resume; with `hold`, keep its tokens back until `release`.
 
-        Returns the seconds for which nothing was sampled.
+        Returns:
+            Seconds during which the engine sampled nothing.
         """
         request = control.CommitWeightsRequest(epoch=epoch, policy_version=policy_version, hold=hold)
-        response = await call(self._stub.CommitWeights, request, timeout=timeout, peer=self.peer, name="CommitWeights")
+        response = await self._call(self._stub.CommitWeights, request, "CommitWeights", timeout)
         rule = f"pause_seconds is {response.pause_seconds}; it must be finite and at least 0"
-        require(0 <= response.pause_seconds < math.inf, rule, peer=self.peer, name="CommitWeights")
+        self._require(0 <= response.pause_seconds < math.inf, rule, "CommitWeights")
         return response.pause_seconds
 
     async def release(self, *, epoch: int, policy_version: int, timeout: float) -> None:
-        """Give out the tokens that a commit with hold kept back."""
+        """Send out the tokens that a commit with hold kept back."""
         request = control.ReleaseWeightsRequest(epoch=epoch, policy_version=policy_version)
-        await call(self._stub.ReleaseWeights, request, timeout=timeout, peer=self.peer, name="ReleaseWeights")
+        await self._call(self._stub.ReleaseWeights, request, "ReleaseWeights", timeout)
 
     async def abort(self, *, epoch: int, timeout: float) -> control.WeightState.ValueType:
-        """Give the update up; returns what the engine holds, CLEAN or DIRTY."""
+        """Abort the update; return the state of the engine's weights, CLEAN or DIRTY."""
         request = control.AbortWeightsRequest(epoch=epoch)
-        response = await call(self._stub.AbortWeights, request, timeout=timeout, peer=self.peer, name="AbortWeights")
+        response = await self._call(self._stub.AbortWeights, request, "AbortWeights", timeout)
         rule = f"weight_state is {response.weight_state}; after an abort it must be CLEAN or DIRTY"
         known = (control.WEIGHT_STATE_CLEAN, control.WEIGHT_STATE_DIRTY)
-        require(response.weight_state in known, rule, peer=self.peer, name="AbortWeights")
+        self._require(response.weight_state in known, rule, "AbortWeights")
         return response.weight_state
 
     async def probe(self, token_ids: Sequence[int] | Int32Array, *, timeout: float) -> Float32Array:
-        """Log-probabilities of the n given tokens under the loaded weights: float32 [n], the first NaN."""
+        """Return the log-probabilities of the n given tokens under the loaded weights: float32 [n], the first NaN."""
         request = control.ProbeLogprobsRequest(token_ids=pack_ints(token_ids))
-        response = await call(self._stub.ProbeLogprobs, request, timeout=timeout, peer=self.peer, name="ProbeLogprobs")
+        response = await self._call(self._stub.ProbeLogprobs, request, "ProbeLogprobs", timeout)
         asked = [Experience(sample_id="probe", token_ids=request.token_ids)]
         (row,) = unpack_rows([response.logprobs], asked, peer=self.peer, name="ProbeLogprobs")
         return row
 
     async def sums(self, *, epoch: int, timeout: float) -> bytes:
-        """Sums of every tensor that was received last, 16 bytes each; empty when they were skipped."""
-        request = control.GetWeightSumsRequest(epoch=epoch)
-        response = await call(self._stub.GetWeightSums, request, timeout=timeout, peer=self.peer, name="GetWeightSums")
+        """Return the sums of every tensor received last, 16 bytes each; empty when they were skipped."""
+        response = await self._call(
+            self._stub.GetWeightSums, control.GetWeightSumsRequest(epoch=epoch), "GetWeightSums", timeout
+        )
         check_sums(response.sums, peer=self.peer, name="GetWeightSums")
         return response.sums
 
     async def sleep(self, *, level: int, timeout: float) -> None:
-        """Free the engine's GPU memory; level 1 keeps the weights in the host's memory, 2 drops them."""
-        request = control.SleepEngineRequest(level=level)
-        await call(self._stub.SleepEngine, request, timeout=timeout, peer=self.peer, name="SleepEngine")
+        """Free the engine's GPU memory; level 1 keeps the weights in host memory, 2 drops them."""
+        await self._call(self._stub.SleepEngine, control.SleepEngineRequest(level=level), "SleepEngine", timeout)
 
     async def wake(self, *tags: str, timeout: float) -> None:
-        """Take memory again: "weights", "kv_cache"; none: everything."""
-        request = control.WakeEngineRequest(tags=tags)
-        await call(self._stub.WakeEngine, request, timeout=timeout, peer=self.peer, name="WakeEngine")
+        """Allocate the memory again: "weights", "kv_cache"; without tags, all of it."""
+        await self._call(self._stub.WakeEngine, control.WakeEngineRequest(tags=tags), "WakeEngine", timeout)

@@ -1,4 +1,4 @@
-"""Clients of the trainer: training and checkpoints, and its side of a weight update."""
+"""Clients of a trainer: training and checkpoints for any caller, and weight updates for the coordinator."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final
 
-import grpc
 import numpy as np
 from numpy.typing import ArrayLike
 
 from fourfold.arrays import Float32Array, Sample
-from fourfold.rpc.channel import call, stream, translate_errors
-from fourfold.rpc.codec import chunks, pack_floats, pack_ints
-from fourfold.rpc.logprobs import compute_logprobs
+from fourfold.rpc.channel import stream, translate_errors
+from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
+from fourfold.rpc.codec import chunks, encode, pack_floats
+from fourfold.rpc.logprobs import compute_logprobs, from_samples, from_token_ids
 from fourfold.rpc.responses import (
     check_devices,
     check_digest,
@@ -26,7 +27,6 @@ from fourfold.rpc.responses import (
     check_sums,
     check_version,
     clean_response,
-    require,
     unpack_rows,
 )
 from fourfold.text import clean, is_metric_name, is_reason
@@ -36,52 +36,57 @@ from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
 from fourfold.types.v1.experience_pb2 import Experience
 
-# The proto allows 4 MiB a request when more than log-probabilities is asked for.
+# The proto allows 4 MiB per request that also asks for entropies or values: the response is larger then.
 _FORWARD_BYTES: Final = 2 << 20
 _MAX_METRICS: Final = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardOutput:
-    """What the present weights make of every token: float32 [n] per sample, the first value NaN."""
+    """Results of a forward pass: float32 [n] per sample of n tokens; the first value of each is NaN."""
 
     logprobs: list[Float32Array] = field(default_factory=list)
-    """Natural logarithms."""
+    """Natural log-probability of each token."""
     entropies: list[Float32Array] = field(default_factory=list)
-    """Nats; empty unless asked for."""
+    """Entropy in nats of the distribution of each token; empty unless requested."""
     values: list[Float32Array] = field(default_factory=list)
-    """Of the critic, before each token; empty unless asked for."""
+    """Value of the critic before each token; empty unless requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardBackwardOutput:
-    """What a part of a gradient was made of."""
+    """Results of a forward and backward pass."""
 
     loss: float
-    """Sum of loss weight times log-probability."""
+    """Sum over the tokens of loss weight * log-probability."""
     logprobs: list[Float32Array]
     """float32 [n] per sample, NaN where the loss weight is 0."""
 
 
-class AsyncTrainerClient:
-    """Calls `TrainerService`. All methods raise FourfoldError; timeouts are seconds."""
+class AsyncTrainerClient(AsyncClient):
+    """Drives a trainer, with asyncio. A step is one `train_step`, or `forward_backward` calls and one `optim_step`.
 
-    def __init__(self, channel: grpc.aio.Channel, *, peer: str) -> None:
-        self._stub = pb_grpc.TrainerServiceStub(channel)
-        self.peer = peer
+    All methods raise FourfoldError. Timeouts are seconds; the default is the client's, which long calls should raise.
+    """
 
-    async def get_status(self, *, timeout: float) -> pb.TrainerStatus:
-        """Step, version, phase and limits."""
+    _role = "trainer"
+
+    @cached_property
+    def _stub(self) -> pb_grpc.TrainerServiceAsyncStub:
+        return pb_grpc.TrainerServiceStub(self._open())
+
+    async def get_status(self, *, timeout: float | None = None) -> pb.TrainerStatus:
+        """Return step, policy version, phase and limits."""
         request = pb.GetStatusRequest()
-        response = await call(self._stub.GetStatus, request, timeout=timeout, peer=self.peer, name="GetStatus")
+        response = await self._call(self._stub.GetStatus, request, "GetStatus", timeout)
         return self._status(response, "GetStatus")
 
     def _status(
         self, response: pb.GetStatusResponse | pb.WatchStatusResponse | pb.LoadCheckpointResponse, name: str
     ) -> pb.TrainerStatus:
-        """Return the status in a response, checked."""
+        """Return the checked status of a response."""
         status = response.status
-        require(response.HasField("status"), "the response has no status", peer=self.peer, name=name)
+        self._require(response.HasField("status"), "the response has no status", name)
         check_model(status, peer=self.peer, name=name)
         check_version(status.policy_version, peer=self.peer, name=name)
         self._check_step(status.step, name)
@@ -89,61 +94,69 @@ class AsyncTrainerClient:
 
     def _check_step(self, step: int, name: str, *, wanted: int | None = None) -> None:
         rule = f"the step is {step}; it must be at least 0" if wanted is None else f"answered step {step} for {wanted}"
-        require(step >= 0 and wanted in (None, step), rule, peer=self.peer, name=name, kind="WRONG_STEP")
+        self._require(step >= 0 and wanted in (None, step), rule, name, "WRONG_STEP")
 
     async def watch_status(self, *, timeout: float | None = None) -> AsyncGenerator[pb.TrainerStatus, None]:
-        """The present status at once, then every change."""
+        """Yield the present status at once, then every change. Default timeout: none."""
         request = pb.WatchStatusRequest()
         watch = stream(self._stub.WatchStatus, request, timeout=timeout, peer=self.peer, name="WatchStatus")
         async with aclosing(watch) as responses:
             async for response in responses:
                 yield self._status(response, "WatchStatus")
 
-    async def train_step(self, step: int, experiences: Iterable[Experience], *, timeout: float) -> pb.TrainStepResponse:
-        """Train one step; the batch travels in chunks of about 1 MiB and may be a generator.
+    async def train_step(
+        self, step: int, experiences: Iterable[Sample | Experience], *, timeout: float | None = None
+    ) -> pb.TrainStepResponse:
+        """Train one step with the loss of the recipe.
 
-        Idempotent by step, so it may be repeated with the same experiences after any failure.
+        Idempotent by step: after any failure the call may be repeated with the same experiences.
+
+        Args:
+            step: the last step of the trainer's status plus 1.
+            experiences: scored samples; may be a generator, which is read while the batch is sent in chunks of 1 MiB.
+            timeout: seconds.
 
         Raises:
-            InvalidInput: names the sample that is malformed; nothing was trained.
-            WrongState: the trainer is at another step.
-            AlreadyExists: the step was trained with other experiences.
-            FourfoldError: anything else that the trainer raised.
+            InvalidInput: A sample is malformed; the message names it. Nothing was trained.
+            WrongState: The trainer is at another step.
+            AlreadyExists: The step was trained with other experiences.
+            FourfoldError: Any other error of the trainer or of the connection.
         """
+        timeout = self._seconds(timeout)
         running = self._stub.TrainStep(timeout=timeout)
         try:
             with translate_errors(peer=self.peer, name="TrainStep", timeout=timeout):
                 try:
                     sent = False
-                    for chunk in chunks(experiences):
+                    for chunk in chunks(encode(item) if isinstance(item, Sample) else item for item in experiences):
                         await running.write(pb.TrainStepRequest(step=step, experiences=chunk))
                         sent = True
-                    if not sent:  # the trainer says what is wrong with an empty batch
+                    if not sent:  # the trainer refuses an empty batch with its own error
                         await running.write(pb.TrainStepRequest(step=step))
                     await running.done_writing()
                 except asyncio.InvalidStateError:
-                    pass  # the trainer has answered before it read everything: the answer says why
+                    pass  # The trainer answered before it read the whole batch; the response below holds its error.
                 response: pb.TrainStepResponse | None = await running
         finally:
             running.cancel()
         return self._trained(clean_response(response, peer=self.peer, name="TrainStep"), step)
 
     def _trained(self, answer: pb.TrainStepResponse, step: int) -> pb.TrainStepResponse:
-        """Return the answer to a step, checked. A metric may be NaN: it is one that could not be measured."""
+        """Return the checked response of a step. A metric may be NaN, where it could not be measured."""
         name = "TrainStep"
         self._check_step(answer.step, name, wanted=step)
         check_version(answer.policy_version, peer=self.peer, name=name)
         self._check_reason(answer.skipped_reason, name)
         rule = f"{len(answer.metrics)} metrics; at most {_MAX_METRICS}"
-        require(len(answer.metrics) <= _MAX_METRICS, rule, peer=self.peer, name=name)
+        self._require(len(answer.metrics) <= _MAX_METRICS, rule, name)
         wrong = next((key for key in answer.metrics if not is_metric_name(key)), "")
         known = not wrong and "" not in answer.metrics
-        require(known, f"a metric is named {clean(wrong, 64)!r}", peer=self.peer, name=name)
+        self._require(known, f"a metric is named {clean(wrong, 64)!r}", name)
         return answer
 
     def _check_reason(self, reason: str, name: str) -> None:
         rule = f"skipped_reason is {reason[:64]!r}; it must be UPPER_SNAKE_CASE or empty"
-        require(not reason or is_reason(reason), rule, peer=self.peer, name=name)
+        self._require(not reason or is_reason(reason), rule, name)
 
     async def forward(
         self,
@@ -152,28 +165,26 @@ class AsyncTrainerClient:
         temperature: float = 1.0,
         entropies: bool = False,
         values: bool = False,
-        timeout: float,
+        timeout: float | None = None,
     ) -> ForwardOutput:
-        """Run the model, and the critic where values are asked for, over samples.
+        """Compute log-probabilities under the present weights, and on request entropies and values.
 
         Args:
-            token_ids: int [n] of each sample, n from 2 to the context's length.
-            temperature: divides the logits, in (0, 2].
-            entropies: whether to compute them, too.
-            values: the same.
-            timeout: seconds for everything; large batches take several calls.
+            token_ids: int [n] per sample; n is 2 to the context length.
+            temperature: divides the logits; in (0, 2].
+            entropies: also compute entropies.
+            values: also compute the critic's values.
+            timeout: seconds for all samples; a large batch takes several calls.
 
         Raises:
-            InvalidInput: names the sample, counted from 0, and the rule; or there is no critic.
+            InvalidInput: A sample is malformed (the message has its index), or the recipe has no critic.
         """
-        end = time.monotonic() + timeout
+        end = time.monotonic() + self._seconds(timeout)
         found = ForwardOutput()
-        for part in chunks(_experiences(token_ids, temperature), _FORWARD_BYTES):
+        for part in chunks(from_token_ids(token_ids, temperature), _FORWARD_BYTES):
             request = pb.ComputeLogprobsRequest(experiences=part, include_entropies=entropies, include_values=values)
             left = max(end - time.monotonic(), 0.001)
-            answer = await call(
-                self._stub.ComputeLogprobs, request, timeout=left, peer=self.peer, name="ComputeLogprobs"
-            )
+            answer = await self._call(self._stub.ComputeLogprobs, request, "ComputeLogprobs", left)
             found.logprobs.extend(self._rows(answer.logprobs, part, "logprobs"))
             if entropies:
                 found.entropies.extend(self._rows(answer.entropies, part, "entropies"))
@@ -194,141 +205,165 @@ class AsyncTrainerClient:
         step: int,
         part: int = 1,
         temperature: float = 1.0,
-        timeout: float,
+        timeout: float | None = None,
     ) -> ForwardBackwardOutput:
-        """Add the gradient of `sum of loss weight * log-probability`, which is minimised, to that of the step.
+        """Add the gradient of `sum of loss weight * log-probability` to the gradient of the step.
 
-        Any loss can be trained on whose derivatives by the log-probabilities you know: compute them from `forward`,
-        and give them as weights. Idempotent by step and part, so it may be repeated after any failure.
+        Any loss with known derivatives with respect to the log-probabilities can be trained: compute the derivatives
+        from the result of `forward`, and pass them as weights. Idempotent by step and part: the call may be repeated.
 
         Args:
-            token_ids: int [n] of each sample.
-            loss_weights: float [n] of each sample, finite, the first 0; negative: the token becomes more probable.
-            step: the trainer's status says the last one; this is that plus 1.
-            part: 1, 2, ... within the step; the parts' gradients are added.
-            temperature: divides the logits, in (0, 2].
+            token_ids: int [n] per sample.
+            loss_weights: float [n] per sample, finite, the first 0. The loss is minimised: a negative weight makes its
+                token more probable.
+            step: the last step of the trainer's status plus 1.
+            part: 1, 2, ... within the step; the gradients of the parts are added.
+            temperature: divides the logits; in (0, 2].
             timeout: seconds.
 
         Raises:
-            InvalidInput: names the sample, counted from 0, and the rule.
-            WrongState: another step or part is due.
-            AlreadyExists: the part was another call.
+            InvalidInput: A sample is malformed; the message has its index.
+            WrongState: Another step or part is due.
+            AlreadyExists: The part was already computed from other samples.
         """
         samples = [
             pb.WeightedSample(experience=experience, loss_weights=pack_floats(np.asarray(weights, np.float32)))
-            for experience, weights in zip(_experiences(token_ids, temperature), loss_weights, strict=True)
+            for experience, weights in zip(from_token_ids(token_ids, temperature), loss_weights, strict=True)
         ]
         request = pb.ForwardBackwardRequest(step=step, part=part, samples=samples)
-        answer = await call(
-            self._stub.ForwardBackward, request, timeout=timeout, peer=self.peer, name="ForwardBackward"
-        )
+        answer = await self._call(self._stub.ForwardBackward, request, "ForwardBackward", timeout)
         asked = [sample.experience for sample in samples]
         check_version(answer.policy_version, peer=self.peer, name="ForwardBackward")
         rows = self._rows(answer.logprobs, asked, "logprobs", "ForwardBackward")
         return ForwardBackwardOutput(loss=answer.loss, logprobs=rows)
 
     async def optim_step(
-        self, step: int, *, learning_rate: float | None = None, max_grad_norm: float | None = None, timeout: float
+        self,
+        step: int,
+        *,
+        learning_rate: float | None = None,
+        max_grad_norm: float | None = None,
+        timeout: float | None = None,
     ) -> pb.OptimStepResponse:
-        """Clip the gradient of the step's parts, and make one optimizer step; idempotent by step.
+        """Clip the gradient of the parts of a step and run the optimizer once. Idempotent by step.
 
         Args:
-            step: of the parts.
-            learning_rate: at least 0; None: the recipe's at this step.
-            max_grad_norm: what a longer gradient is scaled down to; 0: none is; None: the recipe's.
+            step: the step of the parts.
+            learning_rate: at least 0; None: the recipe's value at this step.
+            max_grad_norm: largest L2 norm of the gradient; 0: no clipping; None: the recipe's value.
             timeout: seconds.
 
         Raises:
-            InvalidInput: a number is out of its range.
-            WrongState: another step is due, or it has no part yet.
-            AlreadyExists: the step was ended by another call.
+            InvalidInput: A number is out of range.
+            WrongState: Another step is due, or this one has no part yet.
+            AlreadyExists: The step ended with other arguments.
         """
         request = pb.OptimStepRequest(step=step, learning_rate=learning_rate, max_grad_norm=max_grad_norm)
-        answer = await call(self._stub.OptimStep, request, timeout=timeout, peer=self.peer, name="OptimStep")
+        answer = await self._call(self._stub.OptimStep, request, "OptimStep", timeout)
         self._check_step(answer.step, "OptimStep", wanted=step)
         check_version(answer.policy_version, peer=self.peer, name="OptimStep")
         self._check_reason(answer.skipped_reason, "OptimStep")
         return answer
 
-    async def discard_gradient(self, *, timeout: float) -> int:
-        """Forget the gradient of the parts since the last step; returns their number."""
+    async def discard_gradient(self, *, timeout: float | None = None) -> int:
+        """Drop the gradient of the parts since the last step; return the number of parts."""
         request = pb.DiscardGradientRequest()
-        response = await call(
-            self._stub.DiscardGradient, request, timeout=timeout, peer=self.peer, name="DiscardGradient"
-        )
+        response = await self._call(self._stub.DiscardGradient, request, "DiscardGradient", timeout)
         rule = f"part_count is {response.part_count}; it must be at least 0"
-        require(response.part_count >= 0, rule, peer=self.peer, name="DiscardGradient")
+        self._require(response.part_count >= 0, rule, "DiscardGradient")
         return response.part_count
 
-    async def compute_logprobs(self, samples: Sequence[Sample], *, timeout: float) -> list[Float32Array]:
+    async def compute_logprobs(self, samples: Sequence[Sample], *, timeout: float | None = None) -> list[Float32Array]:
         """Return one float32 [n] per sample, in order; the first value of each is NaN, the others are finite."""
-        method, request = self._stub.ComputeLogprobs, pb.ComputeLogprobsRequest
-        return await compute_logprobs(method, request, samples, timeout=timeout, peer=self.peer)
+        method, request, asked = (
+            self._stub.ComputeLogprobs,
+            pb.ComputeLogprobsRequest,
+            from_samples(samples),
+        )
+        seconds = self._seconds(timeout)
+        return await compute_logprobs(method, request, asked, timeout=seconds, peer=self.peer)
 
-    async def save_checkpoint(self, *, score: float | None = None, timeout: float) -> int:
-        """Write a checkpoint of the present step; returns that step when it is durable.
+    async def save_checkpoint(self, *, score: float | None = None, timeout: float | None = None) -> int:
+        """Write a checkpoint of the present step; return the step once the checkpoint is durable.
 
         Args:
-            score: mean score of a held-out evaluation of these weights; the best checkpoints stay.
+            score: mean score of a held-out evaluation of these weights; the best checkpoints are kept.
             timeout: seconds.
         """
         request = pb.SaveCheckpointRequest(score=score)
-        response = await call(
-            self._stub.SaveCheckpoint, request, timeout=timeout, peer=self.peer, name="SaveCheckpoint"
-        )
+        response = await self._call(self._stub.SaveCheckpoint, request, "SaveCheckpoint", timeout)
         self._check_step(response.step, "SaveCheckpoint")
         return response.step
 
-    async def load_checkpoint(self, step: int, *, timeout: float) -> pb.TrainerStatus:
-        """Restore the checkpoint of `step`; NotFound when there is none."""
+    async def load_checkpoint(self, step: int, *, timeout: float | None = None) -> pb.TrainerStatus:
+        """Restore the checkpoint of `step`; raise NotFound when there is none."""
         request = pb.LoadCheckpointRequest(step=step)
-        response = await call(
-            self._stub.LoadCheckpoint, request, timeout=timeout, peer=self.peer, name="LoadCheckpoint"
-        )
+        response = await self._call(self._stub.LoadCheckpoint, request, "LoadCheckpoint", timeout)
         status = self._status(response, "LoadCheckpoint")
         self._check_step(status.step, "LoadCheckpoint", wanted=step)
         return status
 
-    async def export_model(self, name: str, *, ema: bool = False, timeout: float) -> str:
-        """Write the weights as a Hugging Face folder; returns its absolute path on the trainer's machine.
+    async def export_model(self, name: str, *, ema: bool = False, timeout: float | None = None) -> str:
+        """Write the weights as a Hugging Face folder; return its absolute path on the trainer's machine.
 
         Args:
-            name: of the folder, inside of the trainer's run folder.
-            ema: write the moving average of the weights instead; WrongState when the recipe keeps none.
+            name: name of the folder inside the trainer's run folder.
+            ema: write the moving average of the weights instead; raises WrongState when the recipe keeps none.
             timeout: seconds.
         """
         request = pb.ExportModelRequest(name=name, ema=ema)
-        response = await call(self._stub.ExportModel, request, timeout=timeout, peer=self.peer, name="ExportModel")
-        require(bool(response.path), "the response has no path", peer=self.peer, name="ExportModel")
+        response = await self._call(self._stub.ExportModel, request, "ExportModel", timeout)
+        self._require(bool(response.path), "the response has no path", "ExportModel")
         return response.path
 
-    async def raise_policy_version(self, policy_version: int, *, timeout: float) -> int:
-        """Raise the version of the present weights to at least `policy_version`; returns what it is now."""
+    async def raise_policy_version(self, policy_version: int, *, timeout: float | None = None) -> int:
+        """Raise the version of the present weights to at least `policy_version`; return the version."""
         request = pb.RaisePolicyVersionRequest(policy_version=policy_version)
-        response = await call(
-            self._stub.RaisePolicyVersion, request, timeout=timeout, peer=self.peer, name="RaisePolicyVersion"
-        )
+        response = await self._call(self._stub.RaisePolicyVersion, request, "RaisePolicyVersion", timeout)
         check_version(response.policy_version, peer=self.peer, name="RaisePolicyVersion")
         rule = f"policy_version is {response.policy_version} after it was raised to {policy_version}"
         raised = response.policy_version >= policy_version
-        require(raised, rule, peer=self.peer, name="RaisePolicyVersion", kind="BAD_VERSION")
+        self._require(raised, rule, "RaisePolicyVersion", "BAD_VERSION")
         return response.policy_version
 
 
-class TrainerWeightClient:
-    """Calls `TrainerWeightService`. All methods raise FourfoldError; timeouts are seconds."""
+class TrainerClient(SyncClient[AsyncTrainerClient]):
+    """Drives a trainer; each method blocks. For asyncio, use AsyncTrainerClient.
 
-    def __init__(self, channel: grpc.aio.Channel, *, peer: str) -> None:
-        self._stub = weight_grpc.TrainerWeightServiceStub(channel)
-        self.peer = peer
+    All methods raise FourfoldError. Timeouts are seconds; the default is the client's, which long calls should raise.
+    """
+
+    _async_type = AsyncTrainerClient
+    get_status = blocking(AsyncTrainerClient.get_status)
+    watch_status = blocking_stream(AsyncTrainerClient.watch_status)
+    train_step = blocking(AsyncTrainerClient.train_step)
+    forward = blocking(AsyncTrainerClient.forward)
+    forward_backward = blocking(AsyncTrainerClient.forward_backward)
+    optim_step = blocking(AsyncTrainerClient.optim_step)
+    discard_gradient = blocking(AsyncTrainerClient.discard_gradient)
+    compute_logprobs = blocking(AsyncTrainerClient.compute_logprobs)
+    save_checkpoint = blocking(AsyncTrainerClient.save_checkpoint)
+    load_checkpoint = blocking(AsyncTrainerClient.load_checkpoint)
+    export_model = blocking(AsyncTrainerClient.export_model)
+    raise_policy_version = blocking(AsyncTrainerClient.raise_policy_version)
+
+
+class TrainerWeightClient(AsyncClient):
+    """Sends the trainer's weights, for the coordinator. All methods raise FourfoldError; timeouts are seconds."""
+
+    _role = "trainer"
+
+    @cached_property
+    def _stub(self) -> weight_grpc.TrainerWeightServiceAsyncStub:
+        return weight_grpc.TrainerWeightServiceStub(self._open())
 
     async def get_manifest(self, *, timeout: float) -> weight.GetManifestResponse:
-        """Layout of the weights, host and backends."""
+        """Return the layout of the weights, the host and the backends."""
         request = weight.GetManifestRequest()
-        found = await call(self._stub.GetManifest, request, timeout=timeout, peer=self.peer, name="GetManifest")
+        found = await self._call(self._stub.GetManifest, request, "GetManifest", timeout)
         check_digest(found.manifest_sha256, peer=self.peer, name="GetManifest")
         same = hashlib.sha256(found.manifest).digest() == found.manifest_sha256
-        require(same, "manifest_sha256 is not that of the manifest", peer=self.peer, name="GetManifest")
+        self._require(same, "manifest_sha256 is not that of the manifest", "GetManifest")
         for uuids in (found.device_uuids, found.reachable_device_uuids):
             check_devices(uuids, peer=self.peer, name="GetManifest")
         return found
@@ -338,39 +373,32 @@ class TrainerWeightClient:
     ) -> list[bytes]:
         """Start an epoch (group 0), or add the next group of receivers to it.
 
-        Returns one opaque offer per trainer rank, for the receivers of this group. Never log them.
+        Returns:
+            One opaque offer per trainer rank, for the receivers of this group. Never log them.
         """
         request = weight.MakeOfferRequest(epoch=epoch, backend=backend, receiver_count=receiver_count, group=group)
-        response = await call(self._stub.MakeOffer, request, timeout=timeout, peer=self.peer, name="MakeOffer")
+        response = await self._call(self._stub.MakeOffer, request, "MakeOffer", timeout)
         check_offers(response.offers, peer=self.peer, name="MakeOffer")
         return list(response.offers)
 
     async def open(self, *, epoch: int, timeout: float) -> None:
         """Join the receivers of the epoch."""
         request = weight.OpenWeightsRequest(epoch=epoch)
-        await call(self._stub.OpenWeights, request, timeout=timeout, peer=self.peer, name="OpenWeights")
+        await self._call(self._stub.OpenWeights, request, "OpenWeights", timeout)
 
     async def send(
         self, *, epoch: int, policy_version: int, skip_sums: bool = False, timeout: float
     ) -> weight.SendWeightsResponse:
-        """Send the present weights; returns their digest and size, and the tensors' sums unless they are left out."""
+        """Send the present weights; return their digest and size, and the sums of the tensors unless skipped."""
         request = weight.SendWeightsRequest(epoch=epoch, policy_version=policy_version, skip_sums=skip_sums)
-        sent = await call(self._stub.SendWeights, request, timeout=timeout, peer=self.peer, name="SendWeights")
+        sent = await self._call(self._stub.SendWeights, request, "SendWeights", timeout)
         check_digest(sent.weights_digest, peer=self.peer, name="SendWeights")
         check_sums(sent.sums, peer=self.peer, name="SendWeights")
         rule = f"sent_bytes is {sent.sent_bytes}; it must be at least 0"
-        require(sent.sent_bytes >= 0, rule, peer=self.peer, name="SendWeights")
+        self._require(sent.sent_bytes >= 0, rule, "SendWeights")
         return sent
 
     async def abort(self, *, epoch: int, timeout: float) -> None:
-        """Abort what is under way and close the epoch."""
+        """Abort the running transfer and close the epoch."""
         request = weight.AbortWeightsRequest(epoch=epoch)
-        await call(self._stub.AbortWeights, request, timeout=timeout, peer=self.peer, name="AbortWeights")
-
-
-def _experiences(token_ids: Sequence[ArrayLike], temperature: float) -> list[Experience]:
-    """Return samples that are named by their place."""
-    return [
-        Experience(sample_id=str(i), token_ids=pack_ints(np.asarray(ids, np.int32)), temperature=temperature)
-        for i, ids in enumerate(token_ids)
-    ]
+        await self._call(self._stub.AbortWeights, request, "AbortWeights", timeout)

@@ -1,4 +1,4 @@
-"""The one configuration of a run. A recipe is a TOML file: `load` reads and checks it, `dump` writes it back."""
+"""Configures a run by a recipe, a TOML file: `load` reads and checks it, `dump` writes it back."""
 
 from fourfold.config.algorithm import (
     AlgorithmConfig,
@@ -7,11 +7,9 @@ from fourfold.config.algorithm import (
     KlConfig,
     ShapingConfig,
 )
-from fourfold.config.dump import dump
-from fourfold.config.load import from_tables, load
-from fourfold.config.lora import LoraConfig
 from fourfold.config.placement import PlacementConfig, gpu_count, gpu_places
 from fourfold.config.presets import PRESETS
+from fourfold.config.recipe import dump, from_tables, load
 from fourfold.config.rollout import RolloutConfig
 from fourfold.config.schema import (
     BatchConfig,
@@ -29,7 +27,7 @@ from fourfold.config.schema import (
     SecurityConfig,
     WeightsConfig,
 )
-from fourfold.config.trainer import CriticConfig, TrainerConfig
+from fourfold.config.trainer import CriticConfig, LoraConfig, TrainerConfig
 
 __all__ = [
     "PRESETS",

@@ -1,32 +1,83 @@
-"""`[rollout]`: the engines that sample."""
+"""Defines `[rollout]`: the engines that sample, the limits of agents, and the options of vLLM that a recipe may set."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from fourfold.config.engine_options import check_options
 from fourfold.config.table import Table
 
-if TYPE_CHECKING:
-    from fourfold.config.schema import Config
+# Options of vLLM's engine that are keys of the recipe.
+_VLLM_KEYS: Final = {
+    "model": "model.source",
+    "dtype": "model.dtype",
+    "max_model_len": "model.max_context_tokens",
+    "seed": "seed",
+    "max_num_seqs": "rollout.max_concurrent_samples",
+    "max_num_batched_tokens": "rollout.max_batched_tokens",
+    "max_num_scheduled_tokens": "rollout.max_batched_tokens",
+    "enforce_eager": "rollout.enforce_eager",
+    "gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "rollout.kv_cache_gib",
+    "num_gpu_blocks_override": "rollout.kv_cache_gib",
+    "tensor_parallel_size": "rollout.gpus_per_replica",
+    "quantization": "rollout.quantization",
+    "enable_sleep_mode": "rollout.sleep_mode",
+    "data_parallel_size": "rollout.replicas",
+}
+# Beginnings of the options that Fourfold sets itself, by the reason.
+_VLLM_FIXED: Final = {
+    "the caller of Generate sets how often it receives tokens": ("stream_interval",),
+    "requests and replies contain tokens, not text": ("tokenizer", "skip_tokenizer_init"),
+    "requests carry every sampling parameter": ("generation_config", "override_generation_config", "logits_processors"),
+    "log-probabilities are those of the distribution that was sampled from": ("logprobs_mode", "max_logprobs"),
+    "a probe reads the log-probabilities of a prompt": ("kv_sharing_fast_prefill",),
+    "the samples of a group share their prompt": ("enable_prefix_caching",),
+    "weights come through Fourfold's worker": (
+        "worker_cls",
+        "worker_extension_cls",
+        "weight_transfer",
+        "enable_lora",
+    ),
+    "code in a model folder is never run": ("trust_remote_code",),
+    "every sampled token is the policy's own": ("speculative", "spec_"),
+    "an engine is one process group on one machine": (
+        "pipeline_parallel",
+        "data_parallel",
+        "distributed_executor_backend",
+        "master_",
+        "nnodes",
+        "node_rank",
+        "device_ids",
+    ),
+    "the service has its own logs and metrics": (
+        "disable_log_stats",
+        "enable_log_requests",
+        "use_tqdm_on_load",
+        "log_",
+        "otlp_",
+    ),
+    "the service decides whether to accept a sample": ("max_num_queued", "scheduler_cls"),
+}
 
 
 class AgentsConfig(Table):
-    """What external agents may use of a rollout service: callers of the public port, and those with an agent's
-    certificate. A token may have limits of its own, which replace the first three."""
+    """Limits of external agents: callers of the public port, and callers with an agent's certificate.
+
+    A token may have limits of its own, which replace the first three.
+    """
 
     concurrent_calls: int = Field(default=128, ge=1)
-    """Calls that one agent may have in flight; watches do not count. Each may hold 1 MiB of an unfinished request."""
+    """Calls of one agent in flight, watches not counted. Each may hold 1 MiB of an unfinished request."""
     tokens_in_flight: int | None = Field(default=None, ge=1)
-    """Tokens that one agent may have in flight: prompt plus max_tokens of every sample. Unset: what agents together
-    may have."""
+    """Tokens of one agent in flight: prompt plus max_tokens of every sample. Unset: as many as all agents together may
+    have."""
     calls_per_second: float = Field(default=100.0, gt=0)
-    """Calls that one agent may make per second on average; as many may come at once."""
+    """Calls of one agent per second on average; as many may come at once."""
     coordinator_share: float = Field(default=0.75, ge=0, lt=1)
-    """Share of the samples and of the KV cache's tokens that agents together can never use, so that they cannot stop
-    the run. The coordinator may use everything that is free. A service without a coordinator reserves nothing."""
+    """Share of the samples and of the KV cache's tokens that is reserved for the coordinator, so that agents cannot
+    stop the run. The coordinator may use everything that is free. A service without a coordinator reserves nothing."""
 
 
 class RolloutConfig(Table):
@@ -35,62 +86,47 @@ class RolloutConfig(Table):
     replicas: int = Field(default=1, ge=0)
     """Services that the launcher starts; 0: they are started by hand."""
     gpus_per_replica: int = Field(default=0, ge=0)
-    """GPUs of each (its tensor parallelism); 0: CPU."""
+    """GPUs of each service (its tensor parallelism); 0: CPU."""
     gpu_memory_utilization: float = Field(default=0.85, gt=0, lt=1)
-    """Share of the GPU's memory that the engine may take; it measures what is free when it starts."""
+    """Share of the GPU's memory that the engine may use. The engine measures the free memory when it starts."""
     kv_cache_gib: int | None = Field(default=None, ge=1)
-    """KV cache of an engine, in GiB, on each of its GPUs. Unset: 1 on CPU, and on GPUs what `gpu_memory_utilization`
-    leaves. Set it where others come and go on the GPU: an engine that measures fails when memory is freed meanwhile."""
+    """KV cache of an engine on each of its GPUs, in GiB. Unset: 1 on CPU; on GPUs the rest of `gpu_memory_utilization`.
+    Set it if other processes use the GPU: an engine that measures fails when memory is freed during the measurement."""
     max_concurrent_samples: int | None = Field(default=None, ge=1)
-    """Samples in flight in one service; more are refused (RESOURCE_EXHAUSTED). Unset: see `fourfold.plan.engine`."""
+    """Samples in flight in one service; more are refused (RESOURCE_EXHAUSTED). Unset: see `fourfold.plan.batch`."""
     max_batched_tokens: int | None = Field(default=None, ge=64)
-    """Tokens that one engine step may process. Unset: see `fourfold.plan.engine`."""
+    """Tokens that one engine step may process. Unset: see `fourfold.plan.batch`."""
     enforce_eager: bool | None = None
     """Skip compilation and CUDA graphs. Unset: true on CPU, false on GPUs."""
     quantization: Literal["", "fp8"] = ""
-    """fp8: the engine rounds the weights to 8 bits as they arrive; the trainer goes on in `model.dtype`, and the
-    algorithm's correction sees the difference. Needs GPUs. Empty: as they are."""
+    """fp8: the engine rounds the weights to 8 bits when it receives them; needs GPUs. The trainer stays in
+    `model.dtype`, and `algorithm.correction` weighs the difference. Empty: no rounding."""
     sleep_mode: bool = False
-    """Have the engine give its GPU memory up while the trainer trains (SleepEngine). Needs GPUs."""
+    """Free the engine's GPU memory while the trainer trains (SleepEngine). Needs GPUs."""
     public_listen: str = ""
     """host:port of the public port for agents (TLS and a token); empty: none."""
     agents: AgentsConfig = AgentsConfig()
     vllm: dict[str, Any] = Field(default={})
-    """Options of vLLM's engine by their own names, such as `block_size` or `kv_cache_dtype`. Checked against the
-    installed vLLM when the service starts; those that Fourfold sets are refused."""
+    """Options of vLLM's engine by their own names, such as `block_size` or `kv_cache_dtype`. Options that Fourfold sets
+    are refused. The others are checked against the installed vLLM when the service starts."""
 
     @field_validator("vllm")
     @classmethod
-    def _options(cls, value: dict[str, Any]) -> dict[str, Any]:
-        check_options(value)
-        return value
+    def _check_options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        for name, value in options.items():
+            if (key := _VLLM_KEYS.get(name)) is not None:
+                raise ValueError(f"`{name}` is set by the key `{key}` of the recipe; set that instead")
+            for reason, beginnings in _VLLM_FIXED.items():
+                if name.startswith(beginnings):
+                    raise ValueError(f"`{name}` is set by Fourfold: {reason}; remove it")
+            values = value if isinstance(value, list) else [value]
+            if not all(isinstance(one, bool | int | float | str) for one in values):
+                raise ValueError(f"`{name}` = {value!r} must be a number, a text, true, false, or a list of these")
+        return options
 
     @model_validator(mode="after")
-    def _needs_gpus(self) -> Self:
+    def _check_gpus(self) -> Self:
         if not self.gpus_per_replica and (self.quantization or self.sleep_mode):
             key = f'quantization = "{self.quantization}"' if self.quantization else "sleep_mode = true"
             raise ValueError(f"{key} needs a GPU; set gpus_per_replica to at least 1, or remove it")
         return self
-
-    def check(self, config: Config) -> None:
-        """Refuse a limit that the samples of one prompt exceed. One that is derived never does.
-
-        Raises:
-            ValueError: value, rule, fix.
-        """
-        limit = self.max_concurrent_samples
-        asked = {"batch.group_size": config.batch.group_size}
-        if config.data.held_out:
-            asked["evaluation.samples_per_prompt"] = config.evaluation.samples_per_prompt
-        for key, count in asked.items():
-            if limit is not None and count > limit:
-                raise ValueError(
-                    f"rollout.max_concurrent_samples = {limit} is below {key} = {count}, and the samples of a prompt "
-                    f"travel in one call; raise it to at least {count}, remove it (it follows from the batch then), or "
-                    f"lower {key}"
-                )
-            if limit == count and self.public_listen and self.agents.coordinator_share:
-                raise ValueError(
-                    f"rollout.max_concurrent_samples = {limit} is {key}, and rollout.public_listen needs room for "
-                    f"agents besides; raise it to at least {count + 1}, or remove it (it follows from the batch then)"
-                )

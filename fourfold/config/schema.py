@@ -1,7 +1,7 @@
-"""What a recipe may say: every table and key, its default and its rules.
+"""Defines the tables and keys of a recipe, with their defaults and the rules within one table.
 
-Every service is started with the same recipe and reads the tables it needs, so that nothing
-can disagree. Units are in the names: `_seconds`, `_tokens`, `_bytes`.
+Every service is started with the same recipe and reads the tables that it needs, so services cannot disagree. Names
+contain the units: `_seconds`, `_tokens`, `_gib`.
 """
 
 from __future__ import annotations
@@ -13,67 +13,67 @@ from pydantic import Field, model_validator
 from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.placement import PlacementConfig
 from fourfold.config.rollout import RolloutConfig
+from fourfold.config.rules import check_tables
 from fourfold.config.table import Name, Seconds, Table, Temperature
 from fourfold.config.trainer import CriticConfig, TrainerConfig
 
 
 class ModelConfig(Table):
-    """The policy that is trained; the reference is a frozen copy of it."""
+    """The model that is trained; the reference is a frozen copy of it."""
 
     source: str
-    """A Hugging Face model folder, relative to the working directory, or `builtin:NAME` (`fourfold.model.folder`)."""
+    """Hugging Face model folder, relative to the working directory, or `builtin:NAME` (`fourfold.model.folder`)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the weights in the forward passes; the optimizer's masters are float32."""
+    """Type of the weights in the forward passes. The optimizer's masters are float32."""
     max_context_tokens: int = Field(default=1024, ge=8)
-    """Longest prompt plus completion."""
+    """Most tokens of a prompt and its completion together."""
 
 
 class DataSourceConfig(Table):
-    """Where prompts come from: a file or folder (`path`), or a generator (`reasoning_gym`)."""
+    """A source of prompts: a file or folder (`path`), or a generator (`reasoning_gym`)."""
 
     path: str = ""
     """JSONL or Parquet file, or a Hugging Face dataset folder (`save_to_disk`)."""
     reasoning_gym: str = ""
-    """Name of a reasoning-gym task."""
+    """Name of a task of reasoning-gym."""
     options: dict[str, Any] = Field(default={})
-    """Options of the reasoning-gym task."""
+    """Options of the task `reasoning_gym`."""
     size: int = Field(default=0, ge=0)
-    """Rows to take; 0: all of a file. A generator needs a size."""
+    """Rows to take. 0: all rows of a file; a generator needs a size."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the generator."""
+    """Seed of the generator of `reasoning_gym`."""
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if self.path and self.reasoning_gym:
             raise ValueError(
-                f"path = {self.path!r} and reasoning_gym = {self.reasoning_gym!r}: rows have one source; remove one"
+                f"path = {self.path!r} and reasoning_gym = {self.reasoning_gym!r} are two sources; remove one"
             )
         if not self.path and not self.reasoning_gym:
             raise ValueError(
-                "path and reasoning_gym are empty: rows have one source; set path to a file or folder, or "
+                "path and reasoning_gym are empty, and rows need a source; set path to a file or folder, or "
                 'reasoning_gym to a task such as "products"'
             )
         if self.reasoning_gym and not self.size:
             raise ValueError(
-                f"reasoning_gym = {self.reasoning_gym!r} makes rows without end; set size, how many to take, such as "
-                f"size = 4096"
+                f"reasoning_gym = {self.reasoning_gym!r} generates any number of rows; set size, such as size = 4096"
             )
         if self.options and not self.reasoning_gym:
             raise ValueError(
-                f"options = {self.options} are a reasoning-gym task's, and path = {self.path!r}; remove them"
+                f"options = {self.options} are for a reasoning-gym task, and path = {self.path!r} is none; remove them"
             )
         return self
 
 
 class HoldoutConfig(Table):
-    """Keeps whole task groups out of training, for evaluation: rows of one group have the same key."""
+    """Task groups that are held out of training for evaluation. Rows with the same key form one group."""
 
     field: str = "expression"
-    """Metadata field that holds the key."""
+    """Metadata field with the key of a row."""
     unordered_numbers: bool = False
-    """Key by the numbers in the field, whatever their order: `3 * 4` and `4 * 3` are one group."""
+    """Use the set of numbers in the field as key: `3 * 4` and `4 * 3` are one group."""
     groups: int = Field(ge=1)
-    """Number of groups to hold out, drawn with the run's seed."""
+    """Groups to hold out, drawn with the run's seed."""
 
 
 class DataConfig(Table):
@@ -81,44 +81,44 @@ class DataConfig(Table):
 
     train: DataSourceConfig
     eval: DataSourceConfig | None = None
-    """Separate evaluation data; exclusive with `holdout`."""
+    """Evaluation data from a source of its own; excludes `holdout`."""
     holdout: HoldoutConfig | None = None
-    """Splits evaluation groups off the training data."""
+    """Evaluation data that is held out of the training data."""
     prompt_field: str = "question"
-    """Column of the prompt: a text, or a list of chat messages."""
+    """Column with the prompt: a text, or a list of chat messages."""
     answer_field: str = "answer"
-    """Column of the reference answer; may be absent in the data."""
+    """Column with the reference answer. The data need not have it."""
     chat: bool = True
-    """Apply the tokenizer's chat template; false: the text is the prompt as it is."""
+    """Apply the tokenizer's chat template. false: the text is the whole prompt."""
     system_prompt: str = ""
-    """System message put before a text prompt; empty: none."""
+    """System message before a text prompt; empty: none."""
 
     @model_validator(mode="after")
     def _one_eval(self) -> Self:
         if self.eval and self.holdout:
-            raise ValueError("`eval` and `holdout` both make evaluation data; keep one")
+            raise ValueError("`eval` and `holdout` are two sources of evaluation data; remove one")
         return self
 
     @property
     def held_out(self) -> bool:
-        """Whether there is evaluation data."""
+        """Whether the recipe has evaluation data."""
         return self.eval is not None or self.holdout is not None
 
 
 class BatchConfig(Table):
-    """The batch knobs; everything else is derived and printed by `fourfold plan`."""
+    """Sizes of a step. `fourfold plan` prints all numbers that follow from them."""
 
     prompts_per_step: int = Field(ge=1)
-    """Prompts, each sampled `group_size` times, that make one step."""
+    """Prompts of one step; each is sampled `group_size` times."""
     group_size: int = Field(ge=1, le=256)
-    """Samples of one prompt; most advantages compare them."""
+    """Samples of one prompt. Most advantages compare them."""
     tokens_per_micro_batch: int = Field(default=4096, ge=16)
-    """Most tokens in one forward and backward pass of one rank, or of the `trainer.sequence_parallel_size` ranks that
-    share it."""
+    """Most tokens in one forward and backward pass of a rank, or of the ranks that share a micro-batch
+    (`trainer.sequence_parallel_size`)."""
     mini_batches_per_step: int = Field(default=1, ge=1)
-    """Optimizer steps on one pass over the batch, each on an equal part of its samples, drawn at random."""
+    """Optimizer steps per pass over the batch, each on an equal part of its samples, drawn at random."""
     epochs_per_step: int = Field(default=1, ge=1)
-    """Passes over the batch."""
+    """Passes over the batch in one step."""
 
     @property
     def samples_per_step(self) -> int:
@@ -132,14 +132,14 @@ class BatchConfig(Table):
 
 
 class SamplingConfig(Table):
-    """How completions are sampled. There is no top_p or top_k: the engine would renormalise
-    its log-probabilities over the nucleus and every importance ratio would be biased."""
+    """Sampling of completions. There is no top_p or top_k: the engine would renormalise its log-probabilities over the
+    nucleus, and every importance ratio would be biased."""
 
     temperature: Temperature = 1.0
-    """In [0.01, 2]."""
+    """From 0.01 to 2."""
     max_new_tokens: int = Field(ge=1)
-    stop_token_ids: tuple[int, ...] = Field(default=(), strict=False)  # TOML has lists
-    """Token ids that end a completion, besides the model's own."""
+    stop_token_ids: tuple[int, ...] = Field(default=(), strict=False)
+    """Token ids that end a completion, in addition to the model's own."""
 
     @model_validator(mode="before")
     @classmethod
@@ -161,38 +161,38 @@ class RewardConfig(Table):
     verifier: str = "exact_match"
     """A built-in name (`fourfold serve reward --list`), `package.module:function`, or `file.py:function`."""
     timeout_seconds: Seconds = 10.0
-    """Longest time one sample may take to score; then its outcome is an error."""
+    """Longest time to score one sample; then its outcome is an error."""
     processes: int = Field(default=1, ge=1)
     """Worker processes of one service."""
     on_error: Literal["wait", "drop", "stop"] = "wait"
-    """What the run does when a scorer fails: it is gone, hangs, answers rubbish, or has an error for every sample. A
-    missing score is never a zero. wait: samples wait until a scorer works again, at most `wait_seconds`. drop: samples
-    are dropped with the reason, once their `retry` tries are used up. stop: the run ends then. An error of single
-    samples, while others have a score, drops them under wait, too."""
+    """Reaction of the run to a scorer that fails: it is gone, hangs, sends invalid replies, or has an error for every
+    sample. A missing score is never a zero. wait: samples wait until a scorer works again, at most `wait_seconds`.
+    drop: samples are dropped with the reason after their last try (`retry`). stop: the run ends after the last try. If
+    only some samples have an error, wait drops these, too."""
     wait_seconds: Seconds = 1800.0
-    """Longest time for which a run waits for a scorer that fails; then it ends with the first error."""
+    """Longest time that a run waits for a scorer that fails; then it ends with the first error."""
     lost_rounds: int = Field(default=3, ge=1)
-    """Times `batch.prompts_per_step` groups that a step may lose for want of scores before any group has them; then the
-    run ends with the reasons."""
-    allowed_verifiers: tuple[str, ...] = Field(default=(), strict=False)  # TOML has lists
-    """Names of verifiers that a caller may ask for besides `verifier`. Where `reasoning_gym` is offered, a sample's
-    metadata may name the tasks of [data] and those that are here as `reasoning_gym:TASK`."""
+    """Groups that a step may lose to missing scores before any group has scores, in multiples of
+    `batch.prompts_per_step`; then the run ends with the reasons."""
+    allowed_verifiers: tuple[str, ...] = Field(default=(), strict=False)
+    """Verifiers that a caller may select in addition to `verifier`. With `reasoning_gym`, the metadata of a sample may
+    name the tasks of [data], and those listed here as `reasoning_gym:TASK`."""
     evaluate_text: bool = False
-    """Whether reasoning-gym tasks may be offered that run text of the answer as code (`fourfold serve reward --list`
-    names them). They run in a sandbox."""
+    """Allow reasoning-gym tasks that run text of the answer as code (`fourfold serve reward --list` marks them). They
+    run in a sandbox."""
     sandbox: Literal["auto", "off"] = "auto"
-    """auto: scorers run with few rights, as far as this machine enforces that (`fourfold doctor`). off: with all rights
-    and variables of the service."""
+    """auto: scorers run with few rights, as far as the machine can enforce it (see `fourfold doctor`). off: with all
+    rights and environment variables of the service."""
     network: bool = False
-    """Whether a reward function of yours may open sockets."""
+    """Allow a reward function of yours to open sockets."""
     environment: tuple[str, ...] = Field(default=(), strict=False)
-    """Environment variables that a reward function of yours sees besides PATH, HOME and the like: names."""
+    """Names of environment variables for a reward function of yours, in addition to PATH, HOME and similar ones."""
     memory_gib: int = Field(default=8, ge=1)
     """Most private memory of one process of a reward function of yours."""
 
 
 class ReferenceConfig(Table):
-    """The reference services; started only when `algorithm.kl.coef` is above 0."""
+    """The reference services; started only if `algorithm.kl.coef` is above 0."""
 
     replicas: int = Field(default=1, ge=0)
     device: Literal["cpu", "cuda"] = "cpu"
@@ -201,79 +201,79 @@ class ReferenceConfig(Table):
 
 
 class WeightsConfig(Table):
-    """How new weights reach the engines."""
+    """Weight updates: the transport of new weights to the engines, and its verification."""
 
     backend: Literal["auto", "cuda_ipc", "nccl", "shm", "gloo"] = "auto"
-    """How they travel. auto: for each engine the fastest that goes: cuda_ipc (an engine on the same GPUs, or GPUs with
-    peer access to them, reads the trainer's memory), nccl (other GPUs), shm (memory of the machine), gloo (network)."""
+    """Transport. auto: the fastest that works for each engine: cuda_ipc (an engine on the same GPUs, or on GPUs with
+    peer access to them, reads the trainer's memory), nccl (other GPUs), shm (shared memory of the machine), gloo
+    (network)."""
     pause: Literal["keep", "wait", "abort"] = "wait"
-    """What running requests do when an update comes. keep: they stop where they are and go on under the new weights,
-    with the keys and values that the old ones computed. wait: they finish first. abort: they end with what they have,
-    and are sampled anew."""
+    """Running requests during an update. keep: they are paused and continue under the new weights, with the KV cache of
+    the old ones. wait: they finish first. abort: they end with the tokens they have, and are sampled again."""
     timeout_seconds: Seconds = 120.0
-    """Longest time one update may take, from pause to resume."""
+    """Longest time of one update, from pause to resume."""
     verify_first: int = Field(default=3, ge=0)
-    """Updates whose tensors are summed on both sides and compared, bit for bit, whenever an engine came, went or
+    """Updates with a checksum of every tensor on both sides, at the start and after an engine joined, left or
     failed."""
     verify_every: int = Field(default=10, ge=1)
-    """After those, the versions that are: multiples of this. 1: all. A probe prompt is compared after every update."""
+    """After these, versions with checksums: multiples of this. A probe prompt is compared after every update."""
     probe_tolerance: float = Field(default=0.25, gt=0)
-    """Largest mean difference, in nats per token, between the trainer's and an engine's log-probabilities of
-    the probe prompt after an update."""
+    """Largest mean difference between the log-probabilities of trainer and engine on the probe prompt after an update,
+    in nats per token."""
 
 
 class EvaluationConfig(Table):
-    """Held-out evaluation; needs `data.eval` or `data.holdout`."""
+    """Evaluation on held-out prompts; needs `data.eval` or `data.holdout`."""
 
     every_steps: int = Field(default=10, ge=1)
-    """Also before the first step and after the last."""
+    """Steps between two evaluations. There is one before the first step and one after the last, too."""
     samples_per_prompt: int = Field(default=1, ge=1, le=256)
     max_prompts: int = Field(default=0, ge=0)
-    """0: all held-out prompts."""
+    """Most held-out prompts of an evaluation; 0: all."""
 
 
 class CheckpointConfig(Table):
-    """Checkpoints of the whole run."""
+    """Checkpoints of coordinator and trainer."""
 
     every_steps: int = Field(default=10, ge=1)
-    """Also after the last step."""
+    """Steps between two checkpoints. There is one after the last step, too."""
     keep: int = Field(default=2, ge=1)
-    """Newest checkpoints that stay."""
+    """Number of newest checkpoints to keep."""
     keep_best: int = Field(default=0, ge=0)
-    """Checkpoints with the highest held-out score that stay, too; of equal ones the newer. Those of steps without an
-    evaluation have no score."""
+    """Number of checkpoints with the highest held-out score to keep, too; of equal ones the newer. Checkpoints of steps
+    without an evaluation have no score."""
 
 
 class RetryConfig(Table):
-    """What the run survives before it gives a sample up, or itself."""
+    """Failures that the run tolerates before it drops a sample or stops."""
 
     infrastructure: int = Field(default=5, ge=0)
-    """Tries that a group may lose to dead, draining or overloaded services."""
+    """Tries of a group that may fail because a service is dead, draining or overloaded."""
     data: int = Field(default=1, ge=0)
-    """Tries that a group may lose to its own content, such as a reward that raises."""
+    """Tries of a group that may fail because of its content, such as a reward function that raises."""
     service_wait_seconds: Seconds = 120.0
-    """Longest wait for a service of a needed role, or for room on a full disk, before the run stops and says which."""
+    """Longest wait for a service of a needed role, or for room on a full disk; then the run stops with the reason."""
     restarts: int = Field(default=3, ge=0)
-    """Times the launcher starts a dead service again, and the run goes back to its last checkpoint for a trainer that
-    died. A coordinator that dies ends the run."""
+    """Times that the launcher restarts a dead service. After a trainer's death the run continues from the last
+    checkpoint. The death of a coordinator ends the run."""
 
 
 class SecurityConfig(Table):
-    """TLS between services and tokens for agents. Without it everything stays on loopback."""
+    """TLS between services, and tokens for agents. Without TLS, services bind loopback only."""
 
     directory: str = ""
-    """Folder made by `fourfold certs`: ca.pem, and MEMBER.pem of each service on this machine. Empty: no TLS."""
+    """Folder of `fourfold certs` with ca.pem and the MEMBER.pem of each service on this machine; empty: no TLS."""
     tokens_file: str = ""
-    """File of SHA-256 token digests that may use the public rollout port; `fourfold certs token` changes it."""
+    """File with the SHA-256 digests of tokens for the public rollout port; `fourfold certs token` changes it."""
 
 
 class Config(Table):
-    """A run."""
+    """The whole recipe of a run."""
 
     name: Name
     seed: int = Field(default=0, ge=0, lt=2**31)
     steps: int = Field(ge=1)
-    """Steps to train."""
+    """Training steps of the run."""
     model: ModelConfig
     data: DataConfig
     batch: BatchConfig
@@ -293,103 +293,46 @@ class Config(Table):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the algorithm compares with the reference policy."""
+        """Whether the algorithm uses the reference policy."""
         return self.algorithm.kl.coef > 0
 
     @property
     def reference_on_gpus(self) -> bool:
-        """Whether there are reference services, each on a GPU."""
+        """Whether the run has reference services, each on a GPU."""
         return self.needs_reference and self.reference.device == "cuda"
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether the trainer gives GPU memory back between its steps, because others need it."""
+        """Whether the trainer frees GPU memory between its steps, because other services need it."""
         return self.trainer.device == "cuda" and (bool(self.placement.colocated) or self.rollout.sleep_mode)
 
     @property
     def critic_apart(self) -> bool:
-        """Whether there is a critic with ranks of its own."""
+        """Whether the run has a critic with ranks of its own."""
         return self.algorithm.needs_critic and self.critic.ranks > 0
 
     @property
     def critic_ranks(self) -> int:
-        """Ranks that have a part of the critic, where there is one."""
+        """Ranks with a part of the critic, if the run has one."""
         return self.critic.ranks or self.trainer.ranks
 
     @property
     def critic_data_parallel_size(self) -> int:
-        """Shares that the critic's micro-batches are dealt in."""
+        """Groups of ranks with micro-batches of the critic of their own."""
         return self.critic.ranks if self.critic_apart else self.trainer.data_parallel_size
 
     @property
     def weights_stay_on_gpus(self) -> bool:
-        """Whether new weights can go from GPU to GPU, past main memory."""
+        """Whether new weights can go from GPU to GPU without main memory."""
         on_gpus = self.trainer.device == "cuda" and self.rollout.gpus_per_replica > 0
         return on_gpus and "parameters" not in self.trainer.offload and self.weights.backend not in ("shm", "gloo")
 
     @property
     def trainer_processes(self) -> int:
-        """All ranks of the trainer, the critic's own among them; on GPUs one GPU each."""
+        """Ranks of the trainer, including those of a separate critic; each uses one GPU if `device` is cuda."""
         return self.trainer.ranks + (self.critic.ranks if self.critic_apart else 0)
 
     @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.sampling.max_new_tokens >= self.model.max_context_tokens:
-            raise ValueError(
-                f"sampling.max_new_tokens = {self.sampling.max_new_tokens} leaves no room for a prompt; it must be "
-                f"below model.max_context_tokens = {self.model.max_context_tokens}"
-            )
-        if self.batch.tokens_per_micro_batch < self.model.max_context_tokens:
-            raise ValueError(
-                f"batch.tokens_per_micro_batch = {self.batch.tokens_per_micro_batch} cannot hold one sample of "
-                f"model.max_context_tokens = {self.model.max_context_tokens}; raise the first or lower the second"
-            )
-        if self.needs_reference and self.reference.tokens_per_batch < self.model.max_context_tokens:
-            raise ValueError(
-                f"reference.tokens_per_batch = {self.reference.tokens_per_batch} cannot hold one sample of "
-                f"model.max_context_tokens = {self.model.max_context_tokens}; raise the first or lower the second"
-            )
-        if self.checkpoint.keep_best and not self.data.held_out:
-            raise ValueError(
-                f"checkpoint.keep_best = {self.checkpoint.keep_best} needs held-out scores, and there is no held-out "
-                f"data; add [data.holdout] or [data.eval], or set it to 0"
-            )
-        if self.weights.backend in ("cuda_ipc", "nccl"):
-            self._check_gpu_backend()
-        self.placement.check(self)
-        self.rollout.check(self)
-        batch = self.batch
-        self.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)
-        groups = self.trainer.data_parallel_size
-        if self.critic_apart and self.trainer.sequence_parallel_size > 1:
-            raise ValueError(
-                f"critic.ranks = {self.critic.ranks} and trainer.sequence_parallel_size = "
-                f"{self.trainer.sequence_parallel_size} do not go together; set critic.ranks = 0: the critic then "
-                f"shares the ranks and rows of the policy"
-            )
-        if self.critic_apart and batch.samples_per_step < self.critic.ranks * batch.mini_batches_per_step:
-            raise ValueError(
-                f"{batch.samples_per_step} samples in {batch.mini_batches_per_step} mini-batches cannot feed "
-                f"critic.ranks = {self.critic.ranks}; lower it, or raise batch.prompts_per_step"
-            )
-        if batch.samples_per_step < groups * batch.mini_batches_per_step:
-            what = "trainer ranks" if self.trainer.sequence_parallel_size == 1 else "groups of trainer ranks"
-            raise ValueError(
-                f"{batch.prompts_per_step} prompts x {batch.group_size} per group = {batch.samples_per_step} samples "
-                f"cannot feed {groups} {what} in {batch.mini_batches_per_step} mini-batches; raise "
-                f"batch.prompts_per_step to at least "
-                f"{-(-groups * batch.mini_batches_per_step // batch.group_size)}"
-            )
+    def _check_tables(self) -> Self:
+        check_tables(self)
         return self
-
-    def _check_gpu_backend(self) -> None:
-        for key, right, value in (
-            ("trainer.device", self.trainer.device == "cuda", f'"{self.trainer.device}"'),
-            ("rollout.gpus_per_replica", self.rollout.gpus_per_replica > 0, "0"),
-            ("trainer.offload", "parameters" not in self.trainer.offload, f'"{self.trainer.offload}"'),
-        ):
-            if not right:
-                raise ValueError(
-                    f'weights.backend = "{self.weights.backend}" moves weights between GPUs, and {key} = {value}; set '
-                    f'weights.backend = "auto", or keep both on GPUs'
-                )

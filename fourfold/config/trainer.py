@@ -1,54 +1,96 @@
-"""`[trainer]` and `[critic]`: the models that are trained, and where."""
+"""Defines `[trainer]`, `[trainer.lora]` and `[critic]`: the models that are trained, and their optimizers."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import math
+from typing import Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from fourfold.config.lora import LoraConfig
 from fourfold.config.table import Seconds, Table
+
+ALL_LINEAR: Final = "all-linear"
+
+
+class LoraConfig(Table):
+    """`[trainer.lora]`: train low-rank adapters (LoRA, arXiv 2106.09685) in place of the weights.
+
+    A linear layer W [out, in] becomes W + scale * B A, and only B [out, rank] and A [rank, in] are trained. Engines and
+    exports get the sum, under the names of the model. There is no dropout: it would make log-probabilities random.
+    """
+
+    rank: int = Field(default=0, ge=0, le=4096)
+    """Rank of every adapter. 0: all weights are trained."""
+    alpha: float = Field(default=32.0, gt=0)
+    """scale = alpha / rank, so that the best learning rate hardly depends on the rank."""
+    target_modules: tuple[str, ...] = Field(default=(ALL_LINEAR,), min_length=1, strict=False)
+    """Layers that get an adapter: ends of module names, such as ["q_proj", "v_proj"], or "all-linear" for every linear
+    layer except the output embedding."""
+    use_rslora: bool = False
+    """scale = alpha / sqrt(rank) (arXiv 2312.03732): high ranks then learn as fast as low ones."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of B A, from alpha and rank."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _one_name(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if ALL_LINEAR in self.target_modules and len(self.target_modules) > 1:
+            raise ValueError(f'`target_modules` has "{ALL_LINEAR}" and other names; keep one or the other')
+        changed = [name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default]
+        if not self.rank and changed:
+            raise ValueError(f"`{changed[0]}` has no effect without adapters; set `rank` above 0, such as 16")
+        return self
 
 
 class TrainerConfig(Table):
     """The trainer service."""
 
     replicas: Literal[0, 1] = 1
-    """1: the launcher starts it; 0: it is started by hand."""
+    """1: the launcher starts the trainer. 0: it is started by hand."""
     ranks: int = Field(default=1, ge=1)
-    """Processes; on GPUs one GPU each."""
+    """Processes; with `device = "cuda"` each uses one GPU."""
     sequence_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share every micro-batch, each with an equal part of its tokens (DeepSpeed-Ulysses), for contexts that
-    one rank cannot hold. Divides `ranks` and the models' attention heads. 1: every rank has its own micro-batches."""
+    do not fit on one rank. Must divide `ranks` and the models' attention heads. 1: no rank shares micro-batches."""
     device: Literal["cpu", "cuda"] = "cpu"
     zero_stage: Literal[0, 1, 2, 3] = 3
     learning_rate: float = Field(default=1e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up; linear and cosine would reach their end one step after the last."""
+    """Learning rate after the warm-up. linear and cosine reach their final value one step after the last step."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which it rises in a straight line to `learning_rate`."""
+    """Steps in which the learning rate rises linearly to `learning_rate`."""
     final_learning_rate_share: float = Field(default=0.0, ge=0, le=1)
-    """Where linear and cosine end, as a share of `learning_rate`."""
+    """Final learning rate of linear and cosine, as a share of `learning_rate`."""
     weight_decay: float = Field(default=0.0, ge=0)
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """Of policy and critic. muon: the matrices of the layers by Muon; embeddings, heads, norms and biases by AdamW."""
+    """Optimizer of policy and critic. muon: Muon for the matrices of the layers, AdamW for embeddings, heads, norms and
+    biases."""
     adam_betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
     muon_momentum: float = Field(default=0.95, ge=0, lt=1)
     max_grad_norm: float = Field(default=1.0, gt=0)
     ema_decay: float = Field(default=0.0, ge=0, lt=1)
-    """Keep a moving average of the weights: after every optimizer step it is ema_decay * average + (1 - ema_decay) *
-    weights. The run exports it beside the model, as `model-ema`. 0: none."""
+    """Above 0: keep a moving average of the weights. After every optimizer step it becomes ema_decay * average +
+    (1 - ema_decay) * weights. The run exports it beside the model, as `model-ema`."""
     router_aux_loss_coef: float = Field(default=0.0, ge=0)
-    """Weight of the load-balancing loss of a mixture of experts (Switch Transformers; 1e-3 is usual), added to the
-    policy's loss. 0: none. The experts' load is in the metrics either way. A model without routers is refused."""
+    """Weight of the load-balancing loss of a mixture of experts (Switch Transformers; usually 1e-3), which is added to
+    the policy's loss. Needs a model with routers, unless it is 0. The metrics have the load of the experts in any
+    case."""
     gradient_checkpointing: bool = False
     offload: Literal["none", "optimizer", "optimizer+parameters"] = "none"
-    """What of policy and critic GPUs leave in main memory. optimizer: masters and moments, which the CPU updates;
-    needs `zero_stage` 1 to 3. optimizer+parameters: the weights, too, which come layer by layer; needs 3."""
+    """State of policy and critic that is kept in main memory instead of on the GPUs. optimizer: masters and moments,
+    updated by the CPU; needs `zero_stage` 1 to 3. optimizer+parameters: also the weights, copied to the GPU layer by
+    layer; needs `zero_stage` 3."""
     liger_kernels: bool = False
-    """Fused kernels for norms, rotary embeddings and gated MLPs (package liger-kernel), on CUDA."""
+    """Use fused kernels for norms, rotary embeddings and gated MLPs (package liger-kernel); needs CUDA."""
     step_timeout_seconds: Seconds = 3600.0
-    """Longest time one step, checkpoint or export may take."""
+    """Longest time that one step, checkpoint or export may take."""
     lora: LoraConfig = LoraConfig()
 
     @property
@@ -57,46 +99,48 @@ class TrainerConfig(Table):
         return self.ranks // self.sequence_parallel_size
 
     @model_validator(mode="after")
-    def _equal_groups(self) -> Self:
+    def _check_groups(self) -> Self:
         if self.ranks % self.sequence_parallel_size:
             more = -(-self.ranks // self.sequence_parallel_size) * self.sequence_parallel_size
             raise ValueError(
-                f"sequence_parallel_size = {self.sequence_parallel_size} does not divide ranks = {self.ranks}; set it "
-                f"to a divisor, or ranks to {more}"
+                f"sequence_parallel_size = {self.sequence_parallel_size} must divide ranks = {self.ranks}; set it to a "
+                f"divisor, or ranks to {more}"
             )
         return self
 
     @model_validator(mode="after")
-    def _can_offload(self) -> Self:
+    def _check_offload(self) -> Self:
         lowest = {"none": 0, "optimizer": 1, "optimizer+parameters": 3}[self.offload]
         if self.zero_stage < lowest:
             stages = "3" if lowest == 3 else "1, 2 or 3"
             raise ValueError(
-                f'offload = "{self.offload}" needs zero_stage {stages}, and it is {self.zero_stage}; set zero_stage = '
+                f'offload = "{self.offload}" needs zero_stage {stages}, not {self.zero_stage}; set zero_stage = '
                 f'{lowest}, or offload = "{"optimizer" if self.zero_stage else "none"}"'
             )
         if self.lora.rank and self.offload == "optimizer+parameters":
+            # The engine's copy is W + scale * B A, and W would be in main memory while B and A are not.
             raise ValueError(
-                f'offload = "{self.offload}" and lora.rank = {self.lora.rank} do not go together: the weights would be '
-                f'merged with adapters that lie elsewhere; set offload = "none", or lora.rank = 0'
+                f'offload = "{self.offload}" and lora.rank = {self.lora.rank} exclude each other: adapters cannot be '
+                f'merged with offloaded weights; set offload = "none", or lora.rank = 0'
             )
         return self
 
     @model_validator(mode="after")
-    def _kernels_need_a_gpu(self) -> Self:
+    def _check_kernels(self) -> Self:
         if self.liger_kernels and self.device != "cuda":
-            raise ValueError('`liger_kernels` run on GPUs alone; set device = "cuda", or remove them')
+            raise ValueError('`liger_kernels` need a GPU; set device = "cuda", or remove them')
         return self
 
 
 class CriticConfig(Table):
-    """The critic, part of the trainer; there is one when `algorithm.advantage` is `gae`."""
+    """The critic, part of the trainer. There is one if `algorithm.advantage` is `gae`."""
 
     source: str = ""
-    """A folder as for `model.source`; a reward or value model keeps its head. Empty: the policy's, with a new head."""
+    """Model folder as for `model.source`; a reward or value model keeps its head. Empty: the policy's model, with a new
+    head."""
     ranks: int = Field(default=0, ge=0)
-    """0: it is in the policy's ranks, and they take turns. Above 0: it has as many processes of its own, on GPUs after
-    the policy's, and both work at the same time."""
+    """0: the critic shares the policy's ranks, and its passes come after the policy's. Above 0: it has so many
+    processes of its own, on the GPUs after the policy's, and both models are trained at the same time."""
     learning_rate: float = Field(default=9e-6, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(default=0, ge=0)
@@ -104,6 +148,6 @@ class CriticConfig(Table):
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
     value_clip: float = Field(default=0.5, ge=0)
-    """A value may move by this much in one step; 0: any."""
+    """Largest change of a value in one step; 0: no limit."""
     policy_starts_at_step: int = Field(default=1, ge=1)
-    """Before this step only the critic is trained."""
+    """First step in which the policy is trained; before it only the critic is."""

@@ -1,55 +1,74 @@
-"""What the batch knobs of a recipe mean: everything that is derived from them, in one place."""
+"""Derives the sizes of a step and the limits of each engine from the batch keys of a recipe."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Final
 
 from fourfold.config import Config
+
+_AGENT_SAMPLES: Final = 64
+_EVALUATION_SAMPLES: Final = 256
+# More samples at once make a step longer, and no faster.
+_MOST_SAMPLES: Final = {"cpu": 256, "gpu": 1024}
+# Prompts of this size fill the device.
+_BATCHED_TOKENS: Final = {"cpu": 8192, "gpu": 16384}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """Upper bounds of one step and of the run; real samples are mostly shorter."""
+    """Upper bounds of one step and of the run; most samples are shorter."""
 
     samples_per_step: int
     """prompts_per_step * group_size."""
     tokens_per_step: int
-    """When every sample fills the context."""
+    """If every sample fills the context."""
     sampled_tokens_per_step: int
-    """When every completion fills max_new_tokens: these are trained on."""
+    """Tokens to train on, if every completion has max_new_tokens."""
     samples_per_mini_batch: int
-    """Of one optimizer step, at most."""
+    """Most samples of one optimizer step."""
     samples_per_rank: int
-    """Of one step, on the trainer rank that has the most; with sequence parallelism, on the group of ranks."""
+    """Most samples of one step on one trainer rank, or on one group of ranks with sequence parallelism."""
     samples_per_micro_batch: int
-    """Of full length; more when they are short."""
+    """Samples of full length."""
     micro_batches_per_step: int
-    """Forward and backward passes of one rank, in all epochs, when all samples are of full length."""
+    """Forward and backward passes of one rank in all epochs, if all samples are of full length."""
     samples_in_run: int
     evaluations: tuple[int, ...]
-    """Steps done when held-out accuracy is measured; empty without held-out data."""
+    """Numbers of finished steps at which the held-out score is measured; empty without held-out data."""
     checkpoints: tuple[int, ...]
     """Steps after which a checkpoint is written."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Limits of one engine. They count samples, not memory: samples without room in the KV cache wait in its queue."""
+
+    concurrent_samples: int
+    """Samples in flight; more are refused, and wait in the coordinator."""
+    batched_tokens: int
+    """Tokens that one engine step may process."""
+    agent_samples: int
+    """Samples in flight that all agents together may use."""
+
+
 def batch_plan(config: Config) -> BatchPlan:
-    """Derive the plan of a checked recipe."""
+    """Derive the sizes of a step from a checked recipe."""
     samples = config.batch.samples_per_step
-    per_rank = -(-samples // config.trainer.data_parallel_size)
+    groups = config.trainer.data_parallel_size
     per_mini_batch = -(-samples // config.batch.mini_batches_per_step)
     per_micro_batch = config.batch.tokens_per_micro_batch // config.model.max_context_tokens
-    evaluated = config.data.held_out
     return BatchPlan(
         samples_per_step=samples,
         tokens_per_step=samples * config.model.max_context_tokens,
         sampled_tokens_per_step=samples * config.sampling.max_new_tokens,
         samples_per_mini_batch=per_mini_batch,
-        samples_per_rank=per_rank,
+        samples_per_rank=-(-samples // groups),
         samples_per_micro_batch=per_micro_batch,
-        micro_batches_per_step=config.batch.updates_per_step
-        * -(-per_mini_batch // (config.trainer.data_parallel_size * per_micro_batch)),
+        micro_batches_per_step=config.batch.updates_per_step * -(-per_mini_batch // (groups * per_micro_batch)),
         samples_in_run=samples * config.steps,
-        evaluations=(0, *_every(config.evaluation.every_steps, config.steps)) if evaluated else (),
+        evaluations=(0, *_every(config.evaluation.every_steps, config.steps)) if config.data.held_out else (),
         checkpoints=_every(config.checkpoint.every_steps, config.steps),
     )
 
@@ -57,3 +76,43 @@ def batch_plan(config: Config) -> BatchPlan:
 def _every(period: int, steps: int) -> tuple[int, ...]:
     """Return each multiple of `period` up to `steps`, and `steps` itself."""
     return tuple(sorted({*range(period, steps + 1, period), steps}))
+
+
+def engine_limits(config: Config) -> EngineLimits:
+    """Derive the limits of each engine from a checked recipe; values that the recipe sets stay.
+
+    concurrent_samples: the largest share of one replica in a step or an evaluation, in whole groups, but at least
+        64, and at most 256 on CPU or 1024 on GPUs. With a public port, enough that it is the coordinator's share.
+    agent_samples: the samples that `rollout.agents.coordinator_share` leaves.
+    batched_tokens: 8192 on CPU, 16384 on GPUs, or one more than the concurrent samples if that is more.
+    """
+    rollout = config.rollout
+    device = "gpu" if rollout.gpus_per_replica else "cpu"
+    wanted, share = _samples_of_one_replica(config), rollout.agents.coordinator_share
+    if rollout.public_listen and share:
+        wanted = math.ceil(wanted / share)
+    samples = rollout.max_concurrent_samples or min(wanted, _MOST_SAMPLES[device])
+    # The samples of a prompt travel in one call, so that agents must always leave room for the largest call.
+    largest_call = max(config.batch.group_size, config.evaluation.samples_per_prompt if config.data.held_out else 0)
+    reserved = max(math.ceil(samples * share), largest_call) if share else 0
+    # vLLM does not split prompts on CPU, so that a step there must hold a whole context.
+    least = samples + 1 if device == "gpu" else max(samples + 1, config.model.max_context_tokens)
+    return EngineLimits(
+        concurrent_samples=samples,
+        batched_tokens=max(rollout.max_batched_tokens or _BATCHED_TOKENS[device], least),
+        agent_samples=max(0, samples - reserved),
+    )
+
+
+def _samples_of_one_replica(config: Config) -> int:
+    """Return the most samples that the coordinator sends to one replica at once."""
+    evaluation, replicas = config.evaluation, max(config.rollout.replicas, 1)
+    group = config.batch.group_size + (config.algorithm.advantage == "remax")  # ReMax adds a greedy answer
+    share, least = -(-config.batch.prompts_per_step // replicas) * group, max(group, _AGENT_SAMPLES)
+    if config.data.held_out:
+        least = max(least, evaluation.samples_per_prompt)
+        if prompts := evaluation.max_prompts or (config.data.eval.size if config.data.eval else 0):
+            share = max(share, -(-prompts // replicas) * evaluation.samples_per_prompt)
+        else:  # the number of held-out prompts is unknown until the data is read
+            least = max(least, _EVALUATION_SAMPLES)
+    return max(share, least)

@@ -1,28 +1,27 @@
-"""How much memory each role of a recipe needs, by formula: a number to choose machines by, before anything runs.
+"""Estimates by formula how much memory each role of a recipe needs, before anything runs.
 
 With P parameters, N trainer ranks, b bytes of a weight (bfloat16: 2, float32: 4):
 
-    trainer, per rank    weights     b P        at ZeRO stage 3 b P / N, and those that DeepSpeed holds together for
-                                                the passes: b P, of the first 1e9 parameters
+    trainer, per rank    weights     b P        at ZeRO stage 3 b P / N, and b for each of the first 1e9 parameters,
+                                                which DeepSpeed gathers for the passes
                          gradients   4 P        summed in float32, divided by N from stage 2; b P at stage 0
-                         optimizer   12 P       divided by N from stage 1: float32 master, both Adam moments, of
-                                                which Muon has one; with bfloat16 or offloading 4 P more, a flat copy of
-                                                the gradients for the update
+                         optimizer   12 P       divided by N from stage 1: float32 master and both Adam moments (Muon
+                                                has one); with bfloat16 or offloading 4 P more, a flat copy of the
+                                                gradients for the update
                          activations of one micro-batch, kept for the backward pass, divided by
                                      trainer.sequence_parallel_size, and its logits
                          average     4 P        with trainer.ema_decay, divided by N from stage 1; in `optimizer`
-                         With LoRA, P of gradients, optimizer and average is the adapters' parameters.
-    offloaded, per rank  of these in main memory: `optimizer`; at stage 3 the gradients, else b P / N, the new weights
-                         on their way; with optimizer+parameters b P / N, the weights, of which the device has the ones
-                         for the passes
-    critic, per rank     weights, gradients and optimizer as the trainer's, no average; in the policy's ranks its
-                         passes come after the policy's, with critic.ranks they have activations of their own
-    transfer             weights     b P        one copy on its way: the trainer's shared memory, which the engines
-                                                read in place; by gloo one in every engine worker; none between GPUs
+                         With LoRA, P of gradients, optimizer and average is the number of adapter parameters.
+    offloaded, per rank  in main memory: `optimizer`; at stage 3 the gradients, at stages 1 and 2 b P / N, the new
+                         weights; with optimizer+parameters the weights, b P / N; the device keeps the gathered ones
+    critic, per rank     weights, gradients and optimizer as the trainer's, no average. In the policy's ranks its passes
+                         come after the policy's; with critic.ranks it has activations of its own
+    transfer             weights     b P        one copy in shared memory, which the engines read in place; with gloo
+                                                one in every engine worker; none between GPUs
     rollout, reference   weights     b P        divided by the GPUs of a tensor-parallel engine
                          KV cache    2 * layers * kv_heads * head_dim * b per token
 
-"programs" is what a process holds before it has loaded anything: interpreter, libraries, their threads.
+The column "programs" is the memory that a process holds before it loads a model: interpreter, libraries, threads.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from typing import Final
 
 from fourfold.config import Config
 from fourfold.model.folder import ModelShape
-from fourfold.plan.engine import rollout_plan
+from fourfold.plan.batch import engine_limits
 
 GIB: Final = 1 << 30
 _MIB: Final = 1 << 20
 # fourfold/nn/logprobs.py makes the logits of 2^26 elements at once, in float32, and a few copies of them.
 _LOGITS_ELEMENTS: Final = 1 << 26
 _LOGITS_COPIES: Final = 3
-# DeepSpeed's stage3_max_reuse_distance: weights that are needed again this soon are not let go in between.
+# DeepSpeed's stage3_max_reuse_distance: weights that are needed again this soon stay gathered in between.
 _GATHERED_PARAMETERS: Final = 10**9
-# Measured: what each process holds after its imports (proportional set size).
+# Measured: memory of each process after its imports (proportional set size).
 _TRAINER_PROGRAM: Final = 700 * _MIB
 _ROLLOUT_PROGRAM: Final = 1300 * _MIB
 _REFERENCE_PROGRAM: Final = 600 * _MIB
@@ -51,7 +50,7 @@ _COORDINATOR_PROGRAM: Final = 240 * _MIB  # with the launcher and its guard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRow:
-    """Bytes of one process of a role, or of one GPU of it."""
+    """Bytes of one process of a role, or of one of its GPUs."""
 
     role: str
     count: int
@@ -59,14 +58,14 @@ class MemoryRow:
     on_gpu: bool
     weights: int = 0
     gathered: int = 0
-    """Of the weights, those that are there only during a pass."""
+    """Part of `weights` that exists only during a pass."""
     gradients: int = 0
     optimizer: int = 0
     activations: int = 0
     kv_cache: int = 0
     programs: int = 0
     share_of_gpu: float = 0.0
-    """Above 0: the engine takes this share of its GPU, and all that is left of it becomes KV cache."""
+    """Above 0: the engine takes this share of its GPU, and uses all that the weights leave for its KV cache."""
 
     @property
     def total(self) -> int:
@@ -75,21 +74,21 @@ class MemoryRow:
 
 
 def weight_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the bytes of all weights, as they travel to the engines."""
-    return shape.parameter_count * _bytes_of(config)
+    """Return the bytes of all weights in `model.dtype`, as engines receive them."""
+    return shape.parameter_count * _bytes_per_weight(config)
 
 
 def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
-    """Return the bytes that one token takes in the engines' KV cache."""
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * _bytes_of(config)
+    """Return the bytes of one token in the KV cache of an engine."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * _bytes_per_weight(config)
 
 
 def checkpoint_bytes(
     config: Config, shape: ModelShape, critic: ModelShape | None = None, *, trained: int | None = None
 ) -> int:
-    """Return the bytes of one checkpoint: masters, moments and average, and those of the critic if there is one.
+    """Return the bytes of one checkpoint: masters, moments and average of the policy, and those of a critic.
 
-    `trained` as in `memory_plan`.
+    Args as in `memory_plan`.
     """
     average = 4 * (shape.parameter_count if trained is None else trained) if config.trainer.ema_decay else 0
     of_critic = _master_bytes(config, critic or shape) if config.algorithm.needs_critic else 0
@@ -99,17 +98,17 @@ def checkpoint_bytes(
 def memory_plan(
     config: Config, shape: ModelShape, critic: ModelShape | None = None, *, trained: int | None = None
 ) -> list[MemoryRow]:
-    """Return one row per role that the recipe uses, the trainer first, and one for weights between two of them.
+    """Return one row per role that the recipe uses, the trainer first, and one for weights in transfer.
 
     Args:
-        config: of the run.
-        shape: of the policy.
-        critic: its shape, when it is not the policy's.
+        config: recipe of the run.
+        shape: sizes of the policy.
+        critic: sizes of the critic, if they are not the policy's.
         trained: parameters of the policy that are trained; None: all.
     """
-    rows = _kept(config, _trainer(config, shape, trained), shape)
+    rows = _split_offloaded(config, _trainer(config, shape, trained), shape)
     if config.algorithm.needs_critic:
-        rows += _kept(config, _critic(config, critic or shape), critic or shape)
+        rows += _split_offloaded(config, _critic(config, critic or shape), critic or shape)
     rows.append(_rollout(config, shape))
     if not config.weights_stay_on_gpus:
         rows.append(_transfer(config, shape))
@@ -127,14 +126,14 @@ def _trainer(config: Config, shape: ModelShape, trained: int | None = None) -> M
     weights = weight_bytes(config, shape)
     has_copy = config.model.dtype == "bfloat16" or config.trainer.offload != "none"
     copies = (1 if has_copy else 0) + (1 if config.trainer.ema_decay else 0)
-    gathered = _gathered_bytes(config, shape) if stage == 3 else 0
+    gathered = min(shape.parameter_count, _GATHERED_PARAMETERS) * _bytes_per_weight(config) if stage == 3 else 0
     return MemoryRow(
         role="trainer",
         count=ranks,
         on_gpu=config.trainer.device == "cuda",
         weights=weights // ranks + gathered if stage == 3 else weights,
         gathered=gathered,
-        gradients=4 * count // (ranks if stage >= 2 else 1) if stage else _bytes_of(config) * count,
+        gradients=4 * count // (ranks if stage >= 2 else 1) if stage else _bytes_per_weight(config) * count,
         optimizer=(_master_bytes(config, shape, trained) + 4 * copies * count) // (ranks if stage >= 1 else 1),
         activations=activation_bytes(config, shape) + logits_bytes(config, shape),
         programs=_TRAINER_PROGRAM,
@@ -142,7 +141,7 @@ def _trainer(config: Config, shape: ModelShape, trained: int | None = None) -> M
 
 
 def _critic(config: Config, shape: ModelShape) -> MemoryRow:
-    """Return what the critic adds to each of the trainer's ranks; or its own ranks, where it has some."""
+    """Return the memory that the critic adds to each of the trainer's ranks, or that of its own ranks."""
     table = {"ema_decay": 0.0, "ranks": config.critic_ranks}
     row = _trainer(config.model_copy(update={"trainer": config.trainer.model_copy(update=table)}), shape)
     if config.critic_apart:
@@ -150,8 +149,8 @@ def _critic(config: Config, shape: ModelShape) -> MemoryRow:
     return replace(row, role="critic", activations=0, programs=0)
 
 
-def _kept(config: Config, whole: MemoryRow, shape: ModelShape) -> list[MemoryRow]:
-    """Return the row of a model that is trained, cut in two when a part of it stays in main memory."""
+def _split_offloaded(config: Config, whole: MemoryRow, shape: ModelShape) -> list[MemoryRow]:
+    """Return the row of a trained model, or with offloading two: its part on the device and its part in main memory."""
     if config.trainer.offload == "none":
         return [whole]
     is_last_stage = config.trainer.zero_stage == 3
@@ -175,7 +174,7 @@ def _kept(config: Config, whole: MemoryRow, shape: ModelShape) -> list[MemoryRow
 
 
 def _master_bytes(config: Config, shape: ModelShape, trained: int | None = None) -> int:
-    """Return the bytes of masters and moments: of AdamW two for each master, of Muon one for those of the layers."""
+    """Return the bytes of masters and moments: AdamW has two moments per parameter, Muon one per matrix element."""
     count = shape.parameter_count if trained is None else trained
     if config.trainer.optimizer == "adamw":
         return 12 * count
@@ -184,33 +183,22 @@ def _master_bytes(config: Config, shape: ModelShape, trained: int | None = None)
 
 
 def _rollout(config: Config, shape: ModelShape) -> MemoryRow:
-    replicas, gpus = max(config.rollout.replicas, 1), config.rollout.gpus_per_replica
-    if gpus:
-        share = config.rollout.gpu_memory_utilization
-        weights = weight_bytes(config, shape) // gpus
-        if config.rollout.kv_cache_gib:
-            return MemoryRow(
-                role="rollout",
-                count=replicas * gpus,
-                on_gpu=True,
-                weights=weights,
-                activations=_layer_bytes_per_token(config, shape) * rollout_plan(config).batched_tokens,
-                kv_cache=config.rollout.kv_cache_gib * GIB,
-            )
-        return MemoryRow(role="rollout", count=replicas * gpus, on_gpu=True, weights=weights, share_of_gpu=share)
-    return MemoryRow(
+    rollout = config.rollout
+    gpus = rollout.gpus_per_replica
+    row = MemoryRow(
         role="rollout",
-        count=replicas,
-        on_gpu=False,
-        weights=weight_bytes(config, shape),
-        activations=_layer_bytes_per_token(config, shape) * rollout_plan(config).batched_tokens,
-        kv_cache=(config.rollout.kv_cache_gib or 1) * GIB,
-        programs=_ROLLOUT_PROGRAM,
+        count=max(rollout.replicas, 1) * max(gpus, 1),
+        on_gpu=gpus > 0,
+        weights=weight_bytes(config, shape) // max(gpus, 1),
     )
-
-
-def _gathered_bytes(config: Config, shape: ModelShape) -> int:
-    return min(shape.parameter_count, _GATHERED_PARAMETERS) * _bytes_of(config)
+    if gpus and not rollout.kv_cache_gib:
+        return replace(row, share_of_gpu=rollout.gpu_memory_utilization)
+    return replace(
+        row,
+        activations=_layer_bytes_per_token(config, shape) * engine_limits(config).batched_tokens,
+        kv_cache=(rollout.kv_cache_gib or 1) * GIB,
+        programs=0 if gpus else _ROLLOUT_PROGRAM,
+    )
 
 
 def _transfer(config: Config, shape: ModelShape) -> MemoryRow:
@@ -232,34 +220,34 @@ def _reference(config: Config, shape: ModelShape) -> MemoryRow:
 
 
 def activation_bytes(config: Config, shape: ModelShape) -> int:
-    """Return what a micro-batch keeps for its backward pass; with gradient checkpointing one layer and its inputs.
+    """Return the bytes that a rank keeps of a micro-batch for the backward pass.
 
-    Of its tokens a rank has the part that sequence parallelism leaves it.
+    With gradient checkpointing: one layer, and the inputs of all. With sequence parallelism: its part of the tokens.
     """
     tokens = -(-config.batch.tokens_per_micro_batch // config.trainer.sequence_parallel_size)
     layer = _layer_bytes_per_token(config, shape)
     if config.trainer.gradient_checkpointing:
-        return tokens * (layer + shape.layers * shape.hidden * _bytes_of(config))
+        return tokens * (layer + shape.layers * shape.hidden * _bytes_per_weight(config))
     return tokens * layer * shape.layers
 
 
 def logits_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the float32 logits that are made at once, with their copies."""
+    """Return the bytes of the float32 logits that exist at once, with their copies."""
     samples = config.batch.tokens_per_micro_batch // config.model.max_context_tokens
     rows = max(samples, 1) * config.sampling.max_new_tokens
     return min(rows * shape.vocabulary, _LOGITS_ELEMENTS) * 4 * _LOGITS_COPIES
 
 
 def _layer_bytes_per_token(config: Config, shape: ModelShape) -> int:
-    """Return the bytes that one decoder layer keeps per token: attention by fused kernels, so no score matrix.
+    """Return the bytes that one decoder layer keeps per token. Fused attention kernels keep no score matrix.
 
     Hidden-sized: both residual sums, both normalised inputs, attention output and its projection, and two float32
-    copies inside the norms; queries and keys before and after their rotation, values; four of the MLP's inner size.
+    copies inside the norms. Also queries and keys before and after rotation, values, and four of the MLP's inner size.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     elements = 5 * shape.hidden + 3 * queries + 3 * keys + 4 * shape.intermediate
-    return elements * _bytes_of(config) + 2 * 4 * shape.hidden
+    return elements * _bytes_per_weight(config) + 2 * 4 * shape.hidden
 
 
-def _bytes_of(config: Config) -> int:
+def _bytes_per_weight(config: Config) -> int:
     return 2 if config.model.dtype == "bfloat16" else 4

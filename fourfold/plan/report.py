@@ -1,4 +1,4 @@
-"""`fourfold plan RECIPE`: what a run will do and need, as sentences and a table, before anything is started."""
+"""Implements `fourfold plan RECIPE`: describes a run and the memory it needs, before anything is started."""
 
 from __future__ import annotations
 
@@ -9,18 +9,13 @@ from pathlib import Path
 from typing import Final
 
 from fourfold import config as configuration
-from fourfold.config import Config, DataSourceConfig
-from fourfold.model import folder
+from fourfold.config import Config, CriticConfig, DataSourceConfig, TrainerConfig
 from fourfold.model.folder import ModelShape
-from fourfold.plan import sequence_parallel
-from fourfold.plan.adapters import AdapterPlan, adapter_plan
 from fourfold.plan.algorithm import algorithm_plan
-from fourfold.plan.batch import BatchPlan, batch_plan
-from fourfold.plan.engine import rollout_plan
-from fourfold.plan.memory import GIB, MemoryRow, checkpoint_bytes, kv_bytes_per_token, memory_plan
-from fourfold.plan.optimizer import optimizer_plan
+from fourfold.plan.batch import BatchPlan, batch_plan, engine_limits
+from fourfold.plan.memory import GIB, MemoryRow, checkpoint_bytes, kv_bytes_per_token, memory_plan, weight_bytes
+from fourfold.plan.models import AdapterPlan, check_sequence_parallel, model_sizes
 from fourfold.plan.placement import gpu_plan
-from fourfold.plan.weights import weight_plan
 
 _WIDTH: Final = 110
 _LABEL: Final = 12
@@ -44,32 +39,29 @@ def describe(config: Config) -> str:
     """Return the plan as text.
 
     Raises:
-        ConfigError: the model is not there, or its rows cannot be shared as `trainer.sequence_parallel_size` says.
+        ConfigError: a model does not exist, or does not fit the recipe.
     """
-    sequence_parallel.check(config)
-    shape, plan = folder.shape(config.model.source), batch_plan(config)
-    own_critic = config.algorithm.needs_critic and config.critic.source
-    critic = folder.shape(config.critic.source) if own_critic else shape
-    adapters = adapter_plan(config)
-    trained = adapters.parameter_count if adapters else None
-    rows = memory_plan(config, shape, critic, trained=trained)
+    check_sequence_parallel(config)
+    sizes, plan = model_sizes(config), batch_plan(config)
+    shape = sizes.policy
+    rows = memory_plan(config, shape, sizes.critic, trained=sizes.trained)
     on_gpus = gpu_plan(config, rows)
     sentences = [
         ("model", _model(config, shape)),
-        *([("lora", _lora(config, shape, adapters))] if adapters else []),
+        *([("lora", _lora(config, shape, sizes.adapters))] if sizes.adapters else []),
         ("data", _data(config)),
         ("held out", _held_out(config, plan)),
         ("one step", _step(config, plan)),
         *zip_longest(["algorithm"], algorithm_plan(config), fillvalue=""),
-        ("the run", _run(config, plan, checkpoint_bytes(config, shape, critic, trained=trained))),
+        ("the run", _run(config, plan, checkpoint_bytes(config, shape, sizes.critic, trained=sizes.trained))),
         ("trainer", _trainer(config, plan)),
-        *zip_longest(["optimizer"], optimizer_plan(config), fillvalue=""),
+        *zip_longest(["optimizer"], _optimizer(config), fillvalue=""),
         ("rollout", _rollout(config, shape)),
         ("reward", _reward(config)),
         ("reference", _reference(config)),
         *zip_longest(["placement"] if on_gpus else [], on_gpus, fillvalue=""),
-        *zip_longest(["weights"], weight_plan(config, shape), fillvalue=""),
-        ("policy lag", "0: each step is sampled by the weights that the step before it made."),
+        *zip_longest(["weights"], _weights(config, shape), fillvalue=""),
+        ("policy lag", "0: the weights of each step sample the next one."),
     ]
     title = f"{config.name}: {config.steps} steps of {config.algorithm.preset} on {config.model.source}"
     lines = [title, ""]
@@ -95,7 +87,7 @@ def _lora(config: Config, shape: ModelShape, adapters: AdapterPlan) -> str:
     return (
         f"adapters of rank {lora.rank} in {adapters.layers:,} linear layers ({', '.join(adapters.kinds)}), scale "
         f"{lora.scale:g}: {adapters.parameter_count / 1e6:,.2f}M parameters are trained, {share:.2%} of the model's; "
-        f"the others stay as they are. Engines and exports get the sum."
+        f"the others are frozen. Engines and exports get the merged weights."
     )
 
 
@@ -115,7 +107,7 @@ def _source(source: DataSourceConfig) -> str:
 
 def _held_out(config: Config, plan: BatchPlan) -> str:
     if not plan.evaluations:
-        return "nothing, so that no accuracy is measured; [data.holdout] or [data.eval] changes that."
+        return "nothing, so no accuracy is measured; add [data.holdout] or [data.eval] to measure it."
     if (rule := config.data.holdout) is not None:
         same = (
             f"the same numbers in `{rule.field}`, in any order,"
@@ -123,7 +115,7 @@ def _held_out(config: Config, plan: BatchPlan) -> str:
             else f"the same `{rule.field}`"
         )
         what = (
-            f"{rule.groups} groups of rows, drawn with seed {config.seed} and never trained on; rows with {same} are "
+            f"{rule.groups} groups of rows, drawn with seed {config.seed} and never trained on; rows with {same} form "
             f"one group."
         )
     else:
@@ -151,7 +143,6 @@ def _step(config: Config, plan: BatchPlan) -> str:
 
 
 def _updates(config: Config, plan: BatchPlan) -> str:
-    """How many optimizer steps a step makes, of how many samples each."""
     batch = config.batch
     if batch.updates_per_step == 1:
         return "in one optimizer step"
@@ -181,7 +172,7 @@ def _trainer(config: Config, plan: BatchPlan) -> str:
     ranks = f"{trainer.ranks} {'rank' if trainer.ranks == 1 else 'ranks'}"
     shared = trainer.sequence_parallel_size > 1
     owner = f"group of {trainer.sequence_parallel_size} ranks" if shared else "rank"
-    each = f"{plan.samples_per_rank:,} of them on each {owner}, " if trainer.ranks > 1 else ""
+    each = f", {plan.samples_per_rank:,} per {owner}," if trainer.ranks > 1 else ""
     slices = (
         f" The {trainer.sequence_parallel_size} ranks of a group share every micro-batch (sequence parallelism): each "
         f"holds at most {-(-config.batch.tokens_per_micro_batch // trainer.sequence_parallel_size):,} tokens of it."
@@ -191,20 +182,59 @@ def _trainer(config: Config, plan: BatchPlan) -> str:
     both = " for policy and critic" if config.algorithm.needs_critic else ""
     if config.critic_apart:
         own = f"{config.critic.ranks} {'rank' if config.critic.ranks == 1 else 'ranks'}"
-        both = f" for the policy, and {own} of its own for the critic, at the same time"
+        both = f" for the policy, and {own} for the critic at the same time"
     ema = (
-        f" A moving average of the weights, decay {trainer.ema_decay:g} with each optimizer step, is exported, too, as "
-        f"runs/{config.name}/model-ema."
+        f" A moving average of the weights (decay {trainer.ema_decay:g} per optimizer step) is exported as "
+        f"runs/{config.name}/model-ema, too."
         if trainer.ema_decay
         else ""
     )
     passes = "pass" if plan.micro_batches_per_step == 1 else "passes"
-    split = ", but for the routers' loss" if trainer.router_aux_loss_coef else ""
+    split = " except the routers' loss" if trainer.router_aux_loss_coef else ""
     return (
         f"{where}{ranks} on {device}{both}, ZeRO stage {trainer.zero_stage}. The {plan.samples_per_step:,} "
-        f"trajectories go, {each}in micro-batches of at most {config.batch.tokens_per_micro_batch:,} tokens: "
-        f"{plan.samples_per_micro_batch:,} of full length, so {plan.micro_batches_per_step:,} {passes} at most. How "
-        f"they are split changes nothing in the result{split}.{slices}{ema}"
+        f"trajectories{each} are packed into micro-batches of at most {config.batch.tokens_per_micro_batch:,} tokens: "
+        f"{plan.samples_per_micro_batch:,} of full length, so at most {plan.micro_batches_per_step:,} {passes}. The "
+        f"packing does not change the result{split}.{slices}{ema}"
+    )
+
+
+def _optimizer(config: Config) -> list[str]:
+    """Return one paragraph for the policy, one for a critic, and one on offloading."""
+    trainer = config.trainer
+    beta1, beta2 = trainer.adam_betas
+    adamw = f"AdamW with betas {beta1:g} and {beta2:g}"
+    kind = {
+        "adamw": adamw,
+        "muon": f"Muon with momentum {trainer.muon_momentum:g} for the layers' matrices, {adamw} for the rest",
+    }[trainer.optimizer]
+    lines = [f"{kind}; {_learning_rate(trainer, config.steps)}"]
+    if config.algorithm.needs_critic:
+        lines.append(f"critic: the same; {_learning_rate(config.critic, config.steps)}")
+    if trainer.offload != "none":
+        parts = "Masters and moments" if trainer.offload == "optimizer" else "Weights, masters and moments"
+        text = f"{parts} stay in main memory, and the CPU updates them."
+        if trainer.device == "cpu":
+            text += " On CPU this saves no memory and costs time."
+        elif trainer.offload == "optimizer+parameters":
+            text += " The weights of each layer are copied to the GPU for its passes."
+        lines.append(text)
+    return lines
+
+
+def _learning_rate(table: TrainerConfig | CriticConfig, steps: int) -> str:
+    """Return learning rate, weight decay and gradient clipping of a model."""
+    warmup = ""
+    if table.warmup_steps:
+        warmup = f", reached after {table.warmup_steps} {'step' if table.warmup_steps == 1 else 'steps'}"
+    if table.schedule == "constant":
+        schedule = "constant" if not warmup else "constant from then on"
+    else:
+        schedule = f"{table.schedule} decay to {table.final_learning_rate_share:.3g} of it after step {steps}"
+    decay = f"weight decay {table.weight_decay:g}, " if table.weight_decay else ""
+    return (
+        f"learning rate {table.learning_rate:g}{warmup}, {schedule}; {decay}gradients clipped to a norm of "
+        f"{table.max_grad_norm:g}."
     )
 
 
@@ -212,34 +242,33 @@ def _rollout(config: Config, shape: ModelShape) -> str:
     rollout = config.rollout
     where = _services(rollout.replicas)
     if rollout.gpus_per_replica:
-        memory = f"{rollout.gpu_memory_utilization:.0%} of each GPU's memory; what the weights leave is KV cache"
+        memory = f"{rollout.gpu_memory_utilization:.0%} of each GPU's memory, for weights and KV cache"
         if rollout.kv_cache_gib:
             memory = f"{rollout.kv_cache_gib} GiB of KV cache on each"
         per_token = kv_bytes_per_token(config, shape)
         rounded = " Weights are rounded to fp8 as they arrive." if rollout.quantization else ""
         sleep = " It sleeps while the trainer trains." if rollout.sleep_mode else ""
         return (
-            f"{where} on {rollout.gpus_per_replica} GPU each: {memory}, {per_token / 1024:,.0f} KiB a token. "
-            f"{_at_once(config)}{rounded}{sleep}"
+            f"{where} on {rollout.gpus_per_replica} GPU each: {memory}, {per_token / 1024:,.0f} KiB per token. "
+            f"{_engine_limits(config)}{rounded}{sleep}"
         )
     cache = rollout.kv_cache_gib or 1
     tokens = cache * GIB // kv_bytes_per_token(config, shape)
     full = tokens // config.model.max_context_tokens
     return (
         f"{where} on CPU: {cache} GiB of KV cache = {tokens:,} tokens = {full:,} samples of full "
-        f"length. {_at_once(config)}"
+        f"length. {_engine_limits(config)}"
     )
 
 
-def _at_once(config: Config) -> str:
-    """What an engine does at once, as the recipe says or as it follows from the batch."""
-    limits = rollout_plan(config)
+def _engine_limits(config: Config) -> str:
+    limits = engine_limits(config)
     options = "".join(f" {name} = {value}," for name, value in config.rollout.vllm.items())
     given = f" vLLM's own options:{options[:-1]}." if options else ""
-    agents = f" ({limits.agent_samples:,} of them of agents)" if config.rollout.public_listen else ""
+    agents = f" ({limits.agent_samples:,} of them from agents)" if config.rollout.public_listen else ""
     return (
-        f"At most {limits.concurrent_samples:,} samples run at once in each{agents}, and {limits.batched_tokens:,} "
-        f"tokens in a step of the engine.{given}"
+        f"Each engine runs at most {limits.concurrent_samples:,} samples at once{agents} and processes at most "
+        f"{limits.batched_tokens:,} tokens per engine step.{given}"
     )
 
 
@@ -247,14 +276,52 @@ def _reward(config: Config) -> str:
     reward = config.reward
     workers = "1 worker process" if reward.processes == 1 else f"{reward.processes} worker processes each"
     limit = f"{reward.timeout_seconds:g} s"
-    return f"{_services(reward.replicas)}, {workers}: `{reward.verifier}`, at most {limit} for a sample."
+    return f"{_services(reward.replicas)}, {workers}: `{reward.verifier}`, at most {limit} per sample."
 
 
 def _reference(config: Config) -> str:
     if not config.needs_reference:
         return "none, because algorithm.kl.coef is 0."
     device = "GPU" if config.reference.device == "cuda" else "CPU"
-    return f"{_services(config.reference.replicas)} on {device}, with the weights of {config.model.source}, frozen."
+    return f"{_services(config.reference.replicas)} on {device}, with the frozen weights of {config.model.source}."
+
+
+_WEIGHT_PATHS: Final = {
+    "cuda_ipc": "read by the engine's GPUs from the trainer's memory (CUDA IPC)",
+    "nccl": "from GPU to GPU by NCCL",
+    "shm": "through shared memory",
+    "gloo": "by gloo",
+}
+_WEIGHT_PAUSES: Final = {
+    "keep": "Running samples are paused, and continue under the new weights with the KV cache of the old ones.",
+    "wait": "Running samples finish first.",
+    "abort": "Running samples are aborted and sampled again.",
+}
+
+
+def _weights(config: Config, shape: ModelShape) -> list[str]:
+    """Return how the weights travel, and how running samples are treated and the transfer is verified."""
+    weights = config.weights
+    path = _WEIGHT_PATHS.get(weights.backend)
+    if path is None and config.weights_stay_on_gpus:
+        path = (
+            f"{_WEIGHT_PATHS['cuda_ipc']} if they can access it, else by NCCL, or through main memory if neither works"
+        )
+    elif path is None:
+        path = "through shared memory, or by gloo between containers of one machine"
+    engines = max(config.rollout.replicas, 1)
+    receivers = "the engine" if engines == 1 else f"each of {engines} engines"
+    probe = "the log-probabilities of a probe prompt after every update"
+    if weights.verify_every == 1:
+        verified = f"Checksums of all tensors are compared with the trainer's, and {probe}."
+    else:
+        begin = f"in the first {weights.verify_first} updates and " if weights.verify_first else ""
+        every = f"every {weights.verify_every} versions"
+        verified = f"Checksums of all tensors are compared with the trainer's {begin}{every}, {probe}."
+    return [
+        f"{weight_bytes(config, shape) / GIB:.2f} GiB go to {receivers} after every step, {path}.",
+        f"{_WEIGHT_PAUSES[weights.pause]} {verified}",
+    ]
 
 
 def _services(replicas: int) -> str:
@@ -264,7 +331,7 @@ def _services(replicas: int) -> str:
 
 
 def memory_table(rows: list[MemoryRow]) -> list[str]:
-    """Return the table of memory, one line per role, and the sum of what is not on GPUs."""
+    """Return the lines of the memory table, one per role, and the sum of the main memory."""
     head = ["GiB each", "number", *(name.replace("_", " ") for name in _COLUMNS), "total"]
     table = [head]
     for row in rows:
@@ -278,7 +345,7 @@ def memory_table(rows: list[MemoryRow]) -> list[str]:
         cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
         lines.append("  ".join([line[0].ljust(widths[0]), *cells]))
     cpu = sum(row.total * row.count for row in rows if not row.on_gpu)
-    lines.append(f"Main memory, all of them together: about {cpu / GIB:.1f} GiB.")
+    lines.append(f"Main memory in total: about {cpu / GIB:.1f} GiB.")
     return lines
 
 

@@ -18,7 +18,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import tokenizer_sha256
-from fourfold.plan.engine import rollout_plan
+from fourfold.plan.batch import engine_limits
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control_pb
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import add_RolloutControlServiceServicer_to_server
@@ -84,7 +84,7 @@ def check_ports(*addresses: str) -> None:
 
 def engine_settings(config: Config, folder: Path) -> EngineSettings:
     """Return the engine's settings in a recipe."""
-    rollout, limits = config.rollout, rollout_plan(config)
+    rollout, limits = config.rollout, engine_limits(config)
     on_cpu = rollout.gpus_per_replica == 0
     return EngineSettings(
         folder=folder,
@@ -149,7 +149,7 @@ def _agents_part(options: ServeOptions) -> dict[str, Any]:
         return {}
     config = options.config
     share = 1 - config.rollout.agents.coordinator_share
-    return {"agent_samples": rollout_plan(config).agent_samples, "agent_token_share": share}
+    return {"agent_samples": engine_limits(config).agent_samples, "agent_token_share": share}
 
 
 def _eos_ids(path: Path) -> Iterator[int]:

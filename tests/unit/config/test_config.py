@@ -72,10 +72,10 @@ def test_values_never_change(tmp_path: Path) -> None:
     ("change", "to", "message"),
     [
         ("steps = 3", "step = 3", "DIR/recipe.toml:2  step: no such key. Did you mean `steps`?"),
-        ("steps = 3", "", "DIR/recipe.toml:1  steps: missing; it has no default. Add it."),
+        ("steps = 3", "", "DIR/recipe.toml:1  steps: missing, and it has no default; add it."),
         ("group_size = 4", "groupsize = 4", ":13  batch.groupsize: no such key. Did you mean `group_size`?"),
         ("group_size = 4", "learning_rate = 1", ":13  batch.learning_rate: no such key. Did you mean `trainer.learn"),
-        ("group_size = 4", "zzz = 1", ":13  batch.zzz: no such key. Known here: epochs_per_step, group_size, mini_ba"),
+        ("group_size = 4", "zzz = 1", ":13  batch.zzz: no such key. Known keys: epochs_per_step, group_size, mini_ba"),
         ("group_size = 4", "group_size = 0", ":13  batch.group_size = 0: input should be greater than or equal to 1"),
         ("group_size = 4", 'group_size = "4x"', ":13  batch.group_size = '4x': input should be a valid integer"),
         ("[batch]", "[bach]", ":11  bach: no such key. Did you mean `batch`?"),
@@ -86,20 +86,20 @@ def test_values_never_change(tmp_path: Path) -> None:
         (
             "max_new_tokens = 16",
             "max_new_tokens = 8\ntemperature = 0.005",
-            ":17  sampling.temperature: 0.005 is below 0.01, at which the engine would sample instead, so that every "
-            "importance ratio would be wrong; raise it to 0.01 or more",
+            ":17  sampling.temperature: 0.005 is below 0.01: the engine would sample at 0.01, and every importance "
+            "ratio would be wrong; raise it to 0.01 or more",
         ),
         ("max_new_tokens = 16", "max_new_tokens = 8\ntemperature = 0.0", ":17  sampling.temperature = 0.0: input sh"),
-        ('path = "train.jsonl"', "", ":8  data.train: path and reasoning_gym are empty: rows have one source; set p"),
+        ('path = "train.jsonl"', "", ":8  data.train: path and reasoning_gym are empty, and rows need a source; set p"),
         (
             'path = "train.jsonl"',
             'reasoning_gym = "x"',
-            "reasoning_gym = 'x' makes rows without end; set size, how",
+            "reasoning_gym = 'x' generates any number of rows; set size, such",
         ),
         (
             'path = "train.jsonl"',
             'path = "x"\noptions = {a = 1}',
-            "options = {'a': 1} are a reasoning-gym task's",
+            "options = {'a': 1} are for a reasoning-gym task, and path = 'x' is none",
         ),
         (
             "group_size = 4",
@@ -134,13 +134,13 @@ def test_values_never_change(tmp_path: Path) -> None:
         (
             "[sampling]",
             '[trainer]\nzero_stage = 0\noffload = "optimizer"\n[sampling]',
-            ':15  trainer: offload = "optimizer" needs zero_stage 1, 2 or 3, and it is 0; set zero_stage = 1, or '
+            ':15  trainer: offload = "optimizer" needs zero_stage 1, 2 or 3, not 0; set zero_stage = 1, or '
             'offload = "none"',
         ),
         (
             "[sampling]",
             '[trainer]\nzero_stage = 2\noffload = "optimizer+parameters"\n[sampling]',
-            ':15  trainer: offload = "optimizer+parameters" needs zero_stage 3, and it is 2; set zero_stage = 3, or '
+            ':15  trainer: offload = "optimizer+parameters" needs zero_stage 3, not 2; set zero_stage = 3, or '
             'offload = "optimizer"',
         ),
         (
@@ -199,7 +199,7 @@ def test_values_never_change(tmp_path: Path) -> None:
         (
             'path = "train.jsonl"',
             'path = "train.jsonl"\nreasoning_gym = "products"',
-            "data.train: path = 'train.jsonl' and reasoning_gym = 'products': rows have one source; remove one",
+            "data.train: path = 'train.jsonl' and reasoning_gym = 'products' are two sources; remove one",
         ),
         ("[sampling]", "[algorithm]\nclip_hihg = 0.1\n[sampling]", ":16  algorithm.clip_hihg: no such key. Did you"),
         ("[sampling]", "[algorithm.correction]\nlow = 3\n[sampling]", "algorithm.correction: low = 3"),

@@ -16,7 +16,7 @@ import torch
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.nn import forward
-from fourfold.plan import sequence_parallel
+from fourfold.plan.models import check_sequence_parallel
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.ranks.engine import RankGroup
 from fourfold_trainer.ranks.process_group import ProcessGroup
@@ -125,7 +125,7 @@ def recipe(source: str, **trainer: int) -> Config:
 
 
 def test_ranks_that_cannot_be_grouped_are_refused() -> None:
-    with pytest.raises(ValueError, match="sequence_parallel_size = 3 does not divide ranks = 4; set it to a divisor"):
+    with pytest.raises(ValueError, match="sequence_parallel_size = 3 must divide ranks = 4; set it to a divisor"):
         recipe("m", ranks=4, sequence_parallel_size=3)
 
 
@@ -137,9 +137,9 @@ def test_a_group_of_ranks_needs_samples_as_one_rank_did() -> None:
 
 def test_the_heads_of_policy_and_critic_are_compared_before_anything_starts(tmp_path: Path) -> None:
     quickstart = "builtin:smollm2-135m-instruct"  # 9 heads
-    sequence_parallel.check(recipe(quickstart, ranks=6, sequence_parallel_size=3))
-    sequence_parallel.check(recipe("no/such/folder"))
+    check_sequence_parallel(recipe(quickstart, ranks=6, sequence_parallel_size=3))
+    check_sequence_parallel(recipe("no/such/folder"))
     config = recipe(quickstart, ranks=6, sequence_parallel_size=2)
     rule = "sequence_parallel_size = 2 does not divide the 9 attention heads of model.source = 'builtin:.*one of: 1, 3$"
     with pytest.raises(ConfigError, match=rule):
-        sequence_parallel.check(config)
+        check_sequence_parallel(config)

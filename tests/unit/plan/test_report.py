@@ -13,7 +13,7 @@ from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.model import folder
 from fourfold.plan import report
-from fourfold.plan.placement import refuse_unless_fits
+from fourfold.plan.placement import check_gpu_memory
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
 
@@ -26,7 +26,7 @@ model       134.5M parameters: 30 layers of 576, 9 heads (3 for keys and values)
 data        4,096 rows made by reasoning-gym `products` (min_terms 2, max_terms 2, min_digits 1, max_digits 1,
             seed 0), as chat; system prompt "Reply with only the final answer."
 held out    11 groups of rows, drawn with seed 17 and never trained on; rows with the same numbers in
-            `expression`, in any order, are one group. 8 sampled answers to each of their distinct prompts
+            `expression`, in any order, form one group. 8 sampled answers to each of their distinct prompts
             before step 1 and after steps 3, 6, 9.
 one step    12 prompts x 8 samples = 96 trajectories of at most 128 tokens, 16 of them sampled: at most 12,288
             tokens, 1,536 to train on, in one optimizer step.
@@ -39,18 +39,18 @@ algorithm   p is the log-probability of a sampled token now, o before the step; 
             updates: 1 a step, in which p = o, so that no clip binds.
 the run     9 steps = 864 trajectories. 3 checkpoints of about 1.5 GiB; the newest 2 stay in
             runs/quickstart/checkpoints.
-trainer     1 rank on CPU, ZeRO stage 3. The 96 trajectories go, in micro-batches of at most 2,048 tokens: 16
-            of full length, so 6 passes at most. How they are split changes nothing in the result.
+trainer     1 rank on CPU, ZeRO stage 3. The 96 trajectories are packed into micro-batches of at most 2,048
+            tokens: 16 of full length, so at most 6 passes. The packing does not change the result.
 optimizer   AdamW with betas 0.9 and 0.999; learning rate 1e-05, constant; gradients clipped to a norm of 1.
-rollout     1 service on CPU: 1 GiB of KV cache = 23,301 tokens = 182 samples of full length. At most 256
-            samples run at once in each, and 8,192 tokens in a step of the engine.
-reward      1 service, 1 worker process: `last_number`, at most 10 s for a sample.
+rollout     1 service on CPU: 1 GiB of KV cache = 23,301 tokens = 182 samples of full length. Each engine runs
+            at most 256 samples at once and processes at most 8,192 tokens per engine step.
+reward      1 service, 1 worker process: `last_number`, at most 10 s per sample.
 reference   none, because algorithm.kl.coef is 0.
-weights     0.50 GiB reach the engine after every step, through shared memory, or by gloo between containers
+weights     0.50 GiB go to the engine after every step, through shared memory, or by gloo between containers
             of one machine.
-            Samples that run finish first. Sums of all tensors are compared with the trainer's in the first 3
-            updates and every 10 versions, the log-probabilities of a probe prompt every time.
-policy lag  0: each step is sampled by the weights that the step before it made.
+            Running samples finish first. Checksums of all tensors are compared with the trainer's in the
+            first 3 updates and every 10 versions, the log-probabilities of a probe prompt after every update.
+policy lag  0: the weights of each step sample the next one.
 
 GiB each     number  weights  gradients  optimizer  activations  kv cache  programs  total
 trainer           1     1.00       0.50       1.50         3.00         -      0.68   6.69
@@ -58,7 +58,7 @@ rollout           1     0.50          -          -         0.38      1.00      1
 transfer          1     0.50          -          -            -         -         -   0.50
 reward            2        -          -          -            -         -      0.06   0.06
 coordinator       1        -          -          -            -         -      0.23   0.23
-Main memory, all of them together: about 10.7 GiB.
+Main memory in total: about 10.7 GiB.
 """
 
 
@@ -105,10 +105,10 @@ def test_resolved_recipe_reads_back_to_the_same(tmp_path: Path, capsys: pytest.C
 
 def test_plan_of_gpus_and_ranks() -> None:
     text = changed(trainer={"ranks": 8, "device": "cuda"}, rollout={"replicas": 2, "gpus_per_replica": 1})
-    assert "8 ranks on GPU, ZeRO stage 3. The 96 trajectories go, 12 of them on each rank, in micro-batches" in text
+    assert "8 ranks on GPU, ZeRO stage 3. The 96 trajectories, 12 per rank, are packed into micro-batches" in text
     assert "Trained in bfloat16 with float32 masters." in text
-    assert "2 services on 1 GPU each: 85% of each GPU's memory" in text
-    assert "0.25 GiB reach each of 2 engines after every step" in text
+    assert "2 services on 1 GPU each: 85% of each GPU's memory, for weights and KV cache" in text
+    assert "0.25 GiB go to each of 2 engines after every step" in text
     assert "trainer, per GPU 8" in text and "rollout, per GPU 2" in text and "85% of GPU" in text
 
 
@@ -126,8 +126,8 @@ def test_plan_says_who_is_on_which_gpu() -> None:
     assert "with the engine asleep" in shared
     unset = changed(**_SHARED)
     assert "placement 5 GPUs, one service on each: GPU 0: rollout-0; GPU 1: rollout-1; GPU 2: trainer-0; GPU" in unset
-    assert "A machine with fewer lets them share." in unset
-    assert "fewer lets" not in changed(**_SHARED, placement={"colocated": False})
+    assert "On a machine with fewer GPUs they share." in unset
+    assert "fewer GPUs" not in changed(**_SHARED, placement={"colocated": False})
     assert "placement" not in changed()
 
 
@@ -138,20 +138,20 @@ def test_what_shares_a_gpu_must_fit_on_it_in_each_phase() -> None:
     asleep = Config.model_validate(data)
     gib = 1 << 30
     # 8 of KV cache, 0.25 of each copy of the weights, and of the trainer's rank 0.13 + 0.25 + 1.0
-    refuse_unless_fits(asleep, round(10.0 * gib))
+    check_gpu_memory(asleep, round(10.0 * gib))
     with pytest.raises(ConfigError, match=r"while sampling a GPU must hold at least 9\.9 GiB .* and has 9\.0"):
-        refuse_unless_fits(asleep, 9 * gib)
+        check_gpu_memory(asleep, 9 * gib)
     data["rollout"] |= {"kv_cache_gib": 1}
-    refuse_unless_fits(Config.model_validate(data), 4 * gib)
+    check_gpu_memory(Config.model_validate(data), 4 * gib)
     data["trainer"] |= {"ranks": 1, "zero_stage": 0}
     data["rollout"] |= {"replicas": 1, "sleep_mode": False}
     with pytest.raises(ConfigError, match=r"set rollout.sleep_mode = true, or set placement.colocated = false"):
-        refuse_unless_fits(Config.model_validate(data), 3 * gib)
+        check_gpu_memory(Config.model_validate(data), 3 * gib)
 
 
 def test_plan_of_ranks_that_share_micro_batches() -> None:
     text = changed(trainer={"ranks": 6, "sequence_parallel_size": 3})
-    assert "The 96 trajectories go, 48 of them on each group of 3 ranks, in micro-batches of at most 2,048" in text
+    assert "The 96 trajectories, 48 per group of 3 ranks, are packed into micro-batches of at most 2,048" in text
     assert "The 3 ranks of a group share every micro-batch (sequence parallelism): each holds at most 683" in text
     assert "sequence parallelism" not in changed(trainer={"ranks": 6})
     with pytest.raises(ConfigError, match="sequence_parallel_size = 2 does not divide the 9 attention heads of model"):
@@ -161,7 +161,7 @@ def test_plan_of_ranks_that_share_micro_batches() -> None:
 def test_plan_tells_what_is_started_by_hand_and_the_reference() -> None:
     text = changed(rollout={"replicas": 0}, algorithm={"kl": {"coef": 0.01}})
     assert "rollout started by hand on CPU" in text
-    assert "reference 1 service on CPU, with the weights of builtin:smollm2-135m-instruct, frozen." in text
+    assert "reference 1 service on CPU, with the frozen weights of builtin:smollm2-135m-instruct." in text
 
 
 def test_plan_of_files() -> None:
@@ -169,13 +169,13 @@ def test_plan_of_files() -> None:
     text = changed(data=data, evaluation={"samples_per_prompt": 1, "max_prompts": 50})
     assert "data all rows of train.jsonl, as chat" in text
     assert "the first 100 rows of test.parquet. 1 sampled answer to the first 50 of their prompts before step 1" in text
-    assert "held out nothing, so that no accuracy is measured" in changed(data={"holdout": None})
+    assert "held out nothing, so no accuracy is measured" in changed(data={"holdout": None})
 
 
 def test_plan_tells_how_a_batch_is_used() -> None:
     four = changed(batch={"mini_batches_per_step": 4})
     assert "1,536 to train on, in 4 optimizer steps of 24 samples." in four
-    assert "16 of full length, so 8 passes at most" in four
+    assert "16 of full length, so at most 8 passes" in four
     twice = changed(batch={"mini_batches_per_step": 5, "epochs_per_step": 2})
     assert "in 10 optimizer steps of at most 20 samples, 2 times over all of them." in twice
     one = changed(batch={"prompts_per_step": 1, "group_size": 1}, algorithm={"preset": "reinforce++"})
@@ -187,8 +187,8 @@ def test_plan_tells_what_is_kept() -> None:
     assert "the newest 1 and the 3 with the best held-out score stay in runs/quickstart/checkpoints." in best
     average = changed(trainer={"ema_decay": 0.992})
     assert (
-        "A moving average of the weights, decay 0.992 with each optimizer step, is exported, too, as "
-        "runs/quickstart/model-ema." in average
+        "A moving average of the weights (decay 0.992 per optimizer step) is exported as runs/quickstart/model-ema"
+        in average
     )
     assert "3 checkpoints of about 2.0 GiB" in average and "trainer 1 0.50 0.50 2.51" in average
 
@@ -198,7 +198,7 @@ def test_plan_tells_the_optimizers_and_their_learning_rates() -> None:
     text = changed(trainer={**table, "weight_decay": 0.1}, algorithm={"preset": "ppo"}, critic={"warmup_steps": 1})
     assert (
         "optimizer Muon with momentum 0.95 for the layers' matrices, AdamW with betas 0.9 and 0.999 for the rest; "
-        "learning rate 1e-05, reached after 3 steps, falling as a cosine to 0.1 of it after step 9; weight decay "
+        "learning rate 1e-05, reached after 3 steps, cosine decay to 0.1 of it after step 9; weight decay "
         "0.1, gradients clipped to a norm of 1. critic: the same; learning rate 9e-06, reached after 1 step, constant "
         "from then on; gradients clipped to a norm of 1." in text
     )
@@ -207,8 +207,12 @@ def test_plan_tells_the_optimizers_and_their_learning_rates() -> None:
 def test_plan_tells_what_is_offloaded() -> None:
     for offload, device, sentence in (
         ("optimizer", "cuda", "norm of 1. Masters and moments stay in main memory, and the CPU updates them. rollout"),
-        ("optimizer+parameters", "cuda", "the CPU updates them. Each layer's weights come to the GPU for its passes."),
-        ("optimizer", "cpu", "On CPU they are there without offloading, too, which only costs time here."),
+        (
+            "optimizer+parameters",
+            "cuda",
+            "the CPU updates them. The weights of each layer are copied to the GPU for its passes.",
+        ),
+        ("optimizer", "cpu", "On CPU this saves no memory and costs time."),
     ):
         text = changed(trainer={"offload": offload, "device": device})
         assert sentence in text
@@ -222,7 +226,7 @@ def test_plan_counts_the_critic() -> None:
     assert "checkpoints of about 1.5 GiB" in plain and "checkpoints of about 3.0 GiB" in text
     assert "critic 1 0.50 0.50 2.00 - - - 3.01 rollout" in text and "critic" not in plain
     apart = changed(algorithm={"preset": "ppo"}, critic={"ranks": 2})
-    assert "1 rank on CPU for the policy, and 2 ranks of its own for the critic, at the same time, ZeRO" in apart
+    assert "1 rank on CPU for the policy, and 2 ranks for the critic at the same time, ZeRO" in apart
     assert "critic 2 0.38 0.25 1.00" in apart
     assert changed(critic={"ranks": 2}) == plain
     with pytest.raises(ConfigError, match="no such folder"):
@@ -233,10 +237,13 @@ def test_plan_counts_the_critic() -> None:
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
-        ({"backend": "gloo"}, "after every step, by gloo. Samples that run finish first."),
-        ({"pause": "keep"}, "Samples that run stop where they are and go on under the new weights, with the keys and"),
-        ({"pause": "abort"}, "Samples that run are ended, and sampled anew."),
-        ({"verify_every": 1}, "Sums of all tensors are compared with the trainer's, and the log-probabilities of"),
+        ({"backend": "gloo"}, "after every step, by gloo. Running samples finish first."),
+        (
+            {"pause": "keep"},
+            "Running samples are paused, and continue under the new weights with the KV cache of the old",
+        ),
+        ({"pause": "abort"}, "Running samples are aborted and sampled again."),
+        ({"verify_every": 1}, "Checksums of all tensors are compared with the trainer's, and the log-probabilities of"),
         ({"verify_first": 0, "verify_every": 7}, "compared with the trainer's every 7 versions, the log-probabilities"),
     ],
 )
@@ -247,8 +254,12 @@ def test_plan_says_how_weights_travel_and_what_is_compared(keys: dict[str, Any],
 @pytest.mark.parametrize(
     ("backend", "sentence", "copied"),
     [
-        ("auto", "where they reach it (CUDA IPC), else by NCCL, and through main memory where neither goes.", False),
-        ("cuda_ipc", "read by the engine's GPUs out of the trainer's memory (CUDA IPC).", False),
+        (
+            "auto",
+            "memory (CUDA IPC) if they can access it, else by NCCL, or through main memory if neither works.",
+            False,
+        ),
+        ("cuda_ipc", "read by the engine's GPUs from the trainer's memory (CUDA IPC).", False),
         ("nccl", "from GPU to GPU by NCCL.", False),
         ("shm", "through shared memory.", True),
     ],
@@ -272,7 +283,7 @@ def test_plan_says_what_an_engine_does_with_its_memory() -> None:
 def test_plan_says_what_an_engine_does_at_once() -> None:
     gpus = {"gpus_per_replica": 1, "replicas": 2}
     text = changed(rollout=gpus, batch={"prompts_per_step": 200}, data={"holdout": None})
-    assert "At most 800 samples run at once in each, and 16,384 tokens in a step of the engine." in text
+    assert "Each engine runs at most 800 samples at once and processes at most 16,384 tokens per engine step." in text
     given = changed(rollout={"max_concurrent_samples": 40, "vllm": {"block_size": 64, "kv_cache_dtype": "fp8"}})
-    assert "At most 40 samples run at once in each, and 8,192 tokens in a step" in given
-    assert "step of the engine. vLLM's own options: block_size = 64, kv_cache_dtype = fp8. reward" in given
+    assert "Each engine runs at most 40 samples at once and processes at most 8,192 tokens" in given
+    assert "per engine step. vLLM's own options: block_size = 64, kv_cache_dtype = fp8. reward" in given

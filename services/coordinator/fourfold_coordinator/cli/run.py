@@ -27,9 +27,8 @@ from fourfold.errors import ConfigError
 from fourfold.host.disk import check_room
 from fourfold.host.hardware import has_fast_bfloat16, smallest_memory, visible_gpus
 from fourfold.model import folder as model_folder
-from fourfold.plan import sequence_parallel
-from fourfold.plan.adapters import adapter_plan
-from fourfold.plan.placement import refuse_unless_fits
+from fourfold.plan.models import adapter_plan, check_sequence_parallel
+from fourfold.plan.placement import check_gpu_memory
 from fourfold.security.access import VIEWER, Security
 
 from ..launch.fleet import Fleet, RunOutcome, launched_services, manual_services, serve_arguments
@@ -69,12 +68,12 @@ def main(args: argparse.Namespace) -> int:
         if args.resume is not None:
             run_dir, config = args.resume, _resumed_config(args.resume, args.name)
             _check_room(run_dir)
-            sequence_parallel.check(config)
+            check_sequence_parallel(config)
         else:
             config = configuration.load(args.recipe)
             _check_room(Path.cwd())
             model_folder.check(config.model.source)  # a missing model is found before a folder is made
-            sequence_parallel.check(config)
+            check_sequence_parallel(config)
             adapter_plan(config)  # and so is a layer that it does not have
             if args.launcher == "local":
                 _local_gpus(config)  # and too few GPUs
@@ -260,7 +259,7 @@ def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launch
             address=args.ray_address,
             secured=bool(config.security.directory),
             coordinator_listen=args.listen,
-            check_gpu=partial(refuse_unless_fits, config),
+            check_gpu=partial(check_gpu_memory, config),
         )
     if args.ray_address:
         raise ConfigError("--ray-address is for --launcher ray; give both, or neither")
@@ -291,7 +290,7 @@ def _local_gpus(config: Config) -> dict[str, tuple[str, ...]]:
     assigned = assign_gpus(services, [gpu.id for gpu in visible], colocated=config.placement.colocated)
     used = {gpu for ids in assigned.values() for gpu in ids}
     if (size := smallest_memory(gpu for gpu in visible if gpu.id in used)) is not None:
-        refuse_unless_fits(config, size)
+        check_gpu_memory(config, size)
     return assigned
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from fourfold.coordinator.v1.membership_service_pb2 import ROLE_TRAINER
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import tokenizer_sha256
-from fourfold.plan import sequence_parallel
+from fourfold.plan.models import check_sequence_parallel
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
@@ -38,7 +38,7 @@ async def _serve(options: ServeOptions) -> int:
 
     def make_engine() -> RankGroup:
         folder = model_folder.resolve(config.model.source)
-        sequence_parallel.check(config)
+        check_sequence_parallel(config)
         servicer.tokenizer_sha256 = host.tokenizer_sha256 = tokenizer_sha256(folder)
         return RankGroup(config, folder, run_dir=run_dir, member_id=options.member_id, on_death=host.fatal)
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from fourfold.config import LoraConfig
 from fourfold.errors import ConfigError, WrongState
-from fourfold.plan import adapters
+from fourfold.plan.models import select_adapter_layers
 from fourfold.weights.source.lora import Adapter
 from fourfold_trainer.checkpoint import store
 
@@ -50,7 +50,7 @@ class Adapters:
         """
         peft = _import_peft(config)
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        layers = adapters.select(linear, config)
+        layers = select_adapter_layers(linear, config)
         self._record = {
             "rank": config.rank,
             "scale": config.scale,

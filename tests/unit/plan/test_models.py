@@ -1,4 +1,4 @@
-"""Which layers get an adapter, and what `fourfold plan` says of them."""
+"""Selection of the layers that get an adapter, and their part of `fourfold plan`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fourfold.config import Config, LoraConfig
 from fourfold.errors import ConfigError
 from fourfold.model import folder as model_folder
 from fourfold.plan import report
-from fourfold.plan.adapters import adapter_plan, linear_shapes, select
 from fourfold.plan.memory import checkpoint_bytes, memory_plan
+from fourfold.plan.models import adapter_plan, linear_shapes, select_adapter_layers
 from tests.support.tiny_models import write_tiny_model
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
@@ -30,7 +30,7 @@ def recipe(**lora: Any) -> Config:
 
 
 def chosen(*targets: str) -> list[str]:
-    return select(NAMES, LoraConfig(rank=4, target_modules=targets))
+    return select_adapter_layers(NAMES, LoraConfig(rank=4, target_modules=targets))
 
 
 def test_layers_are_meant_by_the_ends_of_their_names() -> None:
@@ -104,7 +104,7 @@ def test_the_plan_counts_masters_and_checkpoints_of_adapters_alone() -> None:
 
 
 def test_a_recipe_with_adapters_of_no_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"`target_modules` means nothing without adapters; give a `rank` above 0"):
+    with pytest.raises(ValueError, match=r"`target_modules` has no effect without adapters; set `rank` above 0"):
         LoraConfig(target_modules=("q_proj",))
     with pytest.raises(ValueError, match=r'has "all-linear" and other names; keep one'):
         LoraConfig(rank=4, target_modules=("q_proj", "all-linear"))

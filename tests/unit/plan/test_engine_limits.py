@@ -8,7 +8,7 @@ import pydantic
 import pytest
 
 from fourfold.config import Config
-from fourfold.plan.engine import RolloutPlan, rollout_plan
+from fourfold.plan.batch import EngineLimits, engine_limits
 
 
 def recipe(**tables: Any) -> Config:
@@ -26,7 +26,7 @@ def recipe(**tables: Any) -> Config:
 
 
 def samples(**tables: Any) -> int:
-    return rollout_plan(recipe(**tables)).concurrent_samples
+    return engine_limits(recipe(**tables)).concurrent_samples
 
 
 def test_a_replica_takes_its_share_of_a_step_rounded_up() -> None:
@@ -62,7 +62,7 @@ def test_an_evaluation_counts_as_far_as_the_recipe_says_how_large_it_is() -> Non
 
 
 def agent_samples(**tables: Any) -> int:
-    return rollout_plan(recipe(**tables)).agent_samples
+    return engine_limits(recipe(**tables)).agent_samples
 
 
 def test_agents_get_what_the_coordinators_share_and_its_largest_call_leave() -> None:
@@ -82,7 +82,7 @@ def test_a_public_port_makes_room_for_agents_beside_the_step() -> None:
     assert agent_samples(rollout=public) == 133
     assert samples(rollout={**public, "agents": {"coordinator_share": 0}}) == 400
     assert agent_samples(rollout={**public, "agents": {"coordinator_share": 0}}) == 400
-    with pytest.raises(pydantic.ValidationError, match="public_listen needs room for agents besides; raise it to at l"):
+    with pytest.raises(pydantic.ValidationError, match="public_listen needs room for the samples of agents; raise"):
         recipe(rollout={"max_concurrent_samples": 8, "public_listen": "127.0.0.1:1"})
 
 
@@ -93,16 +93,16 @@ def test_an_option_that_would_stop_the_engine_is_refused(name: str) -> None:
 
 
 def test_numbers_of_the_recipe_stay_and_a_step_has_room_for_every_sample() -> None:
-    assert rollout_plan(recipe()) == RolloutPlan(concurrent_samples=256, batched_tokens=8192, agent_samples=64)
-    assert rollout_plan(recipe(rollout={"gpus_per_replica": 1})).batched_tokens == 16384
+    assert engine_limits(recipe()) == EngineLimits(concurrent_samples=256, batched_tokens=8192, agent_samples=64)
+    assert engine_limits(recipe(rollout={"gpus_per_replica": 1})).batched_tokens == 16384
     given = {"max_concurrent_samples": 3000, "max_batched_tokens": 64}
-    assert rollout_plan(recipe(rollout=given)) == RolloutPlan(
+    assert engine_limits(recipe(rollout=given)) == EngineLimits(
         concurrent_samples=3000, batched_tokens=3001, agent_samples=750
     )
-    assert rollout_plan(recipe(rollout={"max_concurrent_samples": 8})).concurrent_samples == 8
+    assert engine_limits(recipe(rollout={"max_concurrent_samples": 8})).concurrent_samples == 8
     for gpus, tokens in ((0, 100), (1, 65)):
         table = {"gpus_per_replica": gpus, "max_concurrent_samples": 64, "max_batched_tokens": 64}
-        assert rollout_plan(recipe(rollout=table)).batched_tokens == tokens, "a whole prompt on CPU"
+        assert engine_limits(recipe(rollout=table)).batched_tokens == tokens, "a whole prompt on CPU"
 
 
 @pytest.mark.parametrize("gpus", [0, 1])
@@ -115,14 +115,14 @@ def test_a_limit_that_is_derived_has_room_for_the_largest_group(gpus: int, promp
         evaluation={"samples_per_prompt": 256},
         data=data,
     )
-    assert rollout_plan(config).concurrent_samples >= (256 if data else config.batch.group_size)
+    assert engine_limits(config).concurrent_samples >= (256 if data else config.batch.group_size)
 
 
 @pytest.mark.parametrize(
     ("limit", "answers", "message"),
     [
-        (7, 1, "rollout.max_concurrent_samples = 7 is below batch.group_size = 8, and the samples of a prompt travel "
-         "in one call; raise it to at least 8, remove it (it follows from the batch then), or lower batch.group_size"),
+        (7, 1, "rollout.max_concurrent_samples = 7 is below batch.group_size = 8, and the samples of a prompt go to "
+         "an engine in one call; raise it to at least 8, remove it (it is then derived from the batch), or lower"),
         (8, 9, "rollout.max_concurrent_samples = 8 is below evaluation.samples_per_prompt = 9, and"),
     ],
 )  # fmt: skip
@@ -137,20 +137,24 @@ def test_a_limit_below_a_group_is_refused_with_the_recipe(limit: int, answers: i
 @pytest.mark.parametrize("limit", [{}, {"max_concurrent_samples": 8}])
 def test_without_held_out_data_no_evaluation_is_too_large(limit: dict[str, int]) -> None:
     config = recipe(rollout=limit, evaluation={"samples_per_prompt": 100}, batch={"prompts_per_step": 12})
-    assert rollout_plan(config).concurrent_samples == limit.get("max_concurrent_samples", 96)
+    assert engine_limits(config).concurrent_samples == limit.get("max_concurrent_samples", 96)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("max_num_seqs", 5, "`max_num_seqs` is what the recipe sets as `rollout.max_concurrent_samples`"),
-        ("seed", 5, "what the recipe sets as `seed`"),
-        ("data_parallel_size", 2, "what the recipe sets as `rollout.replicas`"),
+        (
+            "max_num_seqs",
+            5,
+            "`max_num_seqs` is set by the key `rollout.max_concurrent_samples` of the recipe; set that instead",
+        ),
+        ("seed", 5, "set by the key `seed`"),
+        ("data_parallel_size", 2, "set by the key `rollout.replicas`"),
         ("data_parallel_rank", 2, "`data_parallel_rank` is set by Fourfold: an engine is one process group"),
         ("speculative_config", "x", "every sampled token is the policy's own; remove it"),
         ("logprobs_mode", "raw_logits", "log-probabilities are those of the distribution"),
-        ("hf_overrides", {"a": 1}, "`hf_overrides` = {'a': 1}; options are numbers, texts, true, false, or lists"),
-        ("cudagraph_capture_sizes", [1, [2]], "or lists of them"),
+        ("hf_overrides", {"a": 1}, "`hf_overrides` = {'a': 1} must be a number, a text, true, false, or a list of"),
+        ("cudagraph_capture_sizes", [1, [2]], "or a list of these"),
     ],
 )
 def test_what_fourfold_sets_itself_is_refused(name: str, value: Any, message: str) -> None:

@@ -1,0 +1,155 @@
+"""Reads a recipe from TOML and checks it, and writes it back. Errors give file, line and the nearest known key."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from datetime import date, time
+from pathlib import Path
+from typing import Any, Final
+
+import pydantic
+
+from fourfold.config.schema import Config
+from fourfold.config.table import Table
+from fourfold.errors import ConfigError
+
+_HEADER: Final = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]")
+_KEY: Final = re.compile(r"^\s*([A-Za-z0-9_\-.\"' ]+?)\s*=")
+
+
+def load(path: str | Path) -> Config:
+    """Read and check a recipe.
+
+    Raises:
+        ConfigError: with file, line, value, rule and fix of every mistake.
+    """
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the recipe ({error.strerror}); give the path of a TOML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 (byte {error.start}); save the recipe as UTF-8") from None
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    lines = _line_numbers(text)
+
+    def locate(keys: tuple[str, ...]) -> str:
+        return f"{path}:{next((lines[keys[:i]] for i in range(len(keys), 0, -1) if keys[:i] in lines), 1)}"
+
+    return _check(data, locate)
+
+
+def from_tables(tables: Mapping[str, Any], *, source: str) -> Config:
+    """Check a recipe that a program has made.
+
+    Args:
+        tables: tables of the recipe.
+        source: name of the program, for error messages.
+
+    Raises:
+        ConfigError: as `load`, with `source` in place of file and line.
+    """
+    return _check(tables, lambda _keys: source)
+
+
+def _check(tables: Mapping[str, Any], locate: Callable[[tuple[str, ...]], str]) -> Config:
+    try:
+        return Config.model_validate(tables)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(_explain(each, locate) for each in error.errors())) from None
+
+
+def _explain(error: Any, locate: Callable[[tuple[str, ...]], str]) -> str:
+    """Return one line of the form "file:line  key = value: rule"."""
+    keys = tuple(str(part) for part in error["loc"])
+    where, key = locate(keys), ".".join(keys) or "the recipe"
+    if error["type"] == "extra_forbidden":
+        return f"{where}  {key}: no such key.{_suggest(keys)}"
+    if error["type"] == "missing":
+        return f"{where}  {key}: missing, and it has no default; add it."
+    rule = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":  # from a check of ours, which names the value itself
+        return f"{where}  {key}: {rule}"
+    return f"{where}  {key} = {error['input']!r}: {rule[:1].lower()}{rule[1:]}"
+
+
+def _suggest(keys: tuple[str, ...]) -> str:
+    known = _known_keys(keys[:-1])
+    if close := difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.6):
+        return f" Did you mean `{close[0]}`?"
+    if elsewhere := [f"{table}.{keys[-1]}" for table in Config.model_fields if keys[-1] in _known_keys((table,))]:
+        return f" Did you mean `{elsewhere[0]}`?"
+    return f" Known keys: {', '.join(sorted(known))}." if known else ""
+
+
+def _known_keys(table: tuple[str, ...]) -> list[str]:
+    model: Any = Config
+    for part in table:
+        field = model.model_fields.get(part)
+        if field is None:
+            return []
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        model = next((c for c in candidates if isinstance(c, type) and issubclass(c, Table)), None)
+        if model is None:
+            return []
+    return list(model.model_fields)
+
+
+def _line_numbers(text: str) -> dict[tuple[str, ...], int]:
+    """Map each key path of a TOML text to its line.
+
+    tomllib gives no lines. This reads line by line, so a line of a multi-line string that looks like a key is a key.
+    """
+    table: tuple[str, ...] = ()
+    lines: dict[tuple[str, ...], int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            table = tuple(part.strip().strip("\"'") for part in header.group(1).split("."))
+            lines.setdefault(table, number)
+        elif key := _KEY.match(line):
+            lines.setdefault((*table, *(part.strip().strip("\"'") for part in key.group(1).split("."))), number)
+    return lines
+
+
+def dump(config: Config) -> str:
+    """Return the recipe as TOML with every default written out; `load` reads it back to an equal Config."""
+    return "\n".join(_dump_table(config.model_dump(exclude_none=True), ())) + "\n"
+
+
+def _dump_table(table: dict[str, Any], path: tuple[str, ...]) -> list[str]:
+    scalars = {k: v for k, v in table.items() if not isinstance(v, dict)}
+    lines = [f"{_dump_key(key)} = {_dump_value(value)}" for key, value in scalars.items()]
+    if path and (lines or not table):
+        lines = [f"[{'.'.join(_dump_key(p) for p in path)}]", *lines]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            lines += ["", *_dump_table(value, (*path, key))]
+    return lines
+
+
+def _dump_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _dump_value(key)
+
+
+def _dump_value(value: Any) -> str:
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case date() | time():
+            return value.isoformat()
+        case str():
+            escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+            return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
+        case list() | tuple():
+            return "[" + ", ".join(_dump_value(v) for v in value) + "]"
+        case dict():
+            return "{" + ", ".join(f"{_dump_key(k)} = {_dump_value(v)}" for k, v in value.items()) + "}"
+    raise ConfigError(f"{value!r} cannot be written as TOML; use a text, number, truth value, date, list or table")

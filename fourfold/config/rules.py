@@ -1,0 +1,141 @@
+"""Checks a recipe across its tables. Checks within one table are validators of that table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fourfold.config.schema import Config
+
+
+def check_tables(config: Config) -> None:
+    """Check everything that involves keys of several tables.
+
+    Raises:
+        ValueError: value, rule and fix of the first mistake.
+    """
+    _check_lengths(config)
+    if config.checkpoint.keep_best and not config.data.held_out:
+        raise ValueError(
+            f"checkpoint.keep_best = {config.checkpoint.keep_best} needs held-out scores, and there is no held-out "
+            f"data; add [data.holdout] or [data.eval], or set it to 0"
+        )
+    _check_weight_backend(config)
+    _check_placement(config)
+    _check_concurrent_samples(config)
+    batch = config.batch
+    config.algorithm.check_batch(group_size=batch.group_size, samples_per_step=batch.samples_per_step)
+    _check_ranks(config)
+
+
+def _check_lengths(config: Config) -> None:
+    context = config.model.max_context_tokens
+    if config.sampling.max_new_tokens >= context:
+        raise ValueError(
+            f"sampling.max_new_tokens = {config.sampling.max_new_tokens} leaves no room for a prompt; it must be below "
+            f"model.max_context_tokens = {context}"
+        )
+    budgets = [("batch.tokens_per_micro_batch", config.batch.tokens_per_micro_batch)]
+    if config.needs_reference:
+        budgets.append(("reference.tokens_per_batch", config.reference.tokens_per_batch))
+    for key, tokens in budgets:
+        if tokens < context:
+            raise ValueError(
+                f"{key} = {tokens} cannot hold one sample of model.max_context_tokens = {context}; raise the first or "
+                f"lower the second"
+            )
+
+
+def _check_weight_backend(config: Config) -> None:
+    """Check that weights that go from GPU to GPU start and end on GPUs."""
+    backend, trainer = config.weights.backend, config.trainer
+    if backend not in ("cuda_ipc", "nccl"):
+        return
+    for key, valid, value in (
+        ("trainer.device", trainer.device == "cuda", f'"{trainer.device}"'),
+        ("rollout.gpus_per_replica", config.rollout.gpus_per_replica > 0, "0"),
+        ("trainer.offload", "parameters" not in trainer.offload, f'"{trainer.offload}"'),
+    ):
+        if not valid:
+            raise ValueError(
+                f'weights.backend = "{backend}" moves weights between GPUs, and {key} = {value}; set weights.backend = '
+                f'"auto", or keep both on GPUs'
+            )
+
+
+def _check_placement(config: Config) -> None:
+    if not config.placement.colocated:
+        return
+    if config.trainer.device != "cuda":
+        raise ValueError(
+            f'placement.colocated = true needs services on GPUs, and trainer.device = "{config.trainer.device}"; set '
+            f'it to "cuda"'
+        )
+    if not config.rollout.gpus_per_replica:
+        raise ValueError(
+            "placement.colocated = true needs services on GPUs, and rollout.gpus_per_replica = 0; set it to at least 1"
+        )
+    if config.weights.backend == "nccl":
+        raise ValueError(
+            'weights.backend = "nccl" and placement.colocated = true exclude each other: NCCL refuses two ranks on one '
+            'GPU; set weights.backend = "auto"'
+        )
+    if config.rollout.kv_cache_gib is None:
+        raise ValueError(
+            "placement.colocated = true needs rollout.kv_cache_gib: an engine that measures the free memory fails when "
+            "another service takes or frees some at the same time; set it to what the trainer leaves (`fourfold plan` "
+            "shows both), such as 8"
+        )
+    count = max(config.rollout.replicas * config.rollout.gpus_per_replica, config.trainer_processes)
+    if config.reference_on_gpus and config.reference.replicas > count:
+        raise ValueError(
+            f"reference.replicas = {config.reference.replicas} on {count} shared GPUs puts two copies of one model "
+            f"on a GPU; set it to at most {count}"
+        )
+
+
+def _check_concurrent_samples(config: Config) -> None:
+    """Check that the samples of one prompt fit into an engine. A limit that is derived always has room for them."""
+    rollout, limit = config.rollout, config.rollout.max_concurrent_samples
+    if limit is None:
+        return
+    samples = {"batch.group_size": config.batch.group_size}
+    if config.data.held_out:
+        samples["evaluation.samples_per_prompt"] = config.evaluation.samples_per_prompt
+    for key, count in samples.items():
+        if count > limit:
+            raise ValueError(
+                f"rollout.max_concurrent_samples = {limit} is below {key} = {count}, and the samples of a prompt go to "
+                f"an engine in one call; raise it to at least {count}, remove it (it is then derived from the batch), "
+                f"or lower {key}"
+            )
+        if count == limit and rollout.public_listen and rollout.agents.coordinator_share:
+            raise ValueError(
+                f"rollout.max_concurrent_samples = {limit} equals {key}, and rollout.public_listen needs room for the "
+                f"samples of agents; raise it to at least {count + 1}, or remove it (it is then derived from the batch)"
+            )
+
+
+def _check_ranks(config: Config) -> None:
+    """Check that every rank gets a sample in every mini-batch."""
+    batch, trainer = config.batch, config.trainer
+    samples, mini_batches = batch.samples_per_step, batch.mini_batches_per_step
+    if config.critic_apart and trainer.sequence_parallel_size > 1:
+        raise ValueError(
+            f"critic.ranks = {config.critic.ranks} and trainer.sequence_parallel_size = "
+            f"{trainer.sequence_parallel_size} exclude each other; set critic.ranks = 0: the critic then shares the "
+            f"ranks of the policy"
+        )
+    if config.critic_apart and samples < config.critic.ranks * mini_batches:
+        raise ValueError(
+            f"{samples} samples in {mini_batches} mini-batches cannot feed critic.ranks = {config.critic.ranks}; lower "
+            f"it, or raise batch.prompts_per_step"
+        )
+    groups = trainer.data_parallel_size
+    if samples < groups * mini_batches:
+        ranks = "trainer ranks" if trainer.sequence_parallel_size == 1 else "groups of trainer ranks"
+        raise ValueError(
+            f"{batch.prompts_per_step} prompts x {batch.group_size} per group = {samples} samples cannot feed {groups} "
+            f"{ranks} in {mini_batches} mini-batches; raise batch.prompts_per_step to at least "
+            f"{-(-groups * mini_batches // batch.group_size)}"
+        )

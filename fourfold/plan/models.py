@@ -1,0 +1,138 @@
+"""Reads the sizes of a recipe's models, and checks the recipe against them: sequence parallelism, layers for LoRA."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from fourfold.config import Config, LoraConfig
+from fourfold.config.trainer import ALL_LINEAR
+from fourfold.errors import ConfigError
+from fourfold.model import folder
+from fourfold.model.folder import ModelShape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterPlan:
+    """The LoRA adapters of a model."""
+
+    layers: int
+    """Linear layers that get an adapter."""
+    kinds: tuple[str, ...]
+    """Names of these layers inside their blocks, such as `q_proj`."""
+    parameter_count: int
+    """Elements of all adapters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """Sizes of the models that a recipe trains."""
+
+    policy: ModelShape
+    critic: ModelShape
+    """The policy's, unless the recipe trains a critic from another source."""
+    adapters: AdapterPlan | None
+    """None if all weights of the policy are trained."""
+
+    @property
+    def trained(self) -> int | None:
+        """Parameters of the policy that are trained; None: all."""
+        return self.adapters.parameter_count if self.adapters else None
+
+
+def model_sizes(config: Config) -> ModelSizes:
+    """Read the models of a recipe from their config.json and file headers.
+
+    Raises:
+        ConfigError: a model does not exist, or has no layer of a name in `trainer.lora.target_modules`.
+    """
+    policy = folder.shape(config.model.source)
+    own_critic = config.algorithm.needs_critic and config.critic.source
+    critic = folder.shape(config.critic.source) if own_critic else policy
+    return ModelSizes(policy=policy, critic=critic, adapters=adapter_plan(config))
+
+
+def check_sequence_parallel(config: Config) -> None:
+    """Check that `trainer.sequence_parallel_size` divides the attention heads of policy and critic.
+
+    Key and value heads need no rule: those that the size does not divide are repeated.
+
+    Raises:
+        ConfigError: the size does not divide the heads, or a model does not exist.
+    """
+    size = config.trainer.sequence_parallel_size
+    if size == 1:
+        return
+    sources = [("model.source", config.model.source)]
+    if config.algorithm.needs_critic and config.critic.source:
+        sources.append(("critic.source", config.critic.source))
+    for key, source in sources:
+        heads = folder.shape(source).heads
+        if heads % size:
+            fit = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0 and config.trainer.ranks % n == 0)
+            raise ConfigError(
+                f"trainer.sequence_parallel_size = {size} does not divide the {heads} attention heads of {key} = "
+                f"{source!r}; with trainer.ranks = {config.trainer.ranks} choose one of: {fit}"
+            )
+
+
+def adapter_plan(config: Config) -> AdapterPlan | None:
+    """Return the adapters of a recipe; None if all weights are trained.
+
+    Raises:
+        ConfigError: the model does not exist, or has no layer of a name that the recipe gives.
+    """
+    lora = config.trainer.lora
+    if not lora.rank:
+        return None
+    shapes = linear_shapes(config.model.source)
+    chosen = select_adapter_layers(shapes, lora)
+    return AdapterPlan(
+        layers=len(chosen),
+        kinds=tuple(sorted({name.rpartition(".")[2] for name in chosen})),
+        parameter_count=sum(lora.rank * sum(shapes[name]) for name in chosen),
+    )
+
+
+def linear_shapes(source: str) -> Mapping[str, tuple[int, int]]:
+    """Return [out, in] of a model's linear layers by name: the matrices inside its numbered blocks."""
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in folder.tensor_shapes(source).items()
+        if name.endswith(".weight")
+        and len(shape) == 2
+        and any(part.isdecimal() for part in name.split("."))
+        # A checkpoint holds experts as separate matrices, but the model holds them as one tensor, not as layers.
+        and ".experts." not in name
+    }
+
+
+def select_adapter_layers(names: Collection[str], lora: LoraConfig) -> list[str]:
+    """Return the layers that get an adapter, in their order.
+
+    Args:
+        names: all linear layers of the model's blocks.
+        lora: its `target_modules` are the ends of the names to select.
+
+    Raises:
+        ConfigError: no layer ends in one of `target_modules`; with the nearest name.
+    """
+    if lora.target_modules == (ALL_LINEAR,):
+        if not names:
+            raise ConfigError("trainer.lora.target_modules: the model has no linear layer; set trainer.lora.rank = 0")
+        return list(names)
+    known = sorted({name.rpartition(".")[2] for name in names})
+    for target in lora.target_modules:
+        if not any(_ends_with(name, target) for name in names):
+            near = difflib.get_close_matches(target.rpartition(".")[2], known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else "."
+            raise ConfigError(
+                f"trainer.lora.target_modules: the model has no linear layer {target!r}{hint} Its linear layers are "
+                f"{', '.join(known)}: give some of these, or {ALL_LINEAR!r}"
+            )
+    return [name for name in names if any(_ends_with(name, target) for target in lora.target_modules)]
+
+
+def _ends_with(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")  # whole parts of the name: "proj" is no end of "q_proj"

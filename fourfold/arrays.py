@@ -1,7 +1,4 @@
-"""Samples as numpy arrays.
-
-Shapes: n tokens in a sample. All arrays are token-aligned and read-only.
-"""
+"""Array types, and a sample as numpy arrays of n tokens each. Arrays of a sample are read-only and token-aligned."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ EMPTY_FLOATS: Final[Float32Array] = np.empty(0, np.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSpan:
-    """`token_count` consecutive tokens sampled by `policy_version`; -1 for tokens nobody sampled."""
+    """`token_count` consecutive tokens sampled by `policy_version`; -1 for tokens that the policy did not sample."""
 
     policy_version: int
     token_count: int
@@ -28,7 +25,7 @@ class VersionSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One trajectory, with its score and reference log-probabilities once it has them."""
+    """One trajectory; score, reference log-probabilities and token rewards are empty until they are known."""
 
     sample_id: str
     group_id: str
@@ -49,5 +46,5 @@ class Sample:
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest sampled token; -1 when nothing was sampled."""
+        """The lowest policy version that sampled a token; -1 without sampled tokens."""
         return min((s.policy_version for s in self.version_spans if s.policy_version >= 0), default=-1)

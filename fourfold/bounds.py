@@ -1,7 +1,7 @@
-"""Bounds of the numbers that count on through a run: steps, policy versions, epochs, parts.
+"""Bounds of numbers that grow during a run: steps, policy versions, epochs, parts.
 
-They travel as int64. Services add 1 to them, and a number at the end of int64 would make every later answer fail. No
-run comes near 2^53, up to which other languages' numbers (JSON, JavaScript, Lua) are exact, too.
+They travel as int64. Services add 1 to them, so a value at the end of int64 would break every later response. No run
+reaches 2^53, below which numbers are also exact in languages that store them as doubles (JSON, JavaScript, Lua).
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ from typing import Final
 from fourfold.errors import InvalidInput
 
 MAX_NUMBER: Final = 2**53
+# The highest version that a caller may give to the weights. All later versions stay below MAX_NUMBER.
 MAX_RAISED_VERSION: Final = 2**52
-"""Highest version that a caller may give the weights: what comes after it stays below MAX_NUMBER."""
 
 
 def check_number(value: int, name: str, *, least: int = 0, most: int = MAX_NUMBER) -> int:
-    """Return a number of a request.
-
-    Raises:
-        InvalidInput: it is not in [least, most].
-    """
+    """Return a number of a request, or raise InvalidInput when it is outside [least, most]."""
     if value < least:
         raise InvalidInput(f"{name} is {value}; it must be at least {least}")
     if value > most:

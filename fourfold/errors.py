@@ -1,31 +1,15 @@
-"""Every error a user or a caller can meet, and the gRPC status each one becomes.
+"""Every error that a user or a caller can meet, with the gRPC status code that each one becomes.
 
-    FourfoldError
-    |- ConfigError         bad recipe or command line; never crosses the wire
-    |- InvalidInput        INVALID_ARGUMENT     never retry
-    |- Unauthenticated     UNAUTHENTICATED      no or bad token
-    |- PermissionDenied    PERMISSION_DENIED    this caller may not do that
-    |- NotFound            NOT_FOUND            lease, incarnation, checkpoint: register again
-    |- StaleEpoch          ABORTED              weight group moved on: join again
-    |- AlreadyExists       ALREADY_EXISTS       same id, other bytes
-    |- WrongState          FAILED_PRECONDITION  wait for a state change
-    |- Overloaded          RESOURCE_EXHAUSTED   wait retry_after seconds
-    |- Unavailable         UNAVAILABLE          back off, try another replica
-    |- DeadlinePassed      DEADLINE_EXCEEDED    took longer than allowed
-    `- Internal            INTERNAL             our bug; the text stays in the log
-       `- PeerFault                             an answer that breaks the contract; never crosses the wire
-
-A message says the value, the rule and the fix. Servicers raise these; the interceptor in
-`fourfold.rpc.interceptors` turns them into a status with one `ErrorInfo`, and
-`fourfold.rpc.status.from_rpc` turns that back into the same class on the caller's side. This
-module imports nothing heavy: the command line uses it too.
+A message states the value, the rule and the fix. Servicers raise these errors, `fourfold.rpc.interceptors` sends each
+as a status with one `ErrorInfo`, and `fourfold.rpc.status.from_rpc` raises the same class on the caller's side. The
+command line imports this module too, so it must not import anything slow.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar, Final
 
-# Reasons by which an engine says that it can never take the trainer's weights: another try changes nothing.
+# Reasons for which an engine can never take the trainer's weights; a retry is useless.
 ARCHITECTURE_NOT_VERIFIED: Final = "ARCHITECTURE_NOT_VERIFIED"
 CANNOT_SLEEP: Final = "CANNOT_SLEEP"
 MODEL_MISMATCH: Final = "MODEL_MISMATCH"
@@ -34,7 +18,7 @@ WEIGHTS_REFUSED: Final = frozenset({ARCHITECTURE_NOT_VERIFIED, MODEL_MISMATCH, N
 
 
 class FourfoldError(Exception):
-    """Base of all errors that are meant to be read by people."""
+    """Base class of all errors whose message users and callers may read."""
 
     code: ClassVar[str] = "INTERNAL"
     """Name of the gRPC status code."""
@@ -43,7 +27,7 @@ class FourfoldError(Exception):
         """Make an error.
 
         Args:
-            message: value, rule, fix; shown to the caller, so no secrets.
+            message: value, rule and fix; must not contain secrets.
             reason: UPPER_SNAKE_CASE for programs; default: the class name.
             retry_after: seconds after which a retry may succeed, or None.
         """
@@ -54,90 +38,98 @@ class FourfoldError(Exception):
 
 
 class ConfigError(FourfoldError, ValueError):
-    """A recipe, an argument or a file given by the user is wrong."""
+    """A recipe, a command-line argument or a user's file is wrong. Never crosses the wire."""
 
     code = "INVALID_ARGUMENT"
 
 
 class InvalidInput(FourfoldError, ValueError):
-    """A request that can never succeed."""
+    """The request can never succeed."""
 
     code = "INVALID_ARGUMENT"
 
 
 class Unauthenticated(FourfoldError):
-    """No token, or one that is not known."""
+    """The caller's token or certificate is missing or unknown."""
 
     code = "UNAUTHENTICATED"
 
 
 class PermissionDenied(FourfoldError):
-    """A known caller that may not call this."""
+    """The caller is known but may not make this call."""
 
     code = "PERMISSION_DENIED"
 
 
 class NotFound(FourfoldError):
-    """A lease, an incarnation, a checkpoint that is not there."""
+    """The lease, incarnation or checkpoint does not exist."""
 
     code = "NOT_FOUND"
 
 
 class StaleEpoch(FourfoldError):
-    """The weight group of this epoch is gone."""
+    """The weight group of this epoch was replaced; join the new one."""
 
     code = "ABORTED"
 
 
 class AlreadyExists(FourfoldError):
-    """An id that is known with other bytes, or that is live."""
+    """The id is in use, or was used with other content."""
 
     code = "ALREADY_EXISTS"
 
 
 class WrongState(FourfoldError):
-    """A request that another state would allow."""
+    """The request is only possible in another state of the service."""
 
     code = "FAILED_PRECONDITION"
 
 
 class Overloaded(FourfoldError):
-    """Too much work in flight; `retry_after` says when to come back."""
+    """Too much work is in flight; retry after `retry_after` seconds."""
 
     code = "RESOURCE_EXHAUSTED"
 
 
 class Unavailable(FourfoldError):
-    """Starting, draining, updating, or dead."""
+    """The service is starting, draining, updating its weights, or dead; retry later or elsewhere."""
 
     code = "UNAVAILABLE"
 
 
 class DeadlinePassed(FourfoldError, TimeoutError):
-    """A wait that reached its bound."""
+    """An operation took longer than its deadline."""
 
     code = "DEADLINE_EXCEEDED"
 
 
 class Internal(FourfoldError):
-    """A bug on the other side."""
+    """A bug of the service; its details are only in the service's log."""
 
     code = "INTERNAL"
 
 
 class PeerFault(Internal):
-    """A response that its contract does not allow. It costs the caller one try, as a peer that is away does."""
+    """A response that breaks its contract. It costs the caller one attempt, like an unreachable peer."""
 
     def __init__(self, peer: str, kind: str, text: str) -> None:
         """Make a fault.
 
         Args:
-            peer: who answered, for messages, e.g. "reward-0 at 127.0.0.1:5000".
-            kind: UPPER_SNAKE_CASE, e.g. MALFORMED_RESPONSE; the error's reason.
-            text: call, value and rule, for people; no control characters.
+            peer: the service that responded, for messages, e.g. "reward-0 at 127.0.0.1:5000".
+            kind: the error's reason in UPPER_SNAKE_CASE, e.g. MALFORMED_RESPONSE.
+            text: call, value and rule; no control characters.
         """
         super().__init__(f"{peer}: {text}", reason=kind)
         self.peer = peer
+
+
+_WIRE_ERRORS: Final[tuple[type[FourfoldError], ...]] = (
+    *(InvalidInput, Unauthenticated, PermissionDenied, NotFound, StaleEpoch, AlreadyExists, WrongState, Overloaded),
+    *(Unavailable, DeadlinePassed, Internal),
+)
+BY_CODE: Final = {cls.code: cls for cls in _WIRE_ERRORS}
+"""The class that a caller raises for each status code."""
 
 
 def _upper_snake(name: str) -> str:

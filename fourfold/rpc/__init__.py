@@ -1,1 +1,1 @@
-"""gRPC channels and servers with Fourfold's limits, authentication and errors."""
+"""gRPC channels, servers, limits, and the encoding of samples and errors."""

@@ -1,8 +1,6 @@
-"""Packs samples into messages, and unpacks and checks them.
+"""Converts between `Sample` (numpy arrays) and `Experience` (its protobuf message), and checks received messages.
 
-`Sample` is what code works with; `Experience` is how it travels. `encode` and `decode` are
-the only two places that know both. `decode` checks every length and range before anything
-is used and names the sample that is wrong.
+`decode` checks every length and range before any code uses the data, and its errors name the wrong sample.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array, Int32Array, Sample, VersionSpan
 from fourfold.bounds import MAX_NUMBER
@@ -22,17 +19,17 @@ from fourfold.errors import InvalidInput
 from fourfold.types.v1 import experience_pb2 as pb
 
 ID_PATTERN: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
-# One message of a stream; the gRPC limit is 16 MiB. 1 MiB chunks are the fastest measured.
+# Size of one message of a stream. The limit is 16 MiB; 1 MiB was the fastest size in measurements.
 CHUNK_BYTES: Final = 1 << 20
 
 
 def encode(sample: Sample) -> pb.Experience:
-    """Pack one sample. The loss mask is left out when it equals the action mask."""
+    """Pack one sample. A loss mask that equals the action mask is left out."""
     message = pb.Experience(
         sample_id=sample.sample_id,
         group_id=sample.group_id,
-        token_ids=_little_endian(sample.token_ids, "<i4"),
-        behavior_logprobs=_little_endian(sample.behavior_logprobs, "<f4"),
+        token_ids=pack_ints(sample.token_ids),
+        behavior_logprobs=pack_floats(sample.behavior_logprobs),
         action_mask=sample.action_mask.tobytes(),
         version_spans=[
             pb.VersionSpan(policy_version=s.policy_version, token_count=s.token_count) for s in sample.version_spans
@@ -40,8 +37,8 @@ def encode(sample: Sample) -> pb.Experience:
         temperature=sample.temperature,
         end_reason=pb.END_REASON_TRUNCATED if sample.truncated else pb.END_REASON_TERMINATED,
         scorer=sample.scorer,
-        reference_logprobs=_little_endian(sample.reference_logprobs, "<f4"),
-        token_rewards=_little_endian(sample.token_rewards, "<f4"),
+        reference_logprobs=pack_floats(sample.reference_logprobs),
+        token_rewards=pack_floats(sample.token_rewards),
     )
     if sample.loss_mask is not sample.action_mask and not np.array_equal(sample.loss_mask, sample.action_mask):
         message.loss_mask = sample.loss_mask.tobytes()
@@ -60,7 +57,7 @@ def decode(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> 
     """Unpack and check one message.
 
     Raises:
-        InvalidInput: names the sample, the field, its value and the rule.
+        InvalidInput: names the sample, the field, the value and the rule.
     """
     who = check_id(message.sample_id, "sample_id")
     check_id(message.group_id, f"sample {who}: group_id")
@@ -70,7 +67,7 @@ def decode(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> 
     action_mask = _mask(action_bytes, n, who, "action_mask")
     loss_bytes = message.loss_mask
     loss_mask = _mask(loss_bytes, n, who, "loss_mask") if loss_bytes else action_mask
-    behavior = floats(message.behavior_logprobs, n, who, "behavior_logprobs")
+    behavior = unpack_floats(message.behavior_logprobs, n, who, "behavior_logprobs")
     if action_bytes[0]:
         raise InvalidInput(
             f"sample {who}: action_mask[0] is 1; the first token is never sampled: send a prompt token first"
@@ -89,12 +86,12 @@ def decode(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> 
     baseline_score = _score(message, "baseline_score")
     reference = EMPTY_FLOATS
     if message.reference_logprobs:
-        reference = floats(message.reference_logprobs, n, who, "reference_logprobs")
+        reference = unpack_floats(message.reference_logprobs, n, who, "reference_logprobs")
         if not np.isfinite(reference[1:]).all():
             raise InvalidInput(f"sample {who}: reference_logprobs must be finite after the first token")
     token_rewards = EMPTY_FLOATS
     if message.token_rewards:
-        token_rewards = floats(message.token_rewards, n, who, "token_rewards")
+        token_rewards = unpack_floats(message.token_rewards, n, who, "token_rewards")
         if not np.isfinite(token_rewards).all() or token_rewards[~action_mask].any():
             raise InvalidInput(f"sample {who}: token_rewards must be finite, and 0 where action_mask is 0")
     return Sample(
@@ -118,7 +115,7 @@ def decode(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> 
 
 
 def _score(message: pb.Experience, field: Literal["score", "baseline_score"]) -> float | None:
-    """Return a score, or None when it is absent."""
+    """Return a finite score, or None when the field is absent."""
     if not message.HasField(field):
         return None
     value: float = getattr(message, field)
@@ -128,7 +125,7 @@ def _score(message: pb.Experience, field: Literal["score", "baseline_score"]) ->
 
 
 def decode_token_ids(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> Int32Array:
-    """Unpack and check `token_ids` alone: int32 [n], 2 <= n <= max_tokens.
+    """Unpack and check only `token_ids`: int32 [n] with 2 <= n <= max_tokens.
 
     Raises:
         InvalidInput: names the sample and the rule.
@@ -139,22 +136,22 @@ def decode_token_ids(message: pb.Experience, *, vocabulary_size: int, max_tokens
     ids = np.frombuffer(data, "<i4").astype(np.int32, copy=False)
     if not 2 <= len(ids) <= max_tokens:
         raise InvalidInput(f"sample {who}: {len(ids)} tokens; it must have 2 to {max_tokens}")
-    # Read as unsigned, a negative id is a large one: one comparison finds both kinds.
+    # Viewed as unsigned, a negative id is a large one, so one comparison finds both kinds of invalid ids.
     if int(ids.view(np.uint32).max()) >= vocabulary_size:
         bad = int(ids[(ids < 0) | (ids >= vocabulary_size)][0])
         raise InvalidInput(f"sample {who}: token id {bad} is outside the vocabulary [0, {vocabulary_size})")
     return ids
 
 
-def floats(data: bytes, count: int, who: str, field: str) -> Float32Array:
-    """Unpack `count` little-endian float32, or raise InvalidInput."""
+def unpack_floats(data: bytes, count: int, who: str, field: str) -> Float32Array:
+    """Unpack `count` little-endian float32, or raise InvalidInput when the length is wrong."""
     if len(data) != 4 * count:
         raise InvalidInput(f"sample {who}: {field} has {len(data)} bytes; {count} float32 need {4 * count}")
     return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
 
 
 def check_id(value: str, what: str) -> str:
-    """Return `value` when it is a legal id, or raise InvalidInput."""
+    """Return `value`, or raise InvalidInput when it is no valid id."""
     if not ID_PATTERN.fullmatch(value):
         raise InvalidInput(f"{what} is {value[:140]!r}; it must be 1 to 128 characters of [A-Za-z0-9_-]")
     return value
@@ -171,20 +168,20 @@ def check_unique(ids: Iterable[str]) -> None:
 
 def pack_floats(values: Sequence[float] | Float32Array) -> bytes:
     """Return `values` as little-endian float32."""
-    if isinstance(values, list):  # more than twice as fast as through an array
+    if isinstance(values, list):  # struct is more than twice as fast as numpy for a list
         return struct.pack(f"<{len(values)}f", *values)
-    return _little_endian(np.asarray(values, np.float32), "<f4")
+    return np.asarray(values, "<f4").tobytes()
 
 
 def pack_ints(values: Sequence[int] | Int32Array) -> bytes:
     """Return `values` as little-endian int32."""
     if isinstance(values, list):
         return struct.pack(f"<{len(values)}i", *values)
-    return _little_endian(np.asarray(values, np.int32), "<i4")
+    return np.asarray(values, "<i4").tobytes()
 
 
 def chunks(messages: Iterable[pb.Experience], limit: int = CHUNK_BYTES) -> Iterator[list[pb.Experience]]:
-    """Group messages so that each group has about `limit` encoded bytes; a larger message travels alone."""
+    """Group messages into chunks of at most `limit` encoded bytes; a larger message gets a chunk of its own."""
     group: list[pb.Experience] = []
     size = 0
     for message in messages:
@@ -198,10 +195,6 @@ def chunks(messages: Iterable[pb.Experience], limit: int = CHUNK_BYTES) -> Itera
         yield group
 
 
-def _little_endian(values: NDArray[np.generic], dtype: str) -> bytes:
-    return np.ascontiguousarray(values, dtype).tobytes()
-
-
 def _mask(data: bytes, count: int, who: str, field: str) -> BoolArray:
     if len(data) != count:
         raise InvalidInput(f"sample {who}: {field} has {len(data)} bytes; {count} tokens need {count}")
@@ -211,7 +204,8 @@ def _mask(data: bytes, count: int, who: str, field: str) -> BoolArray:
 
 
 def _check_behavior(behavior: Float32Array, action_mask: BoolArray, action_bytes: bytes, who: str) -> None:
-    """At most 0 where sampled and NaN elsewhere. Two passes over a good sample; a bad one is looked at again."""
+    """Check that values are at most 0 on sampled tokens and NaN elsewhere."""
+    # Two passes over the array suffice for a valid sample; only an invalid one needs the search for the wrong value.
     at_most_zero = behavior <= 0  # False for NaN
     not_numbers = np.count_nonzero(behavior != behavior)
     if at_most_zero.tobytes() == action_bytes and not_numbers == len(behavior) - np.count_nonzero(at_most_zero):

@@ -1,9 +1,8 @@
-"""One gRPC server with our settings: limits, health, reflection, authorisation, deadlines, errors.
+"""Runs a gRPC server with our limits, health, reflection, authorization, deadlines and errors.
 
-Health: "" is SERVING as soon as the server listens (the process lives); each service's full
-name is SERVING while it is ready. An internal server is plain on loopback and mTLS anywhere
-else. A public server carries `RolloutService` alone, over TLS with bearer tokens unless it is
-on loopback without TLS.
+Health: "" is SERVING as soon as the server listens; the full name of each service, while the service is ready. An
+internal server uses plain text on loopback and mTLS elsewhere. A public server serves only `RolloutService`, over TLS
+with bearer tokens, or in plain text on loopback.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class Server:
-    """One grpc.aio server. Add servicers, then start it on the event loop that will run it."""
+    """A grpc.aio server. Add servicers, then start it on the event loop that will run it."""
 
     def __init__(
         self,
@@ -53,15 +52,15 @@ class Server:
         """Prepare a server; nothing listens yet.
 
         Args:
-            listen: "host:port"; port 0 takes a free one.
-            security: TLS material, None for plain text on loopback.
+            listen: "host:port"; port 0 selects a free port.
+            security: TLS material; None for plain text on loopback.
             public: for agents: bearer tokens instead of certificates, no reflection.
-            max_concurrent_rpcs: calls of one service in flight, above which RESOURCE_EXHAUSTED is the answer at once.
+            max_concurrent_rpcs: calls of one service in flight; more are refused at once with RESOURCE_EXHAUSTED.
                 Watches and probes have limits of their own (`CallSlots`).
-            quotas: what each caller may use; None: as much as the server has.
+            quotas: limits of each caller; None: no limits.
 
         Raises:
-            ConfigError: the address is malformed, or may not be listened on without TLS or tokens.
+            ConfigError: the address is malformed, or needs TLS or tokens.
         """
         self._host, self._port = split_target(listen)
         self._security, self._public = security, public
@@ -91,9 +90,9 @@ class Server:
         """Add one service before `start`.
 
         Args:
-            service: its descriptor, `..._pb2.DESCRIPTOR.services_by_name["XService"]`.
-            register: its generated `add_XServiceServicer_to_server`.
-            servicer: its implementation, with async methods.
+            service: the descriptor, `..._pb2.DESCRIPTOR.services_by_name["XService"]`.
+            register: the generated `add_XServiceServicer_to_server`.
+            servicer: the implementation, with async methods.
         """
         if self._server is not None:
             raise RuntimeError("add servicers before start")
@@ -128,7 +127,7 @@ class Server:
         return join_target(self._host, port)
 
     def set_ready(self, ready: bool) -> None:
-        """Report every service as SERVING or NOT_SERVING. Call it on the server's event loop."""
+        """Set the health of every service. Call it on the server's event loop."""
         self._ready = ready
         if self._server is not None:
             task = asyncio.get_running_loop().create_task(self._set_health(ready))
@@ -136,7 +135,7 @@ class Server:
             task.add_done_callback(self._tasks.discard)
 
     async def stop(self, grace_seconds: float) -> None:
-        """Refuse new calls, let running ones end for `grace_seconds`, then cancel them. Idempotent."""
+        """Refuse new calls and cancel running ones after `grace_seconds`. Idempotent."""
         server, self._server = self._server, None
         if self._connection_limit is not None:
             self._connection_limit.cancel()
@@ -156,7 +155,8 @@ class Server:
 
     def _bind(self, server: grpc.aio.Server) -> int:
         address = join_target(self._host, self._port)
-        if reason := _hindrance(self._host, self._port):  # gRPC names none, and tells the terminal in its own words
+        # gRPC's own exception has no cause, and gRPC prints the cause on stderr.
+        if reason := _bind_error(self._host, self._port):
             raise ConfigError(f"listen = {address!r}: {reason}")
         try:
             if self._security is None:
@@ -167,12 +167,12 @@ class Server:
             raise ConfigError(f"listen = {address!r}: the port could not be opened; {hint}") from None
 
 
-def _hindrance(host: str, port: int) -> str:
-    """Say why an address cannot be listened on, by trying. Empty: it can."""
+def _bind_error(host: str, port: int) -> str:
+    """Try to listen on an address; return the reason why that fails, or an empty string."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC: a port just left is free
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC: a port in TIME_WAIT is free
             probe.bind(address)
             probe.listen()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses, and back. The one table that both sides use."""
+"""Converts errors to gRPC statuses and back."""
 
 from __future__ import annotations
 
@@ -12,32 +12,19 @@ from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
-from fourfold.errors import (
-    AlreadyExists,
-    DeadlinePassed,
-    FourfoldError,
-    Internal,
-    InvalidInput,
-    NotFound,
-    Overloaded,
-    PermissionDenied,
-    StaleEpoch,
-    Unauthenticated,
-    Unavailable,
-    WrongState,
-)
+from fourfold.errors import BY_CODE, FourfoldError, Internal, Unavailable
 from fourfold.text import clean, is_reason
 
 DOMAIN: Final = "fourfold"
-# The text travels in the trailers twice, in the status and percent-encoded; past 8 KiB in all
-# gRPC replaces the whole status by its own error.
+# The text travels in the trailers twice: in the status and percent-encoded. If the trailers exceed 8 KiB, gRPC replaces
+# the whole status by an error of its own.
 _MAX_MESSAGE_BYTES: Final = 2048
+# A longer pause that a server asks for is shortened to this.
 MAX_RETRY_SECONDS: Final = 60.0
-"""Longest pause that a server can ask for; what asks for more is tried again after this."""
 
-# What gRPC says of a connection that did not come about, and what it means.
+# gRPC's text for a failed connection, and explanations of the causes that follow it.
 _CONNECTING: Final = "failed to connect to all addresses"
-_MEANINGS: Final = (
+_EXPLANATIONS: Final = (
     ("Connection refused", "nothing listens there"),
     ("WRONG_VERSION_NUMBER", "it does not speak TLS; start it with the recipe that has [security], too"),
     ("certificate has expired", "its certificate has expired; make a new one with `fourfold certs renew DIR MEMBER`"),
@@ -54,29 +41,11 @@ _MEANINGS: Final = (
     ),
 )
 
-_BY_CODE: dict[str, type[FourfoldError]] = {
-    cls.code: cls
-    for cls in (
-        InvalidInput,
-        Unauthenticated,
-        PermissionDenied,
-        NotFound,
-        StaleEpoch,
-        AlreadyExists,
-        WrongState,
-        Overloaded,
-        Unavailable,
-        DeadlinePassed,
-        Internal,
-    )
-}
-
 
 def to_status(error: FourfoldError) -> Status:
-    """Return the status that carries `error`: its code, its text, one ErrorInfo, a RetryInfo if it has a delay."""
+    """Return the status of `error`: code, text, one ErrorInfo, and a RetryInfo if the error has a delay."""
     number: int = grpc.StatusCode[error.code].value[0]
-    text = _shortened(error.message)
-    status = Status(code=number, message=text)
+    status = Status(code=number, message=_shorten(error.message))
     status.details.add().Pack(ErrorInfo(reason=error.reason, domain=DOMAIN))
     if error.retry_after is not None:
         delay = Duration()
@@ -85,9 +54,9 @@ def to_status(error: FourfoldError) -> Status:
     return status
 
 
-def _shortened(text: str) -> str:
-    """Return the longest beginning of `text` that is small enough when it is percent-encoded."""
-    text = text.encode(errors="replace").decode()  # a path may hold surrogates
+def _shorten(text: str) -> str:
+    """Cut `text` to `_MAX_MESSAGE_BYTES` in its percent-encoded form, between characters."""
+    text = text.encode(errors="replace").decode()  # paths can contain surrogates, which UTF-8 cannot encode
     size = 0
     for end, letter in enumerate(text):
         size += 1 if " " <= letter <= "~" and letter != "%" else 3 * len(letter.encode())
@@ -97,28 +66,26 @@ def _shortened(text: str) -> str:
 
 
 def from_rpc(error: grpc.aio.AioRpcError, *, peer: str) -> FourfoldError:
-    """Return the error that the server raised, as the class it raised.
+    """Return the error of the server, as an instance of the class that the server raised.
 
     Args:
-        error: what a stub raised.
-        peer: who was called, for the message, e.g. "rollout-0 at 127.0.0.1:5000".
+        error: the exception of a stub.
+        peer: the called service, for the message, e.g. "rollout-0 at 127.0.0.1:5000".
     """
     code = error.code()
-    text = _explained(clean(error.details() or code.name))
-    cls = _BY_CODE.get(code.name, Internal)
-    if code is grpc.StatusCode.CANCELLED:
-        cls = Unavailable
-    info, retry_after = _read_details(error)
-    return cls(f"{peer}: {text}", reason=info or code.name, retry_after=retry_after)
+    cls = Unavailable if code is grpc.StatusCode.CANCELLED else BY_CODE.get(code.name, Internal)
+    text = _explain(clean(error.details() or code.name))
+    reason, retry_after = _read_details(error)
+    return cls(f"{peer}: {text}", reason=reason or code.name, retry_after=retry_after)
 
 
-def _explained(text: str) -> str:
-    """Return what a server said as it is, and what gRPC says of a failed connection with its meaning before it."""
+def _explain(text: str) -> str:
+    """Add an explanation to gRPC's text of a failed connection; return any other text unchanged."""
     if not text.startswith(_CONNECTING):
         return text
     cause = text.removeprefix(_CONNECTING).removeprefix("; last error: ")
-    meaning = next((meaning for sign, meaning in _MEANINGS if sign in cause), "")
-    return f"cannot connect: {meaning} ({cause})" if meaning else f"cannot connect: {cause}"
+    explanation = next((explanation for sign, explanation in _EXPLANATIONS if sign in cause), "")
+    return f"cannot connect: {explanation} ({cause})" if explanation else f"cannot connect: {cause}"
 
 
 def _read_details(error: grpc.aio.AioRpcError) -> tuple[str, float | None]:
@@ -127,15 +94,12 @@ def _read_details(error: grpc.aio.AioRpcError) -> tuple[str, float | None]:
     for key, value in metadata:
         if key != "grpc-status-details-bin" or not isinstance(value, bytes):
             continue
-        with suppress(DecodeError):  # a stranger's server; the code and the text are enough
+        with suppress(DecodeError):  # malformed details of another implementation; code and text are enough
             for detail in Status.FromString(value).details:
-                if detail.Is(ErrorInfo.DESCRIPTOR):
-                    info = ErrorInfo()
-                    detail.Unpack(info)
+                info, retry = ErrorInfo(), RetryInfo()
+                if detail.Unpack(info):
                     reason = info.reason if is_reason(info.reason) else ""
-                elif detail.Is(RetryInfo.DESCRIPTOR):
-                    retry = RetryInfo()
-                    detail.Unpack(retry)
+                elif detail.Unpack(retry):
                     delay = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
                     retry_after = min(max(delay, 0.0), MAX_RETRY_SECONDS)
     return reason, retry_after

@@ -1,1 +1,1 @@
-"""Lifecycle of a service process and its membership in a run."""
+"""The process of a service: its life cycle and its membership in a run."""

@@ -1,12 +1,12 @@
-"""The life of a service process, the same for every service: start, ready, member, drain, end.
+"""The life cycle of a service process: start, ready, member of a run, drain, exit.
 
     listen  ->  start()  ->  ready, "READY host:port" on stdout  ->  registered and kept alive
                                                                           |
     exit code  <-  server.stop  <-  on_drain  <-  deregister  <-  not ready: a signal, a drain
                                                                   request, fatal(), or `until`
 
-A drain takes a few seconds at most: each part of it has a bound. A second signal ends the
-process at once. Errors that are meant for people are one line on stderr, the last one.
+Every part of a drain has a time limit, so a drain takes a few seconds at most. A second signal ends the process
+immediately. The last line on stderr is the error message for the user, if there is one.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _WARN_SECONDS: Final = 6 * 3600.0
 _DEREGISTER_SECONDS: Final = 0.5
 _ON_DRAIN_SECONDS: Final = 2.0
 _GRACE_SECONDS: Final = 1.0
-# After a signal, and after a fatal error under a launcher, the process ends even when a library's thread is stuck.
+# After a signal, or a fatal error under a launcher, the process exits even when a thread of a library is stuck.
 _HARD_EXIT_SECONDS: Final = 4.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What a service is started with."""
+    """Command-line options of a service."""
 
     role: str
     """rollout, trainer, reward, reference or coordinator."""
@@ -61,15 +61,15 @@ class ServeOptions:
     """Stable name of the slot, e.g. "rollout-0"."""
     listen: str = "127.0.0.1:0"
     coordinator: str = ""
-    """host:port; empty: the service stands alone."""
+    """host:port; empty: the service runs without a coordinator."""
     run_dir: Path | None = None
-    """Folder of the run, for checkpoints, export and logs."""
+    """Folder of the run, for checkpoints, exports and logs."""
     advertise: str = ""
-    """Host that others dial; empty: the one it listens on."""
+    """Host name or address that other services connect to; empty: the one of `listen`."""
 
 
 class ServiceHost:
-    """Runs one service. Add servicers to `server`, then `run`."""
+    """Runs one service process. Add servicers to `server`, then call `run`."""
 
     def __init__(
         self,
@@ -83,12 +83,12 @@ class ServiceHost:
 
         Args:
             options: from the command line.
-            role: what to register as; None for the coordinator.
-            tokenizer_sha256: 32 bytes, or empty; may be set later, in `start`.
+            role: role in the run; None for the coordinator.
+            tokenizer_sha256: 32 bytes, or empty; `start` may still set it.
             max_concurrent_rpcs: calls of one service in flight on the internal server.
 
         Raises:
-            ConfigError: addresses or certificates are wrong.
+            ConfigError: an address or a certificate is not usable.
         """
         die_with_parent()
         raise_file_limit()
@@ -97,7 +97,7 @@ class ServiceHost:
         self.role = role
         self.tokenizer_sha256 = tokenizer_sha256
         self.security = Security.load(options.config.security, Principal(options.role, options.member_id))
-        self.quotas = Quotas(limits_by_role(agent_limits(options.config), self._granted))
+        self.quotas = Quotas(limits_by_role(agent_limits(options.config), self._token_limits))
         self.server = Server(
             listen=options.listen,
             security=self.security,
@@ -106,7 +106,7 @@ class ServiceHost:
         )
         self.on_drain: list[Callable[[], Awaitable[None]]] = []
         self.target = ""
-        """Where others dial; known once it listens."""
+        """"host:port" for other services; set when the server listens."""
         self._extra_servers: list[Server] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
@@ -117,7 +117,7 @@ class ServiceHost:
             check_target(options.coordinator, self.security)
 
     def public_server(self, listen: str, *, max_concurrent_rpcs: int = 512) -> Server:
-        """Return a second server for agents; the host starts, reports and stops it together with its own."""
+        """Add a server for agents. `run` starts and stops it, and sets its health, with the internal server."""
         server = Server(
             listen=listen,
             security=self.security,
@@ -129,26 +129,29 @@ class ServiceHost:
         return server
 
     def fatal(self, message: str) -> None:
-        """End the service with exit code 1 and `message` last on stderr. From any thread; the first message counts."""
+        """End the service with exit code 1 and `message` as last line on stderr. Thread-safe; only the first counts."""
         self._fatal = self._fatal or message
-        self._wake()
+        self.stop()
 
     def stop(self) -> None:
-        """Drain and end with exit code 0. From any thread."""
-        self._wake()
+        """Drain and exit with code 0. Thread-safe."""
+        if self._loop is None:
+            self._stop.set()
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop.set)
 
     async def run(
         self, *, start: Callable[[], Awaitable[None]] | None = None, until: Awaitable[int] | None = None
     ) -> int:
-        """Serve to the end and return the process's exit code.
+        """Serve until a signal, a drain request, `fatal`, `stop` or the end of `until`; return the exit code.
 
         Args:
-            start: makes the service ready (loads a model); a signal cancels it.
-            until: ends the service with its result as exit code; a signal cancels it, and the
-                exit code is then 128 plus the signal's number.
+            start: makes the service ready, e.g. loads a model; a signal cancels it.
+            until: ends the service, with its result as exit code. A signal cancels it; the exit code is then 128 plus
+                the signal's number.
 
         Returns:
-            0 after a drain, 1 after an error.
+            Without `until`: 0 after a drain, 1 after an error.
         """
         self._loop = asyncio.get_running_loop()
         work: asyncio.Future[int] | None = None
@@ -171,10 +174,10 @@ class ServiceHost:
         finally:
             if work is None and inspect.iscoroutine(until):
                 until.close()
-            self._say_why()
+            self._print_fatal()
 
     async def _make_ready(self, start: Callable[[], Awaitable[None]] | None) -> bool:
-        """Listen, run `start`, report ready; False when the end came first."""
+        """Listen, run `start` and report ready; return False when the service was stopped before."""
         bound = await self.server.start()
         self.target = self._advertised(split_target(bound)[1])
         if start is not None:
@@ -185,13 +188,13 @@ class ServiceHost:
             await server.start()
         for server in (self.server, *self._extra_servers):
             server.set_ready(True)
-        with suppress(OSError):  # nobody reads our stdout any more
+        with suppress(OSError):  # the reader of stdout is gone
             sys.stdout.write(f"READY {self.target}\n")
             sys.stdout.flush()
         return True
 
     async def _serve(self, member: Membership | None, work: asyncio.Future[int] | None) -> None:
-        """Wait for the end, whatever brings it. Errors of the members' task and of `until` are raised."""
+        """Wait for a stop or the end of a task; raise errors of the membership and of `until`."""
         stop = asyncio.ensure_future(self._stop.wait())
         keep_alive = asyncio.ensure_future(member.run()) if member else None
         warning = asyncio.ensure_future(self._warn_of_expiry()) if self.security else None
@@ -200,14 +203,14 @@ class ServiceHost:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks - {stop}:
                 if task.done() and not self._stop.is_set():
-                    await task  # raises what it raised
+                    await task  # raises its error
         finally:
             for task in tasks - {work}:
                 task.cancel()
             await asyncio.wait(tasks - {work})
 
     async def _warn_of_expiry(self) -> None:
-        """Log a few times a day that our certificate expires soon."""
+        """Warn every few hours when our certificate expires soon."""
         while self.security is not None:
             if text := expiry_warning(self.options.member_id, self.security.days_left):
                 _log.warning("%s", text)
@@ -218,7 +221,7 @@ class ServiceHost:
         for server in self._extra_servers:
             server.set_ready(False)
         if self._signal is not None or (self._fatal and PARENT_PID_VARIABLE in os.environ):
-            _exit_later(1 if self._signal is None else 128 + self._signal, self._say_why)
+            _exit_later(1 if self._signal is None else 128 + self._signal, self._print_fatal)
         if member is not None:
             await member.leave(timeout=_DEREGISTER_SECONDS)
         for name, step in [(getattr(c, "__qualname__", "on_drain"), c) for c in self.on_drain]:
@@ -229,13 +232,13 @@ class ServiceHost:
         await asyncio.gather(*(s.stop(_GRACE_SECONDS) for s in (self.server, *self._extra_servers)))
 
     async def _bounded(self, name: str, step: Awaitable[None]) -> None:
-        """Run one step of the drain; the others run whatever becomes of it."""
+        """Run one step of the drain with a time limit; log its error, so that the other steps run."""
         (result,) = await asyncio.gather(asyncio.wait_for(step, _ON_DRAIN_SECONDS), return_exceptions=True)
         if isinstance(result, BaseException):
-            _log.error("%s failed while draining", name, exc_info=result)
+            _log.error("a step of the drain failed: %s", name, exc_info=result)
 
     async def _unless_stopped(self, work: Awaitable[None]) -> None:
-        """Await `work`; cancel it when the end comes first."""
+        """Await `work`; cancel it when the service is stopped first."""
         task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -262,23 +265,23 @@ class ServiceHost:
             on_drain=self.stop,
         )
 
-    def _granted(self, name: str) -> Mapping[str, float]:
-        """Return the limits that the token of an agent has of its own."""
+    def _token_limits(self, name: str) -> Mapping[str, float]:
+        """Return the limits in the grant of an agent's token."""
         grant = self.security.tokens.get(name) if self.security else None
         return grant.limits if grant else {}
 
     def _advertised(self, port: int) -> str:
-        """Return the target that others dial."""
+        """Return "host:port" for other services."""
         host = self.options.advertise or split_target(self.options.listen)[0]
         if host in ("0.0.0.0", "::"):
             raise ConfigError(
-                f"listen = {self.options.listen!r} is every address of this machine; name the one that others dial "
-                f"with --advertise HOST"
+                f"listen = {self.options.listen!r} is every address of this machine; give the one that others "
+                f"connect to with --advertise HOST"
             )
         return join_target(host, port)
 
     def _check_advertised(self) -> None:
-        """Refuse a host that nobody may dial: the coordinator would refuse it, after a model was loaded."""
+        """Refuse a host that the coordinator would refuse, before a model is loaded."""
         host = self.options.advertise
         if host and self.security is None and not is_loopback(host):
             raise ConfigError(
@@ -294,24 +297,18 @@ class ServiceHost:
             return work.result()
         return 128 + self._signal if self._signal is not None and work is not None else 0
 
-    def _say_why(self) -> None:
-        """Write the fatal error on stderr, if there is one: a launcher reads it there."""
+    def _print_fatal(self) -> None:
+        """Write the fatal error, if any, on stderr, where a launcher reads it."""
         if self._fatal:
-            _say(f"{self.options.member_id}: {self._fatal}")
-
-    def _wake(self) -> None:
-        if self._loop is None:
-            self._stop.set()
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._stop.set)
+            _print_error(f"{self.options.member_id}: {self._fatal}")
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Drain on the first SIGTERM or SIGINT, exit on the second. Only in the main thread; elsewhere call `stop`."""
+        """Drain on the first SIGTERM or SIGINT, exit on the second. Outside of the main thread, do nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        # Not loop.add_signal_handler: the second signal must work while the loop is stuck.
+        # Not loop.add_signal_handler, because the second signal must work while the event loop is blocked.
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             yield
@@ -323,7 +320,7 @@ class ServiceHost:
         if self._signal is not None:
             os._exit(128 + number)
         self._signal = number
-        self._wake()
+        self.stop()
 
 
 def agent_limits(config: Config) -> CallerLimits:
@@ -332,16 +329,18 @@ def agent_limits(config: Config) -> CallerLimits:
     return CallerLimits(**config.rollout.agents.model_dump(include=names, exclude_none=True))
 
 
-def _say(line: str) -> None:
+def _print_error(line: str) -> None:
     with suppress(OSError):
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
 
-def _exit_later(code: int, say_why: Callable[[], None]) -> None:
+def _exit_later(code: int, print_fatal: Callable[[], None]) -> None:
+    """Exit after `_HARD_EXIT_SECONDS`, even when threads are stuck."""
+
     def leave() -> None:
-        _say(f"still here {_HARD_EXIT_SECONDS} s after the drain began; leaving")
-        say_why()
+        _print_error(f"the drain took more than {_HARD_EXIT_SECONDS} s; exiting")
+        print_fatal()
         os._exit(code)
 
     timer = threading.Timer(_HARD_EXIT_SECONDS, leave)

@@ -1,13 +1,13 @@
-"""Keeps a service's lease at the coordinator alive for as long as the service runs.
+"""Registers a service at the coordinator and renews its lease while the service runs.
 
-              register                 lease gone, or the coordinator unreachable
+               register                    lease lost, or coordinator unreachable
    outside ---------------> member ------------------------------------------------> outside
-      |  ^ back off, try again  | keep alive every third of the lease
-      +--+                      +--> drain requested: told once to the host
+      |  ^ back off, retry     | keep alive after every third of the lease
+      +--+                     +--> on_drain, when the coordinator requests a drain
 
-Liveness is the lease, never the connection. Registering again with the same incarnation is
-harmless, so any failure leads back to it. Only an answer that can never change (the wrong
-tokenizer, no permission) ends the service.
+Only the lease decides whether a member is alive, not the connection. Registering again with the same incarnation is
+idempotent, so every failure leads back to it. Errors that can never change (wrong tokenizer, no permission) end the
+service.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ log = logging.getLogger("fourfold.service.membership")
 _FIRST_BACKOFF_SECONDS: Final = 0.2
 _MAX_BACKOFF_SECONDS: Final = 5.0
 _CALL_TIMEOUT_SECONDS: Final = 5.0
-_FINAL: Final = (AlreadyExists, InvalidInput, PermissionDenied, Unauthenticated, WrongState)
+_PERMANENT: Final = (AlreadyExists, InvalidInput, PermissionDenied, Unauthenticated, WrongState)
 
 
 class Membership:
-    """One member of the run. `run` it in a task; `leave` when the service drains."""
+    """One member of a run. Call `run` in a task, and `leave` when the service drains."""
 
     def __init__(
         self,
@@ -54,17 +54,17 @@ class Membership:
         clock: Clock = SYSTEM_CLOCK,
         random_source: random.Random | None = None,
     ) -> None:
-        """Prepare a member with a fresh incarnation.
+        """Prepare a member with a new incarnation.
 
         Args:
-            client: of the coordinator.
-            member_id: stable name of the slot.
-            role: what the member does.
-            target: where it serves.
+            client: client of the coordinator.
+            member_id: stable name of the slot, e.g. "rollout-0".
+            role: the member's role.
+            target: "host:port" of the service.
             tokenizer_sha256: 32 bytes, or empty.
-            on_drain: called each time the coordinator asks the member to drain.
-            clock: time.
-            random_source: of the back-off's jitter.
+            on_drain: called each time the coordinator requests a drain.
+            clock: schedules the calls.
+            random_source: jitter of the back-off.
         """
         self._client = client
         self._member_id, self._role, self._target = member_id, role, target
@@ -78,37 +78,37 @@ class Membership:
 
     @property
     def registered(self) -> bool:
-        """Whether the last that was heard is that the lease lives."""
+        """Whether the last call confirmed the lease."""
         return self._lease is not None
 
     async def run(self) -> None:
         """Register and keep alive until cancelled.
 
         Raises:
-            FourfoldError: the coordinator will never accept this member.
+            FourfoldError: the coordinator can never accept this member.
         """
         while True:
             try:
                 wait = await self._once()
                 self._failures = 0
-            except _FINAL:
+            except _PERMANENT:
                 raise
             except FourfoldError as error:
                 wait = self._failed(error)
             await self._clock.sleep(wait)
 
     async def leave(self, *, timeout: float) -> None:
-        """Give the lease back, if there is one. A coordinator that does not answer is let be: the lease ends anyway."""
+        """Return the lease, if there is one. Errors are only logged, because the lease expires anyway."""
         lease, self._lease = self._lease, None
         if lease is None:
             return
         try:
             await self._client.deregister(lease.token, timeout=timeout)
         except FourfoldError as error:
-            log.info("could not deregister: %s", error)
+            log.info("deregistration failed: %s", error)
 
     async def _once(self) -> float:
-        """Register or keep alive once; return seconds until the next time."""
+        """Register or keep alive once; return the seconds until the next call."""
         if self._lease is None:
             self._lease = await self._client.register(
                 member_id=self._member_id,
@@ -127,12 +127,12 @@ class Membership:
         return ttl / 3
 
     def _failed(self, error: FourfoldError) -> float:
-        """Note a failure; return seconds to wait before registering again."""
+        """Drop the lease after a failure; return the seconds until the next registration."""
         was_member, self._lease = self._lease is not None, None
         self._failures += 1
-        if was_member or self._failures == 1:  # the first of a series; a coordinator may be away for hours
-            state = "the lease is lost" if was_member else "not registered yet"
-            log.warning("%s, trying until the coordinator answers: %s", state, error)
+        if was_member or self._failures == 1:  # log only the first of a series, which may last for hours
+            state = "lost the lease" if was_member else "registration failed"
+            log.warning("%s; retrying until the coordinator accepts: %s", state, error)
         if was_member and isinstance(error, NotFound):
             return 0.0
         limit = min(_FIRST_BACKOFF_SECONDS * 2.0 ** min(self._failures - 1, 10), _MAX_BACKOFF_SECONDS)

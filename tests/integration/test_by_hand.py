@@ -215,7 +215,9 @@ def test_a_service_with_certificates_of_another_ca_does_not_join(by_hand: ByHand
     (line,) = [line for line in readme_commands() if line.startswith("fourfold serve reward")]
     by_hand.target("coordinator")
     by_hand.start("other", line.replace(RECIPE, "other.toml") + " --member-id reward-1")
-    said = r"not registered yet, trying until the coordinator answers: .* its certificate is not of our CA; both need"
+    said = (
+        r"registration failed; retrying until the coordinator accepts: .* its certificate is not of our CA; both need"
+    )
     until(lambda: re.search(said, by_hand.output("other")))
     assert by_hand.end("other")[0] == 0
     assert "reward-1" not in by_hand.output("coordinator")

@@ -17,7 +17,7 @@ from fourfold import metrics
 from fourfold.arrays import BoolArray, Float32Array, Sample
 from fourfold.bounds import MAX_RAISED_VERSION, check_number
 from fourfold.errors import InvalidInput
-from fourfold.rpc.codec import check_id, check_unique, decode, decode_token_ids, floats, pack_floats
+from fourfold.rpc.codec import check_id, check_unique, decode, decode_token_ids, pack_floats, unpack_floats
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.types.v1 import experience_pb2
@@ -225,7 +225,7 @@ def _check_size(request: Message, experiences: Sequence[experience_pb2.Experienc
 
 def _loss_weights(message: pb.WeightedSample, count: int) -> Float32Array:
     who = message.experience.sample_id
-    weights = floats(message.loss_weights, count, who, "loss_weights")
+    weights = unpack_floats(message.loss_weights, count, who, "loss_weights")
     wrong = np.flatnonzero(~np.isfinite(weights))
     if len(wrong):
         raise InvalidInput(f"sample {who}: loss_weights[{wrong[0]}] is {weights[wrong[0]]}; it must be finite")

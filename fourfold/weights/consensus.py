@@ -1,7 +1,7 @@
-"""The workers of one engine join an epoch all or none: none changes anything before each knows whether one refuses.
+"""Makes the workers of one engine join an epoch all or none: each learns whether any of them refuses before it changes.
 
-What does not fit shows in some workers alone: a tensor that is too large in the first, one that is too small in the
-last. Without this, those that saw nothing would leave the epoch before and wait for senders.
+A manifest may fit some workers and not others: a tensor that is too large shows in the first worker, one that is too
+small in the last. Without a vote, the workers that see no problem would leave the last epoch and wait for senders.
 """
 
 from __future__ import annotations
@@ -14,72 +14,72 @@ import torch
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from fourfold.errors import FourfoldError, Unavailable
-from fourfold.weights.transport.base import Deadline
+from fourfold.weights.transport.waiting import Deadline
 from fourfold.weights.worker_control import error_reply, reply_error
 
 # Room for the longest message with every character escaped.
-_BYTES: Final = 1 << 14
-_MOST_CHARACTERS: Final = 1000
-# Also a worker that comes late has an answer, which the others wait for.
-_LEAST_SECONDS: Final = 1.0
+_VOTE_BYTES: Final = 1 << 14
+_MESSAGE_CHARACTERS: Final = 1000
+# A worker whose deadline has passed still votes, because the others wait for its vote.
+_MIN_SECONDS: Final = 1.0
 
 
-class Workers(Protocol):
-    """All workers of an engine, as one of them sees them."""
+class WorkerConsensus(Protocol):
+    """A vote of all workers of an engine."""
 
     def first_refusal(self, own: FourfoldError | None, deadline: Deadline) -> FourfoldError | None:
-        """Return the error of the first worker that has one; every worker calls this, once for each epoch to join.
+        """Return the error of the first worker that has one. Every worker calls this once for each epoch to join.
 
         Args:
-            own: this worker's; None: the epoch fits.
+            own: this worker's error; None: the epoch fits.
             deadline: of the call.
 
         Raises:
-            Unavailable: a worker did not answer.
+            Unavailable: a worker did not vote.
         """
 
 
 class OneWorker:
-    """An engine of one worker."""
+    """The vote of an engine with one worker."""
 
     def first_refusal(self, own: FourfoldError | None, deadline: Deadline) -> FourfoldError | None:
-        """Return its own."""
+        """Return this worker's error."""
         return own
 
 
-class GroupOfWorkers:
-    """Several, which have a process group of gloo."""
+class GroupConsensus:
+    """The vote of several workers, which share a gloo process group."""
 
     def __init__(self, group: Any, rank: int, count: int) -> None:
-        """Use a group; `rank` of `count` is this worker's in it."""
+        """Use a process group in which this worker is `rank` of `count`."""
         self._group, self._rank, self._count = group, rank, count
 
     def first_refusal(self, own: FourfoldError | None, deadline: Deadline) -> FourfoldError | None:
-        """Exchange the answers."""
-        answers = [torch.zeros(_BYTES, dtype=torch.uint8) for _ in range(self._count)]
+        """Gather all votes; see `WorkerConsensus`."""
+        votes = [torch.zeros(_VOTE_BYTES, dtype=torch.uint8) for _ in range(self._count)]
         options = AllgatherOptions()
-        options.timeout = timedelta(seconds=max(deadline.remaining, _LEAST_SECONDS))
+        options.timeout = timedelta(seconds=max(deadline.remaining, _MIN_SECONDS))
         try:
-            self._group.allgather([answers], [_pack(own)], options).wait()
+            self._group.allgather([votes], [_pack(own)], options).wait()
         except RuntimeError as error:
             raise Unavailable(
                 f"the {self._count} workers of the engine could not agree on an epoch, one of them is gone or stuck "
-                f"({str(error)[:200]}); start the engine anew"
+                f"({str(error)[:200]}); restart the engine"
             ) from None
-        for rank, answer in enumerate(answers):
-            if (refusal := _unpack(answer)) is not None:
+        for rank, vote in enumerate(votes):
+            if (refusal := _unpack(vote)) is not None:
                 if rank == self._rank:
                     return own
-                return type(refusal)(f"{refusal.message} (so says worker {rank})", reason=refusal.reason)
+                return type(refusal)(f"{refusal.message} (refused by worker {rank})", reason=refusal.reason)
         return None
 
 
 def _pack(error: FourfoldError | None) -> torch.Tensor:
-    answer = {} if error is None else error_reply(error)
+    vote = {} if error is None else error_reply(error)
     if error is not None:
-        answer["message"] = error.message[:_MOST_CHARACTERS]
-    packed = torch.zeros(_BYTES, dtype=torch.uint8)
-    data = json.dumps(answer).encode()
+        vote["message"] = error.message[:_MESSAGE_CHARACTERS]
+    packed = torch.zeros(_VOTE_BYTES, dtype=torch.uint8)
+    data = json.dumps(vote).encode()
     packed[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return packed
 

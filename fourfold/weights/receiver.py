@@ -1,14 +1,12 @@
-"""One engine worker's side of a weight update, whatever the engine: epochs, transfer, digest, state.
+"""Runs an engine worker's side of a weight update, for any engine: epochs, transfer, digest, state.
 
-    open     an applier bakes the manifest, all workers of the engine agree, then the transport meets the senders
-    receive  transport -> sums in passing -> applier -> nothing changed underneath?
-    commit   the received weights are the served ones
-    abort    close the epoch and tell whether the weights are whole and the served version's
+    open     an applier checks the manifest, all workers of the engine agree, then the transport meets the senders
+    receive  transport -> sums of what passes -> applier -> check that the data did not change meanwhile
+    commit   the received weights are the ones served
+    abort    close the epoch and return whether the model holds exactly the served version
 
-Samples may be in the engine meanwhile, but an engine that waits for its workers continues none
-before they have met the senders. Until those are there nothing of the model is touched: what
-fails before leaves it clean. An epoch ends with the first error; weights stay dirty until a later receive succeeds.
-One thread calls everything; a `AbortFlag` ends its waits from outside.
+The model is untouched until the senders have announced the version, so a failure before that leaves it clean. An epoch
+ends with its first error. A dirty model stays dirty until a later receive succeeds.
 """
 
 from __future__ import annotations
@@ -17,48 +15,51 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fourfold.errors import FourfoldError, Internal, StaleEpoch, WrongState
 from fourfold.weights.apply.reload import Applier, ApplyReport, CannotApply, ModelState
-from fourfold.weights.consensus import OneWorker, Workers
+from fourfold.weights.consensus import OneWorker, WorkerConsensus
 from fourfold.weights.digest import digest_of, unsummed_digest
-from fourfold.weights.manifest import Manifest
+from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.tensor_sums import TensorSums, warm_up
-from fourfold.weights.transport.base import Deadline, ReceiveTransport, TransferGroup, make_receiver
-from fourfold.weights.transport.sink import SummingSink
+from fourfold.weights.transport.base import ReceiveTransport, Sink, TransferGroup, make_receiver
+from fourfold.weights.transport.waiting import Deadline
 from fourfold.weights.worker_control import AbortFlag
 
 
 @dataclass(slots=True)
-class _Session:
+class _Epoch:
     """The open epoch."""
 
-    epoch: int
+    number: int
     manifest: Manifest
-    transport: ReceiveTransport
+    transport: ReceiveTransport[Any, Any]
     applier: Applier
-    stop: AbortFlag | None = None
+    abort_flag: AbortFlag | None = None
     received_version: int = -1
     sums: bytes = b""
     seconds: dict[str, float] = field(default_factory=dict)
 
 
 class WeightReceiver:
-    """Receives and applies weights."""
+    """Receives weights and applies them to one worker's model. One thread calls it; an `AbortFlag` ends its waits."""
 
-    def __init__(self, appliers: Sequence[Applier], device: torch.device, workers: Workers | None = None) -> None:
+    def __init__(
+        self, appliers: Sequence[Applier], device: torch.device, consensus: WorkerConsensus | None = None
+    ) -> None:
         """Serve a model that holds whole weights now.
 
         Args:
-            appliers: the best first; each epoch uses the first that can take its manifest.
+            appliers: in order of preference; each epoch uses the first one that can take its manifest.
             device: of the model.
-            workers: all of the engine; None: it has one.
+            consensus: the link to the other workers of the engine; None: there is one worker.
         """
         self._appliers, self._device = tuple(appliers), device
-        self._workers: Workers = workers or OneWorker()
-        self._session: _Session | None = None
+        self._consensus: WorkerConsensus = consensus or OneWorker()
+        self._open_epoch: _Epoch | None = None
         self._last_epoch = -1
         self._uncommitted = False
         self._dirty = False
@@ -72,37 +73,37 @@ class WeightReceiver:
         receiver_count: int,
         receiver_index: int,
         timeout: float,
-        stop_path: str = "",
+        abort_path: str = "",
     ) -> ApplyReport:
-        """Join an epoch, replacing the open one. When it does not fit one of the workers, nothing changes in any.
+        """Join an epoch, replacing the open one. If any worker refuses it, nothing changes in any worker.
 
         Raises:
-            StaleEpoch: the epoch is not above the last one, or was given up already.
+            StaleEpoch: the epoch is not above the last one, or was aborted already.
             InvalidInput: bad manifest, offers or numbers.
             WrongState: the manifest does not fit the model, or the model cannot be updated.
             DeadlinePassed, Unavailable: the senders cannot be met; the epoch is closed.
         """
-        stop = AbortFlag.attach(Path(stop_path)) if stop_path else None
-        deadline = _deadline(timeout, stop, epoch)
+        flag = AbortFlag.attach(Path(abort_path)) if abort_path else None
+        deadline = _deadline(timeout, flag, epoch)
         own: FourfoldError | None = Internal("the epoch could not be checked; the engine's log has the traceback")
         try:
-            session, report = self._prepare(epoch, backend, manifest, offers, receiver_count, receiver_index)
+            opening, report = self._prepare(epoch, backend, manifest, offers, receiver_count, receiver_index)
             own = None
         except FourfoldError as error:
             own = error
-        finally:  # whatever happened here: the others wait for an answer
-            refusal = self._workers.first_refusal(own, deadline)
+        finally:  # also for errors that are not caught here: the other workers wait for this one's vote
+            refusal = self._consensus.first_refusal(own, deadline)
         if refusal is not None:
-            if own is None and self._session is not None:  # its applier expects the other manifest now
-                self._session.applier.bake(self._session.manifest)
+            if own is None and self._open_epoch is not None:  # _prepare baked the new manifest into the applier
+                self._open_epoch.applier.bake(self._open_epoch.manifest)
             raise refusal
         self._close()
-        self._last_epoch, self._session = epoch, session
-        session.stop = stop
+        self._last_epoch, self._open_epoch = epoch, opening
+        opening.abort_flag = flag
         opened = False
         try:
             warm_up(self._device)
-            session.transport.open(deadline)
+            opening.transport.open(deadline)
             opened = True
         finally:
             if not opened:
@@ -110,84 +111,82 @@ class WeightReceiver:
         return report
 
     def receive(self, epoch: int, policy_version: int, timeout: float, skip_sums: bool = False) -> bytes:
-        """Receive `policy_version` and put it into the model; return its digest (32 bytes).
+        """Receive `policy_version` into the model and return its digest (32 bytes).
 
-        The model must not run meanwhile. After an error it can run again; `abort` tells with what.
+        The model must not run meanwhile. After an error it can run again; `abort` returns what it holds.
 
         Args:
-            epoch: the open one.
-            policy_version: that is due.
-            timeout: seconds.
-            skip_sums: the sender leaves the sums out, too; the digest says nothing of the tensors then.
+            epoch: the open epoch.
+            policy_version: the version that is due.
+            timeout: in seconds.
+            skip_sums: compute no sums, as the sender does; the digest then does not depend on the weights.
 
         Raises:
-            StaleEpoch: not the open epoch, or it was given up.
-            WrongState: another version arrived, or the sender overwrote what was being read.
+            StaleEpoch: not the open epoch, or it was aborted.
+            WrongState: another version arrived, or the sender overwrote the data while it was being read.
             DeadlinePassed, Unavailable: nothing arrived.
         """
-        session = self._current(epoch)
-        deadline = _deadline(timeout, session.stop, epoch)
-        self._dirty |= self._uncommitted  # what is held now was never served
+        current = self._current(epoch)
+        deadline = _deadline(timeout, current.abort_flag, epoch)
+        self._dirty |= self._uncommitted  # the weights held now were received, but never served
         self._uncommitted = False
-        clock = _Clock(session.seconds)
+        clock = _Clock(current.seconds)
         done = False
         try:
-            applier = session.applier
-            applier.begin(stable=session.transport.stable)
-            sink = None if skip_sums else SummingSink(applier, TensorSums(session.manifest))
+            applier = current.applier
+            applier.begin(stable=current.transport.stable)
+            sink = None if skip_sums else _SummingSink(applier, TensorSums(current.manifest))
             clock.lap("begin")
-            session.transport.receive(policy_version, sink or applier, deadline)
+            current.transport.receive(policy_version, sink or applier, deadline)
             clock.lap("transfer")
             applier.finish()
-            self._dirty = True  # until it is certain that the memory was not rewritten meanwhile
+            self._dirty = True  # until `check` below shows that the data did not change meanwhile
             clock.lap("apply")
-            session.sums = sink.finish() if sink else b""
+            current.sums = sink.finish() if sink else b""
             clock.lap("sums")
-            session.transport.check()
+            current.transport.check()
             self._dirty, self._uncommitted = False, True
-            session.received_version = policy_version
+            current.received_version = policy_version
             done = True
         finally:
             if not done:
-                self._dirty |= session.applier.abort() == "dirty"
+                self._dirty |= current.applier.abort() == "dirty"
                 self._close()
         if skip_sums:
-            return unsummed_digest(session.manifest, policy_version)
-        return digest_of(session.manifest, session.sums)
+            return unsummed_digest(current.manifest, policy_version)
+        return digest_of(current.manifest, current.sums)
 
     def timings(self, epoch: int) -> dict[str, float]:
         """Return the seconds that parts of the last `receive` took: begin, transfer, apply, sums."""
         return dict(self._current(epoch).seconds)
 
     def sums(self, epoch: int) -> bytes:
-        """Return the sums of every tensor that was received last, empty when they were left out."""
+        """Return the sums of the version received last; empty if it was received without sums."""
         return self._current(epoch).sums
 
     def commit(self, epoch: int, policy_version: int) -> None:
-        """Note that the received version is served. Again: does nothing.
+        """Record that the received version is served. Idempotent.
 
         Raises:
             StaleEpoch: not the open epoch.
             WrongState: that version was not received.
         """
-        session = self._current(epoch)
-        if session.received_version != policy_version:
-            raise WrongState(
-                f"version {policy_version} cannot be committed: the last one received is {session.received_version}"
-            )
+        received = self._current(epoch).received_version
+        if received != policy_version:
+            raise WrongState(f"version {policy_version} cannot be committed: the last one received is {received}")
         self._uncommitted = False
 
     def abort(self, epoch: int) -> ModelState:
-        """Close the epoch; return "clean" when the model holds the served version's weights. Idempotent.
+        """Close the epoch; return "clean" if the model holds exactly the served version. Idempotent.
 
-        Weights that were received but not committed are whole, but not those that are served: "dirty".
+        A version that was received but not committed is whole, yet not the one served: "dirty".
 
         Raises:
             StaleEpoch: another epoch is open.
         """
-        if self._session is not None:
-            self._current(epoch)
-            self._dirty |= self._session.applier.abort() == "dirty"
+        if self._open_epoch is not None:
+            current = self._current(epoch)
+            self._dirty |= current.applier.abort() == "dirty"
         self._dirty |= self._uncommitted
         self._uncommitted = False
         self._close()
@@ -195,8 +194,8 @@ class WeightReceiver:
 
     def _prepare(
         self, epoch: int, backend: str, manifest: bytes, offers: Sequence[bytes], receiver_count: int, index: int
-    ) -> tuple[_Session, ApplyReport]:
-        """Check everything and make what the epoch needs; nothing changes."""
+    ) -> tuple[_Epoch, ApplyReport]:
+        """Check everything and make the parts of the epoch, without a change to the open one."""
         if epoch <= self._last_epoch:
             raise StaleEpoch(f"epoch {epoch} is not above the last one, {self._last_epoch}; use a higher one")
         parsed = Manifest.from_bytes(manifest)
@@ -204,7 +203,7 @@ class WeightReceiver:
         transport = make_receiver(backend, group, index, self._device)
         transport.accept(offers)
         applier, report = self._bake(parsed)
-        return _Session(epoch, parsed, transport, applier), report
+        return _Epoch(epoch, parsed, transport, applier), report
 
     def _bake(self, manifest: Manifest) -> tuple[Applier, ApplyReport]:
         """Return the best applier for a manifest, and how it will apply it."""
@@ -218,31 +217,60 @@ class WeightReceiver:
                 return applier, replace(report, reload_reason="; ".join(reasons))
         raise WrongState(f"the weights cannot be applied: {'; '.join(reasons)}")
 
-    def _current(self, epoch: int) -> _Session:
-        if self._session is None or self._session.epoch != epoch:
-            state = "open" if self._session is not None else "closed"
+    def _current(self, epoch: int) -> _Epoch:
+        if self._open_epoch is None or self._open_epoch.number != epoch:
+            state = "open" if self._open_epoch is not None else "closed"
             raise StaleEpoch(f"epoch {epoch} is not open; the last one is {self._last_epoch}, {state}")
-        return self._session
+        return self._open_epoch
 
     def _close(self) -> None:
-        session, self._session = self._session, None
-        if session is not None:
-            session.transport.abort()
-            session.transport.close()
+        closing, self._open_epoch = self._open_epoch, None
+        if closing is not None:
+            closing.transport.abort()
+            closing.transport.close()
 
 
-def _deadline(timeout: float, stop: AbortFlag | None, epoch: int) -> Deadline:
-    return Deadline(timeout, stopped=None if stop is None else lambda: stop.is_aborted(epoch))
+class _SummingSink:
+    """Computes the sums of all elements on their way into a sink."""
+
+    def __init__(self, sink: Sink, sums: TensorSums) -> None:
+        self._sink, self._sums = sink, sums
+        self._in_place: list[tuple[Span, torch.Tensor]] = []
+
+    def slot(self, span: Span) -> torch.Tensor | None:
+        """Return the sink's slot, whose elements `finish` adds when they have arrived."""
+        if (slot := self._sink.slot(span)) is not None:
+            self._in_place.append((span, slot))
+        return slot
+
+    def take(self, span: Span, values: torch.Tensor) -> None:
+        """Add the elements and pass them on. Elements for a slot are added in the slot, which checks the copy too."""
+        if self.slot(span) is None:
+            self._sums.add([(span, values)])
+        self._sink.take(span, values)
+
+    def flush(self) -> None:
+        """Flush the sink."""
+        self._sink.flush()
+
+    def finish(self) -> bytes:
+        """Return the sums of all tensors."""
+        self._sums.add(self._in_place)
+        return self._sums.to_bytes()
 
 
 class _Clock:
-    """Writes down how long each part takes."""
+    """Writes the seconds between laps into a dict."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self._seconds = seconds
         self._last = time.perf_counter()
 
     def lap(self, part: str) -> None:
-        """End a part."""
+        """End a part and begin the next."""
         now = time.perf_counter()
         self._seconds[part], self._last = now - self._last, now
+
+
+def _deadline(timeout: float, flag: AbortFlag | None, epoch: int) -> Deadline:
+    return Deadline(timeout, stopped=None if flag is None else lambda: flag.is_aborted(epoch))

@@ -22,7 +22,8 @@ from fourfold.errors import InvalidInput, StaleEpoch, WrongState
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source.base import WeightSource, torch_dtype
 from fourfold.weights.tensor_sums import partial_sums, warm_up
-from fourfold.weights.transport.base import Deadline, SendTransport, TransferGroup, aborted, make_sender
+from fourfold.weights.transport.base import SendTransport, TransferGroup, make_sender
+from fourfold.weights.transport.waiting import Deadline, aborted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,8 @@ from fourfold.rpc.channel import open_channel
 from fourfold.rpc.codec import encode
 from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 from fourfold.weights.manifest import Manifest
-from fourfold.weights.transport.base import Deadline, TransferGroup, make_receiver
+from fourfold.weights.transport.base import TransferGroup, make_receiver
+from fourfold.weights.transport.waiting import Deadline
 from tests.support.plain_trainer import lookup
 from tests.support.trainer_driver import LEARNING_RATE, REPOSITORY, VOCABULARY, batch, trainer_environment
 from tests.support.weight_peers import Collector

@@ -25,7 +25,8 @@ import torch
 from fourfold.errors import WrongState
 from fourfold.weights.digest import combine_digest
 from fourfold.weights.tensor_sums import partial_sums
-from fourfold.weights.transport.base import Deadline, TransferGroup, make_receiver
+from fourfold.weights.transport.base import TransferGroup, make_receiver
+from fourfold.weights.transport.waiting import Deadline
 from tests.support.trainer_driver import Case, Run
 from tests.support.weight_peers import Collector
 

@@ -22,7 +22,8 @@ from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.source.fused_params import sent_parameters
 from fourfold.weights.tensor_sums import partial_sums
-from fourfold.weights.transport.base import Deadline, TransferGroup, make_receiver
+from fourfold.weights.transport.base import TransferGroup, make_receiver
+from fourfold.weights.transport.waiting import Deadline
 
 SHAPES: Final[dict[str, tuple[int, ...]]] = {"embed.weight": (37, 8), "mlp.weight": (5, 7, 3), "norm.weight": (8,)}
 

@@ -43,7 +43,7 @@ from fourfold.errors import FourfoldError, Internal
 from fourfold.host.process_tree import die_with, die_with_parent, parent_of
 from fourfold.weights.apply.direct import DirectApplier
 from fourfold.weights.apply.reload import CopyRecorder, NamedTensors, ReloadApplier, Trace, not_fitting
-from fourfold.weights.consensus import GroupOfWorkers, OneWorker, Workers
+from fourfold.weights.consensus import GroupConsensus, OneWorker, WorkerConsensus
 from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.source.base import synchronize
 from fourfold.weights.transport.base import available_backends
@@ -335,11 +335,11 @@ def _rank(worker: Any) -> int:
     return int(worker.rank)
 
 
-def _workers() -> Workers:
+def _workers() -> WorkerConsensus:
     world = get_world_group()
     if world.world_size == 1:
         return OneWorker()
-    return GroupOfWorkers(world.cpu_group, world.rank_in_group, world.world_size)
+    return GroupConsensus(world.cpu_group, world.rank_in_group, world.world_size)
 
 
 def _noting(tensors: NamedTensors, handed_out: list[str]) -> Iterator[tuple[str, torch.Tensor]]:

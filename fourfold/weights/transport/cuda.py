@@ -1,7 +1,7 @@
-"""What the CUDA transports need of CuPy and the driver, in one place. Importing it needs neither a GPU nor CuPy.
+"""Wraps the calls of CuPy and the CUDA driver that the GPU transports need. Importing it needs neither a GPU nor CuPy.
 
-Memory is shared by CUDA's own 64-byte handles and NCCL is used through its communicators: nothing
-is pickled, and nothing private of PyTorch is called.
+CuPy gives CUDA's own 64-byte memory handles and NCCL's communicators with abort and asynchronous errors, so nothing is
+pickled and no private function of PyTorch is called.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, Final, Protocol, TypeVar
 import torch
 
 from fourfold.errors import FourfoldError, Internal, Unavailable, WrongState
-from fourfold.weights.transport.base import Deadline, has_cupy, wait_until
+from fourfold.weights.transport.base import has_cupy
+from fourfold.weights.transport.waiting import Deadline, wait_until
 
 _T = TypeVar("_T")
 
@@ -25,19 +26,16 @@ UNIQUE_ID_BYTES: Final = 128
 
 
 class Communicator(Protocol):
-    """One end of a group of NCCL ranks (cupy.cuda.nccl.NcclCommunicator)."""
+    """The methods of cupy.cuda.nccl.NcclCommunicator in use here."""
 
     def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None:
-        """Enqueue a broadcast."""
+        """Enqueue a broadcast on a CUDA stream."""
 
     def check_async_error(self) -> None:
-        """Raise what a kernel has failed of."""
+        """Raise the pending asynchronous error, if any."""
 
     def abort(self) -> None:
-        """End what is enqueued, and free everything."""
-
-    def destroy(self) -> None:
-        """Free everything; nothing may be enqueued."""
+        """End the enqueued operations and free the communicator."""
 
 
 def needs_gpu(device: torch.device, what: str, instead: str) -> None:
@@ -47,7 +45,7 @@ def needs_gpu(device: torch.device, what: str, instead: str) -> None:
 
 
 def finish_stream(device: torch.device, deadline: Deadline, what: str) -> None:
-    """Wait, with a deadline, for all that was asked of the present stream of `device`."""
+    """Wait, with a deadline, for the work enqueued on the current stream of `device`."""
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     wait_until(event.query, deadline, what)
@@ -56,7 +54,7 @@ def finish_stream(device: torch.device, deadline: Deadline, what: str) -> None:
 def watched(call: Callable[[], _T], deadline: Deadline, what: str, *, undo: Callable[[_T], None]) -> _T:
     """Run a call that cannot be interrupted in a thread of its own, and wait for it with a deadline.
 
-    When the deadline passes the thread is left behind; should the call return later, `undo` gets its result.
+    When the deadline passes, the thread is left behind. If the call returns later, its result goes to `undo`.
     """
     results: list[_T] = []
     errors: list[Exception] = []
@@ -68,7 +66,7 @@ def watched(call: Callable[[], _T], deadline: Deadline, what: str, *, undo: Call
             if device >= 0:
                 torch.cuda.set_device(device)
             result = call()
-        except (FourfoldError, RuntimeError) as error:  # CuPy's and torch's are RuntimeErrors
+        except (FourfoldError, RuntimeError) as error:  # the errors of CuPy and torch are RuntimeErrors
             errors.append(error)
             return
         results.append(result)
@@ -93,23 +91,23 @@ def watched(call: Callable[[], _T], deadline: Deadline, what: str, *, undo: Call
     return results[0]
 
 
-# NCCL
+# ---- NCCL
 
 
 def nccl_version() -> int:
-    """Return the version of NCCL, as 22809 for 2.28.9."""
+    """Return the version of NCCL, such as 22809 for 2.28.9."""
     return int(_cupy().cuda.nccl.get_version())
 
 
 def nccl_unique_id() -> bytes:
-    """Return a new rendezvous id (128 bytes, secret); this process must be rank 0."""
+    """Return a new rendezvous id (128 bytes, secret). This process must become rank 0."""
     unique_id = bytes(_cupy().cuda.nccl.get_unique_id())
     assert len(unique_id) == UNIQUE_ID_BYTES
     return unique_id
 
 
 def make_communicator(size: int, unique_id: bytes, rank: int) -> Communicator:
-    """Meet the others of `unique_id`; blocks without a limit.
+    """Connect to the other ranks with `unique_id`. Blocks without a limit.
 
     Raises:
         Unavailable: NCCL failed.
@@ -119,15 +117,15 @@ def make_communicator(size: int, unique_id: bytes, rank: int) -> Communicator:
         communicator: Communicator = nccl.NcclCommunicator(size, unique_id, rank)
     except nccl.NcclError as error:
         raise Unavailable(
-            f"NCCL could not connect rank {rank} of {size}: {error}. Two ranks on one GPU are refused by NCCL (use "
-            f"cuda_ipc); NCCL_DEBUG=WARN says more"
+            f"NCCL could not connect rank {rank} of {size}: {error}. NCCL refuses two ranks on one GPU (use cuda_ipc); "
+            f"NCCL_DEBUG=WARN logs the reason"
         ) from None
     return communicator
 
 
 @contextmanager
 def nccl_group() -> Iterator[None]:
-    """Launch all calls inside together."""
+    """Launch the calls of the block as one kernel."""
     nccl = _cupy().cuda.nccl
     nccl.groupStart()
     try:
@@ -137,7 +135,7 @@ def nccl_group() -> Iterator[None]:
 
 
 def check(communicator: Communicator, name: str) -> None:
-    """Raise Unavailable when a kernel of the group `name` has failed: a connection broke."""
+    """Raise Unavailable if the communicator has a pending asynchronous error, such as a broken connection."""
     try:
         communicator.check_async_error()
     except RuntimeError as error:
@@ -150,33 +148,33 @@ def broadcast(communicator: Communicator, values: torch.Tensor, stream: int) -> 
     communicator.broadcast(pointer, pointer, count, _cupy().cuda.nccl.NCCL_CHAR, 0, stream)
 
 
-# CUDA IPC
+# ---- CUDA IPC
 
 
 def export(values: torch.Tensor) -> tuple[bytes, int]:
-    """Return the handle (64 bytes, secret) of the allocation that holds a tensor, and the offset in it, in bytes.
+    """Return the handle (64 bytes, secret) of the allocation that holds a tensor, and the tensor's offset in bytes.
 
     Raises:
         WrongState: the memory cannot be exported.
     """
-    base, _ = _allocation(values.data_ptr())
+    base = _allocation(values.data_ptr())
     runtime = _cupy().cuda.runtime
     try:
         handle = bytes(runtime.ipcGetMemHandle(base))
     except runtime.CUDARuntimeError as error:
         raise WrongState(
-            f"the weights' memory cannot be shared between processes ({error}); with PyTorch's expandable_segments it "
-            f'cannot: unset that in PYTORCH_CUDA_ALLOC_CONF, or set weights.backend = "nccl"'
+            f"the weights' memory cannot be shared between processes ({error}); PyTorch's expandable_segments "
+            f'prevents it: unset that in PYTORCH_CUDA_ALLOC_CONF, or set weights.backend = "nccl"'
         ) from None
     assert len(handle) == HANDLE_BYTES
     return handle, values.data_ptr() - base
 
 
 def open_handle(handle: bytes) -> int:
-    """Map an exported allocation, of this GPU or of one with peer access; return its address.
+    """Map an exported allocation of this GPU, or of one with peer access, and return its address.
 
     Raises:
-        Unavailable: it cannot be mapped: its process is gone, or the GPUs do not reach each other.
+        Unavailable: the owner has ended, or the GPUs have no peer access.
     """
     runtime = _cupy().cuda.runtime
     try:
@@ -189,18 +187,18 @@ def open_handle(handle: bytes) -> int:
 
 
 def close_handle(address: int) -> None:
-    """Unmap what `open_handle` mapped."""
-    with suppress(_cupy().cuda.runtime.CUDARuntimeError):  # its owner may be dead
+    """Unmap the allocation that `open_handle` mapped at `address`."""
+    with suppress(_cupy().cuda.runtime.CUDARuntimeError):  # the owner may have ended
         _cupy().cuda.runtime.ipcCloseMemHandle(address)
 
 
 def memory_at(address: int, byte_count: int, device: torch.device) -> torch.Tensor:
-    """Return mapped memory as uint8 [byte_count]; it is valid until the handle is closed."""
+    """Return mapped memory as uint8 [byte_count] on `device`, valid until `close_handle`."""
     return torch.as_tensor(_Memory(address, byte_count), device=device)
 
 
 class _Memory:
-    """Memory as other libraries describe it to PyTorch."""
+    """Describes device memory to PyTorch by the CUDA array interface."""
 
     def __init__(self, address: int, byte_count: int) -> None:
         self.__cuda_array_interface__ = {
@@ -212,13 +210,13 @@ class _Memory:
         }
 
 
-def _allocation(pointer: int) -> tuple[int, int]:
-    """Return base and bytes of the allocation that holds an address."""
+def _allocation(pointer: int) -> int:
+    """Return the base address of the allocation that holds an address."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     code = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
     if code:
         raise WrongState(f"the driver knows no allocation at the weights' address (CUDA error {code})")
-    return int(base.value), int(size.value)
+    return int(base.value)
 
 
 @cache

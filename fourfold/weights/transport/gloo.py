@@ -1,14 +1,12 @@
-"""Gloo over loopback TCP: for engines that cannot map the trainer's memory, and as the CPU twin of NCCL.
+"""Sends weights over loopback TCP with gloo, for engines that cannot map the trainer's memory. NCCL's twin on CPUs.
 
-Every trainer rank makes one process group with all receivers, in which it is rank 0, and
-broadcasts its shard in buckets. Receivers join the groups in rank order. The groups are
-`ProcessGroupGloo` objects of their own: torch's global group is not touched.
+Every trainer rank makes one process group with all receivers, in which it is rank 0, and broadcasts its shard in
+buckets. The groups are `ProcessGroupGloo` objects of their own; torch's global group is not touched.
 
-They meet over a file (`FileStore`) in a folder that only this user can enter; a TCPStore
-would listen on every interface. So both ends must share a host. A marker file in the same
-folder tells the receivers that the epoch is open: the sender's abort removes it. Gloo itself
-cannot be interrupted: an aborted caller returns at once, and a thread waits for the
-operation's own timeout before it drops the group.
+The members meet in a folder that only this user can enter, with a `FileStore`; a TCPStore would listen on every
+interface. So both ends must share a host. A marker file in the folder exists while the sender keeps the epoch open: the
+sender's abort removes it. Gloo itself cannot be interrupted: an aborted call returns at once, and a thread keeps the
+group until the operation has timed out.
 """
 
 from __future__ import annotations
@@ -24,21 +22,22 @@ from typing import Any, Final
 import torch
 from torch.distributed import BroadcastOptions, FileStore, ProcessGroupGloo  # type: ignore[attr-defined]
 
-from fourfold.errors import DeadlinePassed, InvalidInput, Unavailable, WrongState
+from fourfold.errors import DeadlinePassed, InvalidInput, Unavailable
 from fourfold.host.scratch import Scratch
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source.base import WeightSource, torch_dtype
 from fourfold.weights.transport.base import (
     Backend,
-    Deadline,
+    ReceiveTransport,
+    SenderLink,
     Shards,
     Sink,
     TransferGroup,
-    aborted,
+    check_header,
     pack_offer,
-    unpack_offers,
     used_up,
 )
+from fourfold.weights.transport.waiting import Deadline, aborted
 
 _BUCKET_BYTES: Final = 16 << 20
 _POLL_SECONDS: Final = 0.02
@@ -46,22 +45,34 @@ _NONCE_BYTES: Final = 16
 _STORE_FILE: Final = "store"
 
 
-class _Member:
-    """One end of one group: a trainer rank and all receivers."""
+class _Member(SenderLink):
+    """One end of the group of a trainer rank and all receivers."""
 
-    def __init__(self, marker: Path, name: str, rank: int, size: int, stop: threading.Event) -> None:
-        # The marker is a file that exists as long as the sender keeps the epoch open. Presence is
-        # told by files, too: a FileStore call blocks when the sender has removed the folder.
-        self._marker, self._name, self._rank, self._size, self._stop = marker, name, rank, size, stop
+    def __init__(self, marker: Path, sender_rank: int, rank: int, size: int, abort: threading.Event) -> None:
+        """Describe the group of `sender_rank`, in which this process is `rank` of `size`."""
+        self._marker, self._rank, self._size, self._abort = marker, rank, size, abort
+        self._name = f"the gloo group of trainer rank {sender_rank}"
         self._group: ProcessGroupGloo | None = None
 
     def join(self, deadline: Deadline) -> None:
-        """Wait until all are here, then connect everybody with everybody."""
+        """Wait for all members, then connect each with each.
+
+        Raises:
+            Unavailable: the folder does not exist: the sender is on another host, or has closed.
+        """
+        if not self._marker.is_file():
+            if self._abort.is_set():
+                raise aborted()
+            raise Unavailable(
+                f"the folder of {self._name} is not on this machine or not open any more; gloo needs "
+                f"trainer and engine on one host: make new offers"
+            )
         folder = self._marker.parent
+        # Files show who has come: a FileStore call would block for good once the sender has removed the folder.
         with contextlib.suppress(FileNotFoundError):
             (folder / f"here-{self._rank}").touch()
         while not all((folder / f"here-{rank}").exists() for rank in range(self._size)):
-            if self._stop.wait(_POLL_SECONDS) or not self._marker.exists():
+            if self._abort.wait(_POLL_SECONDS) or not self._marker.exists():
                 raise aborted()
             deadline.check(f"the meeting of all {self._size} members of {self._name}")
         left = timedelta(seconds=deadline.check(f"connecting {self._name}"))
@@ -100,10 +111,10 @@ class _Member:
         self._group = None
 
     def _is_aborted(self) -> bool:
-        return self._stop.is_set() or not self._marker.exists()
+        return self._abort.is_set() or not self._marker.exists()
 
     def _abandon(self, work: Any) -> None:
-        """Keep the group until its operation has timed out: dropping it earlier would block this process."""
+        """Leave the group to a thread until its operation has timed out: dropping it earlier would block here."""
         group, self._group = self._group, None
         threading.Thread(target=_wait_for_end, args=(work, group), name="gloo-abandoned", daemon=True).start()
 
@@ -116,19 +127,18 @@ class _Member:
 
 
 class GlooSender:
-    """One trainer rank: rank 0 of its group."""
+    """Rank 0 of the group of one trainer rank."""
 
     def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
-        """Make the meeting place."""
+        """Make the folder in which the members meet."""
         self._group, self._rank, self._source = group, rank, source
         self._spans = sorted(group.manifest.spans_of_rank(rank), key=lambda span: span.offset)
         self._scratch = Scratch("gloo")
         self._nonce = secrets.token_hex(_NONCE_BYTES)
         self._marker = self._scratch.path / self._nonce
         self._marker.touch()
-        self._stop = threading.Event()
-        size = 1 + group.receiver_count
-        self._member = _Member(self._marker, f"the gloo group of trainer rank {rank}", 0, size, self._stop)
+        self._abort = threading.Event()
+        self._member = _Member(self._marker, rank, 0, 1 + group.receiver_count, self._abort)
         self._closed = False
 
     def offer(self) -> bytes:
@@ -153,93 +163,54 @@ class GlooSender:
         return shard_bytes
 
     def abort(self) -> None:
-        """Stop here, and tell the receivers."""
-        self._stop.set()
+        """End the waits of this sender and, by removing the marker, those of the receivers."""
+        self._abort.set()
         self._marker.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Disconnect and remove the meeting place."""
+        """Disconnect and remove the folder."""
         self._closed = True
         self.abort()
         self._member.close()
         self._scratch.remove()
 
 
-class GlooReceiver:
-    """One receiver: rank 1 + its index in the group of every trainer rank."""
+class GlooReceiver(ReceiveTransport[Path, _Member]):
+    """Rank 1 + its index in the group of every trainer rank."""
 
+    backend = Backend.GLOO
     stable = True
+    _shards: Sequence[torch.Tensor] = ()
 
-    def __init__(self, group: TransferGroup, receiver_index: int, device: torch.device) -> None:
-        """Make the receiver."""
-        self._group, self._index = group, receiver_index
-        self._stop = threading.Event()
-        self._markers: list[Path] = []
-        self._members: list[_Member] = []
-        self._shards: list[torch.Tensor] = []
+    def _parse(self, rank: int, body: bytes) -> Path:
+        return _parse_body(rank, body)
 
-    def accept(self, offers: Sequence[bytes]) -> None:
-        """Check every rank's offer.
-
-        Raises:
-            InvalidInput: an offer of a wrong length or content.
-        """
-        bodies = unpack_offers(Backend.GLOO, self._group, offers)
-        self._markers = [_parse_body(rank, body) for rank, body in enumerate(bodies)]
+    def _connect(self, rank: int, offer: Path) -> _Member:
+        return _Member(offer, rank, 1 + self._index, 1 + self._group.receiver_count, self._abort)
 
     def open(self, deadline: Deadline) -> None:
-        """Join the group of every trainer rank, in rank order.
-
-        Raises:
-            Unavailable: the meeting place is not there: another host, or the sender has closed.
-        """
-        size = 1 + self._group.receiver_count
-        for rank, marker in enumerate(self._markers):
-            if not marker.is_file():
-                raise Unavailable(
-                    f"the meeting place of trainer rank {rank} is not on this machine or not open any more; gloo needs "
-                    f"trainer and engine on one host: make new offers"
-                )
-            name = f"the gloo group of trainer rank {rank}"
-            member = _Member(marker, name, 1 + self._index, size, self._stop)
-            self._members.append(member)
-            member.join(deadline)
+        """Join all groups, and allocate memory for all shards: buckets cut across tensors."""
+        super().open(deadline)
         self._shards = [torch.empty(size, dtype=torch.uint8) for size in self._group.manifest.shard_bytes]
 
-    def receive(self, policy_version: int, sink: Sink, deadline: Deadline) -> None:
-        """Receive every rank's shard into memory of this object, then hand them over: buckets cut across tensors."""
-        if not self._shards:
-            raise used_up()
-        for rank, (member, shard) in enumerate(zip(self._members, self._shards, strict=True)):
+    def close(self) -> None:
+        """Disconnect and release the memory."""
+        super().close()
+        self._shards = ()
+
+    def _receive(self, policy_version: int, sink: Sink, deadline: Deadline) -> None:
+        for rank, (member, shard) in enumerate(zip(self._links, self._shards, strict=True)):
             header = torch.zeros(2, dtype=torch.int64)
             member.broadcast(header.view(torch.uint8), deadline)
             version, shard_bytes = header.tolist()
-            if (version, shard_bytes) != (policy_version, shard.numel()):
-                raise WrongState(
-                    f"trainer rank {rank} sends {shard_bytes} bytes of version {version}; {shard.numel()} bytes of "
-                    f"version {policy_version} were due: abort the epoch"
-                )
+            check_header(rank, (version, shard_bytes), (policy_version, shard.numel()))
             for start, end in _buckets(shard.numel()):
                 member.broadcast(shard[start:end], deadline)
         Shards(self._group.manifest, self._shards).hand_to(sink)
 
-    def check(self) -> None:
-        """Nobody but `receive` writes here."""
-
-    def abort(self) -> None:
-        """End a wait."""
-        self._stop.set()
-
-    def close(self) -> None:
-        """Disconnect and drop the memory."""
-        self.abort()
-        for member in self._members:
-            member.close()
-        self._members, self._shards = [], []
-
 
 def _wait_for_end(work: Any, group: ProcessGroupGloo) -> None:
-    """Hold `group` until its last operation has ended; it has a timeout of its own."""
+    """Hold `group` until its last operation has ended, at the latest at the operation's own timeout."""
     with contextlib.suppress(RuntimeError):
         work.wait()
     del group
@@ -264,15 +235,15 @@ def _fill(
 
 
 def _parse_body(rank: int, body: bytes) -> Path:
-    """Return the marker file that an offer names."""
+    """Return the path of the marker file that an offer names."""
     nonce_length = 2 * _NONCE_BYTES
     if len(body) <= nonce_length:
         raise InvalidInput(f"gloo offer {rank} has a body of {len(body)} bytes; it must have more than {nonce_length}")
     try:
         text = body.decode("utf-8")
     except UnicodeDecodeError:
-        raise InvalidInput(f"gloo offer {rank} holds no path; pass MakeOffer's bytes unchanged") from None
+        raise InvalidInput(f"gloo offer {rank} holds no absolute path; pass MakeOffer's bytes unchanged") from None
     folder, nonce = Path(text[nonce_length:]), text[:nonce_length]
     if not nonce.isalnum() or "\0" in text or not folder.is_absolute():
-        raise InvalidInput(f"gloo offer {rank} holds no path; pass MakeOffer's bytes unchanged")
+        raise InvalidInput(f"gloo offer {rank} holds no absolute path; pass MakeOffer's bytes unchanged")
     return folder / nonce

@@ -1,15 +1,14 @@
-"""A sender's page: memory that receivers on its host map, and in which both sides say how far they are.
+"""Shares a sender's progress, and optionally data, with receivers on its host through a memory page.
 
-The memory is an anonymous file (memfd): nothing appears in /dev/shm and nothing is left after kill
--9. A receiver opens it as /proc/<pid>/fd/<n>, which the kernel allows to the same user in the same
-PID namespace. It begins with the header:
+The page is an anonymous file (memfd): nothing appears in /dev/shm, and nothing is left over after a SIGKILL. A receiver
+opens it as /proc/<pid>/fd/<n>, which the kernel allows to the same user in the same PID namespace. A header is followed
+by a body, which belongs to the transport:
 
-    magic, nonce, epoch, rank, body bytes, manifest      written once; they tell a recycled pid
-    sequence                                             how much was published; its meaning is the transport's
+    magic, nonce, epoch, rank, body bytes, manifest      written once; they expose a recycled pid
+    sequence                                             progress; its meaning belongs to the transport
     policy version, aborted
 
-then comes the body. Whoever waits sleeps on the other process's pidfd, shortly at first: a death is
-seen at once.
+A receiver polls the page and the sender's pidfd, so that it notices the sender's death at once.
 """
 
 from __future__ import annotations
@@ -18,30 +17,30 @@ import fcntl
 import mmap
 import os
 import secrets
-import select
 import struct
 import threading
 from pathlib import Path
 from typing import Final
 
-from fourfold.errors import InvalidInput, Overloaded, Unavailable
-from fourfold.weights.transport.base import Backend, Deadline, TransferGroup, aborted, pack_offer, wait_until
+from fourfold.errors import InvalidInput, Overloaded, Unavailable, WrongState
+from fourfold.weights.transport.base import Backend, TransferGroup, pack_offer
+from fourfold.weights.transport.waiting import Deadline, ProcessWatch, aborted, wait_until
 
 HEADER_BYTES: Final = 4096
 # magic, nonce, epoch, rank, body bytes, manifest SHA-256
 _FIXED: Final = struct.Struct("<8s16sqqq32s")
 _MAGIC: Final = b"FFPAGE02"
-# Words of 8 bytes, so that each is written at once.
+# Indices of aligned 8-byte words: the processor writes such a word at once, so no reader sees half of one.
 _SEQUENCE, _VERSION, _ABORTED = (_FIXED.size // 8 + i for i in range(3))
 # pid, file descriptor, body bytes, nonce
 _OFFER: Final = struct.Struct("<QIQ16s")
 
 
-class SenderPage:
-    """The page, in the process of the trainer rank that made it."""
+class ProgressPage:
+    """The page in the process of the trainer rank that made it."""
 
     def __init__(self, backend: Backend, group: TransferGroup, rank: int, body_bytes: int) -> None:
-        """Allocate it.
+        """Allocate the page.
 
         Raises:
             Overloaded: not enough memory.
@@ -52,21 +51,21 @@ class SenderPage:
         size = HEADER_BYTES + body_bytes
         self._fd = _allocate(f"fourfold-weights-{rank}", size)
         self.memory: mmap.mmap | None = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        """Header and body; None when closed."""
+        """Header and body; None after `close`."""
         manifest = group.manifest.sha256
         _FIXED.pack_into(self.memory, 0, _MAGIC, self._nonce, group.epoch, rank, body_bytes, manifest)
         self._words = memoryview(self.memory)[:HEADER_BYTES].cast("q")
         self._abort = threading.Event()
-        self._lock = threading.Lock()  # abort and close may meet
+        self._lock = threading.Lock()  # abort may run in another thread while this one closes
 
     @property
     def is_aborted(self) -> bool:
-        """Whether somebody in this process gave the epoch up."""
+        """Whether this process aborted the epoch."""
         return self._abort.is_set()
 
     @property
     def sequence(self) -> int:
-        """What was published last."""
+        """The last sequence number published."""
         return self._words[_SEQUENCE]
 
     def offer(self) -> bytes:
@@ -75,19 +74,19 @@ class SenderPage:
         return pack_offer(self._backend, self._group, self._rank, body)
 
     def publish(self, sequence: int, policy_version: int) -> None:
-        """Tell the receivers."""
-        self._words[_VERSION] = policy_version
+        """Show the receivers that `sequence` of `policy_version` is complete."""
+        self._words[_VERSION] = policy_version  # first: a receiver reads it after it has seen the sequence
         self._words[_SEQUENCE] = sequence
 
     def abort(self) -> None:
-        """Tell the receivers that nothing more comes. From any thread."""
+        """Show the receivers that nothing more comes. From any thread."""
         self._abort.set()
         with self._lock:
             if self.memory is not None:
                 self._words[_ABORTED] = 1
 
     def close(self) -> None:
-        """Give the memory back; the kernel frees it when the last receiver has let go, too. No view may be left."""
+        """Release the memory; the kernel frees it when the last receiver has unmapped it too. No view may be left."""
         self.abort()
         with self._lock:
             if self.memory is None:
@@ -97,95 +96,99 @@ class SenderPage:
             os.close(self._fd)
 
 
-class ReceiverPage:
-    """The page of one trainer rank, mapped into a receiver."""
+class PageSender:
+    """The part of a sending transport that a page provides: receivers connect on their own, by mapping it."""
+
+    _page: ProgressPage
+
+    def offer(self) -> bytes:
+        """Return the address of the page."""
+        return self._page.offer()
+
+    def open(self, deadline: Deadline) -> None:
+        """Do nothing: the sender needs no connection."""
+
+    def abort(self) -> None:
+        """End the waits of the receivers, and those of this sender."""
+        self._page.abort()
+
+
+class MappedPage:
+    """The page of a trainer rank, mapped into a receiver."""
 
     def __init__(self, group: TransferGroup, rank: int, offer: bytes, *, writable: bool = False) -> None:
-        """Map it.
+        """Map the page.
 
         Args:
-            group: of the epoch.
-            rank: of the sender.
-            offer: checked by `parse_offer`.
+            group: the group of the transfer.
+            rank: trainer rank of the sender.
+            offer: body of its offer, checked by `parse_page_offer`.
             writable: map the body for writing.
 
         Raises:
-            Unavailable: the sender is gone, or lives where its memory cannot be mapped.
+            Unavailable: the sender has ended, or its memory cannot be mapped from here.
         """
-        self._pid, self._fd, body_bytes, nonce = _OFFER.unpack(offer)
-        self._rank, self._taken = rank, 0
-        size = HEADER_BYTES + body_bytes
-        self._pidfd = -1
+        pid, fd, body_bytes, nonce = _OFFER.unpack(offer)
+        self._rank = rank
+        watch: ProcessWatch | None = None
         try:
-            self._pidfd = os.pidfd_open(self._pid)  # first: then the nonce proves that it is the right process
-            self.memory = self._map(size, writable)
+            watch = ProcessWatch(pid)  # before the mapping: then the nonce proves that this is the right process
+            self.memory = _map(Path(f"/proc/{pid}/fd/{fd}"), HEADER_BYTES + body_bytes, writable)
         except OSError as error:
-            if self._pidfd >= 0:
-                os.close(self._pidfd)
+            if watch is not None:
+                watch.close()
             raise Unavailable(
-                f"cannot map the memory of trainer rank {rank}, process {self._pid} ({error}): it has ended, or runs "
+                f"cannot map the memory of trainer rank {rank}, process {pid} ({error}): it has ended, or runs "
                 f'on another machine, as another user or in another container; set weights.backend = "gloo"'
             ) from None
+        self._sender = watch
         expected = (_MAGIC, nonce, group.epoch, rank, body_bytes, group.manifest.sha256)
         if _FIXED.unpack_from(self.memory) != expected:
-            os.close(self._pidfd)
-            raise Unavailable(f"process {self._pid} is not trainer rank {rank} any more; make new offers")
+            watch.close()
+            raise Unavailable(f"process {pid} is not trainer rank {rank} any more; make new offers")
         self._words = memoryview(self.memory)[:HEADER_BYTES].cast("q")
-        self._death = select.poll()
-        self._death.register(self._pidfd, select.POLLIN)
 
     @property
     def sequence(self) -> int:
-        """What the sender published last."""
+        """The last sequence number that the sender published."""
         return self._words[_SEQUENCE]
 
-    @property
-    def version(self) -> int:
-        """Policy version of what it published last."""
-        return self._words[_VERSION]
-
-    @property
-    def is_aborted(self) -> bool:
-        """Whether the sender gave the epoch up."""
-        return bool(self._words[_ABORTED])
-
-    def wait(self, sequence: int, stop: threading.Event, deadline: Deadline, what: str) -> int:
-        """Sleep until the sender has published `sequence` or more; return what it has.
+    def wait(self, sequence: int, abort: threading.Event, deadline: Deadline, what: str) -> int:
+        """Wait until the sender has published `sequence` or more; return the last number that it has published.
 
         Raises:
-            StaleEpoch: it was given up, here or there.
+            StaleEpoch: the epoch was aborted, here or by the sender.
             Unavailable: the sender has ended.
-            DeadlinePassed: it took too long.
+            DeadlinePassed: `what` took too long.
         """
 
-        def is_there() -> bool:
-            if stop.is_set() or self.is_aborted:
+        def is_published() -> bool:
+            if abort.is_set() or self._words[_ABORTED]:
                 raise aborted()
             if self.sequence >= sequence:
                 return True
-            if self._death.poll(0):
-                raise Unavailable(f"trainer rank {self._rank}, process {self._pid}, ended before {what}")
+            if self._sender.ended:
+                raise Unavailable(f"trainer rank {self._rank}, process {self._sender.pid}, ended before {what}")
             return False
 
-        wait_until(is_there, deadline, f"{what} from trainer rank {self._rank}")
+        wait_until(is_published, deadline, f"{what} from trainer rank {self._rank}")
         return self.sequence
 
+    def check_version(self, policy_version: int) -> None:
+        """Raise WrongState if the sender has published another version than the one that is due."""
+        if (published := self._words[_VERSION]) != policy_version:
+            raise WrongState(
+                f"trainer rank {self._rank} sent version {published}; version {policy_version} was due: abort the epoch"
+            )
+
     def close(self) -> None:
-        """Unmap; views that are still held keep their memory."""
-        os.close(self._pidfd)
+        """Release the page; views that still exist keep its memory mapped."""
+        self._sender.close()
         self._words.release()
 
-    def _map(self, size: int, writable: bool) -> mmap.mmap:
-        with Path(f"/proc/{self._pid}/fd/{self._fd}").open("r+b" if writable else "rb") as file:
-            actual = os.fstat(file.fileno()).st_size
-            if actual != size or not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise OSError(f"that file has {actual} bytes, expected {size} that cannot shrink")
-            protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            return mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED, prot=protection)
 
-
-def parse_offer(backend: Backend, rank: int, body: bytes) -> int:
-    """Check the form of an offer's body; return the bytes of the page's body.
+def parse_page_offer(backend: Backend, rank: int, body: bytes) -> int:
+    """Check the form of the body of a page's offer, and return the size of the page's body in bytes.
 
     Raises:
         InvalidInput: wrong length.
@@ -196,11 +199,12 @@ def parse_offer(backend: Backend, rank: int, body: bytes) -> int:
 
 
 def _allocate(name: str, size: int) -> int:
+    """Return the descriptor of a new memfd of `size` bytes."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        # Really allocate: running out of memory is an error here, and would be a SIGBUS in a copy.
+        # Reserve the memory now. Without this, running out of memory would be a SIGBUS in the middle of a copy.
         os.posix_fallocate(fd, 0, size)
-        # A receiver that maps it can rely on its size.
+        # A receiver that maps the file may rely on its size: a shrunk file would be a SIGBUS there.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError as error:
         os.close(fd)
@@ -208,3 +212,12 @@ def _allocate(name: str, size: int) -> int:
             f"no room for {size} bytes of shared memory for the weights ({error.strerror}); free some, or use gloo"
         ) from None
     return fd
+
+
+def _map(path: Path, size: int, writable: bool) -> mmap.mmap:
+    with path.open("r+b" if writable else "rb") as file:
+        actual = os.fstat(file.fileno()).st_size
+        if actual != size or not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError(f"that file has {actual} bytes, expected {size} that cannot shrink")
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        return mmap.mmap(file.fileno(), size, flags=mmap.MAP_SHARED, prot=protection)

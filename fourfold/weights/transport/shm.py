@@ -1,36 +1,32 @@
-"""Shared memory on one host: every trainer rank has one arena, every receiver maps it read-only.
+"""Sends weights through shared memory on one host: each rank fills an arena, which every receiver maps read-only.
 
-The arena is the body of a page (see `page`). Its sequence number is 0 while it is empty, odd while
-it is being written, then even. The sender overwrites it in the next `send`, which comes only after
-all receivers of the last one have answered; the sequence number shows when that rule was broken.
+The arena is the body of a progress page. The page's sequence number is 0 while the arena is empty, odd while it is
+being written, and even when it is complete. The sender overwrites the arena in the next `send`, which may start only
+after all receivers have replied to the last one; `check` detects, by the sequence number, that it started too early.
 """
 
 from __future__ import annotations
 
 import mmap
-import threading
 import warnings
-from collections.abc import Sequence
 
 import torch
 
 from fourfold.errors import InvalidInput, WrongState
 from fourfold.weights.source.base import WeightSource, torch_dtype
-from fourfold.weights.transport.base import (
-    Backend,
-    Deadline,
-    Shards,
-    Sink,
-    TransferGroup,
-    aborted,
-    unpack_offers,
-    used_up,
+from fourfold.weights.transport.base import Backend, ReceiveTransport, SenderLink, Shards, Sink, TransferGroup, used_up
+from fourfold.weights.transport.progress_page import (
+    HEADER_BYTES,
+    MappedPage,
+    PageSender,
+    ProgressPage,
+    parse_page_offer,
 )
-from fourfold.weights.transport.progress_page import HEADER_BYTES, ReceiverPage, SenderPage, parse_offer
+from fourfold.weights.transport.waiting import Deadline, aborted
 
 
-class ShmSender:
-    """One trainer rank's arena."""
+class ShmSender(PageSender):
+    """The arena of one trainer rank."""
 
     def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
         """Allocate the arena.
@@ -41,16 +37,9 @@ class ShmSender:
         self._manifest, self._source = group.manifest, source
         self._spans = group.manifest.spans_of_rank(rank)
         shard_bytes = group.manifest.shard_bytes[rank]
-        self._page = SenderPage(Backend.SHM, group, rank, shard_bytes)
+        self._page = ProgressPage(Backend.SHM, group, rank, shard_bytes)
         assert self._page.memory is not None, "just made"
         self._arena = _as_tensor(self._page.memory, shard_bytes)
-
-    def offer(self) -> bytes:
-        """Return where the arena is."""
-        return self._page.offer()
-
-    def open(self, deadline: Deadline) -> None:
-        """Nobody to meet: receivers come by themselves."""
 
     def send(self, policy_version: int, deadline: Deadline) -> int:
         """Copy the shard into the arena, cast where needed, and publish it."""
@@ -70,90 +59,56 @@ class ShmSender:
         self._page.publish(writing + 1, policy_version)
         return sent
 
-    def abort(self) -> None:
-        """Tell the receivers, and stop a copy that runs."""
-        self._page.abort()
-
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the arena."""
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._page.close()
 
 
-class ShmReceiver:
-    """Maps the arenas of all ranks."""
+class _MappedArena(SenderLink):
+    """The arena of one rank in a receiver."""
 
-    stable = True
-
-    def __init__(self, group: TransferGroup, receiver_index: int, device: torch.device) -> None:
-        """Make the receiver; its index and device do not matter here."""
-        self._group = group
-        self._offers: list[bytes] = []
-        self._pages: list[ReceiverPage] = []
-        self._shards: list[torch.Tensor] = []
-        self._taken: list[int] = []
-        self._abort = threading.Event()
-
-    def accept(self, offers: Sequence[bytes]) -> None:
-        """Check every rank's offer.
-
-        Raises:
-            InvalidInput: an offer of a wrong length or content.
-        """
-        self._offers = unpack_offers(Backend.SHM, self._group, offers)
-        for rank, body in enumerate(self._offers):
-            if parse_offer(Backend.SHM, rank, body) != self._group.manifest.shard_bytes[rank]:
-                raise InvalidInput(f"shm offer {rank} is of another size than its shard; make new offers")
-
-    def open(self, deadline: Deadline) -> None:
-        """Map every rank's arena.
-
-        Raises:
-            Unavailable: a sender is gone, or lives where its memory cannot be mapped.
-        """
-        for rank, offer in enumerate(self._offers):
-            page = ReceiverPage(self._group, rank, offer)
-            self._pages.append(page)
-            self._shards.append(_as_tensor(page.memory, self._group.manifest.shard_bytes[rank]))
-            self._taken.append(0)
-
-    def receive(self, policy_version: int, sink: Sink, deadline: Deadline) -> None:
-        """Wait until every rank has published `policy_version`. The bytes stay where they are."""
-        if not self._pages:
-            raise used_up()
-        for rank, page in enumerate(self._pages):
-            self._taken[rank] = self._wait(rank, page, policy_version, deadline)
-        Shards(self._group.manifest, self._shards).hand_to(sink)
-
-    def check(self) -> None:
-        """Raise WrongState when a sender has written again since `receive`."""
-        for rank, (page, taken) in enumerate(zip(self._pages, self._taken, strict=True)):
-            if page.sequence != taken:
-                raise WrongState(
-                    f"trainer rank {rank} overwrote the weights while they were being loaded; a send must come "
-                    f"after all receivers have answered the last one"
-                )
-
-    def abort(self) -> None:
-        """End a wait."""
-        self._abort.set()
+    def __init__(self, group: TransferGroup, rank: int, offer: bytes) -> None:
+        self.page = MappedPage(group, rank, offer)
+        self.shard = _as_tensor(self.page.memory, group.manifest.shard_bytes[rank])
+        self.taken = 0  # sequence number of the version that `receive` handed over last
 
     def close(self) -> None:
-        """Unmap; views that are still held keep their memory."""
-        self.abort()
-        for page in self._pages:
-            page.close()
-        self._pages, self._shards = [], []
+        self.page.close()
 
-    def _wait(self, rank: int, page: ReceiverPage, policy_version: int, deadline: Deadline) -> int:
-        """Wait for the next version to be complete; return its sequence number."""
-        complete = self._taken[rank] // 2 * 2 + 2
-        sequence = page.wait(complete, self._abort, deadline, f"the arrival of version {policy_version}")
-        while sequence % 2:  # being written again: the caller broke the rule
-            sequence = page.wait(sequence + 1, self._abort, deadline, f"the arrival of version {policy_version}")
-        if page.version != policy_version:
-            raise WrongState(f"trainer rank {rank} sent version {page.version}; version {policy_version} was due")
-        return sequence
+
+class ShmReceiver(ReceiveTransport[bytes, _MappedArena]):
+    """Maps the arenas of all ranks."""
+
+    backend = Backend.SHM
+    stable = True
+
+    def _parse(self, rank: int, body: bytes) -> bytes:
+        if parse_page_offer(Backend.SHM, rank, body) != self._group.manifest.shard_bytes[rank]:
+            raise InvalidInput(f"shm offer {rank} is of another size than its shard; make new offers")
+        return body
+
+    def _connect(self, rank: int, offer: bytes) -> _MappedArena:
+        return _MappedArena(self._group, rank, offer)
+
+    def _receive(self, policy_version: int, sink: Sink, deadline: Deadline) -> None:
+        what = f"the arrival of version {policy_version}"
+        for arena in self._links:
+            sequence = arena.page.wait(arena.taken // 2 * 2 + 2, self._abort, deadline, what)
+            while sequence % 2:  # the sender started to overwrite it before this receiver has replied
+                sequence = arena.page.wait(sequence + 1, self._abort, deadline, what)
+            arena.page.check_version(policy_version)
+            arena.taken = sequence
+        Shards(self._group.manifest, [arena.shard for arena in self._links]).hand_to(sink)
+
+    def check(self) -> None:
+        """Raise WrongState if a sender has started to write again since `receive`."""
+        for rank, arena in enumerate(self._links):
+            if arena.page.sequence != arena.taken:
+                raise WrongState(
+                    f"trainer rank {rank} overwrote the weights while they were being loaded; a send must come "
+                    f"after all receivers have replied to the last one"
+                )
 
 
 def _as_tensor(memory: mmap.mmap, shard_bytes: int) -> torch.Tensor:
@@ -161,6 +116,6 @@ def _as_tensor(memory: mmap.mmap, shard_bytes: int) -> torch.Tensor:
     if not shard_bytes:
         return torch.empty(0, dtype=torch.uint8)
     with warnings.catch_warnings():
-        # torch warns that a read-only mapping must not be written; nobody writes to it.
+        # torch warns of writes to a read-only mapping; receivers only read.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_BYTES, count=shard_bytes)

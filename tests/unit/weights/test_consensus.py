@@ -14,12 +14,12 @@ from torch.distributed import HashStore, ProcessGroupGloo  # type: ignore[attr-d
 
 from fourfold.errors import Internal, Unavailable, WrongState
 from fourfold.weights.apply.reload import ReloadApplier
-from fourfold.weights.consensus import GroupOfWorkers
+from fourfold.weights.consensus import GroupConsensus
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
-from fourfold.weights.transport.base import Deadline
+from fourfold.weights.transport.waiting import Deadline
 from tests.support.weight_peers import make_model
 from tests.unit.weights.test_receiver import PlainModel
 
@@ -30,7 +30,7 @@ class Workers:
     def __init__(self) -> None:
         store = HashStore()
         self._pools = [ThreadPoolExecutor(1) for _ in range(2)]
-        self.groups = self.each(lambda rank: GroupOfWorkers(_group(store, rank), rank, 2))
+        self.groups = self.each(lambda rank: GroupConsensus(_group(store, rank), rank, 2))
 
     def each(self, work: Callable[[int], Any]) -> list[Any]:
         """Return what both answer, or their errors."""
@@ -68,7 +68,7 @@ def test_all_hear_of_the_first_refusal(workers: Workers, refusing: tuple[int, ..
     own, other = (found := workers.each(ask))[first], found[1 - first]
     assert own is errors[first]
     assert isinstance(other, WrongState) and other.reason == "MODEL_MISMATCH"
-    assert other.message.startswith("no place for") and other.message.endswith(f"(so says worker {first})")
+    assert other.message.startswith("no place for") and other.message.endswith(f"(refused by worker {first})")
     assert workers.each(lambda rank: workers.groups[rank].first_refusal(None, Deadline(10))) == [None, None]
 
 

@@ -16,8 +16,9 @@ from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.base import WeightSource
 from fourfold.weights.source.dense import DenseSource
-from fourfold.weights.transport import cuda, sink
-from fourfold.weights.transport.base import Deadline, ReceiveTransport, TransferGroup, make_receiver
+from fourfold.weights.transport import cuda, staging
+from fourfold.weights.transport.base import ReceiveTransport, TransferGroup, make_receiver
+from fourfold.weights.transport.waiting import Deadline
 from tests.fakes.cuda import Fabric, install
 from tests.support.weight_peers import PartSource, make_model
 
@@ -158,7 +159,7 @@ def test_every_version_arrives(
     receivers: int,
     slots: Callable[[Span], bool],
 ) -> None:
-    monkeypatch.setattr(sink, "WINDOW_BYTES", 100)  # several windows, and tensors cut into parts
+    monkeypatch.setattr(staging, "WINDOW_BYTES", 100)  # several windows, and tensors cut into parts
     rig = Rig(backend, ranks=ranks, receivers=receivers, copied=copied)
     rig.open()
     for version in (2, 3, 9):
@@ -168,7 +169,7 @@ def test_every_version_arrives(
 
 
 def test_both_ends_of_nccl_launch_the_same_groups(fabric: Fabric, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sink, "WINDOW_BYTES", 100)
+    monkeypatch.setattr(staging, "WINDOW_BYTES", 100)
     rig = Rig("nccl", receivers=2)
     rig.open()
     rig.update(2, lambda s: s.tensor == 0)
@@ -268,7 +269,7 @@ def test_nccl_aborts_what_hangs_in_the_middle(fabric: Fabric) -> None:
     rig = Rig("nccl")
     rig.open()
     aborted = fabric.aborted
-    receiving: ReceiveTransport = rig.receivers[0]
+    receiving: ReceiveTransport[Any, Any] = rig.receivers[0]
 
     class Hanging(Target):
         def slot(self, span: Span) -> torch.Tensor | None:
@@ -323,7 +324,7 @@ def test_a_receiver_that_died_is_noticed_by_the_ipc_sender(fabric: Fabric, monke
     rig = Rig("cuda_ipc")
     rig.open()
     transport: Any = rig.senders[0]._transports[0]
-    monkeypatch.setattr(transport, "_is_dead", lambda receiver, pid: True)
+    monkeypatch.setattr(transport, "_has_ended", lambda receiver, pid: True)
     with pytest.raises(Unavailable, match="receiver 0, process"):
         rig.senders[0].send(1, 1, timeout=20)
     rig.close()

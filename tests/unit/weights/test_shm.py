@@ -17,7 +17,8 @@ from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.transport import shm
-from fourfold.weights.transport.base import Deadline, TransferGroup, make_receiver
+from fourfold.weights.transport.base import TransferGroup, make_receiver
+from fourfold.weights.transport.waiting import Deadline
 from tests.support.weight_peers import Collector, PartSource, Peer, make_model, receiver, sender
 
 _CPU = torch.device("cpu")
@@ -187,7 +188,7 @@ def test_the_mapping_is_read_only_and_cannot_shrink() -> None:
         receiving.accept([ours.offer()])
         receiving.open(Deadline(1))
         with pytest.raises(TypeError):
-            receiving._pages[0]._words[0] = 1
+            receiving._links[0].page._words[0] = 1
     finally:
         ours.close()
 

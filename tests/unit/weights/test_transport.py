@@ -16,7 +16,6 @@ from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.transport.base import (
     MAX_OFFER_BYTES,
     Backend,
-    Deadline,
     TransferGroup,
     available_backends,
     make_receiver,
@@ -24,6 +23,7 @@ from fourfold.weights.transport.base import (
     unpack_offers,
 )
 from fourfold.weights.transport.locality import host_id
+from fourfold.weights.transport.waiting import Deadline
 from fourfold.weights.worker_control import error_reply, unwrap, unwrap_same
 from tests.support.weight_peers import make_model
 

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 import transformers
 
+from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Sample, VersionSpan
 from fourfold.config import Config
 from fourfold_bench import record
-from fourfold_trainer.algorithm.state import AlgorithmState
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.ranks.engine import RankGroup
-from fourfold_trainer.step.micro_batches import look_up
+from fourfold_trainer.step.micro_batches import compute_per_token
 from fourfold_trainer.step.train_step import train_step
 
 LIBRARIES: Final = ("torch", "transformers", "deepspeed", "numpy")
@@ -170,17 +170,17 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     lengths = np.array([len(s.token_ids) for s in samples], np.float64)
     forward = 2 * parameters * lengths.sum() + 4 * layers * hidden * (lengths**2).sum() / 2
     positions = [np.flatnonzero(s.action_mask) for s in samples]
-    memory, steps, lookups, dummies = AlgorithmState(), list[float](), list[float](), 0.0
+    state, steps, lookups, dummies = AlgorithmState(), list[float](), list[float](), 0.0
     for step in range(1, options.warmup + options.runs + 1):
         began = time.perf_counter()
-        look_up(engine.compute_logprobs, samples, positions, config)
+        compute_per_token(engine.compute_logprobs, samples, positions, config)
         middle = time.perf_counter()
-        result = train_step(engine, samples, config, step=step, memory=memory)
+        result = train_step(engine, samples, config, step=step, state=state)
         lookups.append(middle - began)
         steps.append(time.perf_counter() - middle)
-        dummies = 1 - result.real_tokens / result.passed_tokens
+        dummies = 1 - result.real_tokens / result.forwarded_tokens
     if options.profile:
-        profile(lambda: train_step(engine, samples, config, step=step + 1, memory=memory), options.profile)
+        profile(lambda: train_step(engine, samples, config, step=step + 1, state=state), options.profile)
     rate = matmul_flops(options.device, options.product)
     update, lookup, whole = (statistics.median(part[options.warmup :]) for part in (engine.seconds, lookups, steps))
     peak = torch.cuda.max_memory_allocated() if options.device == "cuda" else 0

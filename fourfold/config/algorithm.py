@@ -1,6 +1,8 @@
 """The algorithm's tables: a preset gives every key its value, and a recipe may change any of them.
 
-[algorithm]              estimator of the advantages, loss, how token losses are added up
+[algorithm]              preset, how token losses are added up
+[algorithm.advantage]    estimator of the advantages: `kind` and its keys (fourfold/algorithm/advantages.py)
+[algorithm.loss]         policy loss: `kind` and its keys (fourfold/algorithm/losses.py)
 [algorithm.kl]           distance to the reference policy
 [algorithm.correction]   difference between the policy that sampled and the one that is trained
 [algorithm.shaping]      what happens to a score before it becomes an advantage
@@ -15,25 +17,16 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
+from fourfold.algorithm import corrections, kl
+from fourfold.algorithm.advantages import AnyAdvantage, Grpo
+from fourfold.algorithm.aggregation import Mode
+from fourfold.algorithm.losses import AnyPolicyLoss, PpoLoss
 from fourfold.config.presets import PRESETS
-from fourfold.config.table import Table
+from fourfold.table import Table
 
-Estimator = Literal["gae", "reinforce", "reinforce-baseline", "rloo", "grpo", "dr-grpo", "remax", "opo"]
-PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo", "reinforce"]
-Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum", "constant-length"]
-CorrectionKind = Literal["none", "tis", "icepop", "sequence-mask", "sequence-mask-tis"]
-
-# Estimators that compare the samples of a prompt; the others are at home with one.
-_COMPARES: Final = ("reinforce-baseline", "rloo", "grpo", "dr-grpo", "opo")
 _KL_STEP: Final = 0.2  # of the adaptive controller, per horizon
-
-CORRECTION_BOUNDS: Final[Mapping[str, tuple[float, float]]] = {
-    "tis": (0.0, 2.0),
-    "icepop": (0.5, 5.0),
-    # Of the geometric mean of a whole sample, which moves much less than a token's ratio.
-    "sequence-mask": (0.999, 1.002),
-    "sequence-mask-tis": (0.999, 1.002),
-}
+# Of presets that name none.
+_KINDS: Final = {"advantage": {"kind": "grpo"}, "loss": {"kind": "ppo"}}
 
 
 class KlConfig(Table):
@@ -42,7 +35,7 @@ class KlConfig(Table):
     coef: float = Field(default=0.0, ge=0)
     placement: Literal["loss", "reward"] = "loss"
     """loss: a term of the loss, computed anew in every update. reward: subtracted from each token's reward."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    estimator: kl.Kind = "k3"
     target: float = Field(default=0.0, ge=0)
     """Nats per token that the coefficient is steered to (arXiv 1909.08593); 0: it stays as it is."""
     horizon: int = Field(default=10_000, ge=1)
@@ -66,20 +59,20 @@ class KlConfig(Table):
 class CorrectionConfig(Table):
     """Weight or rejection of tokens that the engine sampled from another distribution than the trainer computes."""
 
-    kind: CorrectionKind = "none"
+    kind: Literal["none", corrections.Kind] = "none"
     """tis: weight = clip(ratio, low, high). icepop: weight = ratio, outside of [low, high] the token is rejected.
     sequence-mask: a sample is rejected when the geometric mean of its ratios is outside of [low, high].
     sequence-mask-tis: the same, and its other tokens are weighted by their ratio."""
     low: float = Field(default=0.0, ge=0)
-    """Default: that of the kind, see `CORRECTION_BOUNDS`."""
+    """Bounds; the defaults are those of the kind (`fourfold/algorithm/corrections.py`)."""
     high: float = Field(default=2.0, gt=0)
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_kind(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("kind") not in CORRECTION_BOUNDS:
+        if not isinstance(given, dict) or given.get("kind") not in corrections.DEFAULT_BOUNDS:
             return given
-        low, high = CORRECTION_BOUNDS[given["kind"]]
+        low, high = corrections.DEFAULT_BOUNDS[given["kind"]]
         return {"low": low, "high": high, **given}
 
     @model_validator(mode="after")
@@ -123,33 +116,14 @@ class FilterConfig(Table):
 
 
 class AlgorithmConfig(Table):
-    """What the trainer minimises. Formulas: `services/trainer/fourfold_trainer/algorithm/`."""
+    """What the trainer minimises. Losses and advantage estimators are registered in `fourfold/algorithm/`."""
 
     preset: str = "grpo"
-    advantage: Estimator = "grpo"
-    advantage_epsilon: float = Field(default=1e-6, ge=0)
-    """Added to a group's standard deviation."""
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of gae and reinforce; the estimators that compare samples have none."""
-    gae_lambda: float = Field(default=1.0, ge=0, le=1)
-    hole_mode: Literal["skip", "decay"] = "skip"
-    """Tokens between two turns: invisible to the discount, or part of it as in OpenRLHF."""
+    advantage: AnyAdvantage = Grpo()
     whiten: Literal["off", "center", "full"] = "off"
     """Of the advantages over all tokens of the batch."""
-    loss: PolicyLoss = "ppo"
-    clip_low: float = Field(default=0.2, gt=0, le=1)
-    """The importance ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: float = Field(default=0.2, gt=0)
-    dual_clip: float = Field(default=0.0, ge=0)
-    """Bounds the loss of a negative advantage at this multiple of it; above 1, or 0: off."""
-    gspo_form: Literal["token", "sequence"] = "token"
-    """Whose advantage a token's gradient carries: its own, or the mean of its sample."""
-    ratio_min: float = Field(default=0.0, ge=0)
-    """CISPO clips the detached ratio to [ratio_min, ratio_max]."""
-    ratio_max: float = Field(default=5.0, gt=0)
-    sapo_tau_positive: float = Field(default=1.0, gt=0)
-    sapo_tau_negative: float = Field(default=1.05, gt=0)
-    aggregation: Aggregation = "token-mean"
+    loss: AnyPolicyLoss = PpoLoss()
+    aggregation: Mode = "token-mean"
     """How token losses become one number; constant-length divides by sampling.max_new_tokens."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
@@ -161,12 +135,12 @@ class AlgorithmConfig(Table):
     @property
     def compares_samples(self) -> bool:
         """Whether an advantage needs at least two samples of a prompt."""
-        return self.advantage in _COMPARES
+        return self.advantage.compares_samples
 
     @property
     def needs_critic(self) -> bool:
         """Whether a critic is trained."""
-        return self.advantage == "gae"
+        return self.advantage.needs_critic
 
     @model_validator(mode="before")
     @classmethod
@@ -176,36 +150,27 @@ class AlgorithmConfig(Table):
         name = given.get("preset", "grpo")
         if name not in PRESETS:
             raise ValueError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
-        base = dict(PRESETS[name])
-        if isinstance(correction := given.get("correction"), dict) and "kind" in correction:
-            base.pop("correction", None)  # its bounds belong to its kind
-        return _merged(base, given)
+        return merged(default_tables(name), given)
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
-        if self.dual_clip and self.dual_clip <= 1:
-            raise ValueError(f"dual_clip = {self.dual_clip} must be above 1, or 0 for none")
-        if self.loss == "cispo" and self.ratio_min >= self.ratio_max:
-            raise ValueError(f"ratio_min = {self.ratio_min} must be below ratio_max = {self.ratio_max}")
         shaping = self.shaping
-        if self.advantage == "remax" and (
+        if self.advantage.needs_greedy_sample and (
             shaping.normalize or shaping.overlong_buffer or shaping.truncated is not None
         ):
             raise ValueError(
-                "shaping.normalize, shaping.overlong_buffer and shaping.truncated change a sample's score, but not "
-                "that of the greedy answer which advantage = `remax` compares it with; remove them, or choose another "
-                "advantage"
+                f"shaping.normalize, shaping.overlong_buffer and shaping.truncated change a sample's score, but not "
+                f"that of the greedy answer which advantage.kind = `{self.advantage.kind}` compares it with; remove "
+                f"them, or choose another kind"
             )
-        if self.gamma != 1 and self.advantage not in ("gae", "reinforce"):
-            raise ValueError(f"gamma = {self.gamma} has no meaning for advantage = `{self.advantage}`; remove it")
         return self
 
     def check_batch(self, *, group_size: int, samples_per_step: int) -> None:
         """Raise ValueError when a batch of this shape cannot be trained on."""
         if self.compares_samples and group_size < 2:
             raise ValueError(
-                f"batch.group_size = {group_size}, but algorithm.advantage = `{self.advantage}` compares the samples "
-                f"of a prompt; raise it to at least 2, or use `gae` or `reinforce`"
+                f"batch.group_size = {group_size}, but algorithm.advantage.kind = `{self.advantage.kind}` compares the "
+                f"samples of a prompt; raise it to at least 2, or use `gae` or `reinforce`"
             )
         if self.filter.keep == "varied" and group_size < 2:
             raise ValueError(
@@ -220,10 +185,17 @@ class AlgorithmConfig(Table):
             )
 
 
-def _merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the keys of `given` on top, table by table."""
+def default_tables(preset: object) -> dict[str, Any]:
+    """Return the keys that a preset sets, and the kinds of those that set none."""
+    return merged(_KINDS, PRESETS.get(preset, {}) if isinstance(preset, str) else {})
+
+
+def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the keys of `given` on top, table by table; a table of another kind replaces the base's."""
     result = {**base, **given}
     for key, value in given.items():
-        if isinstance(value, Mapping) and isinstance(base.get(key), Mapping):
-            result[key] = _merged(base[key], value)
+        below = base.get(key)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            # The other keys belong to their kind: bounds of one correction have no meaning for another.
+            result[key] = merged(below, value) if value.get("kind", below.get("kind")) == below.get("kind") else value
     return result

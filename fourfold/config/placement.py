@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from fourfold.config.table import Table
+from fourfold.table import Table
 
 if TYPE_CHECKING:
     from fourfold.config.schema import Config

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 _OPENRLHF: Final[Mapping[str, Any]] = {
-    "hole_mode": "decay",
-    "advantage_epsilon": 1e-9,
     "kl": {"coef": 0.01, "placement": "reward", "estimator": "k1"},
     "shaping": {"clip": 10.0},
 }
@@ -19,20 +17,20 @@ _OPENRLHF: Final[Mapping[str, Any]] = {
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     # arXiv 1707.06347 with a critic, as InstructGPT (2203.02155) uses it.
     "ppo": {
-        "advantage": "gae",
+        "advantage": {"kind": "gae"},
         "whiten": "full",
         "kl": {"coef": 0.01, "placement": "reward", "estimator": "k1"},
         "shaping": {"clip": 10.0},
     },
     # arXiv 2501.03262.
     "reinforce++": {
-        "advantage": "reinforce",
+        "advantage": {"kind": "reinforce"},
         "whiten": "full",
         "kl": {"coef": 0.01, "placement": "reward", "estimator": "k1"},
         "shaping": {"clip": 10.0},
     },
     "reinforce++-baseline": {
-        "advantage": "reinforce-baseline",
+        "advantage": {"kind": "reinforce-baseline"},
         "whiten": "full",
         "kl": {"coef": 1e-5, "placement": "loss", "estimator": "k2"},
         "correction": {"kind": "icepop", "low": 0.5, "high": 5.0},
@@ -40,7 +38,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     # arXiv 2402.14740.
     "rloo": {
-        "advantage": "rloo",
+        "advantage": {"kind": "rloo"},
         "aggregation": "sequence-sum",
         "kl": {"coef": 0.03, "placement": "reward", "estimator": "k1"},
     },
@@ -51,26 +49,31 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
         "kl": {"coef": 0.04, "placement": "loss", "estimator": "k3"},
     },
     # arXiv 2503.20783.
-    "dr-grpo": {"advantage": "dr-grpo", "aggregation": "constant-length"},
+    "dr-grpo": {"advantage": {"kind": "dr-grpo"}, "aggregation": "constant-length"},
     # arXiv 2503.14476.
     "dapo": {
-        "clip_high": 0.28,
+        "loss": {"kind": "ppo", "clip_high": 0.28},
         "shaping": {"overlong_buffer": 0.2},
         "filter": {"keep": "varied"},
     },
     # arXiv 2507.18071.
-    "gspo": {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sequence-mean"},
+    "gspo": {"loss": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, "aggregation": "sequence-mean"},
     # arXiv 2506.13585; the bound of the ratio and the correction as in ScaleRL, 2510.13786.
-    "cispo": {"loss": "cispo", "ratio_max": 5.0, "correction": {"kind": "tis", "high": 2.0}},
+    "cispo": {"loss": {"kind": "cispo", "ratio_max": 5.0}, "correction": {"kind": "tis", "high": 2.0}},
     # arXiv 2511.20347.
-    "sapo": {"loss": "sapo", "aggregation": "sequence-mean"},
+    "sapo": {"loss": {"kind": "sapo"}, "aggregation": "sequence-mean"},
     # arXiv 2505.24298.
-    "decoupled": {"clip_high": 0.28, "correction": {"kind": "tis", "high": 2.0}},
-    "openrlhf-ppo": {**_OPENRLHF, "advantage": "gae", "whiten": "full"},
-    "openrlhf-reinforce++": {**_OPENRLHF, "advantage": "reinforce", "whiten": "full"},
-    "openrlhf-reinforce++-baseline": {**_OPENRLHF, "advantage": "reinforce-baseline", "whiten": "full"},
-    "openrlhf-rloo": {**_OPENRLHF, "advantage": "rloo"},
-    "openrlhf-grpo": {**_OPENRLHF},
-    "openrlhf-dr-grpo": {**_OPENRLHF, "advantage": "dr-grpo"},
-    "openrlhf-gspo": {**_OPENRLHF, "loss": "gspo", "gspo_form": "sequence", "aggregation": "sequence-mean"},
+    "decoupled": {"loss": {"kind": "ppo", "clip_high": 0.28}, "correction": {"kind": "tis", "high": 2.0}},
+    "openrlhf-ppo": {**_OPENRLHF, "advantage": {"kind": "gae", "hole_mode": "decay"}, "whiten": "full"},
+    "openrlhf-reinforce++": {**_OPENRLHF, "advantage": {"kind": "reinforce", "hole_mode": "decay"}, "whiten": "full"},
+    "openrlhf-reinforce++-baseline": {**_OPENRLHF, "advantage": {"kind": "reinforce-baseline"}, "whiten": "full"},
+    "openrlhf-rloo": {**_OPENRLHF, "advantage": {"kind": "rloo"}},
+    "openrlhf-grpo": {**_OPENRLHF, "advantage": {"kind": "grpo", "epsilon": 1e-9}},
+    "openrlhf-dr-grpo": {**_OPENRLHF, "advantage": {"kind": "dr-grpo"}},
+    "openrlhf-gspo": {
+        **_OPENRLHF,
+        "advantage": {"kind": "grpo", "epsilon": 1e-9},
+        "loss": {"kind": "gspo", "form": "sequence"},
+        "aggregation": "sequence-mean",
+    },
 }

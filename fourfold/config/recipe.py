@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 import tomllib
 from collections.abc import Callable, Mapping
@@ -12,10 +13,12 @@ from typing import Any, Final
 
 import pydantic
 
+from fourfold.config.flat_keys import translate
 from fourfold.config.schema import Config
-from fourfold.config.table import Table
 from fourfold.errors import ConfigError
+from fourfold.table import Table
 
+_log: Final = logging.getLogger(__name__)
 _HEADER: Final = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]")
 _KEY: Final = re.compile(r"^\s*([A-Za-z0-9_\-.\"' ]+?)\s*=")
 
@@ -59,6 +62,11 @@ def from_tables(tables: Mapping[str, Any], *, source: str) -> Config:
 
 
 def _check(tables: Mapping[str, Any], locate: Callable[[tuple[str, ...]], str]) -> Config:
+    tables, moved, algorithm = translate(tables)
+    if moved:
+        lines = [line for name, table in algorithm.items() for line in _dump_table(table, ("algorithm", name))]
+        text = f"keys of [algorithm] have moved: {', '.join(moved)}. Instead of them, write"
+        _log.warning("%s  %s", locate(("algorithm",)), "\n".join([text, *lines]))
     try:
         return Config.model_validate(tables)
     except pydantic.ValidationError as error:

@@ -6,7 +6,7 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from fourfold.config.table import Table
+from fourfold.table import Table
 
 # Options of vLLM's engine that are keys of the recipe.
 _VLLM_KEYS: Final = {

@@ -14,8 +14,9 @@ from fourfold.config.algorithm import AlgorithmConfig
 from fourfold.config.placement import PlacementConfig
 from fourfold.config.rollout import RolloutConfig
 from fourfold.config.rules import check_tables
-from fourfold.config.table import Name, Seconds, Table, Temperature
+from fourfold.config.table import Name, Seconds, Temperature
 from fourfold.config.trainer import CriticConfig, TrainerConfig
+from fourfold.table import Table
 
 
 class ModelConfig(Table):

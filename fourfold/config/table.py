@@ -1,10 +1,10 @@
-"""Defines the base class of all recipe tables, and the value types that several tables use."""
+"""Defines types of values that several tables of a recipe share."""
 
 from __future__ import annotations
 
 from typing import Annotated, Final
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 MIN_TEMPERATURE: Final = 0.01
 """vLLM raises a temperature between 0 and this to it, and the trainer would divide its logits by another number."""
@@ -22,10 +22,3 @@ def _check_temperature(temperature: float) -> float:
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Temperature = Annotated[float, Field(gt=0, le=2), AfterValidator(_check_temperature)]
-
-
-class Table(BaseModel):
-    """A table of the recipe. Unknown keys are errors, and values never change."""
-
-    # Strict, so that `steps = "3"` is an error. Tuple fields say strict=False, because TOML has only lists.
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)

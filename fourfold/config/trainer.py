@@ -7,7 +7,8 @@ from typing import Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from fourfold.config.table import Seconds, Table
+from fourfold.config.table import Seconds
+from fourfold.table import Table
 
 ALL_LINEAR: Final = "all-linear"
 

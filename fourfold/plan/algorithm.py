@@ -1,37 +1,15 @@
 """The algorithm of a recipe in words and formulas, from its resolved keys: what `fourfold plan` says of it.
 
 A preset's name decides nothing here, so that a recipe which changes a key reads the change.
-The formulas are computed in `services/trainer/fourfold_trainer/algorithm/`.
+The formulas are computed in `fourfold/algorithm/`.
 """
 
 from __future__ import annotations
 
-from typing import Final
-
+from fourfold.algorithm import aggregation, corrections, kl
+from fourfold.algorithm.advantages import factor
 from fourfold.config import Config
-from fourfold.config.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig
-
-_COMPARISONS: Final = {
-    "grpo": "(r - mean(r)) / (std(r) + {epsilon:g}), mean and std over the samples of a prompt; 0 when all scored the "
-    "same",
-    "dr-grpo": "r - mean(r), mean over the samples of a prompt",
-    "reinforce-baseline": "r - mean(r), mean over the samples of a prompt",
-    "rloo": "r - mean of the others' r, over the samples of a prompt",
-    "opo": "r - sum(n r) / sum(n), over the samples of a prompt, n their sampled tokens",
-    "remax": "r - b, b = score of one more answer to the prompt, sampled greedily and not trained on",
-}
-_AGGREGATIONS: Final = {
-    "token-mean": "{term} summed over all sampled tokens / their number: every token weighs the same",
-    "sequence-mean": "{term} averaged over the tokens of each sample, then over samples: every sample weighs the same",
-    "sequence-sum": "{term} summed over the tokens of each sample, averaged over samples",
-    "constant-length": "{term} summed over the tokens of each sample / {length:,} (sampling.max_new_tokens), averaged "
-    "over samples",
-}
-_KL: Final = {
-    "k1": "k1 = {q} - f",
-    "k2": "k2 = ({q} - f)^2 / 2",
-    "k3": "k3 = exp(f - {q}) - 1 - (f - {q})",
-}
+from fourfold.config.algorithm import AlgorithmConfig, KlConfig
 
 
 def algorithm_plan(config: Config) -> list[str]:
@@ -41,10 +19,10 @@ def algorithm_plan(config: Config) -> list[str]:
         _legend(config),
         _reward(config),
         _advantage(algorithm),
-        _loss(algorithm),
+        f"loss of a token: {algorithm.loss.formula()}.",
         _total(config),
         _routers(config),
-        _correction(algorithm.correction),
+        _correction(algorithm),
         _filter(config),
         _updates(config),
         _critic(config),
@@ -59,7 +37,7 @@ def _legend(config: Config) -> str:
         names.append("u in its engine")
     if config.needs_reference:
         names.append("f under the reference")
-    ratio = "; ratio = exp(p - o)" if config.algorithm.loss in ("ppo", "cispo", "sapo") else ""
+    ratio = "; ratio = exp(p - o)" if "ratio" in config.algorithm.loss.formula() else ""
     return f"p is the log-probability of a sampled token now, {', '.join(names)}{ratio}."
 
 
@@ -72,7 +50,7 @@ def _reward(config: Config) -> str:
     if shaping.overlong_buffer:
         buffer = shaping.overlong_buffer * longest
         over = f"min(max(n - {longest - buffer:g}, 0), {buffer:g})"
-        steps.append(f"r - {_factor(shaping.overlong_penalty)}{over} / {buffer:g} for an answer of n tokens")
+        steps.append(f"r - {factor(shaping.overlong_penalty)}{over} / {buffer:g} for an answer of n tokens")
     if shaping.truncated is not None:
         result = f"{shaping.truncated:g} r" if shaping.truncated >= 0 else f"{shaping.truncated:g}"
         steps.append(f"{result} when it was truncated")
@@ -81,30 +59,18 @@ def _reward(config: Config) -> str:
 
 
 def _advantage(algorithm: AlgorithmConfig) -> str:
-    clip, kl = algorithm.shaping.clip, algorithm.kl
+    clip, estimator = algorithm.shaping.clip, algorithm.advantage
     bounded = f" clipped to [{-clip:g}, {clip:g}]" if clip else ""
-    penalty = bool(kl.coef) and kl.placement == "reward"
-    reward = f"R = r{bounded} on the last token, 0 elsewhere"
-    if penalty:
-        reward += f", less {_kl_term(kl, 'o')} on each"
-    match algorithm.advantage:
-        case "gae":
-            text = (
-                f"A_t = d_t + {_factor(algorithm.gamma * algorithm.gae_lambda)}A_next, d_t = R_t + "
-                f"{_factor(algorithm.gamma)}V_next - V_t (GAE, gamma {algorithm.gamma:g}, lambda "
-                f"{algorithm.gae_lambda:g}); {reward}"
-            )
-        case "reinforce":
-            power = f"{algorithm.gamma:g}^(k - t) " if algorithm.gamma != 1 else ""
-            text = f"A_t = sum of {power}R_k over the tokens k from t on; {reward}"
-        case name:
-            compared = _COMPARISONS[name].format(epsilon=algorithm.advantage_epsilon)
-            text = f"A = {compared}{f';{bounded}' if bounded else ''}; the same for each token of a sample"
-            if penalty:
-                text = f"A_t = a - sum of {_kl_term(kl, 'o')} over the tokens from t on; a = {compared}"
-                text += f";{bounded}" if bounded else ""
-    if algorithm.hole_mode == "decay" and algorithm.gamma * algorithm.gae_lambda != 1:
-        text += "; tokens between two turns count as steps"
+    penalty = _kl_term(algorithm.kl, "o") if algorithm.kl.coef and algorithm.kl.placement == "reward" else ""
+    text = estimator.formula()
+    if estimator.per_token:
+        text += f"; R = r{bounded} on the last token, 0 elsewhere" + (f", less {penalty} on each" if penalty else "")
+    else:
+        text += f";{bounded}" if bounded else ""
+        if penalty:
+            text = f"A_t = a - sum of {penalty} over the tokens from t on; a = {text}"
+        else:
+            text = f"A = {text}; the same for each token of a sample"
     return f"advantage: {text}.{_whitening(algorithm)}"
 
 
@@ -118,30 +84,6 @@ def _whitening(algorithm: AlgorithmConfig) -> str:
             return ""
 
 
-def _loss(algorithm: AlgorithmConfig) -> str:
-    low, high = f"{1 - algorithm.clip_low:g}", f"{1 + algorithm.clip_high:g}"
-    match algorithm.loss:
-        case "ppo":
-            text = f"l = -min(ratio A, clip(ratio, {low}, {high}) A)"
-            if algorithm.dual_clip:
-                text += f", at most {algorithm.dual_clip:g} |A| where A < 0"
-        case "gspo":
-            own = "the token's own A" if algorithm.gspo_form == "token" else "the sample's mean A"
-            text = f"l = -min(s A, clip(s, {low}, {high}) A), s = exp(mean of p - o over the sample); its gradient "
-            text += f"carries {own}"
-        case "cispo":
-            text = f"l = -stop(clip(ratio, {algorithm.ratio_min:g}, {algorithm.ratio_max:g})) A p; no gradient through "
-            text += "the clipped ratio, and none is cut off"
-        case "sapo":
-            text = (
-                f"l = -(4 / tau) sigmoid(tau (ratio - 1)) A, tau = {algorithm.sapo_tau_positive:g} where A > 0, else "
-                f"{algorithm.sapo_tau_negative:g}"
-            )
-        case "reinforce":
-            text = "l = -A p"
-    return f"loss of a token: {text}."
-
-
 def _total(config: Config) -> str:
     """How the losses of the tokens become one number, and what is added to them."""
     algorithm = config.algorithm
@@ -150,8 +92,9 @@ def _total(config: Config) -> str:
         terms.append(f"+ {_kl_term(algorithm.kl, 'p')}")
     if algorithm.entropy_coef:
         terms.append(f"- {algorithm.entropy_coef:g} entropy")
-    rule = _AGGREGATIONS[algorithm.aggregation]
-    text = rule.format(term=" ".join(terms), length=config.sampling.max_new_tokens)
+    text = aggregation.FORMULAS[algorithm.aggregation].format(
+        term=" ".join(terms), length=config.sampling.max_new_tokens
+    )
     return f"loss: {text} ({algorithm.aggregation})."
 
 
@@ -166,31 +109,18 @@ def _routers(config: Config) -> str:
     )
 
 
-def _kl_term(kl: KlConfig, now: str) -> str:
-    """Return the weighted estimate of a token, `now` being the policy's log-probability."""
-    estimate = _KL[kl.estimator].format(q=now)
-    name, _, formula = estimate.partition(" = ")
-    steered = f", a weight that steers it to {kl.target:g} nats a token" if kl.target else ""
-    return f"{kl.coef:g} {name} ({name} = {formula}{steered})"
+def _kl_term(config: KlConfig, p: str) -> str:
+    """Return the weighted estimate of a token, `p` being the policy's log-probability."""
+    formula = kl.FORMULAS[config.estimator].format(p=p)
+    steered = f", a weight that steers it to {config.target:g} nats a token" if config.target else ""
+    return f"{config.coef:g} {config.estimator} ({config.estimator} = {formula}{steered})"
 
 
-def _correction(correction: CorrectionConfig) -> str:
-    inside = f"[{correction.low:g}, {correction.high:g}]"
-    match correction.kind:
-        case "none":
-            return ""
-        case "tis":
-            bound = f"min(exp(o - u), {correction.high:g})"
-            if correction.low:
-                bound = f"clip(exp(o - u), {correction.low:g}, {correction.high:g})"
-            text = f"w = {bound}"
-        case "icepop":
-            text = f"w = exp(o - u), and 0 for a token where that is outside of {inside}"
-        case "sequence-mask":
-            text = f"w = 1, and 0 for a sample whose exp(mean of o - u) is outside of {inside}"
-        case "sequence-mask-tis":
-            text = f"w = exp(o - u), and 0 for a sample whose exp(mean of o - u) is outside of {inside}"
-    return f"correction for what the engine computes otherwise: {text}."
+def _correction(algorithm: AlgorithmConfig) -> str:
+    kind, low, high = algorithm.correction.kind, algorithm.correction.low, algorithm.correction.high
+    if kind == "none":
+        return ""
+    return f"correction for what the engine computes otherwise: {corrections.formula(kind, low, high)}."
 
 
 def _filter(config: Config) -> str:
@@ -209,8 +139,8 @@ def _filter(config: Config) -> str:
 def _updates(config: Config) -> str:
     batch = config.batch
     if batch.updates_per_step == 1:
-        clips = config.algorithm.loss != "reinforce"
-        return "updates: 1 a step, in which p = o, so that no clip binds." if clips else ""
+        compares = config.algorithm.loss.compares_with_old
+        return "updates: 1 a step, in which p = o, so that no clip binds." if compares else ""
     passes = "1 pass" if batch.epochs_per_step == 1 else f"{batch.epochs_per_step} passes"
     parts = f" in {batch.mini_batches_per_step} mini-batches" if batch.mini_batches_per_step > 1 else ""
     return f"updates: {passes} over the batch{parts}, so that p moves away from o."
@@ -230,7 +160,3 @@ def _critic(config: Config) -> str:
     if critic.policy_starts_at_step > 1:
         text += f"; it is trained alone before step {critic.policy_starts_at_step:,}"
     return f"{text}."
-
-
-def _factor(value: float) -> str:
-    return "" if value == 1 else f"{value:g} "

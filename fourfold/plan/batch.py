@@ -107,7 +107,7 @@ def engine_limits(config: Config) -> EngineLimits:
 def _samples_of_one_replica(config: Config) -> int:
     """Return the most samples that the coordinator sends to one replica at once."""
     evaluation, replicas = config.evaluation, max(config.rollout.replicas, 1)
-    group = config.batch.group_size + (config.algorithm.advantage == "remax")  # ReMax adds a greedy answer
+    group = config.batch.group_size + config.algorithm.advantage.needs_greedy_sample
     share, least = -(-config.batch.prompts_per_step // replicas) * group, max(group, _AGENT_SAMPLES)
     if config.data.held_out:
         least = max(least, evaluation.samples_per_prompt)

@@ -14,7 +14,7 @@ from tests.fakes.stage import Stage, check_books, fresh_processes, until
 from tests.fakes.toy import VOCABULARY
 from tests.fakes.toy_scorers import FakeReference
 
-REMAX = {"advantage": "remax"}
+REMAX = {"advantage": {"kind": "remax"}}
 
 
 def is_baseline(sample_id: str) -> bool:
@@ -145,7 +145,7 @@ async def test_remax_and_the_filter_together_survive_a_kill(make_stage: Callable
 
 
 async def test_an_estimator_that_compares_samples_needs_no_greedy_answer(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=1, algorithm={"advantage": "rloo"})
+    stage = make_stage(steps=1, algorithm={"advantage": {"kind": "rloo"}})
     await stage.start()
     assert await stage.finish() == 0
     check_books(stage)

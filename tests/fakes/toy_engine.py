@@ -52,7 +52,7 @@ class Toy:
         self.ends.append(last)
         self.gradient += torch.autograd.grad(loss, self.table)[0]
 
-    def update(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
+    def optimizer_step(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
         return float(self.gradient.norm())
 
 
@@ -89,7 +89,7 @@ class ToyEngine:
         self.critic_gradients.append(_average(toys, shares))
         return self._finish(parts, self.critic, self.critic_gradients[-1], settings.learning_rate)
 
-    def beside(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
+    def in_parallel(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
         critic()
         return policy()
 

@@ -88,7 +88,7 @@ class FakeEngine:
         self._enter("compute_values")
         return [[(b.targets / 4).astype(np.float32) for b in share] for share in shares]
 
-    def beside(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
+    def in_parallel(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
         critic()
         return policy()
 

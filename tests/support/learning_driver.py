@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import transformers
 
+from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Sample, VersionSpan
 from fourfold.config import Config
-from fourfold_trainer.algorithm.state import AlgorithmState
 from fourfold_trainer.ranks.engine import RankGroup
 from fourfold_trainer.step.train_step import train_step
 
@@ -107,14 +107,14 @@ def learn(preset: str, folder: Path, out: Path) -> list[float]:
     config = recipe(preset, folder)
     engine = RankGroup(config, folder, run_dir=out, member_id="trainer-0", on_death=_say)
     reference = load(folder)
-    memory, rewards = AlgorithmState(), list[float]()
+    state, rewards = AlgorithmState(), list[float]()
     for step in range(1, STEPS + 1):
         exported = out / "exported"
         exported.mkdir(exist_ok=True)
         engine.export(exported)
         samples = sample(load(exported), reference, config, step=step)
         rewards.append(float(np.mean([s.score for s in samples])))
-        memory = train_step(engine, samples, config, step=step, memory=memory).memory
+        state = train_step(engine, samples, config, step=step, state=state).algorithm_state
     engine.leave()
     engine.close()
     return rewards

@@ -22,15 +22,15 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Float32Array, Sample
 from fourfold.config import Config
 from fourfold.metrics import PADDING_FRACTION
-from fourfold_trainer.algorithm.state import AlgorithmState
 from fourfold_trainer.checkpoint.store import layout_of
 from fourfold_trainer.ranks.engine import RankGroup
 from fourfold_trainer.service.metrics import summarise
-from fourfold_trainer.step.micro_batches import Compute, add_gradient, forward, look_up
-from fourfold_trainer.step.train_step import Result, train_step
+from fourfold_trainer.step.micro_batches import Compute, add_gradient, compute_per_token, forward_all
+from fourfold_trainer.step.train_step import StepResult, train_step
 from tests.fakes.trainer_engine import group_of
 from tests.support.plain_gradients import ragged
 
@@ -167,11 +167,9 @@ class Run:
             self.config, Path(case.model), run_dir=folder, member_id="trainer-0", on_death=self._on_death
         )
 
-    def train(self, number: int, *, kl_coef: float | None = None) -> Result:
+    def train(self, number: int, *, kl_coef: float | None = None) -> StepResult:
         """Train step `number`."""
-        result = train_step(
-            self.engine, batch(number), self.config, step=number, memory=AlgorithmState(kl_coef=kl_coef)
-        )
+        result = train_step(self.engine, batch(number), self.config, step=number, state=AlgorithmState(kl_coef=kl_coef))
         self.losses += [result.policy.loss, result.critic.loss]
         self.norms += result.policy_norms + result.critic_norms
         found = summarise(result, self.config, step=number)
@@ -212,7 +210,7 @@ class Run:
 
     def entropies(self) -> Float32Array:
         """Return the entropies of the same."""
-        found = forward(self.engine, batch(99), self.config, entropies=True, values=False)
+        found = forward_all(self.engine, batch(99), self.config, entropies=True, values=False)
         return np.concatenate([row[1:] for row in found.entropies])
 
     def values(self) -> Float32Array:
@@ -224,7 +222,7 @@ class Run:
     def _look_up(self, compute: Compute, *, ranks: int = 0) -> Float32Array:
         samples = batch(99)
         every = [np.arange(1, len(s.token_ids)) for s in samples]
-        return np.concatenate(look_up(compute, samples, every, self.config, ranks=ranks))
+        return np.concatenate(compute_per_token(compute, samples, every, self.config, ranks=ranks))
 
     def weights(self, name: str, *, ema: bool = False) -> Float32Array:
         """Export into a new folder beside the checkpoint; return all weights, one after another."""
@@ -323,7 +321,7 @@ def split(run: Run) -> dict[str, Any]:
             table = run.config.batch.model_copy(update={"tokens_per_micro_batch": budget})
             config = run.config.model_copy(update={"batch": table})
             samples = ragged(kind, vocabulary=VOCABULARY)
-            train_step(run.engine, samples, config, step=1, memory=AlgorithmState())
+            train_step(run.engine, samples, config, step=1, state=AlgorithmState())
             (folder / f"{kind} {budget}").mkdir()
             run.engine.save(folder / f"{kind} {budget}")
     run.close()

@@ -1,14 +1,25 @@
-"""What one rank's model computes in one forward and backward pass.
+"""Defines the micro-batches of one rank, their dummies, and their form as lists of arrays for the rank channel.
 
-Legend: k loss tokens of a micro-batch.
+k   loss tokens of a micro-batch, or asked tokens where there is no loss
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, TypeVar
 
-from fourfold.arrays import Float32Array, Int32Array
-from fourfold.nn.batching import TokenBatch
+import numpy as np
+from numpy.typing import NDArray
+
+from fourfold.arrays import EMPTY_FLOATS, Float32Array, Int32Array
+from fourfold.nn.batching import TokenBatch, pack
+
+Array = NDArray[Any]
+MicroBatch: TypeAlias = "TokenBatch | PolicyBatch | ValueBatch | WeightedBatch"
+T = TypeVar("T")
+
+_ZERO: Final = np.zeros(1, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -16,16 +27,22 @@ class PolicyBatch:
     """One forward and backward pass of the policy on one rank."""
 
     tokens: TokenBatch
-    segments: Int32Array  # [k], the sample of each token, 0 for the first
-    weights: Float32Array  # [k], of each token's loss; 0: a dummy, which counts nowhere
-    advantages: Float32Array  # [k]
-    behavior_logprobs: Float32Array  # [k]
-    old_logprobs: Float32Array  # [k], or [0]: the present ones, because the policy has not moved yet
-    reference_logprobs: Float32Array  # [k], or [0] where the loss needs none
+    segments: Int32Array
+    """[k], sample of each token, 0 for the first."""
+    weights: Float32Array
+    """[k], weight of each token's loss; 0: a dummy, which counts nowhere."""
+    advantages: Float32Array
+    """[k]."""
+    behavior_logprobs: Float32Array
+    """[k]."""
+    old_logprobs: Float32Array
+    """[k], or [0]: the current ones, because the policy has not moved yet."""
+    reference_logprobs: Float32Array
+    """[k], or [0] where the loss needs none."""
 
     @property
     def is_dummy(self) -> bool:
-        """Whether nothing of it counts."""
+        """Whether no token counts."""
         return not self.weights.any()
 
 
@@ -34,14 +51,87 @@ class ValueBatch:
     """One forward and backward pass of the critic on one rank."""
 
     tokens: TokenBatch
-    weights: Float32Array  # [k]; 0: a dummy
-    returns: Float32Array  # [k]
-    old_values: Float32Array  # [k]
+    weights: Float32Array
+    """[k]; 0: a dummy."""
+    returns: Float32Array
+    """[k]."""
+    old_values: Float32Array
+    """[k]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightedBatch:
-    """One forward and backward pass of the policy on one rank, for a loss that is known by its derivatives."""
+    """One forward and backward pass of the policy on one rank, for a loss given by its derivatives."""
 
     tokens: TokenBatch
-    weights: Float32Array  # [k], derivative of the loss by each log-probability; a dummy's is 0
+    weights: Float32Array
+    """[k], derivative of the loss by each log-probability; 0 for a dummy."""
+
+
+def dummy_tokens() -> TokenBatch:
+    """Return the cheapest forward pass: two tokens."""
+    return pack([np.zeros(2, np.int32)], [np.ones(1, np.int64)], [1.0])
+
+
+def dummy_policy_batch(*, with_old: bool, with_reference: bool) -> PolicyBatch:
+    """Return a dummy with the columns of the real batches."""
+    return PolicyBatch(
+        tokens=dummy_tokens(),
+        segments=np.zeros(1, np.int32),
+        weights=_ZERO,
+        advantages=_ZERO,
+        behavior_logprobs=_ZERO,
+        old_logprobs=_ZERO if with_old else EMPTY_FLOATS,
+        reference_logprobs=_ZERO if with_reference else EMPTY_FLOATS,
+    )
+
+
+def dummy_value_batch() -> ValueBatch:
+    """Return a dummy of the critic."""
+    return ValueBatch(tokens=dummy_tokens(), weights=_ZERO, returns=_ZERO, old_values=_ZERO)
+
+
+def dummy_weighted_batch() -> WeightedBatch:
+    """Return a dummy of ForwardBackward."""
+    return WeightedBatch(tokens=dummy_tokens(), weights=_ZERO)
+
+
+def to_arrays(batch: MicroBatch) -> list[Array]:
+    """Return the arrays of a batch, in the order of its fields; those of its tokens first."""
+    arrays: list[Array] = []
+    for name in batch.__slots__:
+        value = getattr(batch, name)
+        arrays += to_arrays(value) if isinstance(value, TokenBatch) else [value]
+    return arrays
+
+
+def token_batches(arrays: Sequence[Array]) -> list[TokenBatch]:
+    """Return the batches from the arrays of `to_arrays`."""
+    return _from_arrays(TokenBatch, arrays)
+
+
+def policy_batches(arrays: Sequence[Array]) -> list[PolicyBatch]:
+    """Return the batches from the arrays of `to_arrays`."""
+    return _from_arrays(PolicyBatch, arrays)
+
+
+def value_batches(arrays: Sequence[Array]) -> list[ValueBatch]:
+    """Return the batches from the arrays of `to_arrays`."""
+    return _from_arrays(ValueBatch, arrays)
+
+
+def weighted_batches(arrays: Sequence[Array]) -> list[WeightedBatch]:
+    """Return the batches from the arrays of `to_arrays`."""
+    return _from_arrays(WeightedBatch, arrays)
+
+
+def _from_arrays(make: Callable[..., T], arrays: Sequence[Array]) -> list[T]:
+    names: Sequence[str] = make.__slots__  # type: ignore[attr-defined]
+    head = len(TokenBatch.__slots__) if names[0] == "tokens" else 0
+    size = head + len(names) - (head > 0)
+
+    def one(part: Sequence[Array]) -> T:
+        columns = dict(zip(names[head > 0 :], part[head:], strict=True))
+        return make(tokens=_from_arrays(TokenBatch, part[:head])[0], **columns) if head else make(**columns)
+
+    return [one(arrays[i : i + size]) for i in range(0, len(arrays), size)]

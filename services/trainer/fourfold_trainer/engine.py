@@ -102,7 +102,7 @@ class EngineFailedError(Exception):
     """The ranks cannot go on: a link to one broke, or one died. Not for callers: it ends the service."""
 
 
-class Engine(Protocol):
+class TrainerEngine(Protocol):
     """All ranks as one. Every method blocks and belongs to one thread, except `abort_weights`.
 
     With sequence parallelism "rank" means, where batches are dealt, a group of ranks that share every pass.
@@ -146,7 +146,7 @@ class Engine(Protocol):
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
         """Return the critic's value of the state before each asked token."""
 
-    def beside(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
+    def in_parallel(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
         """Make the critic's calls and the policy's, at the same time where it can; return what the latter return.
 
         The critic's may come from another thread. An error of either is raised when both have ended.
@@ -205,7 +205,7 @@ class Trained(Protocol):
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradient of `loss`, averaged over ranks; `last` says that no more comes before `update`."""
 
-    def update(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
+    def optimizer_step(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
         """Clip and step; return the gradient's norm before clipping. Not finite: nothing was changed.
 
         A longer gradient is scaled down to `max_grad_norm`; 0: none is; None: the recipe's.

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fourfold import config
+from fourfold.algorithm.advantages import Gae, Grpo
+from fourfold.algorithm.losses import CispoLoss, GspoLoss, PpoLoss, SapoLoss
 from fourfold.config import Config
 from fourfold.errors import ConfigError
 
@@ -201,15 +203,52 @@ def test_values_never_change(tmp_path: Path) -> None:
             'path = "train.jsonl"\nreasoning_gym = "products"',
             "data.train: path = 'train.jsonl' and reasoning_gym = 'products' are two sources; remove one",
         ),
-        ("[sampling]", "[algorithm]\nclip_hihg = 0.1\n[sampling]", ":16  algorithm.clip_hihg: no such key. Did you"),
+        (
+            "[sampling]",
+            "[algorithm]\nentropy_coeff = 0.1\n[sampling]",
+            ":16  algorithm.entropy_coeff: no such key.",
+        ),
         ("[sampling]", "[algorithm.correction]\nlow = 3\n[sampling]", "algorithm.correction: low = 3"),
         (
             "[sampling]",
-            '[algorithm]\nadvantage = "remax"\nshaping.normalize = true\n[sampling]',
-            "not that of the greedy answer which advantage = `remax` compares it with; remove",
+            '[algorithm]\nadvantage.kind = "remax"\nshaping.normalize = true\n[sampling]',
+            "not that of the greedy answer which advantage.kind = `remax` compares it with; remove",
         ),
-        ("[sampling]", "[algorithm]\ndual_clip = 0.5\n[sampling]", "dual_clip = 0.5 must be above 1, or 0 for none"),
-        ("[sampling]", "[algorithm]\ngamma = 0.9\n[sampling]", "gamma = 0.9 has no meaning for advantage = `grpo`"),
+        (
+            "[sampling]",
+            "[algorithm.loss]\ndual_clip = 0.5\n[sampling]",
+            "algorithm.loss: dual_clip = 0.5 must be above 1",
+        ),
+        (
+            "[sampling]",
+            "[algorithm.loss]\nclip_hihg = 0.1\n[sampling]",
+            ":15  algorithm.loss: clip_hihg: no such key for kind = 'ppo'. Its keys: clip_low, clip_high, dual_clip.",
+        ),
+        (
+            "[sampling]",
+            '[algorithm.loss]\nkind = "gsop"\n[sampling]',
+            "kind = 'gsop' is unknown; choose one of ppo",
+        ),
+        (
+            "[sampling]",
+            "[algorithm]\nloss = 3\n[sampling]",
+            "algorithm.loss: 3 names no kind; write a table",
+        ),
+        (
+            "[sampling]",
+            "[algorithm.loss]\nclip_low = 2\n[sampling]",
+            ":16  algorithm.loss.clip_low = 2: input should be less than or equal to 1",
+        ),
+        (
+            "[sampling]",
+            '[algorithm.loss]\nkind = "cispo"\nratio_min = 2\nratio_max = 1\n[sampling]',
+            "ratio_min = 2.0 must be below ratio_max = 1.0",
+        ),
+        (
+            "[sampling]",
+            "[algorithm.advantage]\ngamma = 0.9\n[sampling]",
+            "algorithm.advantage: gamma: no such key for kind = 'grpo'. Its keys: epsilon.",
+        ),
         ("group_size = 4", "group_size = 1", "`grpo` compares the samples of a prompt; raise it to at least 2"),
         (
             "[sampling]",
@@ -308,3 +347,56 @@ def test_a_kind_of_correction_brings_its_bounds(tmp_path: Path) -> None:
     }.items():
         correction = config.load(write(tmp_path, text + keys + "\n")).algorithm.correction
         assert (correction.low, correction.high) == bounds, keys
+
+
+# Flat keys of older recipes
+
+
+def test_flat_keys_are_read_with_a_notice_of_what_to_write(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flat = (
+        RECIPE
+        + '[algorithm]\npreset = "dapo"\nloss = "gspo"\nclip_low = 0.1\ngspo_form = "sequence"\nratio_max = 3.0\n'
+    )
+    found = config.load(write(tmp_path, flat)).algorithm
+    (notice,) = caplog.messages
+    header, _, table = notice.partition("Instead of them, write\n")
+    assert header.endswith("recipe.toml:17  keys of [algorithm] have moved: loss, clip_low, gspo_form, ratio_max. ")
+    # The preset's clip_high counted for every loss; gspo never read ratio_max.
+    assert table == '[algorithm.loss]\nkind = "gspo"\nclip_high = 0.28\nclip_low = 0.1\nform = "sequence"'
+    caplog.clear()
+    assert config.load(write(tmp_path, f'{RECIPE}[algorithm]\npreset = "dapo"\n{table}\n')).algorithm == found
+    assert caplog.messages == []
+
+
+def test_all_flat_keys_are_read(tmp_path: Path) -> None:
+    keys = 'advantage = "gae"\ngamma = 0.9\ngae_lambda = 0.8\nhole_mode = "decay"\nadvantage_epsilon = 1e-6\n'
+    found = config.load(write(tmp_path, RECIPE + "[algorithm]\n" + keys)).algorithm.advantage
+    assert found == Gae(gamma=0.9, lam=0.8, hole_mode="decay")
+    keys = 'loss = "sapo"\nsapo_tau_positive = 2.0\nsapo_tau_negative = 3.0\nclip_low = 0.2\ndual_clip = 0.0\n'
+    found_loss = config.load(write(tmp_path, RECIPE + "[algorithm]\n" + keys)).algorithm.loss
+    assert found_loss == SapoLoss(tau_positive=2.0, tau_negative=3.0)
+    text = RECIPE + '[algorithm]\nloss = "cispo"\nratio_min = 0.5\nratio_max = 2.0\nadvantage_epsilon = 0.5\n'
+    mixed = config.load(write(tmp_path, text)).algorithm
+    assert (mixed.loss, mixed.advantage) == (CispoLoss(ratio_min=0.5, ratio_max=2.0), Grpo(epsilon=0.5))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("gamma = 0.9", "gamma: no such key for kind = 'grpo'"),  # refused before, too
+        ('loss = "gsop"', "kind = 'gsop' is unknown"),
+        ("dual_clip = 0.5", "dual_clip = 0.5 must be above 1"),
+        ('preset = "grop"\nclip_low = 0.1', "preset 'grop' is unknown"),
+        ('loss.kind = "gspo"\nclip_low = 0.1', "algorithm.clip_low: no such key."),
+    ],
+)
+def test_flat_keys_keep_their_rules(tmp_path: Path, keys: str, message: str) -> None:
+    assert message in refused(tmp_path, f"{RECIPE}[algorithm]\n{keys}\n")
+
+
+def test_a_table_of_another_kind_does_not_inherit_the_keys_of_the_preset(tmp_path: Path) -> None:
+    text = RECIPE + '[algorithm]\npreset = "gspo"\n[algorithm.loss]\n'
+    assert config.load(write(tmp_path, text + "clip_high = 0.1\n")).algorithm.loss == GspoLoss(
+        clip_low=3e-4, clip_high=0.1
+    )
+    assert config.load(write(tmp_path, text + 'kind = "ppo"\n')).algorithm.loss == PpoLoss()

@@ -17,12 +17,12 @@ from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.nn import forward
 from fourfold.plan.models import check_sequence_parallel
+from fourfold_trainer.batches import dummy_value_batch
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.ranks.engine import RankGroup
 from fourfold_trainer.ranks.process_group import ProcessGroup
 from fourfold_trainer.ranks.rank_channel import Message
 from fourfold_trainer.ranks.worker import _sums_answer as sums_answer
-from fourfold_trainer.step.packing import dummy_value_batch
 from tests.fakes.threads import ThreadGroup
 from tests.support.architectures import build
 from tests.support.sequence_cases import CASES, Case, check, float64_alone, make_model, run

@@ -73,25 +73,28 @@ def test_presets_that_differ_read_differently() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
-        ({"advantage": "remax"}, "A = r - b, b = score of one more answer to the prompt, sampled greedily"),
-        ({"advantage": "opo"}, "A = r - sum(n r) / sum(n), over the samples of a prompt"),
+        ({"advantage": {"kind": "remax"}}, "A = r - b, b = score of one more answer to the prompt, sampled greedily"),
+        ({"advantage": {"kind": "opo"}}, "A = r - sum(n r) / sum(n), over the samples of a prompt"),
         (
-            {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.5},
+            {"advantage": {"kind": "gae", "gamma": 0.9, "lam": 0.5}},
             "A_t = d_t + 0.45 A_next, d_t = R_t + 0.9 V_next - V_t",
         ),
         (
-            {"advantage": "reinforce", "gamma": 0.9},
+            {"advantage": {"kind": "reinforce", "gamma": 0.9}},
             "sum of 0.9^(k - t) R_k over the tokens k from t on; R = r on the last",
         ),
-        ({"advantage": "reinforce", "gamma": 0.9, "hole_mode": "decay"}, "tokens between two turns count as steps."),
-        ({"advantage_epsilon": 0.5}, "(std(r) + 0.5)"),
+        (
+            {"advantage": {"kind": "reinforce", "gamma": 0.9, "hole_mode": "decay"}},
+            "tokens between two turns count as steps;",
+        ),
+        ({"advantage": {"kind": "grpo", "epsilon": 0.5}}, "(std(r) + 0.5)"),
         ({"whiten": "center"}, "Then A = A - mean over all sampled tokens"),
-        ({"clip_low": 0.1, "clip_high": 0.3}, "clip(ratio, 0.9, 1.3)"),
-        ({"dual_clip": 3.0}, "at most 3 |A| where A < 0"),
-        ({"loss": "reinforce"}, "l = -A p."),
-        ({"loss": "cispo", "ratio_min": 0.5, "ratio_max": 2}, "clip(ratio, 0.5, 2)"),
-        ({"loss": "sapo", "sapo_tau_negative": 3}, "else 3."),
-        ({"loss": "gspo", "gspo_form": "sequence"}, "carries the sample's mean A"),
+        ({"loss": {"clip_low": 0.1, "clip_high": 0.3}}, "clip(ratio, 0.9, 1.3)"),
+        ({"loss": {"dual_clip": 3.0}}, "at most 3 |A| where A < 0"),
+        ({"loss": {"kind": "reinforce"}}, "l = -A p."),
+        ({"loss": {"kind": "cispo", "ratio_min": 0.5, "ratio_max": 2}}, "clip(ratio, 0.5, 2)"),
+        ({"loss": {"kind": "sapo", "tau_negative": 3}}, "else 3."),
+        ({"loss": {"kind": "gspo", "form": "sequence"}}, "carries the sample's mean A"),
         (
             {"aggregation": "sequence-sum"},
             "l summed over the tokens of each sample, averaged over samples (sequence-sum)",
@@ -131,7 +134,7 @@ def test_the_critic_and_the_updates_are_told() -> None:
     assert "loss (V - G)^2 / 2, G = A + V_old" in said(ppo, critic={"value_clip": 0, "source": "rm"})
     assert "the weights of rm;" in said(ppo, critic={"source": "rm"})
     assert "updates: 1 a step, in which p = o, so that no clip binds." in said()
-    assert "updates" not in said({"loss": "reinforce"})
+    assert "updates" not in said({"loss": {"kind": "reinforce"}})
     batch = {"mini_batches_per_step": 2, "epochs_per_step": 3}
     assert "updates: 3 passes over the batch in 2 mini-batches, so that p moves away from o." in said(batch=batch)
     assert "critic" not in said(critic={"source": "rm"})

@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold import metrics as m
+from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Sample
 from fourfold.nn.router import Routed
-from fourfold_trainer.algorithm.state import AlgorithmState
 from fourfold_trainer.flops import Work
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step.train_step import train_step
@@ -61,7 +61,7 @@ def test_what_a_correction_bounds_rejects_and_leaves_is_counted() -> None:
 
 
 def test_the_kl_term_is_reported_as_the_recipe_adds_it_up_before_its_coefficient() -> None:
-    config = recipe(algorithm={"advantage": "dr-grpo", "kl": {"coef": 0.25, "estimator": "k2"}})
+    config = recipe(algorithm={"advantage": {"kind": "dr-grpo"}, "kl": {"coef": 0.25, "estimator": "k2"}})
     samples = group_of([0, 1], reference=True)
     _, result = run(samples, config)
     _, old = with_behavior(samples, [[1, 1], [1, 1]])
@@ -75,7 +75,7 @@ def test_a_loss_that_is_no_number_is_counted() -> None:
     engine = ToyEngine(recipe())
     with torch.no_grad():
         engine.policy[0] = math.nan
-    result = train_step(engine, batch(), recipe(), step=1, memory=AlgorithmState())  # type: ignore[arg-type]
+    result = train_step(engine, batch(), recipe(), step=1, state=AlgorithmState())  # type: ignore[arg-type]
     found = metrics.summarise(result, recipe(), step=1)
     assert (found[m.NONFINITE_LOSS], found[m.UPDATES]) == (1, 0)
     assert metrics.summarise(run(batch(), recipe())[1], recipe(), step=1)[m.NONFINITE_LOSS] == 0

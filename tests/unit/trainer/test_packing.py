@@ -14,9 +14,10 @@ from fourfold.arrays import Float32Array, Sample
 from fourfold.config import Config
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch, pack, split_by_tokens
-from fourfold_trainer.step.advantages import Batch, Credit
-from fourfold_trainer.step.micro_batches import LossTokens, look_up
-from fourfold_trainer.step.packing import deal, policy_batches, to_arrays, token_batches, value_batches
+from fourfold_trainer.batches import policy_batches, to_arrays, token_batches, value_batches
+from fourfold_trainer.step.advantages import TokenTargets
+from fourfold_trainer.step.batch import PackedBatch
+from fourfold_trainer.step.micro_batches import LossTokens, compute_per_token, deal
 from tests.fakes.trainer_engine import sample
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=30)
@@ -90,9 +91,9 @@ def loss_tokens(batch: list[Sample], advantages: list[float], **batch_table: int
             "trainer": {"ranks": batch_table["ranks"]},
         }
     )
-    step = Batch.of(batch, config.algorithm)
+    step = PackedBatch.of(batch, config.algorithm)
     every = np.repeat(advantages, step.lengths)
-    credit = Credit(advantages=every, returns=every, values=every.astype(np.float32), old_logprobs=None, kl=None)
+    credit = TokenTargets(advantages=every, returns=every, values=every.astype(np.float32), old_logprobs=None, kl=None)
     return LossTokens.of(step, credit, config, kl_in_loss=all(len(s.reference_logprobs) for s in batch))
 
 
@@ -104,7 +105,7 @@ def test_every_loss_token_is_in_exactly_one_micro_batch(
     advantages = [float(i + 1) for i in range(len(batch))]  # names the sample
     tokens = loss_tokens(batch, advantages, ranks=rank_count, budget=budget)
     members = list(range(len(batch)))
-    shares = tokens.policy_passes(members, tokens.weights(members))
+    shares = tokens.policy_micro_batches(members, tokens.weights(members))
     assert len({len(share) for share in shares}) == 1 and len(shares) == rank_count
     seen: list[tuple[float, int, float, float, float]] = []
     for micro in (m for share in shares for m in share):
@@ -138,7 +139,7 @@ def test_samples_without_a_gradient_need_no_pass() -> None:
 
 def test_ranks_without_samples_run_dummies_that_weigh_nothing() -> None:
     tokens = loss_tokens(samples([(3, 2)]), [1.0], ranks=3, budget=32)
-    shares = tokens.policy_passes([0], tokens.weights([0]))
+    shares = tokens.policy_micro_batches([0], tokens.weights([0]))
     assert [[m.weights.tolist() for m in share] for share in shares] == [[[0.5, 0.5]], [[0.0]], [[0.0]]]
     assert shares[1][0].tokens.token_count == 2 and len(shares[1][0].reference_logprobs) == 0
 
@@ -148,9 +149,9 @@ def test_a_loss_mask_smaller_than_the_action_mask_is_obeyed() -> None:
     mask = one.loss_mask.copy()
     mask[3] = False
     tokens = loss_tokens([replace(one, loss_mask=mask)], [1.0], ranks=1, budget=32)
-    ((micro,),) = tokens.policy_passes([0], tokens.weights([0]))
+    ((micro,),) = tokens.policy_micro_batches([0], tokens.weights([0]))
     assert micro.tokens.rows.tolist() == [1, 3, 4]
-    ((values,),) = tokens.value_passes([0], tokens.weights([0]))
+    ((values,),) = tokens.value_micro_batches([0], tokens.weights([0]))
     assert values.tokens.rows.tolist() == [1, 3, 4] and values.weights.tolist() == pytest.approx([1 / 3] * 3)
 
 
@@ -164,7 +165,7 @@ def test_a_look_up_gives_every_sample_its_own_numbers(lengths: list[tuple[int, i
         return [[b.targets.astype(np.float32) for b in share] for share in shares]
 
     positions = [np.arange(1 + i % 3, len(s.token_ids)) for i, s in enumerate(batch)]  # some ask for nothing
-    rows = look_up(compute, batch, positions, config)
+    rows = compute_per_token(compute, batch, positions, config)
     for one, asked, row in zip(batch, positions, rows, strict=True):
         assert row.tolist() == one.token_ids[asked].tolist()
 
@@ -172,7 +173,10 @@ def test_a_look_up_gives_every_sample_its_own_numbers(lengths: list[tuple[int, i
 def test_batches_survive_the_way_to_another_rank() -> None:
     tokens = loss_tokens(samples([(3, 2), (2, 2)], reference=True), [1, 2], ranks=1, budget=32)
     weights = tokens.weights([0, 1])
-    ((micro,),), ((values,),) = tokens.policy_passes([0, 1], weights), tokens.value_passes([0, 1], weights)
+    ((micro,),), ((values,),) = (
+        tokens.policy_micro_batches([0, 1], weights),
+        tokens.value_micro_batches([0, 1], weights),
+    )
     for batch, back in (
         (micro, policy_batches(to_arrays(micro) * 2)[1]),
         (values, value_batches(to_arrays(values) * 2)[1]),
@@ -203,9 +207,9 @@ def test_a_pass_without_gradients_takes_more_tokens_where_it_keeps_less(
         seen.extend([b.token_count for b in share] for share in shares)
         return [[b.targets.astype(np.float32) for b in share] for share in shares]
 
-    rows = look_up(compute, batch, [np.arange(1, 16)] * 16, config)
+    rows = compute_per_token(compute, batch, [np.arange(1, 16)] * 16, config)
     assert seen == passes
     assert [row.tolist() for row in rows] == [one.token_ids[1:].tolist() for one in batch]
     seen.clear()
-    look_up(compute, batch, [np.arange(1, 16)] * 16, config, ranks=4)  # those of the critic
+    compute_per_token(compute, batch, [np.arange(1, 16)] * 16, config, ranks=4)  # those of the critic
     assert len(seen) == 4 and {sum(share) for share in seen} == {64}

@@ -60,7 +60,7 @@ def group(second: ThreadPoolExecutor | None) -> RankGroup:
 def test_calls_for_a_critic_apart_run_beside_those_for_the_policy() -> None:
     meeting, met = threading.Barrier(2, timeout=30), list[int]()
     with ThreadPoolExecutor(1) as second:
-        assert group(second).beside(lambda: met.append(meeting.wait()), meeting.wait) != met[0]
+        assert group(second).in_parallel(lambda: met.append(meeting.wait()), meeting.wait) != met[0]
 
 
 def test_an_error_of_either_is_raised_when_both_have_ended() -> None:
@@ -72,15 +72,15 @@ def test_an_error_of_either_is_raised_when_both_have_ended() -> None:
 
     with ThreadPoolExecutor(1) as second:
         with pytest.raises(Unavailable, match="policy"):
-            group(second).beside(lambda: ended.append("critic"), lambda: fail("policy"))
+            group(second).in_parallel(lambda: ended.append("critic"), lambda: fail("policy"))
         with pytest.raises(Unavailable, match="critic"):
-            group(second).beside(lambda: fail("critic"), lambda: ended.append("policy"))
+            group(second).in_parallel(lambda: fail("critic"), lambda: ended.append("policy"))
     assert sorted(ended) == ["critic", "critic", "policy", "policy"]
 
 
 def test_calls_in_shared_ranks_take_turns_the_critic_first() -> None:
     order: list[str] = []
-    group(None).beside(lambda: order.append("critic"), lambda: order.append("policy"))
+    group(None).in_parallel(lambda: order.append("critic"), lambda: order.append("policy"))
     assert order == ["critic", "policy"]
 
 

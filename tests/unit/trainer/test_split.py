@@ -18,11 +18,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Float32Array, Sample
 from fourfold.config import Config
 from fourfold.nn import forward
 from fourfold.nn.batching import TokenBatch
-from fourfold_trainer.algorithm.state import AlgorithmState
 from fourfold_trainer.batches import PolicyBatch, ValueBatch
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
 from fourfold_trainer.step.optimizer_step import update_critic, update_policy
@@ -76,7 +76,7 @@ class Rank:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         torch.autograd.backward(loss / self._count)
 
-    def update(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
+    def optimizer_step(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
         return 1.0
 
 
@@ -101,7 +101,7 @@ class Ranks:
             update_critic(rank, share, settings, self.config.critic, rank_count=len(shares))
         return UpdateSums(grad_norm=1.0)
 
-    def beside(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
+    def in_parallel(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
         critic()
         return policy()
 
@@ -181,7 +181,7 @@ def test_a_split_step_has_the_gradients_of_one_padded_batch(
     for algorithm in ALGORITHMS:
         config = recipe(algorithm, ranks, budget)
         engine: Any = Ranks(config, policy, critic)
-        train_step(engine, samples, config, step=1, memory=AlgorithmState())
+        train_step(engine, samples, config, step=1, state=AlgorithmState())
         if algorithm == "policy":
             advantages = torch.from_numpy(group_advantages(samples)).double()[:, None]
             wanted = policy_gradients(plain, samples, advantages, kl_coef=0.1, entropy_coef=0.01)

@@ -12,16 +12,17 @@ import pytest
 import torch
 
 from fourfold import metrics as m
+from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Sample
 from fourfold.config import PRESETS, Config, CriticConfig, TrainerConfig
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch
-from fourfold_trainer.algorithm.state import AlgorithmState
 from fourfold_trainer.service import metrics
 from fourfold_trainer.step import train_step as step_train_step
+from fourfold_trainer.step.batch import check_samples
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.micro_batches import mini_batches
-from fourfold_trainer.step.train_step import Result, train_step
+from fourfold_trainer.step.train_step import StepResult, train_step
 from tests.fakes.toy_engine import Toy, ToyEngine
 from tests.fakes.trainer_engine import group_of, sample
 
@@ -60,18 +61,18 @@ def batch() -> list[Sample]:
     return [replace(s, baseline_score=0.5) for s in samples]
 
 
-def run(samples: Sequence[Sample], config: Config, *, number: int = 1) -> tuple[ToyEngine, Result]:
+def run(samples: Sequence[Sample], config: Config, *, number: int = 1) -> tuple[ToyEngine, StepResult]:
     engine = ToyEngine(config)
-    return engine, train_step(engine, samples, config, step=number, memory=AlgorithmState())  # type: ignore[arg-type]
+    return engine, train_step(engine, samples, config, step=number, state=AlgorithmState())  # type: ignore[arg-type]
 
 
 # ---- independence of the split -----------------------------------------------------------------------------------
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     **{name: {"preset": name} for name in PRESETS},
-    "remax": {"advantage": "remax", "aggregation": "sequence-sum"},
-    "opo": {"advantage": "opo", "loss": "reinforce", "entropy_coef": 0.01},
-    "dual": {"dual_clip": 3.0, "kl": {"coef": 0.3, "estimator": "k3"}},
+    "remax": {"advantage": {"kind": "remax"}, "aggregation": "sequence-sum"},
+    "opo": {"advantage": {"kind": "opo"}, "loss": {"kind": "reinforce"}, "entropy_coef": 0.01},
+    "dual": {"loss": {"kind": "ppo", "dual_clip": 3.0}, "kl": {"coef": 0.3, "estimator": "k3"}},
     "icepop": {"correction": {"kind": "icepop", "low": 0.01, "high": 0.2}},
     "sequence mask": {"correction": {"kind": "sequence-mask-tis", "low": 0.001, "high": 0.02}},
 }
@@ -125,7 +126,7 @@ def test_the_gradient_is_the_formula_over_all_tokens() -> None:
 def test_the_only_update_of_a_step_forwards_every_token_once(
     loss: str, correction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    algorithm = {"kl": {"coef": 0.1}, "loss": loss, "correction": {"kind": correction}}
+    algorithm = {"kl": {"coef": 0.1}, "loss": {"kind": loss}, "correction": {"kind": correction}}
     config = recipe(budget=20, algorithm=algorithm)
     forwarded: list[int] = []
     logprobs = Toy.logprobs
@@ -136,7 +137,7 @@ def test_the_only_update_of_a_step_forwards_every_token_once(
 
     monkeypatch.setattr(Toy, "logprobs", counted)
     _, result = run(batch(), config)
-    assert len(forwarded) == result.pass_count and sum(forwarded) == result.passed_tokens
+    assert len(forwarded) == result.micro_batch_count and sum(forwarded) == result.forwarded_tokens
     once = metrics.summarise(result, config, step=1)
     assert once[m.REFERENCE_KL] > 0 and once[m.MISMATCH_MEAN] > 0 and once[m.RATIO_MAX] == once[m.RATIO_MIN] == 1
 
@@ -144,7 +145,7 @@ def test_the_only_update_of_a_step_forwards_every_token_once(
     monkeypatch.setattr(step_train_step, "needs_old_logprobs", lambda _config: True)
     forwarded.clear()
     _, result = run(batch(), config)
-    assert sum(forwarded) > result.passed_tokens
+    assert sum(forwarded) > result.forwarded_tokens
     twice = metrics.summarise(result, config, step=1)
     assert {k: v for k, v in twice.items() if k in once} == pytest.approx(once, rel=1e-5, abs=1e-6, nan_ok=True)
 
@@ -235,7 +236,7 @@ def test_a_behavior_logprob_that_is_not_finite_is_left_out_of_the_mismatch() -> 
 
 
 def test_masked_truncated_samples_stay_in_the_statistics_of_their_group() -> None:
-    config = recipe(algorithm={"advantage": "dr-grpo", "shaping": {"mask_truncated": True}})
+    config = recipe(algorithm={"advantage": {"kind": "dr-grpo"}, "shaping": {"mask_truncated": True}})
     samples = group_of([0, 1, 2])
     samples[2] = replace(samples[2], truncated=True)
     engine, result = run(samples, config)
@@ -246,30 +247,30 @@ def test_masked_truncated_samples_stay_in_the_statistics_of_their_group() -> Non
 def test_a_reward_of_a_turn_is_credited_to_the_tokens_before_it() -> None:
     token_rewards = np.array([0, 0, 0, 5, 0], np.float32)
     samples = [replace(sample("s", prompt=2, completion=3, score=1.0), token_rewards=token_rewards)]
-    config = recipe(batch={"group_size": 1}, algorithm={"advantage": "reinforce"})
+    config = recipe(batch={"group_size": 1}, algorithm={"advantage": {"kind": "reinforce"}})
     _, result = run(samples, config)
-    assert result.credit.advantages.tolist() == [6, 6, 1]
+    assert result.targets.advantages.tolist() == [6, 6, 1]
     grouped = [replace(s, group_id="g") for s in [*samples, sample("t", prompt=2, completion=1, score=2.0)]]
-    _, result = run(grouped, recipe(algorithm={"advantage": "dr-grpo"}))
-    assert result.credit.advantages.tolist() == [2, 2, 2, -2]  # 1 + 5 against 2
+    _, result = run(grouped, recipe(algorithm={"advantage": {"kind": "dr-grpo"}}))
+    assert result.targets.advantages.tolist() == [2, 2, 2, -2]  # 1 + 5 against 2
 
 
 def test_remax_compares_with_the_greedy_answer() -> None:
     samples = [replace(sample("s", score=1.0), baseline_score=0.25)]
-    _, result = run(samples, recipe(algorithm={"advantage": "remax"}))
-    assert result.credit.advantages.tolist() == [0.75, 0.75]
+    _, result = run(samples, recipe(algorithm={"advantage": {"kind": "remax"}}))
+    assert result.targets.advantages.tolist() == [0.75, 0.75]
     with pytest.raises(InvalidInput, match="sample s has no baseline_score"):
-        step_train_step.check([sample("s")], recipe(algorithm={"advantage": "remax"}).algorithm, policy_version=0)
+        check_samples([sample("s")], recipe(algorithm={"advantage": {"kind": "remax"}}).algorithm, policy_version=0)
 
 
 def test_penalties_come_before_the_comparison_and_the_clip_after_it() -> None:
     shaping = {"overlong_buffer": 0.5, "truncated": 0.5, "clip": 1.0}
-    config = recipe(algorithm={"advantage": "dr-grpo", "shaping": shaping})
+    config = recipe(algorithm={"advantage": {"kind": "dr-grpo"}, "shaping": shaping})
     samples = [sample("a", score=8.0, completion=2), sample("b", score=4.0, completion=6)]  # 6 - 4 of 4 tokens too long
     samples[1] = replace(samples[1], truncated=True)
     _, result = run(samples, config)
     assert result.outcomes.tolist() == [8, (4 - 0.5) * 0.5]
-    assert set(result.credit.advantages.tolist()) == {1, -1}
+    assert set(result.targets.advantages.tolist()) == {1, -1}
     assert metrics.summarise(result, config, step=1)[m.REWARD_PENALTY] == pytest.approx((1.75 - 4) / 2)
 
 
@@ -277,12 +278,12 @@ def test_running_normalisation_and_the_kl_coefficient_are_remembered() -> None:
     kl = {"coef": 0.1, "placement": "reward", "estimator": "k2", "target": 1e-3, "horizon": 100}
     config = recipe(algorithm={"shaping": {"normalize": True}, "kl": kl})
     _, first = run(batch(), config)
-    assert first.memory.scores.count == 7 and first.memory.scores.mean == pytest.approx(8 / 7)
-    assert first.memory.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 7 / 100))  # far above its target
+    assert first.algorithm_state.scores.count == 7 and first.algorithm_state.scores.mean == pytest.approx(8 / 7)
+    assert first.algorithm_state.kl_coef == pytest.approx(0.1 * (1 + 0.2 * 7 / 100))  # far above its target
     engine = ToyEngine(config)
-    again = train_step(engine, batch(), config, step=2, memory=first.memory)  # type: ignore[arg-type]
-    assert again.memory.scores.count == 14 and again.kl_coef == first.memory.kl_coef
-    assert metrics.summarise(again, config, step=2)[m.KL_COEF] == first.memory.kl_coef
+    again = train_step(engine, batch(), config, step=2, state=first.algorithm_state)  # type: ignore[arg-type]
+    assert again.algorithm_state.scores.count == 14 and again.kl_coef == first.algorithm_state.kl_coef
+    assert metrics.summarise(again, config, step=2)[m.KL_COEF] == first.algorithm_state.kl_coef
 
 
 def test_a_log_probability_that_is_no_number_leaves_the_kl_coefficient_alone() -> None:
@@ -291,8 +292,8 @@ def test_a_log_probability_that_is_no_number_leaves_the_kl_coefficient_alone() -
     engine = ToyEngine(config)
     with torch.no_grad():
         engine.policy[0] = math.nan
-    result = train_step(engine, batch(), config, step=1, memory=AlgorithmState())  # type: ignore[arg-type]
-    assert (result.skipped_reason, result.memory.kl_coef) == ("NOT_FINITE", 0.1)
+    result = train_step(engine, batch(), config, step=1, state=AlgorithmState())  # type: ignore[arg-type]
+    assert (result.skipped_reason, result.algorithm_state.kl_coef) == ("NOT_FINITE", 0.1)
 
 
 def test_the_distance_in_the_reward_is_reported_only_where_it_is_subtracted() -> None:
@@ -307,10 +308,10 @@ def test_the_distance_in_the_reward_is_reported_only_where_it_is_subtracted() ->
 
 def test_the_critic_learns_the_returns_and_lowers_the_variance_of_the_advantages() -> None:
     config = recipe(algorithm={"preset": "ppo", "kl": {"coef": 0.0}, "whiten": "off"}, critic={"learning_rate": 0.5})
-    engine, memory, variances = ToyEngine(config), AlgorithmState(), []
+    engine, state, variances = ToyEngine(config), AlgorithmState(), []
     samples = batch()
     for number in range(1, 40):
-        result = train_step(engine, samples, config, step=number, memory=memory)  # type: ignore[arg-type]
+        result = train_step(engine, samples, config, step=number, state=state)  # type: ignore[arg-type]
         variances.append(metrics.summarise(result, config, step=number)[m.EXPLAINED_VARIANCE])
     assert variances[0] == pytest.approx(0, abs=1e-3) and variances[-1] > 0.5
 
@@ -329,14 +330,14 @@ def test_a_critic_whose_gradient_overflows_while_it_is_trained_alone_skips_the_s
     engine = ToyEngine(config)
     with torch.no_grad():
         engine.critic[:] = math.nan
-    result = train_step(engine, batch(), config, step=1, memory=AlgorithmState())  # type: ignore[arg-type]
+    result = train_step(engine, batch(), config, step=1, state=AlgorithmState())  # type: ignore[arg-type]
     assert result.skipped_reason == "NOT_FINITE"
 
 
 class PolicyFirst(ToyEngine):
     """A critic that is apart may end last."""
 
-    def beside(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
+    def in_parallel(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
         self.beside_count += 1
         found = policy()
         critic()
@@ -349,7 +350,7 @@ def test_policy_and_critic_may_work_at_the_same_time() -> None:
     config = recipe(algorithm={"preset": "ppo"}, batch={"mini_batches_per_step": 2}, critic={"ranks": 3})
     other, wanted = run(batch(), config)
     engine = PolicyFirst(config)
-    found = train_step(engine, batch(), config, step=1, memory=AlgorithmState())  # type: ignore[arg-type]
+    found = train_step(engine, batch(), config, step=1, state=AlgorithmState())  # type: ignore[arg-type]
     assert engine.beside_count == 3  # the look-up and two mini-batches
     for mine, theirs in zip(
         engine.gradients + engine.critic_gradients, other.gradients + other.critic_gradients, strict=True

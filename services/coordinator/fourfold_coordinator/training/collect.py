@@ -73,7 +73,7 @@ class BatchCollector:
         self._count = parts.config.batch.prompts_per_step
         self._rule = parts.config.algorithm.filter
         self._fewest = 2 if parts.config.algorithm.compares_samples else 1
-        self._baselines = int(parts.config.algorithm.advantage == "remax")
+        self._baselines = int(parts.config.algorithm.advantage.needs_greedy_sample)
 
     async def collect(self, step: int, *, version: int) -> StepBatch:
         """Return the batch of `step`, sampled by the weights of `version`, at least.

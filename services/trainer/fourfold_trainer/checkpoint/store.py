@@ -28,11 +28,10 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from fourfold.algorithm.state import AlgorithmState, RunningMoments
 from fourfold.config import Config
 from fourfold.errors import NotFound, Unavailable, WrongState
 from fourfold.weights.manifest import Manifest
-from fourfold_trainer.algorithm.rewards import RunningMoments
-from fourfold_trainer.algorithm.state import AlgorithmState
 
 FORMAT: Final = 3
 STATE_FILE: Final = "trainer.json"

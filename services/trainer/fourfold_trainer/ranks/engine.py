@@ -24,13 +24,12 @@ from fourfold.errors import FourfoldError
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.digest import add_sums, digest_of, unsummed_digest
 from fourfold.weights.manifest import Manifest
-from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
+from fourfold_trainer.batches import MicroBatch, PolicyBatch, ValueBatch, WeightedBatch, to_arrays
 from fourfold_trainer.engine import Sent, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Machine, ModelSize
 from fourfold_trainer.ranks.process_group import ProcessGroup, checked, places
 from fourfold_trainer.ranks.rank_channel import Array, Message
 from fourfold_trainer.ranks.worker import RankWorker, read_error, read_sums
-from fourfold_trainer.step.packing import Batch, to_arrays
 
 # What an answer may take longer than the deadline that the command carries.
 _ANSWER_GRACE_SECONDS: Final = 5.0
@@ -40,7 +39,7 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """The `Engine`. One thread, which lives as long as the process, makes it and calls it."""
+    """Implements `TrainerEngine`. One thread, which lives as long as the process, makes it and calls it."""
 
     def __init__(
         self,
@@ -212,7 +211,7 @@ class RankGroup:
         for link in self._policy.links:
             link.send(Message(name=_ABORT, fields={"epoch": epoch}))
 
-    def beside(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
+    def in_parallel(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
         """Make calls for the critic and calls for the policy: at the same time where they have ranks of their own."""
         if self._second is None:
             critic()
@@ -250,7 +249,9 @@ class RankGroup:
             raise
 
 
-def _update(group: ProcessGroup, name: str, shares: Sequence[Sequence[Batch]], settings: UpdateSettings) -> UpdateSums:
+def _update(
+    group: ProcessGroup, name: str, shares: Sequence[Sequence[MicroBatch]], settings: UpdateSettings
+) -> UpdateSums:
     answers = group.deal(name, _arrays(shares), fields=asdict(settings))
     sums = read_sums(answers[0])
     for answer in answers[1:]:
@@ -258,7 +259,7 @@ def _update(group: ProcessGroup, name: str, shares: Sequence[Sequence[Batch]], s
     return sums
 
 
-def _arrays(shares: Sequence[Sequence[Batch]]) -> list[list[Array]]:
+def _arrays(shares: Sequence[Sequence[MicroBatch]]) -> list[list[Array]]:
     """Return each share's batches as the arrays of one message."""
     return [[array for batch in share for array in to_arrays(batch)] for share in shares]
 

@@ -20,18 +20,13 @@ from fourfold.config import Config
 from fourfold.errors import FourfoldError, Internal
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.transport.base import available_backends
+from fourfold_trainer.batches import policy_batches, token_batches, value_batches, weighted_batches
 from fourfold_trainer.checkpoint.shards import Shard
 from fourfold_trainer.engine import Critic, Policy, Trained, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Machine
 from fourfold_trainer.ranks.rank_channel import Message, from_bytes
-from fourfold_trainer.step import packing
-from fourfold_trainer.step.optimizer_step import (
-    discard_gradient,
-    forward_backward,
-    update_critic,
-    update_policy,
-    use_gradient,
-)
+from fourfold_trainer.step.accumulation import accumulate_gradient, apply_gradient, discard_gradient
+from fourfold_trainer.step.optimizer_step import update_critic, update_policy
 
 ANSWER: Final = "answer"
 ERROR: Final = "error"
@@ -112,7 +107,7 @@ class RankWorker:
         next(iter(self._models.values())).close()
 
     def _update_policy(self, command: Message) -> Message:
-        batches, settings = packing.policy_batches(command.arrays), UpdateSettings(**command.fields)
+        batches, settings = policy_batches(command.arrays), UpdateSettings(**command.fields)
         algorithm = self._config.algorithm
         return _sums_answer(update_policy(self._policy, batches, settings, algorithm, rank_count=self._rank_count))
 
@@ -120,16 +115,16 @@ class RankWorker:
         return Message(name=ANSWER, fields=asdict(self._critic.size))
 
     def _update_critic(self, command: Message) -> Message:
-        batches, settings = packing.value_batches(command.arrays), UpdateSettings(**command.fields)
+        batches, settings = value_batches(command.arrays), UpdateSettings(**command.fields)
         config = self._config.critic
         return _sums_answer(update_critic(self._critic, batches, settings, config, rank_count=self._rank_count))
 
     def _forward_backward(self, command: Message) -> Message:
-        batches = packing.weighted_batches(command.arrays)
-        return Message(name=ANSWER, arrays=forward_backward(self._policy, batches, rank_count=self._rank_count))
+        batches = weighted_batches(command.arrays)
+        return Message(name=ANSWER, arrays=accumulate_gradient(self._policy, batches, rank_count=self._rank_count))
 
     def _optim_step(self, command: Message) -> Message:
-        return Message(name=ANSWER, fields={"grad_norm": use_gradient(self._policy, **command.fields)})
+        return Message(name=ANSWER, fields={"grad_norm": apply_gradient(self._policy, **command.fields)})
 
     def _discard_gradient(self, command: Message) -> Message:
         discard_gradient(self._policy)
@@ -138,7 +133,7 @@ class RankWorker:
     def _compute_logprobs(self, command: Message) -> Message:
         rows = []
         with torch.no_grad():
-            for batch in packing.token_batches(command.arrays):
+            for batch in token_batches(command.arrays):
                 logprobs, entropies = self._policy.logprobs(batch, **command.fields)
                 found = logprobs if entropies is None else torch.stack([logprobs, entropies], 1)
                 rows.append(found.cpu().numpy())
@@ -146,7 +141,7 @@ class RankWorker:
 
     def _compute_values(self, command: Message) -> Message:
         with torch.no_grad():
-            rows = [self._critic.values(b).cpu().numpy() for b in packing.token_batches(command.arrays)]
+            rows = [self._critic.values(b).cpu().numpy() for b in token_batches(command.arrays)]
         return Message(name=ANSWER, arrays=rows)
 
     def _release_memory(self, _command: Message) -> Message:

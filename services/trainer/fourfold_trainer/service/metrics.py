@@ -9,11 +9,11 @@ from typing import Final
 import numpy as np
 
 from fourfold import metrics as m
+from fourfold.algorithm.packed import Float64Array
 from fourfold.config import Config
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT
-from fourfold_trainer.step.advantages import Float64Array
 from fourfold_trainer.step.lr_schedule import learning_rate
-from fourfold_trainer.step.train_step import Result
+from fourfold_trainer.step.train_step import StepResult
 
 # Sums over tokens that are metrics as they are, once divided by the number of tokens.
 _POLICY_MEANS: Final = (
@@ -34,10 +34,10 @@ _UPDATE_MEANS: Final = (m.KL_LOSS, m.ROUTER_LOSS)
 _SMALL: Final = 1e-5
 
 
-def summarise(result: Result, config: Config, *, step: int) -> dict[str, float]:
+def summarise(result: StepResult, config: Config, *, step: int) -> dict[str, float]:
     """Return the metrics of a step; those that need no model are the coordinator's."""
-    found = _credit(result) | _policy(result) | _mismatch(result)
-    distance = result.credit.kl
+    found = _advantages(result) | _policy(result) | _mismatch(result)
+    distance = result.targets.kl
     if distance is not None and len(distance) and config.algorithm.kl.placement == "reward":
         found[m.REWARD_KL] = float(distance.mean())
     found[m.LEARNING_RATE] = learning_rate(config.trainer, step, config.steps)
@@ -49,10 +49,10 @@ def summarise(result: Result, config: Config, *, step: int) -> dict[str, float]:
     return found
 
 
-def _credit(result: Result) -> dict[str, float]:
+def _advantages(result: StepResult) -> dict[str, float]:
     scores = np.array([sample.score for sample in result.batch.samples], np.float64)
     found = {m.SCORE_MEAN: float(scores.mean()), m.REWARD_PENALTY: float((result.outcomes - scores).mean())}
-    advantages = result.credit.advantages[result.batch.selected]
+    advantages = result.targets.advantages[result.batch.selected]
     if len(advantages):
         found[m.ADVANTAGE_MEAN] = float(advantages.mean())
         found[m.ADVANTAGE_STD] = float(advantages.std())
@@ -60,7 +60,7 @@ def _credit(result: Result) -> dict[str, float]:
     return found
 
 
-def _policy(result: Result) -> dict[str, float]:
+def _policy(result: StepResult) -> dict[str, float]:
     sums, count = result.policy, max(result.policy.token_count, 1)
     found = {
         m.UPDATES: float(result.policy_updates),
@@ -72,8 +72,8 @@ def _policy(result: Result) -> dict[str, float]:
     found[m.GRAD_NORM] = _norm(result.policy_norms)
     found[m.POLICY_LOSS] = sums.loss / len(result.policy_norms)
     found[m.NONFINITE_LOSS] = float(result.nonfinite_losses)
-    found[m.PADDING_FRACTION] = 1 - result.real_tokens / result.passed_tokens
-    found[m.DUMMY_FRACTION] = result.dummy_count / result.pass_count
+    found[m.PADDING_FRACTION] = 1 - result.real_tokens / result.forwarded_tokens
+    found[m.DUMMY_FRACTION] = result.dummy_count / result.micro_batch_count
     found |= {name: sums.sums[name] / len(result.policy_norms) for name in _UPDATE_MEANS if name in sums.sums}
     if sums.expert_counts:
         loads = np.array(sums.expert_counts)
@@ -84,7 +84,7 @@ def _policy(result: Result) -> dict[str, float]:
     return found | sums.lowest | sums.highest
 
 
-def _mismatch(result: Result) -> dict[str, float]:
+def _mismatch(result: StepResult) -> dict[str, float]:
     """Return how far trainer and engine are from each other, over tokens with a finite engine log-probability."""
     sums, mismatches = result.policy.sums, result.policy.mismatches
     found = {m.MISMATCH_NONFINITE: sums[m.MISMATCH_NONFINITE]} if m.MISMATCH_NONFINITE in sums else {}
@@ -104,8 +104,8 @@ def _mismatch(result: Result) -> dict[str, float]:
     }
 
 
-def _critic(result: Result) -> dict[str, float]:
-    returns, values, selected = result.credit.returns, result.credit.values, result.batch.selected
+def _critic(result: StepResult) -> dict[str, float]:
+    returns, values, selected = result.targets.returns, result.targets.values, result.batch.selected
     assert returns is not None and values is not None, "a critic was asked"
     if not selected.any() or not result.critic_norms:
         return {}

@@ -2,7 +2,7 @@
 
     servicers (event loop)          engine thread
     ----------------------          -------------
-    call ------------------------>  _do_...: check against the state, use the Engine, replace the state
+    call ------------------------>  _do_...: check against the state, use the TrainerEngine, replace the state
     result or error  <------------
     status, watch: read the state, never wait for the engine
 
@@ -27,14 +27,15 @@ from fourfold.config import Config
 from fourfold.errors import AlreadyExists, FourfoldError, InvalidInput, Unavailable, WrongState
 from fourfold_trainer import flops
 from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, layout_of, whole
-from fourfold_trainer.engine import Engine
+from fourfold_trainer.engine import TrainerEngine
 from fourfold_trainer.service import metrics as service_metrics
 from fourfold_trainer.service.engine_thread import EngineThread, Phase
 from fourfold_trainer.service.weight_transfers import Transfers
 from fourfold_trainer.step import accumulation
 from fourfold_trainer.step import train_step as steps
-from fourfold_trainer.step.accumulation import Gradient
-from fourfold_trainer.step.micro_batches import Forward, forward
+from fourfold_trainer.step.accumulation import PendingGradient
+from fourfold_trainer.step.batch import check_samples
+from fourfold_trainer.step.micro_batches import Forward, forward_all
 
 _log = logging.getLogger("fourfold.trainer")
 
@@ -52,7 +53,7 @@ class Status:
     """Of the newest durable checkpoint; -1 for none."""
     vocabulary_size: int = 0
     """Number of token ids; 0 while starting."""
-    gradient: Gradient = field(default_factory=Gradient)
+    gradient: PendingGradient = field(default_factory=PendingGradient)
     """Of the parts of the next step."""
 
 
@@ -60,7 +61,7 @@ class TrainerCore:
     """Serves one engine. Coroutines run on one event loop; `_do_...` methods in the engine thread."""
 
     def __init__(
-        self, config: Config, *, run_dir: Path, make_engine: Callable[[], Engine], fatal: Callable[[str], None]
+        self, config: Config, *, run_dir: Path, make_engine: Callable[[], TrainerEngine], fatal: Callable[[str], None]
     ) -> None:
         """Prepare; nothing is loaded yet.
 
@@ -75,7 +76,7 @@ class TrainerCore:
         self._status = Status(state=TrainerState(), phase=Phase.STARTING)
         self._watchers: set[asyncio.Event] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._engine: Engine | None = None
+        self._engine: TrainerEngine | None = None
         self._store: CheckpointStore | None = None
         self._stopped = False
         self._known_changes = 0
@@ -195,7 +196,7 @@ class TrainerCore:
         """Return what the models make of every token, and the policy version."""
 
         def run() -> tuple[Forward, int]:
-            found = forward(self._running, samples, self._config, entropies=entropies, values=values)
+            found = forward_all(self._running, samples, self._config, entropies=entropies, values=values)
             return found, self._status.state.policy_version
 
         return await self._thread.run(Phase.COMPUTING, run, timeout=timeout)
@@ -241,9 +242,9 @@ class TrainerCore:
         if samples is None:
             raise Unavailable(f"a checkpoint before step {step} was loaded while the batch travelled; send it again")
         config = self._config
-        steps.check(samples, config.algorithm, policy_version=state.policy_version)
+        check_samples(samples, config.algorithm, policy_version=state.policy_version)
         began = time.monotonic()
-        result = steps.train_step(self._running, samples, config, step=step, memory=state.memory)
+        result = steps.train_step(self._running, samples, config, step=step, state=state.memory)
         self._release_memory()
         seconds = time.monotonic() - began
         skipped = state.skipped_step_count + bool(result.skipped_reason)
@@ -272,31 +273,31 @@ class TrainerCore:
                 batch_sha256=batch_sha256,
                 lineage=hashlib.sha256(f"{state.lineage}{batch_sha256}".encode()).hexdigest(),
                 answer=answer,
-                memory=result.memory,
+                memory=result.algorithm_state,
             )
         )
         return answer
 
     def _do_forward_backward(self, part: accumulation.Part) -> accumulation.PartAnswer:
         status = self._status
-        added = accumulation.add(self._running, part, status.state, status.gradient, self._config)
+        added = accumulation.add_part(self._running, part, status.state, status.gradient, self._config)
         assert added.answer is not None, "a part has an answer"
         self._set(gradient=added)
         return added.answer
 
     def _do_optim_step(self, call: accumulation.OptimCall) -> StepAnswer:
         before = self._status
-        state = accumulation.apply(self._running, call, before.state, before.gradient, self._config)
+        state = accumulation.apply_call(self._running, call, before.state, before.gradient, self._config)
         assert state.answer is not None, "a step has an answer"
         if state is not before.state:
-            self._set(state=state, gradient=Gradient())
+            self._set(state=state, gradient=PendingGradient())
         return state.answer
 
     def _do_discard(self) -> int:
         parts = self._status.gradient.part_count
         if parts:
             self._running.discard_gradient()
-            self._set(gradient=Gradient())
+            self._set(gradient=PendingGradient())
         return parts
 
     def _do_save(self, score: float | None) -> int:
@@ -338,7 +339,7 @@ class TrainerCore:
         return max(version, state.policy_version)
 
     @property
-    def _running(self) -> Engine:
+    def _running(self) -> TrainerEngine:
         if self._engine is None:
             raise Unavailable("the trainer is loading its model; try again when it is ready", retry_after=1.0)
         return self._engine

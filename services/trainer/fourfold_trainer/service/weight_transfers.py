@@ -16,7 +16,7 @@ from typing import Final, TypeVar
 
 from fourfold.errors import DeadlinePassed, StaleEpoch, WrongState
 from fourfold.weights.manifest import Manifest
-from fourfold_trainer.engine import Engine, Sent
+from fourfold_trainer.engine import Sent, TrainerEngine
 from fourfold_trainer.service.engine_thread import EngineThread, Phase
 
 _log = logging.getLogger("fourfold.trainer")
@@ -29,7 +29,9 @@ _MARGIN_SECONDS: Final = 0.05
 class Transfers:
     """The trainer's side of weight updates. Coroutines run on one event loop."""
 
-    def __init__(self, thread: EngineThread, *, engine: Callable[[], Engine], version: Callable[[], int]) -> None:
+    def __init__(
+        self, thread: EngineThread, *, engine: Callable[[], TrainerEngine], version: Callable[[], int]
+    ) -> None:
         """Prepare.
 
         Args:

@@ -1,7 +1,10 @@
-"""A step in parts: ForwardBackward adds to a gradient, OptimStep uses it up. What each call means; see core.py.
+"""Runs a step in parts: ForwardBackward adds to the pending gradient, OptimStep applies it.
 
-add      a part -> the gradient that waits, with the answer to give when the call is repeated
-apply    the gradient that waits -> the state after the step
+rank 0       add_part              a call of ForwardBackward -> the pending gradient and the answer of the call
+             apply_call            a call of OptimStep -> the state after the step
+every rank   accumulate_gradient   gradient of  sum over tokens of  c * p,  c given by the caller, of either sign
+             apply_gradient
+             discard_gradient
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from fourfold import metrics
 from fourfold.arrays import Float32Array, Sample
 from fourfold.config import Config
 from fourfold.errors import AlreadyExists, WrongState
+from fourfold.nn.sequence import to_device
+from fourfold_trainer.batches import WeightedBatch, dummy_tokens
 from fourfold_trainer.checkpoint.store import StepAnswer, TrainerState
-from fourfold_trainer.engine import Engine
+from fourfold_trainer.engine import Policy, TrainerEngine
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.micro_batches import add_gradient
 from fourfold_trainer.step.train_step import NOT_FINITE
@@ -26,80 +31,84 @@ from fourfold_trainer.step.train_step import NOT_FINITE
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """A call of ForwardBackward, checked on its own."""
+    """A call of ForwardBackward whose own fields were checked."""
 
     step: int
     number: int
     """1 for the first of the step."""
     samples: Sequence[Sample]
-    weights: Sequence[Float32Array]  # [n] of each sample, the first 0
+    weights: Sequence[Float32Array]
+    """[n] of each sample, the first 0."""
     sha256: str
-    """Of the call, hexadecimal."""
+    """Digest of the call, hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PartAnswer:
-    """What a part answered: kept until the next, so that a repeated call gets it again."""
+    """Answer to a part; kept until the next part, so that a repeated call gets it again."""
 
     loss: float
-    logprobs: list[Float32Array]  # [n] of each sample, NaN where its weight is 0
+    logprobs: list[Float32Array]
+    """[n] of each sample, NaN where its weight is 0."""
     policy_version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimCall:
-    """A call of OptimStep, checked on its own. None: the recipe's."""
+    """A call of OptimStep whose own fields were checked. None: the recipe's value."""
 
     step: int
     learning_rate: float | None
     max_grad_norm: float | None
     sha256: str
-    """Of the call, hexadecimal."""
+    """Digest of the call, hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Gradient:
-    """What waits for OptimStep. It is in no checkpoint, so none is written while there is one."""
+class PendingGradient:
+    """The gradient that OptimStep will apply. Checkpoints do not contain it: none is written while there is one."""
 
     part_count: int = 0
-    """0: nothing waits."""
+    """0: there is no gradient."""
     lineage: str = ""
-    """SHA-256 over all parts."""
+    """SHA-256 over the digests of all parts."""
     last_sha256: str = ""
-    """Of the last part."""
+    """Digest of the last part."""
     answer: PartAnswer | None = None
-    """To the last part."""
+    """Answer to the last part."""
 
     def refuse(self, what: str) -> None:
-        """Raise WrongState when a gradient waits."""
+        """Raise WrongState when there is a gradient."""
         if self.part_count:
             raise WrongState(
                 f"{what} while a gradient of {self.part_count} parts waits for OptimStep; call that, or DiscardGradient"
             )
 
 
-def add(engine: Engine, part: Part, state: TrainerState, waiting: Gradient, config: Config) -> Gradient:
-    """Return the gradient that waits after a part; its answer is that of the call.
+def add_part(
+    engine: TrainerEngine, part: Part, state: TrainerState, pending: PendingGradient, config: Config
+) -> PendingGradient:
+    """Add a part to the pending gradient; return it with the answer of the call.
 
     Raises:
-        AlreadyExists: the last part, but another call.
+        AlreadyExists: the number of the last part, with other content.
         WrongState: another step than the next, or neither the last part nor the next.
     """
     if part.step != state.step + 1:
         raise WrongState(
             f"step {part.step} takes no part; the trainer is at step {state.step}: send step {state.step + 1}"
         )
-    if part.number == waiting.part_count and waiting.answer is not None:
-        if part.sha256 != waiting.last_sha256:
+    if part.number == pending.part_count and pending.answer is not None:
+        if part.sha256 != pending.last_sha256:
             raise AlreadyExists(
                 f"part {part.number} of step {part.step} was another call; send part {part.number + 1}, or begin anew "
                 f"with DiscardGradient"
             )
-        return waiting
-    if part.number != waiting.part_count + 1:
+        return pending
+    if part.number != pending.part_count + 1:
         raise WrongState(
-            f"part {part.number} of step {part.step} cannot be added; the last one was {waiting.part_count}: "
-            f"send {waiting.part_count + 1}"
+            f"part {part.number} of step {part.step} cannot be added; the last one was {pending.part_count}: "
+            f"send {pending.part_count + 1}"
         )
     found = add_gradient(engine.forward_backward, part.samples, part.weights, config)
     loss, rows = 0.0, []
@@ -108,20 +117,22 @@ def add(engine: Engine, part: Part, state: TrainerState, waiting: Gradient, conf
         row[weights != 0] = logprobs
         loss += float(weights[weights != 0].astype(np.float64) @ logprobs)
         rows.append(row)
-    return Gradient(
+    return PendingGradient(
         part_count=part.number,
-        lineage=_joined(waiting.lineage, part.sha256),
+        lineage=_joined(pending.lineage, part.sha256),
         last_sha256=part.sha256,
         answer=PartAnswer(loss=loss, logprobs=rows, policy_version=state.policy_version),
     )
 
 
-def apply(engine: Engine, call: OptimCall, state: TrainerState, waiting: Gradient, config: Config) -> TrainerState:
-    """Return the state after the step; its answer is that of the call.
+def apply_call(
+    engine: TrainerEngine, call: OptimCall, state: TrainerState, pending: PendingGradient, config: Config
+) -> TrainerState:
+    """Apply the pending gradient; return the state after the step, with the answer of the call.
 
     Raises:
-        AlreadyExists: the last step, but another call.
-        WrongState: neither the last step nor the next, or no gradient waits.
+        AlreadyExists: the number of the last step, with other content.
+        WrongState: neither the last step nor the next, or no gradient is pending.
     """
     if call.step == state.step and state.answer is not None:
         if call.sha256 != state.batch_sha256:
@@ -131,7 +142,7 @@ def apply(engine: Engine, call: OptimCall, state: TrainerState, waiting: Gradien
         raise WrongState(
             f"step {call.step} cannot be ended; the trainer is at step {state.step}: send {state.step + 1}"
         )
-    if not waiting.part_count:
+    if not pending.part_count:
         raise WrongState(f"no gradient waits for step {call.step}; call ForwardBackward first")
     rate, longest = call.learning_rate, call.max_grad_norm
     norm = engine.optim_step(
@@ -151,9 +162,38 @@ def apply(engine: Engine, call: OptimCall, state: TrainerState, waiting: Gradien
         policy_version=answer.policy_version,
         skipped_step_count=state.skipped_step_count + (not done),
         batch_sha256=call.sha256,
-        lineage=_joined(state.lineage, waiting.lineage, call.sha256),
+        lineage=_joined(state.lineage, pending.lineage, call.sha256),
         answer=answer,
     )
+
+
+def accumulate_gradient(policy: Policy, batches: Sequence[WeightedBatch], *, rank_count: int) -> list[Float32Array]:
+    """Add this rank's part of a gradient to the pending one; return the log-probabilities of each batch, [k]."""
+    rows = []
+    for batch in batches:
+        logprobs, _ = policy.logprobs(batch.tokens)
+        weights = to_device(batch.weights, logprobs.device)
+        policy.backward((weights * logprobs).sum() * rank_count, last=False)
+        rows.append(logprobs.detach())
+    return [row.cpu().numpy() for row in rows]
+
+
+def apply_gradient(policy: Policy, *, learning_rate: float, max_grad_norm: float) -> float:
+    """Run `optimizer.step()` with the pending gradient; return its norm before clipping."""
+    _end_gradient(policy, 0.0)
+    return policy.optimizer_step(learning_rate, max_grad_norm=max_grad_norm)
+
+
+def discard_gradient(policy: Policy) -> None:
+    """Forget the pending gradient: every ZeRO stage skips a step whose gradient is not finite."""
+    _end_gradient(policy, math.nan)
+    policy.optimizer_step(0.0)
+
+
+def _end_gradient(policy: Policy, factor: float) -> None:
+    # ZeRO must know which backward pass is the last, and a part cannot know: the cheapest pass, times factor, is.
+    logprobs, _ = policy.logprobs(dummy_tokens())
+    policy.backward(factor * logprobs.sum(), last=True)
 
 
 def _joined(*digests: str) -> str:

@@ -1,30 +1,35 @@
-"""What an optimizer step adds up for its metrics, on one rank.
+"""Accumulates the metrics of an optimizer step on one rank.
 
-Everything stays on the device until the step is over: reading a number, or choosing rows by a
-mask, waits for all that the device has been given to do, and between micro-batches it would then
-stand idle.
+Everything stays on the device until the step is over: reading a number, or choosing rows by a mask, waits for all work
+that was queued on the device, and the device would then be idle between micro-batches.
 
-Legend: k loss tokens of a micro-batch, s samples of it.
+    k   loss tokens of a micro-batch
+    s   samples of a micro-batch
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fourfold import metrics
+from fourfold.algorithm import kl
+from fourfold.algorithm.corrections import Correction
+from fourfold.algorithm.ratios import clamp
 from fourfold.nn.router import Routed
-from fourfold_trainer.algorithm import kl
-from fourfold_trainer.algorithm.corrections import Correction
-from fourfold_trainer.algorithm.ratios import clamp
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT, UpdateSums
 
 
-def distances(current: Tensor, old: Tensor, behavior: Tensor) -> dict[str, Tensor]:
-    """Return, token by token, how far the policies are from each other; all [k], detached log-probabilities."""
+def _lists() -> defaultdict[str, list[Tensor]]:
+    return defaultdict(list)
+
+
+def policy_distances(current: Tensor, old: Tensor, behavior: Tensor) -> dict[str, Tensor]:
+    """Return metrics of each token, [k]: distances between the policies of three log-probabilities, [k], detached."""
     moved, mismatch = current - old, old - behavior
     finite = torch.isfinite(mismatch)
     ratio = clamp(mismatch).exp()
@@ -42,73 +47,81 @@ def distances(current: Tensor, old: Tensor, behavior: Tensor) -> dict[str, Tenso
 
 
 @dataclass(slots=True)
-class Tally:
-    """Adds up. Tensors are read once, in `sums`."""
+class MetricAccumulator:
+    """Collects scalars and columns of micro-batches. `sums` reads them all at once."""
 
+    all_rejected: bool = False
     losses: list[Tensor] = field(default_factory=list)
     counts: list[Tensor] = field(default_factory=list)
-    parts: dict[str, list[Tensor]] = field(default_factory=dict)
-    """By name, of every micro-batch: what is added up, float64 scalars."""
-    lowest: dict[str, list[Tensor]] = field(default_factory=dict)
-    highest: dict[str, list[Tensor]] = field(default_factory=dict)
+    parts: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
+    """Terms of sums by metric name, float64 scalars."""
+    lowest: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
+    highest: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
     log_ratios: list[Tensor] = field(default_factory=list)
     mismatches: list[Tensor] = field(default_factory=list)
     reals: list[Tensor] = field(default_factory=list)
     accepted: list[Tensor] = field(default_factory=list)
-    """Whether a micro-batch has a token that was not rejected."""
+    """bool scalars: the micro-batch has a token that was not rejected."""
     expert_counts: list[Tensor] = field(default_factory=list)
-    all_rejected: bool = False
 
-    def add(self, *, loss: Tensor, real: Tensor, means: dict[str, Tensor]) -> None:
-        """Add a micro-batch: its part of the loss, which tokens count, and what is averaged over them."""
+    def add_loss(self, loss: Tensor, *, real: Tensor, means: dict[str, Tensor]) -> None:
+        """Add a micro-batch.
+
+        Args:
+            loss: its part of the step's loss, a scalar.
+            real: bool [k]; the tokens that count.
+            means: by metric name: [k], averaged over the tokens of the step.
+        """
         self.losses.append(loss.double())
         self.counts.append(real.sum())
         for name, values in means.items():
-            self.total(name, torch.where(real, values, 0).double().sum())
+            self.add_sum(name, torch.where(real, values, 0).double().sum())
 
-    def total(self, name: str, value: Tensor) -> None:
+    def add_sum(self, name: str, value: Tensor) -> None:
         """Add a scalar to the sum called `name`."""
-        self.parts.setdefault(name, []).append(value.detach().double())
+        self.parts[name].append(value.detach().double())
 
-    def note(self, log_ratio: Tensor, mismatch: Tensor, real: Tensor) -> None:
-        """Keep what has a distribution of interest, [k] each."""
+    def add_ratios(self, log_ratio: Tensor, mismatch: Tensor, *, real: Tensor, any_accepted: Tensor) -> None:
+        """Keep columns whose distribution is a metric, [k] each, and if the correction accepted any token, a scalar."""
         self.log_ratios.append(log_ratio)
         self.mismatches.append(mismatch)
         self.reals.append(real)
+        self.accepted.append(any_accepted)
 
-    def corrected(
+    def add_correction(
         self, correction: Correction, segments: Tensor, segment_count: int, *, real: Tensor
     ) -> dict[str, Tensor]:
-        """Note what a correction did to samples; return what is averaged over tokens, [k] each."""
+        """Add rejected samples and extreme weights; return metrics that are means over tokens, [k] each."""
         kept = real & ~correction.rejected
-        self.lowest.setdefault(metrics.CORRECTION_WEIGHT_MIN, []).append(
-            torch.where(kept, correction.weights, math.inf).min()
-        )
-        self.highest.setdefault(metrics.CORRECTION_WEIGHT_MAX, []).append(
-            torch.where(kept, correction.weights, -math.inf).max()
-        )
+        self.lowest[metrics.CORRECTION_WEIGHT_MIN].append(torch.where(kept, correction.weights, math.inf).min())
+        self.highest[metrics.CORRECTION_WEIGHT_MAX].append(torch.where(kept, correction.weights, -math.inf).max())
         empty = segments.new_zeros(segment_count)
         counted = empty.index_add(0, segments, real.to(segments.dtype)) > 0
         alive = empty.index_add(0, segments, kept.to(segments.dtype)) > 0
-        self.total(SAMPLE_COUNT, counted.sum())
-        self.total(metrics.REJECTED_SAMPLES, (counted & ~alive).sum())
+        self.add_sum(SAMPLE_COUNT, counted.sum())
+        self.add_sum(metrics.REJECTED_SAMPLES, (counted & ~alive).sum())
         return {
             metrics.CORRECTION_WEIGHT: correction.weights,
             metrics.REJECTED_TOKENS: correction.rejected,
             metrics.TRUNCATED_WEIGHTS: correction.truncated,
         }
 
-    def routed(self, routed: Routed, share: float) -> None:
-        """Note what the routers did in a micro-batch that has this share of the step's tokens; 0: a dummy."""
-        self.total(metrics.ROUTER_LOSS, routed.loss * share)
+    def add_routing(self, routed: Routed, share: float) -> None:
+        """Add the routers' loss and expert counts of a micro-batch that has this share of the step's tokens.
+
+        Args:
+            routed: of the micro-batch.
+            share: 0 for a dummy.
+        """
+        self.add_sum(metrics.ROUTER_LOSS, routed.loss * share)
         self.expert_counts.append(routed.counts * (share > 0))
 
     def any_accepted(self) -> bool:
-        """Whether there is a token to learn from on this rank."""
+        """Return whether this rank has a token to learn from."""
         return bool(torch.stack(self.accepted).any())
 
     def sums(self, *, grad_norm: float) -> UpdateSums:
-        """Read everything."""
+        """Read all numbers from the device."""
         result = UpdateSums(grad_norm=grad_norm, all_rejected=self.all_rejected)
         result.loss = float(torch.stack(self.losses).sum())
         result.token_count = int(torch.stack(self.counts).sum())
@@ -124,7 +137,7 @@ class Tally:
         return result
 
     def _describe_ratios(self, result: UpdateSums, real: Tensor) -> None:
-        """Fill in what has a distribution of interest. Choosing rows waits for the device, so it is done once."""
+        """Fill in extremes and mismatches. Choosing rows waits for the device, so it is done once per step."""
         ratio = torch.cat(self.log_ratios)[real].exp()
         if len(ratio):
             result.lowest[metrics.RATIO_MIN] = float(ratio.min())
@@ -134,5 +147,5 @@ class Tally:
 
 
 def _finite(values: dict[str, Tensor]) -> dict[str, float]:
-    """Read numbers; one that is infinite is that of no token."""
+    """Return the numbers; an infinite one is the minimum or maximum of no token and is left out."""
     return {name: float(value) for name, value in values.items() if math.isfinite(value)}

@@ -1,61 +1,69 @@
-"""What the ranks are sent: a step's samples as the passes of a look-up or of one optimizer step.
+"""Splits the samples of a step into micro-batches for every rank, and joins what the ranks return.
 
-look_up        a number for each asked token, from the policy or the critic
-forward        all that is known of every token: log-probability, entropy, value
-add_gradient   a look-up that keeps the gradient of the weighted sum
-mini_batches   the samples of each optimizer step
-LossTokens     what the loss sees of every sample, made into batches
+Each rank gets about the same number of tokens, packed under the token budget. Collectives run inside a forward pass
+under ZeRO-3, so all ranks must run the same number of micro-batches: a rank with fewer gets dummies, two tokens whose
+weight is 0. With sequence parallelism, "rank" is a group of ranks that share every micro-batch.
+
+    compute_per_token    a number for each asked token, from the policy or the critic
+    forward_all          log-probability, entropy and value of every token
+    add_gradient         log-probabilities; keeps the gradient of their weighted sum
+    mini_batches         the samples of each optimizer step
+    LossTokens           the loss tokens of every sample, made into micro-batches
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fourfold.algorithm import aggregation
+from fourfold.algorithm.packed import Int64Array
 from fourfold.arrays import EMPTY_FLOATS, Float32Array, Sample
 from fourfold.config import Config
 from fourfold.errors import InvalidInput
-from fourfold.nn.batching import TokenBatch
-from fourfold_trainer.algorithm import aggregation
+from fourfold.nn.batching import TokenBatch, pack, split_by_tokens
+from fourfold_trainer import batches
 from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
-from fourfold_trainer.engine import Engine
-from fourfold_trainer.step import packing
-from fourfold_trainer.step.advantages import Batch, Credit, Int64Array
+from fourfold_trainer.engine import TrainerEngine
+from fourfold_trainer.step.advantages import TokenTargets
+from fourfold_trainer.step.batch import PackedBatch
+
+T = TypeVar("T")
 
 # A pass without gradients keeps the activations of one layer, and so takes more tokens in the same memory: not so
-# where gradient checkpoints let a pass with gradients keep no more.
-_LOOK_UP_FACTOR: Final = 4
+# where gradient checkpointing lets a pass with gradients keep no more.
+_NO_GRADIENT_FACTOR: Final = 4
 _NAN: Final = np.full(1, np.nan, np.float32)
 
 
 class Compute(Protocol):
-    """Of the engine: a number, or a row of them, for each asked token of each rank's batches."""
+    """A method of the engine: returns a number, or a row of them, for each asked token of each rank's batches."""
 
     def __call__(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]: ...
 
 
 class ForwardBackward(Protocol):
-    """Of the engine: a log-probability for each token of each rank's batches, whose gradient is kept."""
+    """A method of the engine: returns a log-probability for each token of each rank's batches; keeps the gradient."""
 
     def __call__(self, shares: Sequence[Sequence[WeightedBatch]]) -> list[list[Float32Array]]: ...
 
 
-def look_up(
+def compute_per_token(
     compute: Compute, samples: Sequence[Sample], positions: Sequence[Int64Array], config: Config, *, ranks: int = 0
 ) -> list[Float32Array]:
     """Return a float32 number, or a row of them, for each asked token of each sample, in order.
 
     Args:
-        compute: of the engine.
+        compute: `compute_logprobs` or `compute_values` of the engine.
         samples: any number.
-        positions: of each sample, tokens in [1, n); may be none.
+        positions: asked tokens of each sample, each in [1, n); may be none.
         config: of the run.
-        ranks: that have the model; 0: the policy's.
+        ranks: number of ranks that have the model; 0: the policy's.
     """
     asked = [i for i, p in enumerate(positions) if len(p)]
     if not asked:
@@ -63,22 +71,24 @@ def look_up(
     shares = _split(samples, asked, config, ranks=ranks or config.trainer.data_parallel_size, gradient=False)
 
     def make(members: Sequence[int]) -> TokenBatch:
-        return packing.pack_tokens([samples[i] for i in members], [positions[i] for i in members])
+        return _pack_tokens([samples[i] for i in members], [positions[i] for i in members])
 
-    return _collect(compute(packing.fill(shares, make, packing.dummy_tokens())), shares, positions)
+    return _collect(compute(_fill(shares, make, batches.dummy_tokens())), shares, positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Forward:
-    """What the models make of every token, float32 [n] per sample; the first is NaN. Empty: not asked for."""
+    """Outputs of the models for every token, float32 [n] per sample; the first is NaN. Empty: not asked for."""
 
     logprobs: list[Float32Array]
     entropies: list[Float32Array]
     values: list[Float32Array]
 
 
-def forward(engine: Engine, samples: Sequence[Sample], config: Config, *, entropies: bool, values: bool) -> Forward:
-    """Look every token up.
+def forward_all(
+    engine: TrainerEngine, samples: Sequence[Sample], config: Config, *, entropies: bool, values: bool
+) -> Forward:
+    """Compute the log-probability of every token and, where asked for, entropies and values.
 
     Raises:
         InvalidInput: values are asked for, but there is no critic.
@@ -86,13 +96,13 @@ def forward(engine: Engine, samples: Sequence[Sample], config: Config, *, entrop
     if values and not config.algorithm.needs_critic:
         raise InvalidInput(
             "values are asked for, but the recipe has no critic; leave include_values out, or train one: "
-            "algorithm.advantage = `gae`"
+            "algorithm.advantage.kind = `gae`"
         )
     every = [np.arange(1, len(s.token_ids), dtype=np.int64) for s in samples]
     compute = partial(engine.compute_logprobs, entropies=entropies)
-    found = look_up(compute, samples, every, config)
+    found = compute_per_token(compute, samples, every, config)
     ranks = config.critic_data_parallel_size
-    valued = look_up(engine.compute_values, samples, every, config, ranks=ranks) if values else []
+    valued = compute_per_token(engine.compute_values, samples, every, config, ranks=ranks) if values else []
     return Forward(
         logprobs=[_after_nan(row[:, 0] if entropies else row) for row in found],
         entropies=[_after_nan(row[:, 1]) for row in found] if entropies else [],
@@ -103,10 +113,10 @@ def forward(engine: Engine, samples: Sequence[Sample], config: Config, *, entrop
 def add_gradient(
     compute: ForwardBackward, samples: Sequence[Sample], weights: Sequence[Float32Array], config: Config
 ) -> list[Float32Array]:
-    """Add the gradient of a weighted sum of log-probabilities to what waits.
+    """Add the gradient of a weighted sum of log-probabilities to the pending gradient.
 
     Args:
-        compute: of the engine; not called when there is nothing to add.
+        compute: `forward_backward` of the engine; not called when there is nothing to add.
         samples: any number.
         weights: float32 [n] of each sample, the first 0.
         config: of the run.
@@ -122,11 +132,11 @@ def add_gradient(
 
     def make(members: Sequence[int]) -> WeightedBatch:
         return WeightedBatch(
-            tokens=packing.pack_tokens([samples[i] for i in members], [positions[i] for i in members]),
+            tokens=_pack_tokens([samples[i] for i in members], [positions[i] for i in members]),
             weights=np.concatenate([weights[i][positions[i]] for i in members]),
         )
 
-    return _collect(compute(packing.fill(shares, make, packing.dummy_weighted_batch())), shares, positions)
+    return _collect(compute(_fill(shares, make, batches.dummy_weighted_batch())), shares, positions)
 
 
 def _collect(
@@ -134,7 +144,7 @@ def _collect(
     shares: Sequence[Sequence[Sequence[int]]],
     positions: Sequence[Int64Array],
 ) -> list[Float32Array]:
-    """Return what the ranks answered for their passes sample by sample; nothing for those that were in none."""
+    """Return the ranks' answers sample by sample; an empty row for a sample that was in no micro-batch."""
     rows: list[Float32Array] = [EMPTY_FLOATS] * len(positions)
     for share, found in zip(shares, answers, strict=True):
         for members, numbers in zip(share, found, strict=True):
@@ -157,7 +167,7 @@ def mini_batches(sample_count: int, config: Config, *, step: int) -> list[list[i
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossTokens:
-    """The tokens that the loss sees, sample by sample."""
+    """The tokens of the loss, sample by sample."""
 
     config: Config
     samples: Sequence[Sample]
@@ -165,13 +175,13 @@ class LossTokens:
     advantages: list[NDArray[Any]]
     old: list[NDArray[Any]] | None
     reference: list[NDArray[Any]] | None
-    """Where the loss has a KL term."""
+    """Reference log-probabilities, where the loss has a KL term."""
     returns: list[NDArray[Any]] | None
     values: list[NDArray[Any]] | None
 
     @classmethod
-    def of(cls, batch: Batch, credit: Credit, config: Config, *, kl_in_loss: bool) -> LossTokens:
-        """Choose them from the action tokens."""
+    def of(cls, batch: PackedBatch, targets: TokenTargets, config: Config, *, kl_in_loss: bool) -> LossTokens:
+        """Select the loss tokens from the action tokens."""
         masks = batch.unpack(batch.selected)
 
         def chosen(packed: NDArray[Any]) -> list[NDArray[Any]]:
@@ -181,11 +191,11 @@ class LossTokens:
             config=config,
             samples=batch.samples,
             positions=[p[mask] for p, mask in zip(batch.positions, masks, strict=True)],
-            advantages=chosen(credit.advantages),
-            old=None if credit.old_logprobs is None else chosen(credit.old_logprobs),
-            reference=chosen(batch.gather("reference_logprobs")) if kl_in_loss else None,
-            returns=None if credit.returns is None else chosen(credit.returns),
-            values=None if credit.values is None else chosen(credit.values),
+            advantages=chosen(targets.advantages),
+            old=None if targets.old_logprobs is None else chosen(targets.old_logprobs),
+            reference=chosen(batch.pack("reference_logprobs")) if kl_in_loss else None,
+            returns=None if targets.returns is None else chosen(targets.returns),
+            values=None if targets.values is None else chosen(targets.values),
         )
 
     def weights(self, members: Sequence[int]) -> dict[int, float]:
@@ -198,29 +208,29 @@ class LossTokens:
         return dict(zip(members, weights.tolist(), strict=True))
 
     def to_train(self, members: Sequence[int]) -> list[int]:
-        """Return those that have a gradient.
+        """Return the members that have a gradient.
 
-        Without a term for all tokens, that of a sample without advantage is 0: its tokens count
-        in the weights, but need no pass.
+        Without a KL or entropy term the gradient of a sample without advantage is 0: its tokens count in the weights,
+        but need no forward pass.
         """
         every = self.reference is not None or self.config.algorithm.entropy_coef > 0
         return [i for i in members if len(self.positions[i]) and (every or self.advantages[i].any())]
 
-    def policy_passes(self, members: Sequence[int], weights: dict[int, float]) -> list[list[PolicyBatch]]:
-        """Return each rank's passes over `members`; each has loss tokens."""
-        dummy = packing.dummy_policy_batch(with_old=self.old is not None, with_reference=self.reference is not None)
+    def policy_micro_batches(self, members: Sequence[int], weights: dict[int, float]) -> list[list[PolicyBatch]]:
+        """Return each rank's micro-batches of `members`, each of which has loss tokens."""
+        dummy = batches.dummy_policy_batch(with_old=self.old is not None, with_reference=self.reference is not None)
         shares = _split(self.samples, members, self.config, ranks=self.config.trainer.data_parallel_size)
-        return packing.fill(shares, lambda ids: self._policy_batch(ids, weights), dummy)
+        return _fill(shares, lambda ids: self._policy_batch(ids, weights), dummy)
 
-    def value_passes(self, members: Sequence[int], weights: dict[int, float]) -> list[list[ValueBatch]]:
-        """The same for the critic."""
+    def value_micro_batches(self, members: Sequence[int], weights: dict[int, float]) -> list[list[ValueBatch]]:
+        """Return each rank's micro-batches of `members` for the critic."""
         shares = _split(self.samples, members, self.config, ranks=self.config.critic_data_parallel_size)
-        return packing.fill(shares, lambda ids: self._value_batch(ids, weights), packing.dummy_value_batch())
+        return _fill(shares, lambda ids: self._value_batch(ids, weights), batches.dummy_value_batch())
 
     def _policy_batch(self, members: Sequence[int], weights: dict[int, float]) -> PolicyBatch:
         samples, positions = [self.samples[i] for i in members], [self.positions[i] for i in members]
         return PolicyBatch(
-            tokens=packing.pack_tokens(samples, positions),
+            tokens=_pack_tokens(samples, positions),
             segments=np.repeat(np.arange(len(members), dtype=np.int32), [len(p) for p in positions]),
             weights=_repeat([weights[i] for i in members], positions),
             advantages=_join(self.advantages, members),
@@ -232,7 +242,7 @@ class LossTokens:
     def _value_batch(self, members: Sequence[int], weights: dict[int, float]) -> ValueBatch:
         samples, positions = [self.samples[i] for i in members], [self.positions[i] for i in members]
         return ValueBatch(
-            tokens=packing.pack_tokens(samples, positions),
+            tokens=_pack_tokens(samples, positions),
             weights=_repeat([weights[i] for i in members], positions),
             returns=_join(self.returns, members),
             old_values=_join(self.values, members),
@@ -242,14 +252,57 @@ class LossTokens:
 def _split(
     samples: Sequence[Sample], members: Sequence[int], config: Config, *, ranks: int, gradient: bool = True
 ) -> list[list[list[int]]]:
-    """Return for each rank, or group that shares a row, its passes over `members`: lists of them; none: a dummy."""
-    factor = 1 if gradient or config.trainer.gradient_checkpointing else _LOOK_UP_FACTOR
-    shares = packing.split(
+    """Return for each rank its micro-batches of `members`, as lists of them; an empty list is a dummy."""
+    factor = 1 if gradient or config.trainer.gradient_checkpointing else _NO_GRADIENT_FACTOR
+    shares = split(
         [len(samples[i].token_ids) for i in members],
         rank_count=ranks,
         max_tokens=config.batch.tokens_per_micro_batch * factor,
     )
     return [[[members[i] for i in ids] for ids in share] for share in shares]
+
+
+def split(lengths: Sequence[int], *, rank_count: int, max_tokens: int) -> list[list[list[int]]]:
+    """Return for each rank its micro-batches, and for each of these its samples; an empty list is a dummy.
+
+    Args:
+        lengths: tokens of each sample.
+        rank_count: number of ranks.
+        max_tokens: most tokens in one micro-batch.
+
+    Returns:
+        As many micro-batches for every rank; every sample is in one of them.
+
+    Raises:
+        InvalidInput: a sample is longer than a micro-batch.
+    """
+    shares = []
+    for share in deal(lengths, rank_count):
+        parts = split_by_tokens([lengths[i] for i in share], max_tokens=max_tokens)
+        shares.append([[share[i] for i in part] for part in parts])
+    count = max(len(share) for share in shares)
+    return [[*share, *[list[int]()] * (count - len(share))] for share in shares]
+
+
+def deal(lengths: Sequence[int], rank_count: int) -> list[list[int]]:
+    """Return the samples of each rank: the longest first, each to the rank that has the fewest tokens."""
+    shares: list[list[int]] = [[] for _ in range(rank_count)]
+    tokens = [0] * rank_count
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        rank = tokens.index(min(tokens))
+        shares[rank].append(index)
+        tokens[rank] += lengths[index]
+    return shares
+
+
+def _fill(shares: Sequence[Sequence[Sequence[int]]], make: Callable[[Sequence[int]], T], dummy: T) -> list[list[T]]:
+    """Return the shares of `split` as micro-batches."""
+    return [[make(members) if members else dummy for members in share] for share in shares]
+
+
+def _pack_tokens(samples: Sequence[Sample], positions: Sequence[Int64Array]) -> TokenBatch:
+    """Return one micro-batch of `samples` that asks for the tokens at `positions`, each in [1, n)."""
+    return pack([s.token_ids for s in samples], positions, [s.temperature for s in samples])
 
 
 def _after_nan(row: Float32Array) -> Float32Array:

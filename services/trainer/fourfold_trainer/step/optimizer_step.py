@@ -1,38 +1,36 @@
-"""One optimizer step on one rank: micro-batches -> gradient -> optimizer -> sums over tokens. Or in parts.
+"""Runs one optimizer step on one rank: forward, loss, backward for each micro-batch, then `optimizer.step()`.
+
+Every rank runs these functions at the same time, each on its share of the samples. They minimise
+
+    policy   sum over tokens of  c * (w * loss(p, o, A) + kl_coef * kl(p, f) - entropy_coef * H)
+             + sum over micro-batches of  router_coef * share * router loss
+    critic   sum over tokens of  c * value_loss(V, G)
 
     p current, o old, u behavior, f reference log-probability; A advantage; V value, G return; H entropy
-    c weight of a token's loss; w weight for the distance of o to u
+    c weight of a token, from the lengths of all samples (algorithm/aggregation.py)
+    w weight against the mismatch of o and u (algorithm/corrections.py)
+    share: of the step's tokens in the micro-batch
 
-    policy      sum over tokens of   c * ( w * loss(p, o, A) + kl_coef * kl(p, f) - entropy_coef * H )
-                + sum over micro-batches of   router_coef * share * router loss          share of the step's tokens
-    critic      sum over tokens of   c * value_loss(V, G)
-    parts       sum over tokens of   c * p                  c of the caller, of either sign
-
-The weights c are known before the first pass (algorithm/aggregation.py), so that the gradient
-does not depend on how the step is split; w is that of algorithm/corrections.py. The routers' loss
-is a product of two means over the tokens of a micro-batch and does depend on the split: weighted by
-shares of tokens, its scale does not.
+c is known before the first forward pass, so the gradient does not depend on how the step is split. The routers' loss is
+a product of two means over the tokens of a micro-batch and does depend on it a little; its scale does not.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fourfold import metrics
-from fourfold.arrays import Float32Array
+from fourfold.algorithm import corrections, kl
+from fourfold.algorithm.losses import LossInputs, value_loss
 from fourfold.config import AlgorithmConfig, CriticConfig
 from fourfold.nn.sequence import to_device
-from fourfold_trainer.algorithm import corrections, kl, losses
-from fourfold_trainer.algorithm.losses import TokenLoss
-from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
+from fourfold_trainer.batches import PolicyBatch, ValueBatch
 from fourfold_trainer.engine import Critic, Policy, UpdateSettings, UpdateSums
-from fourfold_trainer.step.metric_accumulator import Tally, distances
-from fourfold_trainer.step.packing import dummy_tokens
+from fourfold_trainer.step.metric_accumulator import MetricAccumulator, policy_distances
 
 
 def update_policy(
@@ -43,8 +41,8 @@ def update_policy(
     *,
     rank_count: int,
 ) -> UpdateSums:
-    """Run one rank's part of an optimizer step of the policy; all ranks run as many micro-batches."""
-    tally = Tally()
+    """Run this rank's part of one optimizer step of the policy. All ranks have the same number of micro-batches."""
+    accumulator = MetricAccumulator()
     for index, batch in enumerate(batches):
         share = 0.0 if batch.is_dummy or not settings.token_count else batch.tokens.token_count / settings.token_count
         if policy.routers is not None:
@@ -52,156 +50,93 @@ def update_policy(
             policy.routers.token_count = batch.tokens.token_count
         logprobs, entropy = policy.logprobs(batch.tokens, entropy=True)
         if policy.routers is not None:
-            tally.routed(policy.routers.routed(), share)
-        assert entropy is not None, "asked for"
-        loss = _policy_objective(logprobs, entropy, _Columns.of(batch, logprobs), algorithm, settings, tally)
+            accumulator.add_routing(policy.routers.routed(), share)
+        assert entropy is not None, "entropy was requested"
+        loss = _policy_objective(logprobs, entropy, batch, algorithm, settings.kl_coef, accumulator)
         last = index == len(batches) - 1
-        if last and algorithm.correction.kind != "none" and not policy.any_rank(tally.any_accepted()):
-            # Nothing is left to learn from. A gradient that is not finite is what every ZeRO stage drops a step for.
-            tally.all_rejected = True
+        if last and algorithm.correction.kind != "none" and not policy.any_rank(accumulator.any_accepted()):
+            # No token is left to learn from. Every ZeRO stage skips a step whose gradient is not finite.
+            accumulator.all_rejected = True
             loss = loss + math.nan * logprobs.sum()
         # The gradient is averaged over the ranks, but c is that of the whole step.
         policy.backward(loss * rank_count, last=last)
     if policy.routers is not None:
-        policy.routers.weight = 0.0  # a loss of parts is the caller's alone
-    return tally.sums(grad_norm=policy.update(settings.learning_rate))
-
-
-def update_critic(
-    critic: Critic, batches: Sequence[ValueBatch], settings: UpdateSettings, config: CriticConfig, *, rank_count: int
-) -> UpdateSums:
-    """Run one rank's part of an optimizer step of the critic."""
-    tally = Tally()
-    for index, batch in enumerate(batches):
-        values = critic.values(batch.tokens)
-        old, returns, weights = (
-            to_device(part, values.device) for part in (batch.old_values, batch.returns, batch.weights)
-        )
-        term = losses.value(values, old, returns, clip=config.value_clip)
-        loss = _weighted_sum(term.loss, weights)
-        tally.add(loss=loss.detach(), real=weights > 0, means=term.means)
-        critic.backward(loss * rank_count, last=index == len(batches) - 1)
-    return tally.sums(grad_norm=critic.update(settings.learning_rate))
-
-
-def forward_backward(policy: Policy, batches: Sequence[WeightedBatch], *, rank_count: int) -> list[Float32Array]:
-    """Add one rank's part of a gradient to what waits for `use_gradient`; return the log-probabilities."""
-    rows = []
-    for batch in batches:
-        logprobs, _ = policy.logprobs(batch.tokens)
-        weights = to_device(batch.weights, logprobs.device)
-        policy.backward((weights * logprobs).sum() * rank_count, last=False)
-        rows.append(logprobs.detach())
-    return [row.cpu().numpy() for row in rows]
-
-
-def use_gradient(policy: Policy, *, learning_rate: float, max_grad_norm: float) -> float:
-    """Make an optimizer step of the gradient that waits; return its norm before clipping."""
-    _end_gradient(policy, 0.0)
-    return policy.update(learning_rate, max_grad_norm=max_grad_norm)
-
-
-def discard_gradient(policy: Policy) -> None:
-    """Forget the gradient that waits: every ZeRO stage drops one that is not finite."""
-    _end_gradient(policy, math.nan)
-    policy.update(0.0)
-
-
-def _end_gradient(policy: Policy, factor: float) -> None:
-    """Run the cheapest pass as the last one, times `factor`: ZeRO must be told which is, and parts cannot know."""
-    logprobs, _ = policy.logprobs(dummy_tokens())
-    policy.backward(factor * logprobs.sum(), last=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Columns:
-    """A micro-batch on the device, [k] each."""
-
-    segments: Tensor  # int64
-    segment_count: int
-    weights: Tensor
-    advantages: Tensor
-    behavior: Tensor
-    old: Tensor
-    reference: Tensor | None
-
-    @classmethod
-    def of(cls, batch: PolicyBatch, logprobs: Tensor) -> _Columns:
-        device = logprobs.device
-        with_reference = len(batch.reference_logprobs) > 0
-        return cls(
-            segments=to_device(batch.segments, device, torch.int64),
-            segment_count=int(batch.segments[-1]) + 1,
-            weights=to_device(batch.weights, device),
-            advantages=to_device(batch.advantages, device),
-            behavior=to_device(batch.behavior_logprobs, device),
-            # Without a pass of its own: the policy has not moved since the step began.
-            old=to_device(batch.old_logprobs, device) if len(batch.old_logprobs) else logprobs.detach(),
-            reference=to_device(batch.reference_logprobs, device) if with_reference else None,
-        )
+        policy.routers.weight = 0.0  # ForwardBackward adds no router loss to the caller's
+    return accumulator.sums(grad_norm=policy.optimizer_step(settings.learning_rate))
 
 
 def _policy_objective(
     logprobs: Tensor,
     entropy: Tensor,
-    columns: _Columns,
+    batch: PolicyBatch,
     algorithm: AlgorithmConfig,
-    settings: UpdateSettings,
-    tally: Tally,
+    kl_coef: float,
+    accumulator: MetricAccumulator,
 ) -> Tensor:
-    """Return a micro-batch's part of the step's loss, a scalar, and note what the metrics need of it."""
-    real = columns.weights > 0
-    term = _policy_loss(logprobs, columns, algorithm)
-    token_loss, means, accepted = term.loss, dict(term.means), real
+    """Return a micro-batch's part of the step's loss, a scalar, and add its metrics to the accumulator."""
+    device, current = logprobs.device, logprobs.detach()
+    weights = to_device(batch.weights, device)
+    # In a step's only update the policy has not moved: its log-probabilities are the old ones.
+    old = to_device(batch.old_logprobs, device) if len(batch.old_logprobs) else current
+    inputs = LossInputs(
+        logprobs=logprobs,
+        old_logprobs=old,
+        behavior_logprobs=to_device(batch.behavior_logprobs, device),
+        advantages=to_device(batch.advantages, device),
+        segments=to_device(batch.segments, device, torch.int64),
+        segment_count=int(batch.segments[-1]) + 1,
+    )
+    token_loss = algorithm.loss.compute(inputs)
+    losses, means = token_loss.loss, dict(token_loss.means)
+    real = accepted = weights > 0
+    with_kl = len(batch.reference_logprobs) > 0
+
     if algorithm.correction.kind != "none":
         correction = corrections.correct(
-            columns.old,
-            columns.behavior,
-            columns.segments,
-            columns.segment_count,
+            old,
+            inputs.behavior_logprobs,
+            inputs.segments,
+            inputs.segment_count,
             kind=algorithm.correction.kind,
             low=algorithm.correction.low,
             high=algorithm.correction.high,
         )
-        token_loss = torch.where(correction.rejected, 0.0, correction.weights * token_loss)
-        if columns.reference is None and not algorithm.entropy_coef:  # these terms reject nothing
+        losses = torch.where(correction.rejected, 0.0, correction.weights * losses)
+        if not with_kl and not algorithm.entropy_coef:  # those terms reject no token
             accepted = real & ~correction.rejected
-        means |= tally.corrected(correction, columns.segments, columns.segment_count, real=real)
-    loss = policy_loss = _weighted_sum(token_loss, columns.weights)
-    if columns.reference is not None:
-        distance = kl.estimate(logprobs, columns.reference, algorithm.kl.estimator)
-        kl_loss = _weighted_sum(distance, columns.weights)
-        loss = loss + settings.kl_coef * kl_loss
-        tally.total(metrics.KL_LOSS, kl_loss)
-        means[metrics.REFERENCE_KL] = kl.k3(columns.reference - columns.old)
+        means |= accumulator.add_correction(correction, inputs.segments, inputs.segment_count, real=real)
+    loss = policy_loss = _weighted_sum(losses, weights)
+    if with_kl:
+        reference = to_device(batch.reference_logprobs, device)
+        kl_loss = _weighted_sum(kl.estimate(logprobs, reference, algorithm.kl.estimator), weights)
+        loss = loss + kl_coef * kl_loss
+        accumulator.add_sum(metrics.KL_LOSS, kl_loss)
+        means[metrics.REFERENCE_KL] = kl.k3(reference - old)
     if algorithm.entropy_coef:
-        loss = loss - algorithm.entropy_coef * _weighted_sum(entropy, columns.weights)
+        loss = loss - algorithm.entropy_coef * _weighted_sum(entropy, weights)
+
     means[metrics.ENTROPY] = entropy.detach()
-    means |= distances(logprobs.detach(), columns.old, columns.behavior)
-    tally.add(loss=policy_loss.detach(), real=real, means=means)
-    tally.note(logprobs.detach() - columns.old, columns.old - columns.behavior, real)
-    tally.accepted.append(accepted.any())
+    means |= policy_distances(current, old, inputs.behavior_logprobs)
+    accumulator.add_loss(policy_loss.detach(), real=real, means=means)
+    accumulator.add_ratios(current - old, old - inputs.behavior_logprobs, real=real, any_accepted=accepted.any())
     return loss
 
 
-def _policy_loss(logprobs: Tensor, columns: _Columns, algorithm: AlgorithmConfig) -> TokenLoss:
-    """Return the loss that the recipe names, token by token."""
-    old, advantages = columns.old, columns.advantages
-    low, high = algorithm.clip_low, algorithm.clip_high
-    match algorithm.loss:
-        case "ppo":
-            return losses.ppo(logprobs, old, advantages, clip_low=low, clip_high=high, dual_clip=algorithm.dual_clip)
-        case "gspo":
-            samples = (columns.segments, columns.segment_count)
-            form = algorithm.gspo_form
-            return losses.gspo(logprobs, old, advantages, *samples, clip_low=low, clip_high=high, form=form)
-        case "cispo":
-            return losses.cispo(logprobs, old, advantages, ratio_min=algorithm.ratio_min, ratio_max=algorithm.ratio_max)
-        case "sapo":
-            taus = {"tau_positive": algorithm.sapo_tau_positive, "tau_negative": algorithm.sapo_tau_negative}
-            return losses.sapo(logprobs, old, advantages, **taus)
-        case "reinforce":
-            return losses.reinforce(logprobs, advantages)
+def update_critic(
+    critic: Critic, batches: Sequence[ValueBatch], settings: UpdateSettings, config: CriticConfig, *, rank_count: int
+) -> UpdateSums:
+    """Run this rank's part of one optimizer step of the critic."""
+    accumulator = MetricAccumulator()
+    for index, batch in enumerate(batches):
+        values = critic.values(batch.tokens)
+        old_values, returns, weights = (
+            to_device(array, values.device) for array in (batch.old_values, batch.returns, batch.weights)
+        )
+        token_loss = value_loss(values, old_values, returns, clip=config.value_clip)
+        loss = _weighted_sum(token_loss.loss, weights)
+        accumulator.add_loss(loss.detach(), real=weights > 0, means=token_loss.means)
+        critic.backward(loss * rank_count, last=index == len(batches) - 1)
+    return accumulator.sums(grad_norm=critic.optimizer_step(settings.learning_rate))
 
 
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:

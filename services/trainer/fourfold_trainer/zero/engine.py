@@ -88,7 +88,7 @@ class Trained:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss)
 
-    def update(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
+    def optimizer_step(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
         """Clip and step; return the gradient's norm before clipping. Not finite: nothing was changed."""
         norm = self._step(learning_rate, self._max_grad_norm if max_grad_norm is None else max_grad_norm)
         if self._average is not None and math.isfinite(norm):

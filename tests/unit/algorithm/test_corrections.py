@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fourfold_trainer.algorithm.corrections import Correction, Kind, correct
+from fourfold.algorithm.corrections import Correction, Kind, correct
 
 F64 = torch.float64
 KINDS: tuple[Kind, ...] = get_args(Kind)

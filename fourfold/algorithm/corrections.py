@@ -16,14 +16,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import TYPE_CHECKING, Final, Literal, assert_never
 
-import torch
-from torch import Tensor
+from fourfold.algorithm.ratios import clamp, segment_mean
 
-from fourfold_trainer.algorithm.ratios import clamp, segment_mean
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Kind = Literal["tis", "icepop", "sequence-mask", "sequence-mask-tis"]
+
+DEFAULT_BOUNDS: Final[dict[Kind, tuple[float, float]]] = {
+    "tis": (0.0, 2.0),
+    "icepop": (0.5, 5.0),
+    # Of the geometric mean of a whole sample, which moves much less than a token's ratio.
+    "sequence-mask": (0.999, 1.002),
+    "sequence-mask-tis": (0.999, 1.002),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,7 +72,7 @@ def correct(
     known = u.isfinite()
     d = o - u  # not a number where both are infinite, but only known tokens are selected
     weights = clamp(d).exp()
-    truncated = torch.zeros_like(known)
+    truncated = known.new_zeros(known.shape)
     match kind:
         case "tis":
             kept = known
@@ -74,12 +82,26 @@ def correct(
             kept = known & _within(d, low, high)
         case "sequence-mask":
             kept = known & _within(segment_mean(d, segments, segment_count, known), low, high)[segments]
-            weights = torch.ones_like(d)
+            weights = d.new_ones(d.shape)
         case "sequence-mask-tis":
             kept = known & _within(segment_mean(d, segments, segment_count, known), low, high)[segments]
         case _:
             assert_never(kind)
-    return Correction(weights=torch.where(kept, weights, 0.0), rejected=~kept, truncated=truncated)
+    return Correction(weights=weights.masked_fill(~kept, 0.0), rejected=~kept, truncated=truncated)
+
+
+def formula(kind: Kind, low: float, high: float) -> str:
+    """Return the weight w of a token as plain text."""
+    inside = f"[{low:g}, {high:g}]"
+    match kind:
+        case "tis":
+            return f"w = clip(exp(o - u), {low:g}, {high:g})" if low else f"w = min(exp(o - u), {high:g})"
+        case "icepop":
+            return f"w = exp(o - u), and 0 for a token where that is outside of {inside}"
+        case "sequence-mask":
+            return f"w = 1, and 0 for a sample whose exp(mean of o - u) is outside of {inside}"
+        case "sequence-mask-tis":
+            return f"w = exp(o - u), and 0 for a sample whose exp(mean of o - u) is outside of {inside}"
 
 
 def _within(log_ratio: Tensor, low: float, high: float) -> Tensor:

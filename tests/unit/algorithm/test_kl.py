@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fourfold_trainer.algorithm.kl import Kind, adapted_coef, estimate, k3
+from fourfold.algorithm.kl import Kind, adapted_coef, estimate, k3
 
 F64 = torch.float64
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold_trainer.algorithm.packed import Float64Array, Int64Array
-from fourfold_trainer.algorithm.rewards import RunningMoments, overlong_penalty, stop_properly, token_rewards
+from fourfold.algorithm.packed import Float64Array, Int64Array
+from fourfold.algorithm.rewards import overlong_penalty, stop_properly, token_rewards
+from fourfold.algorithm.state import RunningMoments
 
 
 def f64(values: list[float]) -> Float64Array:

@@ -11,25 +11,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold_trainer.algorithm.advantages import (
-    discounted_returns,
-    gae,
-    group_centred,
+from fourfold.algorithm.advantages import (
+    AdvantageEstimator,
+    DrGrpo,
+    Gae,
+    Grpo,
+    Opo,
+    Reinforce,
+    ReinforceBaseline,
+    Rloo,
+    ScoredSamples,
     group_members,
-    group_normalised,
-    leave_one_out,
-    length_weighted,
-    whiten,
 )
-from fourfold_trainer.algorithm.packed import Float64Array, Int64Array
+from fourfold.algorithm.packed import Float64Array, Int64Array, PackedRewards, whiten
 
 Baseline = Callable[[Float64Array, list[str]], Float64Array]
 
+
+def compare(
+    estimator: AdvantageEstimator, scores: Float64Array, groups: list[str], lengths: Int64Array | None = None
+) -> Float64Array:
+    """Compare the samples of each group; without lengths, sample i has 3 + i tokens."""
+    lengths = np.arange(3, 3 + len(scores)) if lengths is None else lengths
+    return estimator.compare(ScoredSamples(scores=scores, groups=groups, lengths=lengths))
+
+
+def baseline_of(estimator: AdvantageEstimator) -> Baseline:
+    return lambda scores, groups: compare(estimator, scores, groups)
+
+
 BASELINES: dict[str, Baseline] = {
-    "normalised": lambda scores, groups: group_normalised(scores, groups, epsilon=0.0),
-    "centred": group_centred,
-    "leave_one_out": leave_one_out,
-    "length_weighted": lambda scores, groups: length_weighted(scores, groups, np.arange(3, 3 + len(scores))),
+    "normalised": baseline_of(Grpo(epsilon=0.0)),
+    "centred": baseline_of(DrGrpo()),
+    "reinforce": baseline_of(ReinforceBaseline()),
+    "leave_one_out": baseline_of(Rloo()),
+    "length_weighted": baseline_of(Opo()),
 }
 # In float64 the mean of three 0.1 is not 0.1, in float32 not that of eight: whoever divides by the deviation of such a
 # group gives every member the same large advantage.
@@ -47,7 +63,41 @@ def i64(values: list[int]) -> Int64Array:
 
 
 def normalised(scores: list[float], groups: str, epsilon: float) -> list[float]:
-    return [float(a) for a in group_normalised(f64(scores), list(groups), epsilon=epsilon)]
+    return [float(a) for a in compare(Grpo(epsilon=epsilon), f64(scores), list(groups))]
+
+
+def packed(
+    rewards: Float64Array, values: Float64Array | None, lengths: Int64Array, gaps: Int64Array | None
+) -> tuple[PackedRewards, str]:
+    """Return packed rewards, and the hole mode of an estimator that reads these gaps."""
+    ones = np.ones(len(rewards), np.int64) if gaps is None else gaps
+    mode = "skip" if gaps is None else "decay"
+    return PackedRewards(rewards=rewards, values=values, lengths=lengths, gaps=ones), mode
+
+
+def discounted_returns(
+    rewards: Float64Array, lengths: Int64Array, gaps: Int64Array | None, *, gamma: float
+) -> Float64Array:
+    batch, mode = packed(rewards, None, lengths, gaps)
+    # A recipe's gamma is above 0; the recursion holds at 0, too.
+    advantages, returns = Reinforce.model_construct(gamma=gamma, hole_mode=mode).spread(batch)
+    assert returns is None
+    return advantages
+
+
+def gae(
+    rewards: Float64Array,
+    values: Float64Array,
+    lengths: Int64Array,
+    gaps: Int64Array | None,
+    *,
+    gamma: float,
+    lam: float,
+) -> tuple[Float64Array, Float64Array]:
+    batch, mode = packed(rewards, values, lengths, gaps)
+    advantages, returns = Gae.model_construct(gamma=gamma, lam=lam, hole_mode=mode).spread(batch)
+    assert returns is not None
+    return advantages, returns
 
 
 # Group baselines
@@ -76,26 +126,26 @@ def test_grpo_gives_a_pair_plus_and_minus_one_over_root_two() -> None:
 
 
 def test_centred_scores_are_not_divided() -> None:
-    assert group_centred(f64([0, 1, 2, 5]), list("aaaa")).tolist() == [-2, -1, 0, 3]
-    assert group_centred(f64([3, 7]), list("aa")).tolist() == [-2, 2]  # half the difference
+    assert compare(DrGrpo(), f64([0, 1, 2, 5]), list("aaaa")).tolist() == [-2, -1, 0, 3]
+    assert compare(DrGrpo(), f64([3, 7]), list("aa")).tolist() == [-2, 2]  # half the difference
 
 
 def test_leave_one_out_compares_with_the_others() -> None:
     # others' means: (1+2+5)/3 = 8/3, (0+2+5)/3 = 7/3, (0+1+5)/3 = 2, (0+1+2)/3 = 1
     by_hand = [0 - 8 / 3, 1 - 7 / 3, 2 - 2, 5 - 1]
-    assert leave_one_out(f64([0, 1, 2, 5]), list("aaaa")).tolist() == pytest.approx(by_hand, abs=1e-15)
-    assert leave_one_out(f64([3, 7]), list("aa")).tolist() == [-4, 4]  # the whole difference
+    assert compare(Rloo(), f64([0, 1, 2, 5]), list("aaaa")).tolist() == pytest.approx(by_hand, abs=1e-15)
+    assert compare(Rloo(), f64([3, 7]), list("aa")).tolist() == [-4, 4]  # the whole difference
 
 
 def test_a_long_sample_weighs_more_in_the_baseline_of_opo() -> None:
     # (1 * 6 + 3 * 2 + 0 * 100) / (1 + 3 + 0) = 3; the score of the empty sample has weight 0
-    result = length_weighted(f64([6, 2, 100]), list("aaa"), i64([1, 3, 0]))
+    result = compare(Opo(), f64([6, 2, 100]), list("aaa"), i64([1, 3, 0]))
     assert result.tolist() == [3, -1, 97]
 
 
 def test_a_group_without_tokens_has_no_weighted_baseline() -> None:
     # group a has no tokens at all; b: (2 * 1 + 2 * 5) / 4 = 3
-    result = length_weighted(f64([6, 2, 1, 5]), list("aabb"), i64([0, 0, 2, 2]))
+    result = compare(Opo(), f64([6, 2, 1, 5]), list("aabb"), i64([0, 0, 2, 2]))
     assert result.tolist() == [0, 0, -2, 2]
 
 

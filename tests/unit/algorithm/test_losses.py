@@ -10,30 +10,50 @@ import pytest
 import torch
 from torch import Tensor
 
+from fourfold.algorithm.losses import (
+    CispoLoss,
+    GspoLoss,
+    LossInputs,
+    PolicyLoss,
+    PpoLoss,
+    ReinforceLoss,
+    SapoLoss,
+    TokenLoss,
+)
 from fourfold.metrics import CLIP_FRACTION_HIGH, CLIP_FRACTION_LOW, DUAL_CLIP_FRACTION, METRICS
-from fourfold_trainer.algorithm.losses import TokenLoss, cispo, gspo, ppo, reinforce, sapo
 from tests.support.tensors import F64, f64, leaf, near, slopes
 
 FORMS: tuple[Literal["token", "sequence"], ...] = ("token", "sequence")
 
 
-def of_one_sample(form: Literal["token", "sequence"]) -> Callable[[Tensor, Tensor, Tensor], TokenLoss]:
-    def loss(p: Tensor, o: Tensor, advantages: Tensor) -> TokenLoss:
-        segments = torch.zeros(len(p), dtype=torch.int64)
-        return gspo(p, o, advantages, segments, 1, clip_low=0.2, clip_high=0.3, form=form)
+def compute(
+    loss: PolicyLoss, p: Tensor, o: Tensor, advantages: Tensor, segments: Tensor | None = None, count: int = 1
+) -> TokenLoss:
+    """Compute the loss of every token; without segments all tokens are of one sample."""
+    inputs = LossInputs(
+        logprobs=p,
+        old_logprobs=o,
+        behavior_logprobs=o,
+        advantages=advantages,
+        segments=torch.zeros(len(p), dtype=torch.int64) if segments is None else segments,
+        segment_count=count,
+    )
+    return loss.compute(inputs)
 
-    return loss
+
+def of(loss: PolicyLoss) -> Callable[[Tensor, Tensor, Tensor], TokenLoss]:
+    return lambda p, o, advantages: compute(loss, p, o, advantages)
 
 
 # Every loss as a function of p, o and A.
 LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], TokenLoss]] = {
-    "ppo": lambda p, o, a: ppo(p, o, a, clip_low=0.2, clip_high=0.3),
-    "ppo_dual": lambda p, o, a: ppo(p, o, a, clip_low=0.2, clip_high=0.3, dual_clip=3.0),
-    "gspo_token": of_one_sample("token"),
-    "gspo_sequence": of_one_sample("sequence"),
-    "cispo": lambda p, o, a: cispo(p, o, a, ratio_min=0.0, ratio_max=5.0),
-    "sapo": lambda p, o, a: sapo(p, o, a, tau_positive=1.0, tau_negative=1.05),
-    "reinforce": lambda p, o, a: reinforce(p, a),
+    "ppo": of(PpoLoss(clip_low=0.2, clip_high=0.3)),
+    "ppo_dual": of(PpoLoss(clip_low=0.2, clip_high=0.3, dual_clip=3.0)),
+    "gspo_token": of(GspoLoss(clip_low=0.2, clip_high=0.3, form="token")),
+    "gspo_sequence": of(GspoLoss(clip_low=0.2, clip_high=0.3, form="sequence")),
+    "cispo": of(CispoLoss(ratio_min=0.0, ratio_max=5.0)),
+    "sapo": of(SapoLoss(tau_positive=1.0, tau_negative=1.05)),
+    "reinforce": of(ReinforceLoss()),
 }
 every_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
@@ -64,12 +84,13 @@ def test_without_advantage_there_is_no_loss_and_no_gradient(
 
 @every_loss
 def test_only_the_current_policy_gets_a_gradient(loss: Callable[[Tensor, Tensor, Tensor], TokenLoss]) -> None:
-    p, o, advantages = leaf([-1.0, -2.0]), leaf([-1.1, -1.9]), leaf([1.0, -4.0])
+    p, o, advantages = leaf([-1.0, -2.0]), f64([-1.1, -1.9]), f64([1.0, -4.0])
     result = loss(p, o, advantages)
     result.loss.sum().backward()  # type: ignore[no-untyped-call]
     assert p.grad is not None and p.grad.all()
-    assert o.grad is None
-    assert advantages.grad is None
+    for wrong in ((leaf([-1.1, -1.9]), advantages), (o, leaf([1.0, -4.0]))):
+        with pytest.raises(AssertionError, match="must be detached"):
+            loss(p, *wrong)
     assert not any(mean.requires_grad for mean in result.means.values())
 
 
@@ -129,7 +150,7 @@ PPO_CASES = [  # clip to [0.8, 1.3]; slope is d loss / d p = -ratio * A where no
 @pytest.mark.parametrize(("ratio", "advantage", "loss", "slope"), PPO_CASES)
 def test_ppo_and_its_gradient(ratio: float, advantage: float, loss: float, slope: float) -> None:
     p = leaf([-1.0 + math.log(ratio)])
-    result = ppo(p, f64([-1.0]), f64([advantage]), clip_low=0.2, clip_high=0.3)
+    result = compute(PpoLoss(clip_low=0.2, clip_high=0.3), p, f64([-1.0]), f64([advantage]))
     assert result.loss.tolist() == near([loss])
     assert slopes(result.loss, p) == near([slope])
 
@@ -137,7 +158,7 @@ def test_ppo_and_its_gradient(ratio: float, advantage: float, loss: float, slope
 def test_clipped_tokens_are_counted_on_the_side_that_stops_learning() -> None:
     p = f64([0.5, 1.5, 0.5, 1.5, 0.5, 1.5, 1.25]).log()
     advantages = f64([1.0, 1.0, -1.0, -1.0, 0.0, 0.0, 1.0])
-    means = ppo(p, torch.zeros(7, dtype=F64), advantages, clip_low=0.2, clip_high=0.3).means
+    means = compute(PpoLoss(clip_low=0.2, clip_high=0.3), p, torch.zeros(7, dtype=F64), advantages).means
     assert means[CLIP_FRACTION_LOW].tolist() == [0, 0, 1, 0, 0, 0, 0]
     assert means[CLIP_FRACTION_HIGH].tolist() == [0, 1, 0, 0, 0, 0, 0]
     assert DUAL_CLIP_FRACTION not in means
@@ -158,11 +179,11 @@ def test_the_dual_clip_and_its_gradient(
     ratio: float, advantage: float, loss: float, slope: float, bounded: float
 ) -> None:
     p = leaf([-1.0 + math.log(ratio)])
-    result = ppo(p, f64([-1.0]), f64([advantage]), clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    result = compute(PpoLoss(clip_low=0.2, clip_high=0.3, dual_clip=3.0), p, f64([-1.0]), f64([advantage]))
     assert result.loss.tolist() == near([loss])
     assert slopes(result.loss, p) == near([slope])
     assert result.means[DUAL_CLIP_FRACTION].tolist() == [bounded]
-    plain = ppo(p, f64([-1.0]), f64([advantage]), clip_low=0.2, clip_high=0.3)
+    plain = compute(PpoLoss(clip_low=0.2, clip_high=0.3), p, f64([-1.0]), f64([advantage]))
     for name, mean in plain.means.items():
         assert result.means[name].tolist() == mean.tolist()
 
@@ -180,7 +201,7 @@ def test_beyond_twenty_the_ratio_stays_and_has_no_gradient(name: str) -> None:
 
 def test_ppo_has_the_value_of_the_clamp_on_both_sides() -> None:
     p = leaf([19.0, 30.0, -19.0, -30.0])
-    result = ppo(p, f64([0.0] * 4), f64([-1.0, -1.0, 1.0, 1.0]), clip_low=0.2, clip_high=0.3)
+    result = compute(PpoLoss(clip_low=0.2, clip_high=0.3), p, f64([0.0] * 4), f64([-1.0, -1.0, 1.0, 1.0]))
     by_hand = [math.exp(19), math.exp(20), -math.exp(-19), -math.exp(-20)]
     assert result.loss.tolist() == pytest.approx(by_hand, rel=1e-12)
     assert slopes(result.loss, p) == pytest.approx([math.exp(19), 0, -math.exp(-19), 0], rel=1e-12)
@@ -200,7 +221,7 @@ def gspo_of(
     p: Tensor, advantages: list[float], form: Literal["token", "sequence"], *, low: float = 0.2, high: float = 0.04
 ) -> TokenLoss:
     segments = torch.tensor(SEGMENTS)
-    return gspo(p, f64(OLD), f64(advantages), segments, 4, clip_low=low, clip_high=high, form=form)
+    return compute(GspoLoss(clip_low=low, clip_high=high, form=form), p, f64(OLD), f64(advantages), segments, 4)
 
 
 def clipped_term(ratio: float, advantage: float, low: float, high: float) -> tuple[float, bool]:
@@ -257,7 +278,9 @@ def test_both_forms_of_gspo_agree_where_the_advantage_is_constant(seed: int) -> 
     weights = torch.rand(5, generator=generator, dtype=F64)[segments]  # of aggregation: one per sample
     old = -torch.rand(len(segments), generator=generator, dtype=F64)
     p = (old + 0.3 * torch.randn(len(segments), generator=generator, dtype=F64)).requires_grad_()
-    results = [gspo(p, old, advantages, segments, 5, clip_low=0.1, clip_high=0.1, form=form) for form in FORMS]
+    results = [
+        compute(GspoLoss(clip_low=0.1, clip_high=0.1, form=form), p, old, advantages, segments, 5) for form in FORMS
+    ]
     torch.testing.assert_close(results[0].loss, results[1].loss, rtol=1e-12, atol=1e-12)
     token, sequence = (slopes(weights * result.loss, p) for result in results)
     assert token == near(sequence)
@@ -269,7 +292,7 @@ def test_gspo_clamps_the_mean_and_not_its_tokens(form: Literal["token", "sequenc
     # sample 0: mean (50 - 20) / 2 = 15, within the clamp; sample 1: mean (100 + 0) / 2 = 50, beyond it
     segments, advantages = torch.tensor([0, 0, 1, 1]), f64([-sign] * 4)
     p = leaf([sign * 50.0, sign * -20.0, sign * 100.0, 0.0])
-    result = gspo(p, f64([0.0] * 4), advantages, segments, 2, clip_low=1.0, clip_high=0.1, form=form)
+    result = compute(GspoLoss(clip_low=1.0, clip_high=0.1, form=form), p, f64([0.0] * 4), advantages, segments, 2)
     inside, at_clamp = sign * math.exp(sign * 15), sign * math.exp(sign * 20)
     assert result.loss.tolist() == pytest.approx([inside, inside, at_clamp, at_clamp], rel=1e-12)
     assert slopes(result.loss, p) == pytest.approx([inside, inside, 0, 0], rel=1e-12)
@@ -280,7 +303,7 @@ def test_gspo_keeps_small_means_of_long_samples_in_float32() -> None:
     o = torch.full((20_000,), -1.0)
     p = torch.full((20_000,), -1.0 + 2e-4)
     segments = torch.zeros(20_000, dtype=torch.int64)
-    result = gspo(p, o, torch.ones(20_000), segments, 1, clip_low=3e-4, clip_high=4e-4, form="token")
+    result = compute(GspoLoss(clip_low=3e-4, clip_high=4e-4, form="token"), p, o, torch.ones(20_000), segments, 1)
     difference = p[0].double().item() - o[0].double().item()
     assert -result.loss[0].item() == pytest.approx(math.exp(difference), abs=1e-7)
 
@@ -295,7 +318,7 @@ def test_cispo_weighs_the_log_likelihood_and_never_stops(ratio: float, weight: f
     # loss = -clip(ratio, 0.5, 5) * A * p, slope -clip(ratio, 0.5, 5) * A
     p = leaf([-1.25, -1.25])
     old = f64([-1.25 - math.log(ratio)] * 2)
-    result = cispo(p, old, f64([2.0, -3.0]), ratio_min=0.5, ratio_max=5.0)
+    result = compute(CispoLoss(ratio_min=0.5, ratio_max=5.0), p, old, f64([2.0, -3.0]))
     assert result.loss.tolist() == near([2.0 * weight * 1.25, -3.0 * weight * 1.25])
     assert slopes(result.loss, p) == near([-2.0 * weight, 3.0 * weight])
     assert result.means == {}
@@ -303,7 +326,7 @@ def test_cispo_weighs_the_log_likelihood_and_never_stops(ratio: float, weight: f
 
 def test_cispo_without_a_lower_bound_follows_the_ratio_down() -> None:
     p = leaf([-2.0, -60.0])
-    result = cispo(p, f64([-2.0 - math.log(0.01), -1.0]), f64([1.0, 1.0]), ratio_min=0.0, ratio_max=5.0)
+    result = compute(CispoLoss(ratio_min=0.0, ratio_max=5.0), p, f64([-2.0 - math.log(0.01), -1.0]), f64([1.0, 1.0]))
     assert slopes(result.loss, p) == near([-0.01, -math.exp(-20)])
 
 
@@ -313,7 +336,7 @@ def test_sapo_and_its_gradient(ratio: float, advantage: float, tau: float) -> No
     # s = 1 / (1 + e^(-tau (ratio - 1))): loss -4 / tau * s * A, slope -A * ratio * 4 s (1 - s)
     s = 1 / (1 + math.exp(-tau * (ratio - 1)))
     p = leaf([-1.0 + math.log(ratio)])
-    result = sapo(p, f64([-1.0]), f64([advantage]), tau_positive=1.3, tau_negative=1.7)
+    result = compute(SapoLoss(tau_positive=1.3, tau_negative=1.7), p, f64([-1.0]), f64([advantage]))
     assert result.loss.tolist() == near([-4 / tau * s * advantage])
     assert slopes(result.loss, p) == near([-advantage * ratio * 4 * s * (1 - s)])
     assert result.means == {}
@@ -322,7 +345,9 @@ def test_sapo_and_its_gradient(ratio: float, advantage: float, tau: float) -> No
 def test_the_gradient_of_sapo_is_largest_near_twice_the_old_probability() -> None:
     ratios = torch.linspace(0.01, 20, 2000, dtype=F64)
     p = ratios.log().requires_grad_()
-    result = sapo(p, torch.zeros(2000, dtype=F64), torch.ones(2000, dtype=F64), tau_positive=1.0, tau_negative=1.05)
+    result = compute(
+        SapoLoss(tau_positive=1.0, tau_negative=1.05), p, torch.zeros(2000, dtype=F64), torch.ones(2000, dtype=F64)
+    )
     sizes = [-slope for slope in slopes(result.loss, p)]
     assert max(sizes) == pytest.approx(1.57, abs=0.005)
     assert ratios[sizes.index(max(sizes))].item() == pytest.approx(2.06, abs=0.02)
@@ -330,7 +355,7 @@ def test_the_gradient_of_sapo_is_largest_near_twice_the_old_probability() -> Non
 
 def test_reinforce_is_the_weighted_log_likelihood() -> None:
     p = leaf([-1.0, -2.0, -3.0])
-    result = reinforce(p, f64([0.5, -2.0, 0.0]))
+    result = compute(ReinforceLoss(), p, p.detach(), f64([0.5, -2.0, 0.0]))
     assert result.loss.tolist() == [0.5, -4.0, 0.0]
     assert slopes(result.loss, p) == [-0.5, 2.0, 0.0]
     assert result.means == {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fourfold.algorithm.losses import value_loss
 from fourfold.metrics import VALUE_CLIP_FRACTION
-from fourfold_trainer.algorithm.losses import value
 from tests.support.tensors import F64, f64, leaf, near, slopes
 
 
@@ -26,7 +26,7 @@ def test_the_value_loss_and_its_gradient(
     v: float, old: float, target: float, loss: float, slope: float, clipped: float
 ) -> None:
     values = leaf([v])
-    result = value(values, f64([old]), f64([target]), clip=0.5)
+    result = value_loss(values, f64([old]), f64([target]), clip=0.5)
     assert result.loss.tolist() == near([loss])
     assert slopes(result.loss, values) == near([slope])
     assert result.means[VALUE_CLIP_FRACTION].tolist() == [clipped]
@@ -34,7 +34,7 @@ def test_the_value_loss_and_its_gradient(
 
 def test_a_value_loss_without_clip_is_half_the_square() -> None:
     values = leaf([1.8, 0.2])
-    result = value(values, f64([1.0, 1.0]), f64([3.0, 3.0]), clip=0.0)
+    result = value_loss(values, f64([1.0, 1.0]), f64([3.0, 3.0]), clip=0.0)
     assert result.loss.tolist() == near([0.5 * 1.2**2, 0.5 * 2.8**2])
     assert slopes(result.loss, values) == near([-1.2, -2.8])
     assert result.means == {}
@@ -45,13 +45,13 @@ def test_rounding_is_not_counted_as_a_clipped_value() -> None:
     old = torch.rand(10_000, generator=generator) * 0.4
     values = torch.rand(10_000, generator=generator) * 0.04
     assert (old + (values - old) != values).any()
-    result = value(values, old, torch.randn(10_000, generator=generator), clip=0.5)
+    result = value_loss(values, old, torch.randn(10_000, generator=generator), clip=0.5)
     assert result.means[VALUE_CLIP_FRACTION].sum() == 0
 
 
 def test_the_value_loss_teaches_the_values_alone() -> None:
     values, old, returns = leaf([1.8, 0.9]), leaf([1.0, 1.0]), leaf([-3.0, 3.0])
-    value(values, old, returns, clip=0.5).loss.sum().backward()  # type: ignore[no-untyped-call]
+    value_loss(values, old, returns, clip=0.5).loss.sum().backward()  # type: ignore[no-untyped-call]
     assert values.grad is not None and values.grad.all()
     assert old.grad is None
     assert returns.grad is None
@@ -59,7 +59,7 @@ def test_the_value_loss_teaches_the_values_alone() -> None:
 
 def test_an_empty_value_loss_keeps_its_graph() -> None:
     values = leaf([])
-    total = value(values, f64([]), f64([]), clip=0.5).loss.sum()
+    total = value_loss(values, f64([]), f64([]), clip=0.5).loss.sum()
     assert total.item() == 0
     assert slopes(total, values) == []
 
@@ -68,4 +68,4 @@ def test_the_gradient_of_the_value_loss_agrees_with_finite_differences() -> None
     generator = torch.Generator().manual_seed(1)
     old, returns, moves = torch.randn(3, 30, generator=generator, dtype=F64)
     values = (old + moves).requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: value(v, old, returns, clip=0.5).loss, (values,))
+    assert torch.autograd.gradcheck(lambda v: value_loss(v, old, returns, clip=0.5).loss, (values,))

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fourfold_trainer.algorithm.ratios import clamp, segment_mean
+from fourfold.algorithm.ratios import clamp, segment_mean
 
 F64 = torch.float64
 

@@ -10,10 +10,10 @@ A log-ratio beyond +-20 is one of +-20: neither its exp nor its gradient may tak
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_LOG_RATIO: Final = 20.0
 
@@ -35,8 +35,8 @@ def segment_mean(values: Tensor, segments: Tensor, segment_count: int, selected:
         segment_count: s.
         selected: bool [k]; the tokens that count, None for all.
     """
-    counted = torch.ones_like(segments, dtype=torch.float64) if selected is None else selected.double()
-    chosen = values.double() if selected is None else torch.where(selected, values, 0.0).double()
+    counted = (values.new_ones(values.shape) if selected is None else selected).double()
+    chosen = (values if selected is None else values.masked_fill(~selected, 0.0)).double()
     empty = chosen.new_zeros(segment_count)
     counts = empty.index_add(0, segments, counted).clamp(min=1)
     return empty.index_add(0, segments, chosen) / counts

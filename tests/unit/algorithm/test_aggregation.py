@@ -7,8 +7,8 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from fourfold_trainer.algorithm.aggregation import Mode, sample_weights
-from fourfold_trainer.algorithm.packed import Int64Array
+from fourfold.algorithm.aggregation import Mode, sample_weights
+from fourfold.algorithm.packed import Int64Array
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 

@@ -14,48 +14,9 @@ In this order: normalise, overlong, stop properly, then the group's baseline (ad
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import numpy as np
 
-from fourfold_trainer.algorithm.packed import BoolArray, Float64Array, Int64Array, last_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunningMoments:
-    """Mean and spread of all scores so far, over steps: three numbers that a checkpoint keeps.
-
-    Batches are merged as in Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
-    computing sample variances" (1979), without differences of large squares.
-    """
-
-    count: int = 0
-    mean: float = 0.0
-    m2: float = 0.0
-    """Sum of squared deviations from the mean."""
-
-    def updated(self, scores: Float64Array) -> RunningMoments:
-        """Return the moments of the scores so far together with these, [B]."""
-        if not len(scores):
-            return self
-        # Relative to one of the scores, equal scores have exactly that mean and no spread.
-        mean = float(scores[0] + (scores - scores[0]).mean())
-        m2 = float(np.square(scores - mean).sum())
-        count = self.count + len(scores)
-        share = len(scores) / count
-        delta = mean - self.mean
-        return RunningMoments(
-            count=count,
-            mean=self.mean + delta * share,
-            m2=self.m2 + m2 + delta * delta * self.count * share,
-        )
-
-    def normalise(self, scores: Float64Array) -> Float64Array:
-        """Return (r - mean) / std, [B], with the unbiased std; where there is no spread, r - mean."""
-        std = math.sqrt(self.m2 / (self.count - 1)) if self.count > 1 else 0.0
-        centred = scores - self.mean
-        return centred / std if std > 0 else centred
+from fourfold.algorithm.packed import BoolArray, Float64Array, Int64Array, last_tokens
 
 
 def overlong_penalty(lengths: Int64Array, *, max_tokens: int, buffer_tokens: float, factor: float) -> Float64Array:

@@ -15,14 +15,20 @@ Each token was sampled by the policy, so the mean over tokens estimates KL(polic
 
 from __future__ import annotations
 
-from typing import Final, Literal, assert_never
+from typing import TYPE_CHECKING, Final, Literal, assert_never
 
-import torch
-from torch import Tensor
+from fourfold.algorithm.ratios import clamp
 
-from fourfold_trainer.algorithm.ratios import clamp
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Kind = Literal["k1", "k2", "k3"]
+
+FORMULAS: Final[dict[Kind, str]] = {
+    "k1": "{p} - f",
+    "k2": "({p} - f)^2 / 2",
+    "k3": "exp(f - {p}) - 1 - (f - {p})",
+}
 
 # A token that the reference finds impossible would otherwise outweigh the whole batch.
 _MAX_KL: Final = 10.0
@@ -55,7 +61,7 @@ def k3(log_ratio: Tensor) -> Tensor:
 
     `expm1` keeps small values exact, where exp(x) - 1 has lost them.
     """
-    return torch.expm1(log_ratio) - log_ratio
+    return log_ratio.expm1() - log_ratio
 
 
 def adapted_coef(coef: float, kl: float, *, target: float, horizon: int, sample_count: int) -> float:

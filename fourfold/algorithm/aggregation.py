@@ -12,13 +12,21 @@ backward pass, so that the gradient does not depend on how the step is split.
 
 from __future__ import annotations
 
-from typing import Literal, assert_never
+from typing import TYPE_CHECKING, Final, Literal, assert_never
 
-import numpy as np
+if TYPE_CHECKING:
+    from fourfold.algorithm.packed import Float64Array, Int64Array
 
-from fourfold_trainer.algorithm.packed import Float64Array, Int64Array
 
 Mode = Literal["token-mean", "sequence-mean", "sequence-sum", "constant-length"]
+
+FORMULAS: Final[dict[Mode, str]] = {
+    "token-mean": "{term} summed over all sampled tokens / their number: every token weighs the same",
+    "sequence-mean": "{term} averaged over the tokens of each sample, then over samples: every sample weighs the same",
+    "sequence-sum": "{term} summed over the tokens of each sample, averaged over samples",
+    "constant-length": "{term} summed over the tokens of each sample / {length:,} (sampling.max_new_tokens), averaged "
+    "over samples",
+}
 
 
 def sample_weights(lengths: Int64Array, *, mode: Mode, constant_length: int) -> Float64Array:
@@ -35,7 +43,7 @@ def sample_weights(lengths: Int64Array, *, mode: Mode, constant_length: int) -> 
         constant_length: L, at least 1; only constant-length reads it. It must not depend on the batch.
     """
     alive = lengths > 0
-    weights = np.zeros(len(lengths), np.float64)
+    weights = lengths.astype(float) * 0.0
     if not alive.any():
         return weights
     sample_count = int(alive.sum())

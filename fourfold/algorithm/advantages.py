@@ -1,0 +1,276 @@
+"""Advantage estimators, one class each: recipe keys, computation and formula. numpy float64, over the whole batch.
+
+    B         samples, in groups of one prompt each; groups may differ in size
+    k         action tokens of all samples, packed: one sample after another (packed.py)
+    r         [B]  score of a sample after shaping (rewards.py)
+    R         [k]  reward of a token (rewards.py)
+    V         [k]  the critic's estimate of the state before the token
+    A         [k]  advantage
+
+An estimator has two parts, in this order: `compare` turns the scores into one number per sample, by comparison with
+other samples; `spread` turns rewards into one number per token. The defaults: scores are not compared, and A is the sum
+of the rewards that are still to come.
+
+This module does not import numpy, only calls methods of the arrays that it is given: `fourfold plan` starts 0.1 s
+sooner without it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal
+
+from pydantic import BeforeValidator, Field, SerializeAsAny
+
+from fourfold.algorithm.registry import Definition, Registry
+
+if TYPE_CHECKING:
+    from fourfold.algorithm.packed import Float64Array, Int64Array, PackedRewards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoredSamples:
+    """The scores of a batch and what they are compared with."""
+
+    scores: Float64Array
+    """r, [B]."""
+    groups: Sequence[str]
+    """Group of each sample, [B]."""
+    lengths: Int64Array
+    """Action tokens of each sample, [B]; may be 0."""
+    greedy_scores: Float64Array | None = None
+    """Score of a greedy answer to the same prompt, [B]; only with `needs_greedy_sample`."""
+
+
+class AdvantageEstimator(Definition):
+    """An estimator of the advantages: `[algorithm.advantage]`."""
+
+    compares_samples: ClassVar[bool] = False
+    """Whether it compares the samples of a prompt: it needs at least two, and token rewards count by their sum."""
+    needs_critic: ClassVar[bool] = False
+    needs_greedy_sample: ClassVar[bool] = False
+    """Whether one more answer to each prompt is sampled greedily, scored and not trained on."""
+    per_token: ClassVar[bool] = False
+    """Whether `formula` gives A_t, the advantage of a token, instead of A, that of a sample."""
+
+    def compare(self, batch: ScoredSamples) -> Float64Array:
+        """Return the score of each sample relative to others, [B]."""
+        return batch.scores
+
+    def spread(self, rewards: PackedRewards) -> tuple[Float64Array, Float64Array | None]:
+        """Return advantages, [k], and, with a critic, returns, [k]; neither is whitened."""
+        return rewards.sum_to_come(rewards.rewards, 1.0 ** rewards.steps()), None
+
+
+ADVANTAGES: Final = Registry("advantages", AdvantageEstimator)  # type: ignore[type-abstract]
+AnyAdvantage = Annotated[SerializeAsAny[AdvantageEstimator], BeforeValidator(ADVANTAGES.parse)]
+
+
+class GroupEstimator(AdvantageEstimator):
+    """Base of estimators that compare the samples of a prompt."""
+
+    compares_samples: ClassVar[bool] = True
+
+    def compare(self, batch: ScoredSamples) -> Float64Array:
+        """Return `relative` of each group, [B]; exactly 0 for a group of one, or of equal scores.
+
+        Dividing would blow rounding errors of the mean up to full size: the mean of three scores of 0.1 is not 0.1.
+        """
+        advantages = batch.scores - batch.scores
+        for members in group_members(batch.groups):
+            scores = batch.scores[members]
+            if scores.min() != scores.max():
+                advantages[members] = self.relative(scores, batch.lengths[members])
+        return advantages
+
+    @abstractmethod
+    def relative(self, scores: Float64Array, lengths: Int64Array) -> Float64Array:
+        """Return the advantage of each sample of a group, [n].
+
+        Args:
+            scores: [n], not all equal.
+            lengths: action tokens of each sample, [n].
+        """
+
+
+@ADVANTAGES.register
+class Gae(AdvantageEstimator):
+    """Generalised advantage estimation with a critic."""
+
+    kind: Literal["gae"] = "gae"
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per step."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """lambda, from 0 (one step ahead) to 1 (the whole return)."""
+    hole_mode: Literal["skip", "decay"] = "skip"
+    """Tokens of the environment between two turns. skip: the next action is one step away. decay: gamma and lambda keep
+    multiplying, as in OpenRLHF."""
+    source: ClassVar[str] = "arXiv 1506.02438, eq. 16"
+    needs_critic: ClassVar[bool] = True
+    per_token: ClassVar[bool] = True
+
+    def spread(self, rewards: PackedRewards) -> tuple[Float64Array, Float64Array | None]:
+        """Return A and G = A + V, both [k].
+
+        Where the next action is one step away, A_t = R_t + gamma V_next - V_t + gamma lam A_next. Across a hole of
+        g - 1 positions, in which R and V are 0, the recursion runs g - 1 times more:
+
+            A_t = R_t + (gamma lam)^(g-1) gamma V_next - V_t + (gamma lam)^g A_next
+        """
+        assert rewards.values is not None, "needs_critic is set"
+        steps, discount = rewards.steps(across_holes=self.hole_mode == "decay"), self.gamma * self.lam
+        ahead = discount ** (steps - 1) * self.gamma * rewards.next_values()
+        advantages = rewards.sum_to_come(rewards.rewards + ahead - rewards.values, discount**steps)
+        return advantages, advantages + rewards.values
+
+    def formula(self) -> str:
+        return (
+            f"A_t = d_t + {factor(self.gamma * self.lam)}A_next, d_t = R_t + {factor(self.gamma)}V_next - V_t (GAE, "
+            f"gamma {self.gamma:g}, lambda {self.lam:g}){_holes(self.hole_mode, self.gamma * self.lam)}"
+        )
+
+
+@ADVANTAGES.register
+class Reinforce(AdvantageEstimator):
+    """REINFORCE++, and REINFORCE with discount: the return itself, without a baseline."""
+
+    kind: Literal["reinforce"] = "reinforce"
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount per step."""
+    hole_mode: Literal["skip", "decay"] = "skip"
+    """As for gae."""
+    source: ClassVar[str] = "arXiv 2501.03262"
+    per_token: ClassVar[bool] = True
+
+    def spread(self, rewards: PackedRewards) -> tuple[Float64Array, Float64Array | None]:
+        """Return the discounted sum of the rewards to come, [k]."""
+        steps = rewards.steps(across_holes=self.hole_mode == "decay")
+        return rewards.sum_to_come(rewards.rewards, self.gamma**steps), None
+
+    def formula(self) -> str:
+        power = f"{self.gamma:g}^(k - t) " if self.gamma != 1 else ""
+        return f"A_t = sum of {power}R_k over the tokens k from t on{_holes(self.hole_mode, self.gamma)}"
+
+
+@ADVANTAGES.register
+class ReinforceBaseline(GroupEstimator):
+    """REINFORCE++-baseline; usually whitened over the batch afterwards."""
+
+    kind: Literal["reinforce-baseline"] = "reinforce-baseline"
+    source: ClassVar[str] = "arXiv 2501.03262"
+
+    def relative(self, scores: Float64Array, lengths: Int64Array) -> Float64Array:
+        """Return r - mean, [n]."""
+        return _centred(scores)
+
+    def formula(self) -> str:
+        return "r - mean(r), mean over the samples of a prompt"
+
+
+@ADVANTAGES.register
+class Rloo(GroupEstimator):
+    """Leave-one-out baseline: with n samples, n / (n - 1) times the distance to the mean of all."""
+
+    kind: Literal["rloo"] = "rloo"
+    source: ClassVar[str] = "arXiv 2402.14740"
+
+    def relative(self, scores: Float64Array, lengths: Int64Array) -> Float64Array:
+        """Return r - mean of the others, [n]."""
+        return _centred(scores) * (len(scores) / (len(scores) - 1))
+
+    def formula(self) -> str:
+        return "r - mean of the others' r, over the samples of a prompt"
+
+
+@ADVANTAGES.register
+class Grpo(GroupEstimator):
+    """Scores in units of the unbiased standard deviation of their group."""
+
+    kind: Literal["grpo"] = "grpo"
+    epsilon: float = Field(default=1e-6, ge=0)
+    """Added to a group's standard deviation."""
+    source: ClassVar[str] = "arXiv 2402.03300, section 4.1.2"
+
+    def relative(self, scores: Float64Array, lengths: Int64Array) -> Float64Array:
+        """Return (r - mean) / (std + epsilon), [n]."""
+        scale = scores.std(ddof=1) + self.epsilon
+        return (
+            _centred(scores) / scale if scale > 0 else scores - scores
+        )  # the squares of tiny differences can all be 0
+
+    def formula(self) -> str:
+        return (
+            f"(r - mean(r)) / (std(r) + {self.epsilon:g}), mean and std over the samples of a prompt; 0 when all "
+            f"scored the same"
+        )
+
+
+@ADVANTAGES.register
+class DrGrpo(GroupEstimator):
+    """GRPO without the division; the paper also sums token losses with a constant length (`aggregation`)."""
+
+    kind: Literal["dr-grpo"] = "dr-grpo"
+    source: ClassVar[str] = "arXiv 2503.20783, section 3.2"
+
+    def relative(self, scores: Float64Array, lengths: Int64Array) -> Float64Array:
+        """Return r - mean, [n]."""
+        return _centred(scores)
+
+    def formula(self) -> str:
+        return "r - mean(r), mean over the samples of a prompt"
+
+
+@ADVANTAGES.register
+class Remax(AdvantageEstimator):
+    """The score of a greedy answer as the baseline."""
+
+    kind: Literal["remax"] = "remax"
+    source: ClassVar[str] = "arXiv 2310.10505"
+    needs_greedy_sample: ClassVar[bool] = True
+
+    def compare(self, batch: ScoredSamples) -> Float64Array:
+        """Return r - b, [B]."""
+        assert batch.greedy_scores is not None, "needs_greedy_sample is set"
+        return batch.scores - batch.greedy_scores
+
+    def formula(self) -> str:
+        return "r - b, b = score of one more answer to the prompt, sampled greedily and not trained on"
+
+
+@ADVANTAGES.register
+class Opo(GroupEstimator):
+    """The baseline of least variance when a token's gradient has the same size everywhere."""
+
+    kind: Literal["opo"] = "opo"
+    source: ClassVar[str] = "arXiv 2505.23585"
+
+    def relative(self, scores: Float64Array, lengths: Int64Array) -> Float64Array:
+        """Return r - sum of n_j r_j / sum of n_j, [n]; 0 when no sample has tokens."""
+        return scores - (lengths * scores).sum() / lengths.sum() if lengths.any() else scores - scores
+
+    def formula(self) -> str:
+        return "r - sum(n r) / sum(n), over the samples of a prompt, n their sampled tokens"
+
+
+def group_members(groups: Sequence[str]) -> list[list[int]]:
+    """Return the indices of each group's samples, groups in the order of their first sample."""
+    members: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group, []).append(index)
+    return list(members.values())
+
+
+def factor(value: float) -> str:
+    """Return a factor of a formula with a space after it; a factor of 1 is left out."""
+    return "" if value == 1 else f"{value:g} "
+
+
+def _centred(scores: Float64Array) -> Float64Array:
+    centred: Float64Array = scores - scores.mean()
+    return centred
+
+
+def _holes(mode: str, discount: float) -> str:
+    return "; tokens between two turns count as steps" if mode == "decay" and discount != 1 else ""

@@ -1,0 +1,256 @@
+"""Policy losses, one class each: recipe keys, tensor code and formula. Also the critic's loss.
+
+    k             loss tokens of a micro-batch, all samples one after another
+    p             [k]  current log-probability of each token; carries the gradient
+    o             [k]  old log-probability, before the step began
+    A             [k]  advantage
+    ratio         [k]  exp(p - o), the log clamped to +-20
+    segments      int64 [k]  sample of each token, 0 to s - 1
+
+A loss is computed in the precision of p and is not yet weighted: see aggregation.py and corrections.py. As long as
+p = o, every policy loss here has the gradient of REINFORCE, -A; in the sequence form of GSPO, the sample's mean of it.
+
+This module does not import torch, only calls methods of the tensors that it is given: `fourfold plan` reads the keys
+and formulas on machines without torch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, Literal, Self
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+
+from fourfold import metrics
+from fourfold.algorithm.ratios import MAX_LOG_RATIO, clamp, segment_mean
+from fourfold.algorithm.registry import Definition, Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LossInputs:
+    """What a policy loss may read of a micro-batch. Samples are never split over micro-batches."""
+
+    logprobs: Tensor
+    """p, [k]; the only one with a gradient."""
+    old_logprobs: Tensor
+    """o, [k]."""
+    behavior_logprobs: Tensor
+    """[k]: as reported by the engine that sampled the token."""
+    advantages: Tensor
+    """A, [k]."""
+    segments: Tensor
+    """int64 [k]: sample of each token, 0 to segment_count - 1."""
+    segment_count: int
+
+    def __post_init__(self) -> None:
+        for name in ("old_logprobs", "behavior_logprobs", "advantages"):
+            assert not getattr(self, name).requires_grad, f"{name} must be detached: only logprobs has a gradient"
+
+    def ratio(self) -> Tensor:
+        """Return exp(p - o), [k]; the gradient is 0 where the log is beyond +-20."""
+        return clamp(self.logprobs - self.old_logprobs).exp()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenLoss:
+    """The loss of every token, and metrics of it."""
+
+    loss: Tensor
+    """[k]."""
+    means: dict[str, Tensor] = field(default_factory=dict)
+    """Metrics that are means over tokens, by their name in fourfold/metrics.py: detached, [k] each."""
+
+
+class PolicyLoss(Definition):
+    """A loss of the policy: `[algorithm.loss]`."""
+
+    compares_with_old: ClassVar[bool] = True
+    """Whether the loss reads the old log-probabilities."""
+
+    @abstractmethod
+    def compute(self, inputs: LossInputs) -> TokenLoss:
+        """Return the loss of every token, [k]."""
+
+
+LOSSES: Final = Registry("losses", PolicyLoss)  # type: ignore[type-abstract]
+AnyPolicyLoss = Annotated[SerializeAsAny[PolicyLoss], BeforeValidator(LOSSES.parse)]
+
+
+class _Clipped(PolicyLoss):
+    """Bounds of PPO and GSPO: the ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    clip_high: float = Field(default=0.2, gt=0)
+
+    def _surrogate(self, ratio: Tensor, advantages: Tensor) -> TokenLoss:
+        """Return -min(ratio A, clip(ratio) A): the gradient ends where the ratio has gone far enough."""
+        low, high = 1 - self.clip_low, 1 + self.clip_high
+        below = (advantages < 0) & (ratio.detach() < low)
+        above = (advantages > 0) & (ratio.detach() > high)
+        return TokenLoss(
+            loss=-(ratio * advantages).minimum(ratio.clamp(low, high) * advantages),
+            means={
+                metrics.CLIP_FRACTION_LOW: below.to(ratio.dtype),
+                metrics.CLIP_FRACTION_HIGH: above.to(ratio.dtype),
+            },
+        )
+
+    def _clipped(self, ratio: str) -> str:
+        return f"-min({ratio} A, clip({ratio}, {1 - self.clip_low:g}, {1 + self.clip_high:g}) A)"
+
+
+@LOSSES.register
+class PpoLoss(_Clipped):
+    """PPO's clipped surrogate. Unequal bounds: DAPO, arXiv 2503.14476, eq. 10. Dual clip: arXiv 1912.09729."""
+
+    kind: Literal["ppo"] = "ppo"
+    dual_clip: float = Field(default=0.0, ge=0)
+    """Bounds the loss of a negative advantage at this multiple of it; above 1, or 0: off."""
+    source: ClassVar[str] = "arXiv 1707.06347, eq. 7"
+
+    @model_validator(mode="after")
+    def _bounds_from_above(self) -> Self:
+        if self.dual_clip and self.dual_clip <= 1:
+            raise ValueError(f"dual_clip = {self.dual_clip} must be above 1, or 0 for none")
+        return self
+
+    def compute(self, inputs: LossInputs) -> TokenLoss:
+        """Return -min(ratio A, clip(ratio) A), at most dual_clip |A| where A < 0."""
+        clipped = self._surrogate(inputs.ratio(), inputs.advantages)
+        if not self.dual_clip:
+            return clipped
+        bound = -self.dual_clip * inputs.advantages
+        beyond = (inputs.advantages < 0) & (clipped.loss.detach() > bound)
+        return TokenLoss(
+            loss=bound.where(beyond, clipped.loss),
+            means={**clipped.means, metrics.DUAL_CLIP_FRACTION: beyond.to(clipped.loss.dtype)},
+        )
+
+    def formula(self) -> str:
+        bound = f", at most {self.dual_clip:g} |A| where A < 0" if self.dual_clip else ""
+        return f"l = {self._clipped('ratio')}{bound}"
+
+
+@LOSSES.register
+class GspoLoss(_Clipped):
+    """PPO's loss with one ratio for the whole sample. The paper's bounds are 3e-4 and 4e-4: a mean moves less."""
+
+    kind: Literal["gspo"] = "gspo"
+    form: Literal["token", "sequence"] = "token"
+    """Whose advantage a token's gradient carries: its own (eq. 13 to 14, GSPO-token), or the mean of its sample. Both
+    have the same values, and the same gradient where A and the weight are constant over a sample."""
+    source: ClassVar[str] = "arXiv 2507.18071, eq. 5 to 7"
+
+    def compute(self, inputs: LossInputs) -> TokenLoss:
+        """Return -min(s A, clip(s) A), where s is exp of the sample's mean of p - o, the mean clamped to +-20."""
+        p, segments = inputs.logprobs, inputs.segments
+        mean = segment_mean(p - inputs.old_logprobs, segments, inputs.segment_count)
+        if self.form == "sequence":
+            log_ratio = clamp(mean)[segments]
+        else:
+            within = (mean.detach().abs() <= MAX_LOG_RATIO)[segments]
+            slope = (p - p.detach()).masked_fill(~within, 0.0)  # value 0; gradient 1, and 0 outside of the clamp
+            log_ratio = clamp(mean.detach())[segments] + slope
+        return self._surrogate(log_ratio.exp().to(p.dtype), inputs.advantages)
+
+    def formula(self) -> str:
+        carried = "the token's own A" if self.form == "token" else "the sample's mean A"
+        return f"l = {self._clipped('s')}, s = exp(mean of p - o over the sample); its gradient carries {carried}"
+
+
+@LOSSES.register
+class CispoLoss(PolicyLoss):
+    """REINFORCE weighted by the clipped ratio: a clipped token keeps its gradient, with a bounded weight."""
+
+    kind: Literal["cispo"] = "cispo"
+    ratio_min: float = Field(default=0.0, ge=0)
+    """Bounds of the ratio itself, not of its distance to 1; 0: no lower bound."""
+    ratio_max: float = Field(default=5.0, gt=0)
+    source: ClassVar[str] = "arXiv 2506.13585, eq. 4 and 5"
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.ratio_min >= self.ratio_max:
+            raise ValueError(f"ratio_min = {self.ratio_min} must be below ratio_max = {self.ratio_max}")
+        return self
+
+    def compute(self, inputs: LossInputs) -> TokenLoss:
+        """Return -clip(ratio) A p, the ratio detached."""
+        weight = inputs.ratio().detach().clamp(self.ratio_min, self.ratio_max)
+        return TokenLoss(loss=_log_likelihood(inputs.logprobs, weight * inputs.advantages))
+
+    def formula(self) -> str:
+        return (
+            f"l = -stop(clip(ratio, {self.ratio_min:g}, {self.ratio_max:g})) A p; no gradient through the clipped "
+            f"ratio, and none is cut off"
+        )
+
+
+@LOSSES.register
+class SapoLoss(PolicyLoss):
+    """A gradient that fades with the distance of the ratio to 1 instead of a clip."""
+
+    kind: Literal["sapo"] = "sapo"
+    tau_positive: float = Field(default=1.0, gt=0)
+    """How fast the gradient fades where A > 0; larger is faster."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """The same elsewhere."""
+    source: ClassVar[str] = "arXiv 2511.20347"
+
+    def compute(self, inputs: LossInputs) -> TokenLoss:
+        """Return -4 / tau * sigmoid(tau (ratio - 1)) A; gradient -A ratio 4 s (1 - s), s the sigmoid."""
+        ratio, advantages = inputs.ratio(), inputs.advantages
+        tau = ratio.new_full(ratio.shape, self.tau_negative).masked_fill(advantages > 0, self.tau_positive)
+        return TokenLoss(loss=-4 / tau * (tau * (ratio - 1)).sigmoid() * advantages)
+
+    def formula(self) -> str:
+        return (
+            f"l = -(4 / tau) sigmoid(tau (ratio - 1)) A, tau = {self.tau_positive:g} where A > 0, else "
+            f"{self.tau_negative:g}"
+        )
+
+
+@LOSSES.register
+class ReinforceLoss(PolicyLoss):
+    """The policy gradient itself, for samples of the policy that is updated."""
+
+    kind: Literal["reinforce"] = "reinforce"
+    source: ClassVar[str] = "Williams, 1992"
+    compares_with_old: ClassVar[bool] = False
+
+    def compute(self, inputs: LossInputs) -> TokenLoss:
+        """Return -A p."""
+        return TokenLoss(loss=_log_likelihood(inputs.logprobs, inputs.advantages))
+
+    def formula(self) -> str:
+        return "l = -A p"
+
+
+def _log_likelihood(p: Tensor, weight: Tensor) -> Tensor:
+    # A token that the policy cannot sample has no direction to move in; -inf * 0 would be NaN.
+    return -weight * p.masked_fill(p.isneginf(), 0.0)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> TokenLoss:
+    """Return 1/2 max((V - G)^2, (clip(V) - G)^2), with V clipped to the old value +- clip.
+
+    PPO's loss of the critic as OpenRLHF and verl have it: no gradient where V has already moved by more than `clip`
+    towards G.
+
+    Args:
+        values: V, [k]; carries the gradient.
+        old_values: V before the step began, [k].
+        returns: G, [k].
+        clip: in units of the return, or 0 for none.
+    """
+    old_values, returns = old_values.detach(), returns.detach()
+    loss = 0.5 * (values - returns).square()
+    if not clip:
+        return TokenLoss(loss=loss)
+    bounded = 0.5 * (values.clamp(old_values - clip, old_values + clip) - returns).square()
+    larger = bounded.detach() > loss.detach()
+    return TokenLoss(loss=bounded.where(larger, loss), means={metrics.VALUE_CLIP_FRACTION: larger.to(values.dtype)})

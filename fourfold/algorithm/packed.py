@@ -1,0 +1,112 @@
+"""Packed arrays: numbers of the action tokens of all samples, one sample after another. numpy.
+
+    B        samples
+    n_i      action tokens of sample i, may be 0
+    k        sum of n_i
+    lengths  int64 [B]: n_i
+
+A sample without actions takes no place, and nothing is padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Float64Array = NDArray[np.float64]
+Int64Array = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+_MIN_VARIANCE: Final = 1e-8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedRewards:
+    """The rewards of all action tokens, and the sums of an estimator over the tokens of each sample.
+
+    A hole is text that the policy did not write, between two of its actions.
+    """
+
+    rewards: Float64Array
+    """R, [k]."""
+    values: Float64Array | None
+    """V, [k]; None without a critic."""
+    lengths: Int64Array
+    """[B]."""
+    gaps: Int64Array
+    """Positions to the next action of the same sample, [k]: 1 + length of the hole. At a last action, any number."""
+
+    def steps(self, *, across_holes: bool = False) -> Float64Array:
+        """Return how many steps away the next action is, [k]; 1 at a last action.
+
+        Args:
+            across_holes: count the positions of a hole as steps; otherwise a hole is invisible.
+        """
+        steps = np.ones(int(self.lengths.sum()), np.float64)
+        if across_holes:
+            steps[:] = self.gaps
+            steps[last_tokens(self.lengths)] = 1
+        return steps
+
+    def next_values(self) -> Float64Array:
+        """Return V of the next action of the sample, [k]; 0 at a last action, where the sample has ended."""
+        assert self.values is not None, "there is a critic"
+        following = np.zeros_like(self.values)
+        following[:-1] = self.values[1:]
+        following[last_tokens(self.lengths)] = 0
+        return following
+
+    def sum_to_come(self, terms: Float64Array, factors: Float64Array) -> Float64Array:
+        """Return S_t = term_t + factor_t * S_next, [k], within each sample; 0 follows a last action."""
+        sums = np.zeros_like(terms)
+        following = np.zeros(len(self.lengths), np.float64)
+        for at in last_to_first(self.lengths):  # one token of every sample at a time
+            following = terms[at] + factors[at] * following[: len(at)]
+            sums[at] = following
+        return sums
+
+
+def last_tokens(lengths: Int64Array) -> Int64Array:
+    """Return the packed index of the last action of every sample that has one, in the order of the samples."""
+    last: Int64Array = (np.cumsum(lengths) - 1)[lengths > 0]
+    return last
+
+
+def last_to_first(lengths: Int64Array) -> Iterator[Int64Array]:
+    """Yield packed indices: the last action of every sample, then the last but one, and so on to the first.
+
+    Samples are ordered by length, longest first, so that the samples of an item are the first ones of the item before:
+    a recursion keeps its state in an array and cuts it to the length of the item. Every index comes exactly once.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    last = (np.cumsum(lengths) - 1)[order]
+    longest = int(lengths.max(initial=0))
+    shorter = np.searchsorted(lengths[order[::-1]], np.arange(longest), side="right")  # samples with n_i <= back
+    for back in range(longest):
+        yield last[: len(lengths) - shorter[back]] - back
+
+
+def whiten(advantages: Float64Array, selected: BoolArray, *, scale: bool) -> Float64Array:
+    """Return (A - mean) / std over the selected tokens, float64 [k], and 0 at all others.
+
+    As in OpenRLHF: population variance, at least 1e-8. Every token weighs the same, so long samples weigh more. Fewer
+    than two tokens have no spread: they stay as they are.
+
+    Args:
+        advantages: A, float64 [k].
+        selected: bool [k]; the tokens that count. A may be any number elsewhere.
+        scale: False leaves the division out.
+    """
+    result = np.zeros(len(advantages), np.float64)
+    chosen = advantages[selected]
+    if len(chosen) < 2:
+        result[selected] = chosen
+    elif chosen.min() != chosen.max():
+        centred = chosen - chosen.mean()
+        std = np.sqrt(max(np.square(centred).mean(), _MIN_VARIANCE)) if scale else 1.0
+        result[selected] = centred / std
+    return result

@@ -1,67 +1,41 @@
-"""An agent of yours: sends one chat message to a rollout service's public port and prints the answer as it is sampled.
+"""An agent: sends one chat message to a rollout service's public port and prints the answer while it is sampled.
 
     python examples/agent.py 127.0.0.1:50060 certs/ca.pem builtin:smollm2-135m-instruct "What is 3 * 4?"
 
 It needs `fourfold[tokenizer]`, the deployment's ca.pem, a folder with the model's tokenizer and chat template (or
-builtin:NAME), and a bearer token, which is asked for, or taken from FOURFOLD_TOKEN.
+builtin:NAME), and a bearer token. The token is read from FOURFOLD_TOKEN, or asked for on the terminal.
 """
 
 from __future__ import annotations
 
-import asyncio
 import getpass
 import os
 import sys
-import uuid
-from contextlib import aclosing
-from pathlib import Path
 
-import grpc
-import numpy as np
-from google.protobuf.duration_pb2 import Duration
-
-from fourfold.errors import FourfoldError
-from fourfold.model import folder as model_folder
-from fourfold.model.tokenizer import Tokenizer
-from fourfold.rollout.client import AsyncRolloutClient
-from fourfold.rollout.v1.rollout_service_pb2 import GenerateRequest, SamplingParams
-from fourfold.rpc.channel import open_channel
-from fourfold.security.access import ROLLOUT, Security
+from fourfold import FourfoldError, RolloutClient, SamplingParams, Tokenizer
 
 
-async def ask(channel: grpc.aio.Channel, tokenizer: Tokenizer, question: str) -> None:
+def ask(client: RolloutClient, tokenizer: Tokenizer, question: str) -> None:
     """Print the answer to one question."""
-    client = AsyncRolloutClient(channel, peer="the rollout service")
-    if (await client.get_info(timeout=10)).tokenizer_sha256 != tokenizer.sha256:
-        sys.exit("agent: the rollout service serves a model with another tokenizer; give that model")
-    request = GenerateRequest(
-        request_id=uuid.uuid4().hex,
-        prompt_token_ids=tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": question}])),
-        sampling_params=SamplingParams(temperature=0.7, max_tokens=64),
-        flush_interval=Duration(nanos=50_000_000),  # unset: the whole answer at once
-    )
+    if client.get_info().tokenizer_sha256 != tokenizer.sha256:
+        sys.exit("agent: the rollout service serves a model with another tokenizer; name that model")
+    prompt = tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": question}]))
     ids, shown, version = list[int](), "", 0
-    async with aclosing(client.generate(request, timeout=120)) as chunks:  # leaving early aborts the sample
-        async for chunk in chunks:
-            ids += np.frombuffer(chunk.token_ids, "<i4").tolist()
-            text = tokenizer.decode(ids).rstrip("\ufffd")  # the bytes of half a character wait for the rest
-            sys.stdout.write(text[len(shown) :])
-            sys.stdout.flush()
-            shown, version = text, chunk.policy_version
+    for chunk in client.stream(prompt, SamplingParams(temperature=0.7, max_tokens=64), timeout=120):
+        ids += chunk.token_ids.tolist()
+        text = tokenizer.decode(ids).rstrip("\ufffd")  # a character may be split over two tokens: wait for the rest
+        sys.stdout.write(text[len(shown) :])
+        sys.stdout.flush()
+        shown, version = text, chunk.policy_version
     sys.stdout.write(f"\n[{len(ids)} tokens, sampled by policy version {version}]\n")
 
 
-async def connect(target: str, authority: Path, token: str, tokenizer: Tokenizer, question: str) -> None:
-    """Ask over a channel of its own."""
-    async with open_channel(target, Security.for_agent(authority), server=ROLLOUT, token=token) as channel:
-        await ask(channel, tokenizer, question)
-
-
 def main(target: str, authority: str, model: str, question: str) -> None:
-    """Read what is on this machine, then connect and ask."""
-    folder = Path(model) if (Path(model) / "tokenizer.json").is_file() else model_folder.resolve(model)
+    """Load the tokenizer, connect, and ask."""
+    tokenizer = Tokenizer.load(model)
     token = os.environ.get("FOURFOLD_TOKEN") or getpass.getpass("Token: ")
-    asyncio.run(connect(target, Path(authority), token, Tokenizer.load(folder), question))
+    with RolloutClient(target, token=token, certs=authority) as client:
+        ask(client, tokenizer, question)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,26 @@
-"""Trains with a loss of your own, from a script or a notebook: teaches a model to answer in digits, not in words.
+"""Trains with a custom loss, from a script or a notebook: teaches a model to answer in digits, not in words.
 
     fourfold serve trainer recipes/quickstart.toml --listen 127.0.0.1:50052
     python examples/custom_loss.py 127.0.0.1:50052 builtin:smollm2-135m-instruct
 
-Nothing is sampled. For every question there is a preferred answer and another one, and the loss of the pair is
+Nothing is sampled. Each question has a preferred answer and another one, and the loss of the pair is
 
     softplus(-margin),    margin = BETA * (log-probability of the preferred answer - that of the other one)
 
-The trainer need not know it. It minimises `sum of weight * log-probability` over tokens, and with the loss's
-derivative by each log-probability as that token's weight, this has the gradient of the loss: the chain rule.
+The trainer minimises `sum of weight * log-probability` over tokens. With the derivative of the loss with respect to
+each log-probability as the weight of that token, the sum has the gradient of the loss, by the chain rule.
 
 It needs `fourfold[tokenizer]` and a folder with the model's tokenizer, or builtin:NAME.
 """
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.errors import FourfoldError
-from fourfold.model import folder as model_folder
-from fourfold.model.tokenizer import Tokenizer
-from fourfold.rpc.channel import open_channel
-from fourfold.trainer.client import AsyncTrainerClient
+from fourfold import FourfoldError, Tokenizer, TrainerClient
 
 # Question, preferred answer, the other answer.
 PAIRS = (
@@ -40,17 +34,20 @@ BETA = 0.5
 
 
 def pair_loss(totals: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-    """Return the mean loss of the pairs, and its derivative by each answer's log-probability.
+    """Return the mean loss of the pairs, and its derivative with respect to the log-probability of each answer.
 
     Args:
-        totals: [pairs, 2] log-probability of the preferred answer and of the other one.
+        totals: float64 [pairs, 2], log-probabilities of the preferred answer and of the other one.
+
+    Returns:
+        The loss, and the derivatives as float64 [pairs, 2].
     """
     margins = BETA * (totals[:, 0] - totals[:, 1])
     slopes = -BETA / (1 + np.exp(margins)) / len(margins)
     return float(np.logaddexp(0, -margins).mean()), np.stack([slopes, -slopes], 1)
 
 
-async def train(client: AsyncTrainerClient, tokenizer: Tokenizer) -> list[float]:
+def train(client: TrainerClient, tokenizer: Tokenizer) -> list[float]:
     """Train, and return the loss before each step."""
     rows, is_answer = list[NDArray[np.int32]](), list[NDArray[np.bool_]]()
     for question, *answers in PAIRS:
@@ -58,31 +55,26 @@ async def train(client: AsyncTrainerClient, tokenizer: Tokenizer) -> list[float]
         for answer in map(tokenizer.encode, answers):
             rows.append(np.array([*prompt, *answer], np.int32))
             is_answer.append(np.arange(len(rows[-1])) >= len(prompt))
-    await client.discard_gradient(timeout=60)  # of an earlier run that was interrupted
-    first = (await client.get_status(timeout=10)).step + 1
+    client.discard_gradient(timeout=60)  # a run that was interrupted may have left one
+    first = (client.get_status(timeout=10)).step + 1
     losses = []
     for step in range(first, first + STEPS):
-        found = await client.forward(rows, timeout=600)
+        found = client.forward(rows, timeout=600)
         totals = [float(row[mask].sum()) for row, mask in zip(found.logprobs, is_answer, strict=True)]
         loss, slopes = pair_loss(np.array(totals).reshape(-1, 2))
         weights = [slope * mask for slope, mask in zip(slopes.ravel(), is_answer, strict=True)]
-        await client.forward_backward(rows, weights, step=step, timeout=600)
-        done = await client.optim_step(step, timeout=600)  # learning rate and clipping: the recipe's
+        client.forward_backward(rows, weights, step=step, timeout=600)
+        done = client.optim_step(step, timeout=600)  # with the recipe's learning rate and clipping
         sys.stdout.write(f"step {step}: loss {loss:.4f}, gradient {done.grad_norm:.3f}\n")
         losses.append(loss)
     return losses
 
 
-async def connect(target: str, tokenizer: Tokenizer) -> list[float]:
-    """Train over a channel of its own."""
-    async with open_channel(target, None) as channel:
-        return await train(AsyncTrainerClient(channel, peer=f"the trainer at {target}"), tokenizer)
-
-
 def main(target: str, model: str) -> None:
-    """Read what is on this machine, then connect and train."""
-    folder = Path(model) if (Path(model) / "tokenizer.json").is_file() else model_folder.resolve(model)
-    asyncio.run(connect(target, Tokenizer.load(folder)))
+    """Load the tokenizer, connect, and train."""
+    tokenizer = Tokenizer.load(model)
+    with TrainerClient(target) as client:
+        train(client, tokenizer)
 
 
 if __name__ == "__main__":

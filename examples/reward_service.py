@@ -1,9 +1,10 @@
-"""A whole reward service in one file, with grpcio and the generated stubs alone: replace ours by yours.
+"""A complete reward service in one file, with grpcio and the generated stubs only. Port it to any language.
 
     python examples/reward_service.py 127.0.0.1:50053
 
-It scores how short a completion is. The contract is `proto/fourfold/reward/v1/reward_service.proto`;
-tests/conformance/test_reward_service.py --target HOST:PORT says whether a service keeps it.
+It scores how short a completion is. The contract is `proto/fourfold/reward/v1/reward_service.proto`. To check a service:
+`pytest tests/conformance/test_reward_service.py --target HOST:PORT`. A Python function needs less code: see
+examples/reward_function.py.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class ShortIsBetter(pb_grpc.RewardServiceServicer):
     """1 for an empty completion, 0 for 1000 characters or more."""
 
     def GetInfo(self, request: pb.GetInfoRequest, context: grpc.ServicerContext) -> pb.GetInfoResponse:
-        """Say who scores."""
+        """Return the name of the scorer and its limits."""
         return pb.GetInfoResponse(name="short-is-better@1", max_sample_count=MAX_SAMPLES)
 
     def Score(self, request: pb.ScoreRequest, context: grpc.ServicerContext) -> pb.ScoreResponse:
-        """Answer one score per item, in the order of the request."""
+        """Return one score per item, in the order of the request."""
         ids = [item.experience.sample_id for item in request.items]
         if not 1 <= len(ids) <= MAX_SAMPLES or request.ByteSize() > MAX_BYTES or len(set(ids)) < len(ids):
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"send 1 to {MAX_SAMPLES} items of unique ids, up to 8 MiB")
@@ -38,7 +39,7 @@ class ShortIsBetter(pb_grpc.RewardServiceServicer):
         return pb.ScoreResponse(scores=[self.score(item) for item in request.items])
 
     def score(self, item: pb.ScoreItem) -> pb.SampleScore:
-        """Score one sample, or say why not."""
+        """Score one sample; an error of the sample does not fail the call."""
         sample_id = item.experience.sample_id
         if item.verifier:
             error = pb.SampleError(code=5, reason="NOT_FOUND", message=f"no verifier {item.verifier[:100]!r} here")
@@ -47,7 +48,7 @@ class ShortIsBetter(pb_grpc.RewardServiceServicer):
 
 
 def main(listen: str) -> None:
-    """Serve until the process is stopped."""
+    """Serve until the process ends."""
     options: list[tuple[str, Any]] = [("grpc.max_receive_message_length", 16 << 20), ("grpc.so_reuseport", 0)]
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=4), options=options)
     pb_grpc.add_RewardServiceServicer_to_server(ShortIsBetter(), server)

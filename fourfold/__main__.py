@@ -1,8 +1,9 @@
-"""`python -m fourfold`. Guarded: spawned worker processes import this module again."""
+"""Runs the command line as `python -m fourfold`."""
 
 from __future__ import annotations
 
 from fourfold.cli.main import main
 
+# Processes that multiprocessing spawns import this module again, under another name.
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -1,22 +1,21 @@
-"""A reward function to copy: 1 for the right final answer, a little for saying which line it is.
+"""A reward function to copy: 0.9 for the right final answer, and 0.1 for marking it with "Answer:".
 
 In the recipe:
 
     [reward]
     verifier = "examples/rewards/final_answer.py:reward"
 
-It runs in a worker process with a time limit and few rights: see services/reward/README.md.
-Return None when a sample cannot be judged: it is then dropped and counted, not scored 0. What
-goes wrong (an exception, NaN) is counted, too.
+It runs in a sandboxed worker process with a time limit: see services/reward/README.md. Return None when a sample
+cannot be judged: the sample is then dropped and counted, not scored 0. Errors (an exception, NaN) are counted too.
 """
 
 from __future__ import annotations
 
-from fourfold_reward import Score, ScoreInput
+from fourfold import Score, ScoreInput
 
 
 def reward(sample: ScoreInput) -> Score | None:
-    """Score one sample. Besides `completion` and `answer` it has `prompt`, `metadata` and `sample_id`."""
+    """Score one sample. A ScoreInput also has `prompt`, `metadata` and `sample_id`."""
     if not sample.answer:
         return None
     _, marker, final = sample.completion.rpartition("Answer:")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from fourfold.errors import ConfigError, InvalidInput
+from fourfold.model.folder import BUILTIN_PREFIX, resolve
 
 if TYPE_CHECKING:
     import jinja2
@@ -65,14 +66,18 @@ class Tokenizer:
     _special: Mapping[str, str]
 
     @staticmethod
-    def load(folder: Path) -> Tokenizer:
-        """Read a model folder.
+    def load(source: str | Path) -> Tokenizer:
+        """Read the tokenizer of a model.
+
+        Args:
+            source: model folder, or "builtin:NAME" as in a recipe's `model.source`.
 
         Raises:
             ConfigError: tokenizer.json is missing or damaged, or the chat template is no template.
         """
         import tokenizers
 
+        folder = resolve(source) if isinstance(source, str) and source.startswith(BUILTIN_PREFIX) else Path(source)
         data = _bytes(folder / "tokenizer.json")
         try:
             tokenizer = tokenizers.Tokenizer.from_str(data.decode())
@@ -81,7 +86,7 @@ class Tokenizer:
         # Either would change ids behind our back; a tokenizer.json may ask for both.
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        source = chat_template(folder)
+        template = chat_template(folder)
         special = _special_tokens(_json(folder / "tokenizer_config.json"))
         return Tokenizer(
             sha256=tokenizer_sha256(folder),
@@ -89,7 +94,7 @@ class Tokenizer:
             vocabulary_size=_vocabulary_size(folder, tokenizer),
             _folder=folder,
             _tokenizer=tokenizer,
-            _template=_compile(source, folder) if source is not None else None,
+            _template=_compile(template, folder) if template is not None else None,
             _special=special,
         )
 

@@ -1,4 +1,4 @@
-"""Which reward service the conformance suite talks to: `--target HOST:PORT`, or ours and then the example."""
+"""Chooses the reward service under test: `--target HOST:PORT`, or else each of the repository."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 30.0
 
-# Does what real functions do wrong, so that the service has something to catch.
+# Makes the mistakes of real functions, which the service must catch.
 FUNCTION = """
 import time
 
@@ -46,6 +46,11 @@ from fourfold_reward.serve import main
 recipe = Path("recipe.toml")
 sys.exit(main(ServeOptions(role="reward", recipe=recipe, config=load(recipe), member_id="reward-0")))
 """
+COMMANDS = {
+    "ours": ["-c", OURS],
+    "example": [str(ROOT / "examples/reward_service.py"), "127.0.0.1:0"],
+    "function": [str(ROOT / "examples/reward_function.py"), "127.0.0.1:0"],
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,23 +59,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One run of the suite for each service."""
+    """Run the suite once for each service."""
     if "target" in metafunc.fixturenames:
         given = metafunc.config.getoption("--target", default="")
-        metafunc.parametrize("target", [given] if given else ["ours", "example"], indirect=True, scope="module")
+        metafunc.parametrize("target", [given] if given else list(COMMANDS), indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of the service under test."""
-    if request.param not in ("ours", "example"):
+    """Return the address of the service under test."""
+    if request.param not in COMMANDS:
         yield request.param
         return
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "function.py").write_text(FUNCTION)
     (folder / "recipe.toml").write_text(RECIPE)
-    command = ["-c", OURS] if request.param == "ours" else [str(ROOT / "examples" / "reward_service.py"), "127.0.0.1:0"]
-    with _started(command, folder) as address:
+    with _started(COMMANDS[request.param], folder) as address:
         yield address
 
 
@@ -95,7 +99,7 @@ def _started(command: list[str], folder: Path) -> Iterator[str]:
 
 @pytest.fixture
 def channel(target: str) -> Iterator[grpc.Channel]:
-    """A channel that does not retry: a conformance suite sees every answer."""
+    """Return a channel without retries, so that the suite sees every response."""
     options = [("grpc.enable_retries", 0), ("grpc.max_send_message_length", 16 << 20)]
     with grpc.insecure_channel(target, options=options) as opened:
         yield opened

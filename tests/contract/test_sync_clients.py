@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -155,12 +156,13 @@ async def test_the_asyncio_client_opens_and_closes_its_own_channel(server: Runni
 
 
 def test_what_cannot_be_called_is_refused_before_the_first_call() -> None:
-    for target, options, message in [
+    cases: list[tuple[str, dict[str, Any], str]] = [
         ("nonsense", {}, "HOST:PORT"),
         ("10.1.2.3:50060", {}, "without TLS a service is only called on this machine"),
         ("127.0.0.1:50060", {"token": "secret"}, "a token without TLS"),
         ("127.0.0.1:50060", {"certs": "/nowhere"}, "ca.pem"),
-    ]:
+    ]
+    for target, options, message in cases:
         with pytest.raises(ConfigError, match=message):
             RolloutClient(target, **options)
     assert loop_threads() == []

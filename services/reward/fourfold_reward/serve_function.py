@@ -40,19 +40,17 @@ def serve_reward(
 ) -> int:
     """Serve a reward function until SIGTERM or Ctrl-C.
 
-    The function runs in sandboxed worker processes, as with `fourfold serve reward`: a sample whose time is up gets
-    the error TIMEOUT, and its process is replaced. The workers read the file of the function again, so a script calls
-    this under `if __name__ == "__main__":`.
+    The function runs in sandboxed worker processes, as with `fourfold serve reward`. The workers execute its file
+    again, so a script calls this under `if __name__ == "__main__":`.
 
     Args:
-        function: takes one ScoreInput; returns a number, a Score, an Abstain or None. Defined at the top level of a
-            file; `async def` works too.
-        listen: "HOST:PORT"; port 0: any free one. The address in use is printed as "READY HOST:PORT".
+        function: takes one ScoreInput; returns a number, a Score, an Abstain or None. It is a top-level `def` or
+            `async def` of a file.
+        listen: "HOST:PORT"; port 0: any free one. Prints "READY HOST:PORT" with the address in use.
         coordinator: "HOST:PORT" of the coordinator to register at; empty: none.
         member: member id of this service.
-        certs: folder that `fourfold certs` made, with MEMBER.pem. Empty: no TLS, and only a loopback address is
-            accepted.
-        advertise: host that callers dial, where `listen` is not it.
+        certs: folder that `fourfold certs` made. Empty: no TLS, and `listen` must be a loopback address.
+        advertise: host that callers dial; default: the host in `listen`.
         processes: number of worker processes.
         timeout_seconds: longest time for one sample.
         network: whether the function may open sockets.

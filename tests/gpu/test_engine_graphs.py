@@ -23,7 +23,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("samples", [5, 64, 100, 256, 512, 600, 1024])
 def test_a_full_batch_is_padded_to_a_size_that_is_captured(samples: int, tmp_path: Path) -> None:
-    from fourfold_rollout.vllm.launch import engine_args
+    from fourfold_rollout.vllm.engine_args import engine_args
 
     settings = EngineSettings(
         folder=write_tiny_model(tmp_path, "qwen2"), dtype="bfloat16", max_context_tokens=512,

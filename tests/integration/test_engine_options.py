@@ -77,7 +77,7 @@ def test_a_value_that_vllm_refuses_is_named_before_anything_starts(tiny_model: C
         max_batched_tokens=512, enforce_eager=True, kv_cache_gib=1, gpus=0, gpu_memory_utilization=0.5, seed=0,
         options={"block_size": -5},
     )  # fmt: skip
-    rule = r"^rollout.vllm.block_size = -5: Input should be greater than 0, says vLLM; change or remove it$"
+    rule = r"^rollout.vllm.block_size = -5: Input should be greater than 0 \(vLLM's rule\); change or remove it$"
     with pytest.raises(ConfigError, match=rule):
         launch(settings, fork=False)
 
@@ -91,7 +91,7 @@ def test_the_lowest_temperature_is_the_lowest_that_vllm_takes_as_it_is() -> None
 
 
 def config(folder: Path, **keys: Any) -> Any:
-    from fourfold_rollout.vllm.launch import engine_args
+    from fourfold_rollout.vllm.engine_args import engine_args
 
     settings = {
         "folder": folder, "dtype": "bfloat16", "max_context_tokens": 512, "max_concurrent_samples": 100,

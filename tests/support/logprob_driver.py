@@ -212,12 +212,12 @@ async def all_of_it(engine: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 def compare_with_vllm() -> dict[str, Any]:
     """Let every request with a row ask vLLM, too; return where the comparison is written down."""
-    from fourfold_rollout.vllm import engine, params, sample
+    from fourfold_rollout.vllm import engine, sample
 
     engine_module: Any = engine
 
     seen = {"tokens": 0, "largest": 0.0}
-    real_params, real_output = params.sampling_params, sample.VllmSample._output
+    real_params, real_output = sample.sampling_params, sample.VllmSample._output
 
     def sampling_params(request: SampleRequest, row: Any) -> Any:
         asked = real_params(request, row)
@@ -254,18 +254,20 @@ def main() -> None:
     )
     environment.prepare(settings)
     from fourfold_rollout.vllm import engine, launch
+    from fourfold_rollout.vllm import engine_args as engine_args_module
 
     engine_module: Any = engine
+    launch_module: Any = launch
     engine_module._SPARE_ROWS = 0  # rows are taken again at once
-    launch._WORKER = f"tests.support.logprob_worker.{options['worker']}"  # type: ignore[misc]
-    real_args = launch.engine_args
+    engine_args_module._WORKER_EXTENSION = f"tests.support.logprob_worker.{options['worker']}"  # type: ignore[misc]
+    real_args = launch_module.engine_args
 
     def engine_args(*given: Any, **more: Any) -> Any:
         args = real_args(*given, **more)
         args.num_gpu_blocks_override = options["blocks"]
         return args
 
-    launch.engine_args = engine_args
+    launch_module.engine_args = engine_args
     running = engine.VllmEngine.start(settings, fork=options["gpus"] == 0)
     answer = asyncio.run(all_of_it(running, options))
     Path(sys.argv[2]).write_text(json.dumps(answer, default=float))

@@ -35,7 +35,7 @@ class CountingWorker(SlowWorker):
 class UnableWorker(RolloutWorker):
     """vLLM's own log-probabilities."""
 
-    def logprobs_open(self, path: str, slots: int, width: int) -> str:
+    def logprobs_open(self, path: str, slots: int, width: int, patch_seeds: bool) -> str:
         """Refuse."""
         return "it is a test"
 

@@ -12,16 +12,16 @@ from fourfold_rollout.vllm import environment
 
 
 def _slow_down() -> None:
-    # The calls of one wave come in time to be one batch, and the engine's step takes its time.
+    # Calls of one wave arrive in time to be one batch, and each engine step takes several milliseconds.
     module: Any = servicer
     module.RequestCoalescer = partial(RequestCoalescer, quiet=0.15, longest=2.0)
     real = environment.prepare
 
     def prepare(*given: object, **more: object) -> None:
         real(*given, **more)  # type: ignore[arg-type]
-        from fourfold_rollout.vllm import launch  # vLLM reads the environment when it is imported
+        from fourfold_rollout.vllm import engine_args  # vLLM reads the environment when it is imported
 
-        launch._WORKER = "tests.support.slow_worker.SlowWorker"  # type: ignore[misc]
+        engine_args._WORKER_EXTENSION = "tests.support.slow_worker.SlowWorker"  # type: ignore[misc]
 
     environment.prepare = prepare
 

@@ -1,8 +1,9 @@
-"""What an engine died of: its core process or vLLM's task for outputs, found without standing still."""
+"""The cause of an engine's death, found without blocking the event loop: the first error, a signal, the output task."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from fourfold_rollout.vllm.crash import CrashWatch
+from fourfold_rollout.vllm.crash import CrashNote, CrashWatch
 
 SECONDS = 5
 TURNS = 25
@@ -108,3 +109,20 @@ async def test_an_engine_that_is_closed_did_not_die(process: BaseProcess, lookin
     await asyncio.sleep(0.1)
     assert await engine.reason() == "the engine is closed"
     assert engine.told == []
+
+
+def test_the_first_error_that_ends_it_is_kept() -> None:
+    note, core = CrashNote(), logging.getLogger("vllm.v1.engine.core")
+
+    def fails(words: str, message: str) -> None:
+        try:
+            raise ValueError(words)
+        except ValueError:
+            core.exception(message, "sleep")
+
+    fails("no memory", "Invocation of %s method failed")
+    fails("odd prompt", "Unexpected error pre-processing request %s")
+    assert note.read() == "", "it goes on after those"
+    fails("no such token", "EngineCore encountered a fatal error in %s.")
+    fails("nobody there", "and what follows of it in %s")
+    assert note.read().startswith("ValueError: no such token (")

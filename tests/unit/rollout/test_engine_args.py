@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fourfold_rollout.vllm.graphs import graph_limits
+from fourfold_rollout.vllm.engine_args import graph_limits
 
 
 def captured(max_num_seqs: int, largest: int | None) -> list[int]:

@@ -50,7 +50,7 @@ class Owner:
         self.asked: list[VllmSample] = []
         """Samples that are to give again."""
 
-    def ask_again(self, sample: VllmSample) -> None:
+    def flush_after_next(self, sample: VllmSample) -> None:
         self.asked.append(sample)
 
     def processed(self, sample: VllmSample) -> tuple[Sequence[int], Any]:

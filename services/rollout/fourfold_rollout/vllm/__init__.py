@@ -1,1 +1,1 @@
-"""The only place of this package that imports vLLM. Nothing is imported here: `environment` must be set first."""
+"""The vLLM engine; only this package of the service imports vLLM. Empty: `environment` must run before that import."""

@@ -1,13 +1,8 @@
-"""Engines that start together on one host compile once.
+"""Lets engines that start together on one host compile once: the first starts alone, the others wait and read.
 
-vLLM keeps what torch.compile made under VLLM_CACHE_ROOT (~/.cache/vllm) and finds it again by a hash: of its version
-and code, the model's folder and configuration, the context, the batched tokens, the sizes of the CUDA graphs, the
-tensor parallelism, the KV cache's layout and the VLLM_* variables. Seed, memory, addresses, our worker and our
-temporary files are not in it, so that a second start of a recipe compiles nothing; one with another number of
-concurrent samples compiles, when that changes the graphs' sizes.
-
-Its index of that folder is written in place: an engine that reads it half written does not start. So of engines with
-one hash the first goes ahead alone, and the others, which would compile the same on the same CPU, wait and then read.
+vLLM keeps the output of torch.compile under VLLM_CACHE_ROOT (~/.cache/vllm) by a hash of: its version and code, the
+model's folder and configuration, the context, the batched tokens, the CUDA graph sizes, the tensor parallelism, the
+layout of the KV cache and the VLLM_* variables. The seed, memory sizes and addresses are not part of it.
 """
 
 from __future__ import annotations
@@ -22,19 +17,21 @@ from pathlib import Path
 from typing import Final
 
 _log = logging.getLogger(__name__)
-# Who waited that long compiles itself: whoever holds the lock is alive, but stuck.
+# An engine that has waited this long compiles by itself: the holder of the lock is alive but stuck.
 _WAIT_SECONDS: Final = 600.0
 _STEP_SECONDS: Final = 0.1
 
 
 @contextmanager
 def compiled_once(root: Path, key: str, *, wait_seconds: float = _WAIT_SECONDS) -> Iterator[None]:
-    """Start an engine within: alone the first time, with all others once one has started.
+    """Start an engine inside: alone the first time, in parallel once an engine with the same key has started.
+
+    vLLM writes the index of its cache in place, and an engine that reads a half-written index does not start.
 
     Args:
-        root: where the compiled code is.
-        key: engines with the same one compile the same.
-        wait_seconds: longest wait for another one's start.
+        root: the folder of the compiled code.
+        key: the hash of the engine's configuration.
+        wait_seconds: the longest wait for another engine's start.
     """
     folder = root / "fourfold"
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,26 +41,26 @@ def compiled_once(root: Path, key: str, *, wait_seconds: float = _WAIT_SECONDS) 
         return
     lock = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        _take(lock, time.monotonic() + wait_seconds)
+        _acquire(lock, time.monotonic() + wait_seconds)
         if done.exists():
             fcntl.flock(lock, fcntl.LOCK_UN)
         yield
         done.touch()
     finally:
-        # Closing is not enough: the engine's process was forked meanwhile and holds the file open, too.
+        # Unlock before the close: the engine's process was forked meanwhile and holds the file open, too.
         fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
 
-def _take(lock: int, end: float) -> None:
-    said = False
+def _acquire(lock: int, end: float) -> None:
+    logged = False
     while time.monotonic() < end:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not said:
-                _log.info("another engine of this host compiles the same model; waiting to read its result")
-                said = True
+            if not logged:
+                _log.info("Waiting for another engine of this host that compiles the same model")
+                logged = True
             time.sleep(_STEP_SECONDS)
         else:
             return

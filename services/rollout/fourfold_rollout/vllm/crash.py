@@ -1,7 +1,7 @@
-"""Knows when an engine dies by itself, and why.
+"""Detects the death of an engine and finds its cause.
 
-Either its core process ends, or the task does in which vLLM's front end works off what that process sends: an error of
-vLLM's own there, and the core process goes on for nobody. Both are noticed, and both end the engine.
+An engine dies in one of two ways. Its core process ends; or the task of vLLM's front end that processes the core's
+outputs fails, and the core process goes on without a reader. Both end the engine.
 """
 
 from __future__ import annotations
@@ -10,35 +10,68 @@ import asyncio
 import logging
 import os
 import signal
+import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from fourfold.host.postmortem import explain_sigkill, oom_kill_count, signal_name
+from fourfold_rollout.vllm.patches.front_end import on_output_failure
 
 if TYPE_CHECKING:
     from fourfold_rollout.vllm.launch import LaunchedEngine
 
 _log = logging.getLogger(__name__)
 
-# An exit code may come a moment after the end: vLLM's own thread may be the one that collects it.
+# vLLM's own thread may collect the exit code, which then appears a moment after the end of the process.
 _LOOKS: Final = 50
 _LOOK_SECONDS: Final = 0.01
 _NO_REASON: Final = "the engine does not answer any more; its log says more"
+_CORE_LOGGER: Final = "vllm.v1.engine.core"
+# The core process logs these errors of one call or request and goes on.
+_SURVIVED: Final = ("Invocation of ", "Unexpected error pre-processing ")
+_NOTE_BYTES: Final = 2000
+
+
+class CrashNote:
+    """The first error that the core process logs, in memory shared by both processes. Needs a forked core process."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("fourfold-crash-note")
+        logging.getLogger(_CORE_LOGGER).addHandler(_NoteHandler(self._descriptor))
+
+    def read(self) -> str:
+        """Return the error, or an empty text."""
+        return os.pread(self._descriptor, _NOTE_BYTES, 0).decode(errors="replace")
+
+
+class _NoteHandler(logging.Handler):
+    """Writes the first exception that ends the process; later ones are its consequences."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(logging.ERROR)
+        self._descriptor = descriptor
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None or str(record.msg).startswith(_SURVIVED) or os.fstat(self._descriptor).st_size:
+            return
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        os.pwrite(self._descriptor, f"{one_line(error)}{where}".encode()[:_NOTE_BYTES], 0)
 
 
 class CrashWatch:
-    """Of one engine, on its event loop, which never stands still for it. The reason is looked for once."""
+    """Watches one engine on the event loop, without blocking it. The cause is searched once."""
 
     def __init__(self, launched: LaunchedEngine, on_death: Callable[[str], None]) -> None:
-        """Begin to watch.
+        """Start to watch.
 
         Args:
             launched: the engine.
             on_death: called once with the reason.
         """
         loop = asyncio.get_running_loop()
-        self.reason: asyncio.Future[str] = loop.create_future()
-        """There half a second after the death at the latest."""
+        self.reason: asyncio.Future[str] = loop.create_future()  # done at most half a second after the death
         self._launched = launched
         self._oom_kills = oom_kill_count()
         self._on_death = on_death
@@ -48,24 +81,21 @@ class CrashWatch:
         assert pid is not None, "the core process was started"
         self._descriptor = os.pidfd_open(pid)
         loop.add_reader(self._descriptor, self.begin)
-        # vLLM's task hands the error that ends it to every request, and keeps it from whoever looks at the task. Here
-        # it comes even when nothing runs, and samples end when the reason is known.
-        processor: Any = launched.llm.output_processor
-        processor.propagate_error = self._output_task_failed
+        on_output_failure(launched.llm, self._output_task_failed)
 
     @property
     def begun(self) -> bool:
-        """Whether the engine is dead, or closed."""
+        """Whether the engine is dead or closed."""
         return self._search is not None or self.reason.done()
 
     def begin(self) -> None:
-        """Know that the engine is dead, and find out why. Idempotent."""
+        """Treat the engine as dead and search the cause. Idempotent."""
         self._stop_watching()
         if not self.begun:
             self._search = asyncio.get_running_loop().create_task(self._find_reason())
 
     def close(self) -> None:
-        """Watch no more: the engine is ended by its owner. Whoever waits for an answer gets an error."""
+        """Stop watching: the owner closes the engine. Calls that wait for the engine get an error."""
         self._stop_watching()
         if self._search is not None:
             self._search.cancel()
@@ -90,19 +120,18 @@ class CrashWatch:
                 f"the log of this service has the traceback"
             )
         for _ in range(_LOOKS):
-            if end := _end_of_process(
-                self._launched, self._oom_kills
-            ):  # what the process died of comes first: the rest follows from it
+            # The end of the process explains a failure of the output task, so it has precedence.
+            if end := _end_of_process(self._launched, self._oom_kills):
                 reason = end
                 break
             await asyncio.sleep(_LOOK_SECONDS)
-        _log.error("%s", reason)
+        _log.error("Engine died: %s", reason)
         self.reason.set_result(reason)
         self._on_death(reason)
 
 
 def _end_of_process(engine: LaunchedEngine, oom_kills_before: int) -> str:
-    """Return why the engine's process is gone: its first error, or its exit code or signal. Empty: it is not known."""
+    """Return the cause of the process's end: its first error, exit code or signal; empty if it is not known."""
     if cause := engine.note.read():
         return f"the engine died: {cause}"
     for process in engine.processes:
@@ -115,3 +144,9 @@ def _end_of_process(engine: LaunchedEngine, oom_kills_before: int) -> str:
         )
         return f"the engine's process {process.pid} was killed by {signal_name(-code)}{hint}"
     return ""
+
+
+def one_line(error: BaseException) -> str:
+    """Return the type and the text of an error in one line of at most 2,000 characters."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:_NOTE_BYTES] if text else type(error).__name__

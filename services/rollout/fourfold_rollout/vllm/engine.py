@@ -1,10 +1,10 @@
-"""vLLM's `AsyncLLM` as our `Engine`. Works with vLLM 0.26 to 0.32.
+"""Implements `RolloutEngine` with vLLM's `AsyncLLM`. Works with vLLM 0.26 to 0.32.
 
-vLLM's own asynchronous calls are used below `generate`: `add_request` gives a collector per
-request, so that a batch is submitted in order and ended with one abort, and what vLLM puts into
-the collector goes to the caller's sink at once. Between two messages
-"pause" and "resume" of the scheduler the core process takes up any number of requests and
-steps with all of them at once.
+It uses vLLM's calls below `generate`. `add_request` returns a collector per request, so that a batch is submitted in
+order and ended with one abort, and outputs go to the caller's sink at once (`take_outputs`). Between a "pause" and a
+"resume" message to the scheduler, the core process accepts any number of requests and then steps with all of them.
+
+The methods are documented in `RolloutEngine` and, for the samples, in `SampleOwner`.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ from fourfold_rollout.engine import (
 from fourfold_rollout.vllm.crash import CrashWatch
 from fourfold_rollout.vllm.launch import LaunchedEngine, end_processes, launch
 from fourfold_rollout.vllm.logprob_table import LogprobTable
-from fourfold_rollout.vllm.params import probe_params, sampling_params
 from fourfold_rollout.vllm.patches.front_end import OutputBarrier
-from fourfold_rollout.vllm.sample import VllmSample, logprob_values
+from fourfold_rollout.vllm.sample import VllmSample, logprob_values, probe_params, sampling_params
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# Workers keep their deadlines themselves; one that does not answer so long after it is stuck.
+# Workers enforce their own deadlines. One that has not answered this long after its deadline is stuck.
 _STUCK_SECONDS: Final = 10.0
 _DESCRIBE_SECONDS: Final = 30.0
 _ABORT_SECONDS: Final = 10.0
 _SHUTDOWN_SECONDS: Final = 1.2
 _ABORT_FLAG: Final = "abort-flag"
-# Rows for samples that end while others come.
+# Rows for samples that are being ended while new ones arrive.
 _SPARE_ROWS: Final = 64
 _LARGE_TABLE_BYTES: Final = 1 << 30
 
@@ -75,15 +74,11 @@ class VllmEngine:
 
     @classmethod
     def start(cls, settings: EngineSettings, *, fork: bool = False) -> Self:
-        """Start vLLM and wait until it can sample; see `launch` for threads and errors."""
+        """Start vLLM; see `launch`."""
         return cls(launch(settings, fork=fork), settings)
 
     async def attach(self, on_death: Callable[[str], None]) -> None:
-        """Begin to use the engine on the running event loop.
-
-        Args:
-            on_death: called once with the reason when the engine dies by itself.
-        """
+        """Use the engine on the running event loop; `on_death` is called once with the reason if the engine dies."""
         self._death = CrashWatch(self._launched, partial(self._on_death, on_death))
         await self._unless_dead(self._llm.get_supported_tasks(), _DESCRIBE_SECONDS)
         if self._settings.gpus == 0:
@@ -104,18 +99,15 @@ class VllmEngine:
 
     @property
     def description(self) -> EngineDescription:
-        """What it is; known after `attach`."""
         if self._description is None:
             raise RuntimeError("attach the engine to an event loop first")
         return self._description
 
     @property
     def running_count(self) -> int:
-        """Samples submitted and not finished."""
         return len(self._live)
 
     def load(self) -> EngineLoad:
-        """Return what it holds now."""
         samples = tuple(self._live.values())
         counts = [self._barrier.token_count(sample.id) for sample in samples]
         pending = sum(n - sample.given for sample, n in zip(samples, counts, strict=True))
@@ -126,7 +118,6 @@ class VllmEngine:
         )
 
     async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[EngineSample]:
-        """Start samples; all of them join the same engine step, in this order."""
         await self._check_alive()
         samples: list[VllmSample] = []
         complete = False
@@ -139,8 +130,8 @@ class VllmEngine:
             try:
                 for request in requests:
                     samples.append(await self._add(request))
-                    await asyncio.sleep(0)  # vLLM's add_request gives the event loop no turn
-                await self._check_alive()  # who comes after its death is told of it by nobody
+                    await asyncio.sleep(0)  # vLLM's add_request never yields to the event loop
+                await self._check_alive()  # `_on_death` has failed only the samples that were there before
                 complete = True
             except EngineDeadError as error:
                 raise await self._dead_error() from error
@@ -152,7 +143,6 @@ class VllmEngine:
         return samples
 
     async def abandon(self, samples: Sequence[EngineSample]) -> None:
-        """End samples that nobody wants any more; finished ones are left alone."""
         gone = [s for s in samples if isinstance(s, VllmSample) and self.forget(s)]
         if gone and not self._is_dead():
             await self._unless_dead(self._llm.abort([s.id for s in gone], internal=True), _ABORT_SECONDS)
@@ -160,20 +150,17 @@ class VllmEngine:
             sample.release()
 
     async def interrupt(self) -> None:
-        """End all running samples with the tokens they have, `Finish.ABORTED`."""
         await self._pause_and_resume("abort")
 
     async def settle(self) -> None:
-        """Return when no step is under way any more."""
         await self._pause_and_resume("keep")
 
     async def pause(self) -> None:
-        """Stop sampling where it stands; see `Engine`."""
         await self._check_alive()
         async with self._order:
             done = False
             try:
-                # Not AsyncLLM.pause_generation: it sleeps 20 ms and hopes that the outputs are processed then.
+                # Not AsyncLLM.pause_generation: it sleeps for 20 ms instead of waiting for the outputs.
                 await self._unless_dead(self._llm.engine_core.pause_scheduler_async("keep", False), None)
                 await self._unless_dead(self._barrier.passed(), None)
                 for sample in tuple(self._live.values()):
@@ -184,17 +171,15 @@ class VllmEngine:
                     await self._post(self._llm.engine_core.resume_scheduler_async())
 
     async def resume(self) -> None:
-        """Go on after `pause`."""
         if self._paused:
             self._paused = False
             await self._post(self._llm.engine_core.resume_scheduler_async())
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of each token after the ones before it, at temperature 1; the first is NaN."""
         await self._check_alive()
         ids = list(token_ids)
         number = next(self._probe_numbers)
-        # vLLM reads no cached prefix for a request with prompt_logprobs; the salt keeps others from reading this one.
+        # vLLM reads no cached prefix for a request with prompt_logprobs. The salt prevents that others read this one.
         prompt = tokens_input(ids, cache_salt=f"probe-{number}")
         collector = await self._llm.add_request(f"probe-{number}", prompt, probe_params())
         done = False
@@ -207,7 +192,6 @@ class VllmEngine:
         return [math.nan, *logprob_values(result.prompt_logprobs[1:], ids[1:])]
 
     async def open_weights(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
-        """Join an epoch; see `Engine`."""
         answers = await self._call(
             "weights_open",
             terms.epoch,
@@ -228,42 +212,35 @@ class VllmEngine:
         )
 
     async def receive_weights(self, *, epoch: int, policy_version: int, skip_sums: bool, timeout: float) -> bytes:
-        """Receive and load a version; return its digest."""
         answers = await self._call("weights_receive", epoch, policy_version, timeout, skip_sums, timeout=timeout)
         return bytes(unwrap_same(answers))
 
     async def commit_weights(self, *, epoch: int, policy_version: int) -> None:
-        """Note that the received version is served now."""
         unwrap_same(await self._call("weights_commit", epoch, policy_version, timeout=_ABORT_SECONDS))
 
     async def abort_weights(self, *, epoch: int) -> bool:
-        """Close the epoch; return whether the weights are whole and the served version's."""
         answers = unwrap(await self._call("weights_abort", epoch, timeout=_ABORT_SECONDS))
         return all(answer == "clean" for answer in answers)
 
     def stop_transfers(self, *, epoch: int) -> None:
-        """End at once what the workers wait for; they look at a word of memory."""
         self._abort_flag.abort(epoch)
 
     async def weight_sums(self, *, epoch: int) -> bytes:
-        """Return the sums of every tensor that was received last."""
         return bytes(unwrap_same(await self._call("weights_sums", epoch, timeout=_ABORT_SECONDS)))
 
     async def sleep(self, level: int, *, timeout: float) -> None:
-        """Give memory up; vLLM's scheduler pauses until all is back."""
         await self._unless_dead(self._llm.sleep(level), timeout + _STUCK_SECONDS)
 
     async def wake(self, tags: Sequence[str], *, timeout: float) -> None:
-        """Take memory again."""
         await self._unless_dead(self._llm.wake_up(list(tags)), timeout + _STUCK_SECONDS)
 
     async def close(self) -> None:
-        """End the engine's processes; in about a second, whatever they do."""
+        """End the engine's processes within about a second."""
         if self._death is not None:
             self._death.close()
         for task in tuple(self._posted):
             task.cancel()
-        # vLLM cancels its reader of outputs last; before that the reader logs the end of the core as a crash.
+        # vLLM cancels its output task last, and until then the task would log the end of the core process as a crash.
         if self._llm.output_handler is not None:
             self._llm.output_handler.cancel()
         await asyncio.to_thread(end_processes, self._launched, timeout=_SHUTDOWN_SECONDS)
@@ -271,40 +248,39 @@ class VllmEngine:
             self._logprobs.close()
 
     def is_running(self, sample: VllmSample) -> bool:
-        """Return whether anybody wants what a sample gives."""
         return id(sample) in self._live
 
     def processed(self, sample: VllmSample) -> tuple[Sequence[int], Any]:
-        """Return all tokens that vLLM has handed out of a running sample, and its log-probabilities if it has any."""
         return self._barrier.processed(sample.id)
 
-    def ask_again(self, sample: VllmSample) -> None:
-        """Have a sample `give` after vLLM's next outputs."""
+    def flush_after_next(self, sample: VllmSample) -> None:
         self._barrier.after_next(sample.flush)
 
     def note_output(self, sample: VllmSample, output: SampleOutput) -> None:
-        """Count what a running sample has given."""
         self._sampled += len(output.token_ids)
         if output.finish is not None:
             self.forget(sample)
 
     def forget(self, sample: VllmSample) -> bool:
-        """Know that a sample has ended; return whether it was running."""
         return self._live.pop(id(sample), None) is not None
 
     async def _open_logprobs(self) -> LogprobTable | None:
-        """Have the workers write log-probabilities to a table; None, and a warning, when one of them cannot.
+        """Let the workers write log-probabilities to a table; None if a worker cannot or the patch is disabled.
 
-        vLLM's own way costs half of its tokens per second: objects for every token in three processes.
+        vLLM's own way halves the tokens per second: it makes objects for every token in three processes.
         """
-        rows = self._settings.max_concurrent_samples + _SPARE_ROWS
-        table = LogprobTable(rows, self._settings.max_context_tokens)
-        terms = (table.path, table.slots, table.width)
+        settings = self._settings
+        if "logprobs" in settings.disabled_patches:
+            _log.info("Patch of log-probabilities disabled: log-probabilities come from vLLM itself")
+            return None
+        rows = settings.max_concurrent_samples + _SPARE_ROWS
+        table = LogprobTable(rows, settings.max_context_tokens)
+        terms = (table.path, table.slots, table.width, "seeds" not in settings.disabled_patches)
         reasons: list[str] = await self._call("logprobs_open", *terms, timeout=_DESCRIBE_SECONDS)
         if not any(reasons):
-            if self._settings.gpus and table.byte_count > _LARGE_TABLE_BYTES:
-                gib = table.byte_count / 2**30
-                _log.info("%.1f GiB of main memory are locked for log-probabilities: %d samples", gib, rows)
+            if settings.gpus and table.byte_count > _LARGE_TABLE_BYTES:
+                gib = round(table.byte_count / 2**30, 1)
+                _log.info("Main memory was locked for log-probabilities", extra={"gib": gib, "samples": rows})
             return table
         table.close()
         reason = next(reason for reason in reasons if reason)
@@ -336,26 +312,26 @@ class VllmEngine:
                 await self._post(self._llm.engine_core.resume_scheduler_async())
 
     async def _post(self, message: Coroutine[Any, Any, Any]) -> None:
-        """Send a message to the core process without waiting for its answer. Messages arrive in order."""
+        """Send a message to the core process without waiting for the answer. Messages arrive in order."""
         task = asyncio.get_running_loop().create_task(message)
         self._posted.add(task)
         task.add_done_callback(self._forget_posted)
-        await asyncio.sleep(0)  # it runs up to its wait for the answer: it is sent
+        await asyncio.sleep(0)  # lets the task run up to its wait for the answer: the message is sent
 
     def _forget_posted(self, task: asyncio.Task[Any]) -> None:
         self._posted.discard(task)
         if not task.cancelled():
-            task.exception()  # of a dead engine: whoever waits for it is told why it died
+            task.exception()  # retrieved; the calls that wait for a dead engine raise the reason
 
     async def _call(self, method: str, *args: Any, timeout: float) -> list[Any]:
-        """Call a verb in every worker; each has its own deadline, `timeout` from now."""
+        """Call a method of every worker, which enforces the deadline of `timeout` seconds itself."""
         answers: list[Any] = await self._unless_dead(
             self._llm.collective_rpc(method, args=args), timeout + _STUCK_SECONDS
         )
         return answers
 
     async def _unless_dead(self, work: Awaitable[_T], timeout: float | None) -> _T:
-        """Await an answer of the engine, or its death."""
+        """Await an answer of the engine; raise if the engine dies or does not answer."""
         assert self._death is not None, "attached"
         task = asyncio.ensure_future(work)
         try:
@@ -379,7 +355,7 @@ class VllmEngine:
             raise await self._dead_error()
 
     async def _dead_error(self) -> Unavailable:
-        """Return the error of every call to a dead engine."""
+        """Return the error of calls to a dead engine, once its cause is known."""
         assert self._death is not None, "attached"
         self._death.begin()
         return Unavailable(await asyncio.shield(self._death.reason), reason="ENGINE_DEAD")

@@ -1,9 +1,9 @@
-"""Options of vLLM that a recipe gives by their own names, checked against the vLLM that is installed.
+"""Builds the `AsyncEngineArgs` of an engine from its settings and from the recipe's own options of vLLM.
 
-    recipe: [rollout.vllm]  ->  names and types of `AsyncEngineArgs`  ->  what vLLM makes of the values
+    recipe: [rollout.vllm]  -->  names and types of `AsyncEngineArgs` (checked here)  -->  vLLM checks the values
 
-vLLM checks values, and how they go together, when it makes its configuration; it would take an unknown name or a text
-in place of a number for a bug of ours.
+vLLM checks values and their combinations when it makes its configuration. An unknown name or a wrong type would raise
+a TypeError there, without the key of the recipe.
 """
 
 from __future__ import annotations
@@ -19,18 +19,87 @@ from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from fourfold.errors import ConfigError
+from fourfold_rollout.engine import EngineSettings
 
-# A step that ends within the prompt of a sample with a seed ends vLLM's core on a CPU: it sets the generator's offset
-# back, which generators of CPUs do not have.
-_SPLITTING: Final = ("enable_chunked_prefill", "long_prefill_token_threshold")
+_WORKER_EXTENSION: Final = "fourfold_rollout.vllm.worker.RolloutWorker"
+# Samples of one prompt share its whole blocks. vLLM's 128 tokens share nothing of a short prompt. With 32, the least
+# that its CPU kernels take, the 96 samples of a quickstart step cost half.
+_CPU_BLOCK_TOKENS: Final = 32
+# vLLM's "fp8" means a checkpoint that is fp8 already.
+_QUANTIZATIONS: Final = {"fp8": "fp8_per_tensor"}
+_NO_UTILISATION: Final = 0.01
+# On CPU, vLLM crashes when a step ends within the prompt of a seeded sample: it sets back the offset of the generator,
+# which CPU generators do not have.
+_PROMPT_SPLITTING: Final = ("enable_chunked_prefill", "long_prefill_token_threshold")
 _NAMES: Final[Mapping[type, str]] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+# The CUDA graph sizes that vLLM captures: multiples of 8 up to 256, then of 16, by default up to 512.
+_FINE_GRAPHS: Final = 256
+_LARGEST_GRAPH: Final = 512
+
+
+def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
+    """Return vLLM's arguments.
+
+    Raises:
+        ConfigError: the installed vLLM does not have an option of the recipe.
+    """
+    options: dict[str, Any] = {}
+    if settings.gpus:
+        options["tensor_parallel_size"] = settings.gpus
+        options["enable_sleep_mode"] = settings.sleep_mode
+        if settings.kv_cache_gib is None:
+            options["gpu_memory_utilization"] = settings.gpu_memory_utilization
+        else:
+            # vLLM checks the utilisation even if it is not used, and fails if other processes hold more than the rest.
+            options["gpu_memory_utilization"] = _NO_UTILISATION
+            options["kv_cache_memory_bytes"] = settings.kv_cache_gib << 30
+    else:
+        options["block_size"] = _CPU_BLOCK_TOKENS
+        _check_whole_prompts(settings.options)
+        options["enable_chunked_prefill"] = False
+    if settings.quantization:
+        options["quantization"] = _QUANTIZATIONS[settings.quantization]
+    sequences, largest_graph = graph_limits(settings.max_concurrent_samples)
+    if not settings.enforce_eager and "cudagraph_capture_sizes" not in settings.options:
+        options["max_cudagraph_capture_size"] = largest_graph
+    options |= checked(settings.options)
+    return AsyncEngineArgs(
+        model=str(settings.folder),
+        skip_tokenizer_init=True,
+        dtype=settings.dtype,
+        seed=settings.seed,
+        max_model_len=settings.max_context_tokens,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=max(settings.max_batched_tokens, sequences),
+        enforce_eager=settings.enforce_eager,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",  # requests carry every parameter; ignore the folder's defaults
+        worker_extension_cls=_WORKER_EXTENSION,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+        **options,
+    )
+
+
+def graph_limits(concurrent_samples: int) -> tuple[int, int | None]:
+    """Return `max_num_seqs` and `max_cudagraph_capture_size` (None: vLLM's default is large enough).
+
+    A full batch must be padded to a size that vLLM has captured, or it runs without a CUDA graph. vLLM captures sizes
+    up to twice `max_num_seqs`, but whole decode steps only up to `max_num_seqs`, and nothing above 512 by default. With
+    100 of 100 sequences the next size is 104 and is not captured; with 600 it is above 512.
+    """
+    sequences = concurrent_samples + 1  # room for one probe
+    stride = 8 if sequences <= _FINE_GRAPHS else 16
+    sequences = -(-sequences // stride) * stride
+    return sequences, sequences if sequences > _LARGEST_GRAPH else None
 
 
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options for `AsyncEngineArgs`.
+    """Return the recipe's options with the types of `AsyncEngineArgs`.
 
     Raises:
-        ConfigError: this vLLM has no option of a name, or it takes another type.
+        ConfigError: the installed vLLM has no option of that name, or the option has another type.
     """
     known = {field.name: field.type for field in dataclasses.fields(AsyncEngineArgs)}
     taken: dict[str, Any] = {}
@@ -47,9 +116,9 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     return taken
 
 
-def check_whole_prompts(options: Mapping[str, Any]) -> None:
-    """Refuse, for a CPU, what has prompts computed in pieces; raises ConfigError."""
-    for name in _SPLITTING:
+def _check_whole_prompts(options: Mapping[str, Any]) -> None:
+    """Refuse options that split prompts into chunks on CPU; raises ConfigError."""
+    for name in _PROMPT_SPLITTING:
         if options.get(name):
             raise ConfigError(
                 f"rollout.vllm.{name} = {options[name]!r}: on CPU prompts are computed whole, as vLLM cannot sample "
@@ -58,17 +127,17 @@ def check_whole_prompts(options: Mapping[str, Any]) -> None:
 
 
 def refuse_values(error: ValidationError, options: Mapping[str, Any]) -> None:
-    """Say which option of the recipe has a value that vLLM refused; raises ConfigError when one has."""
+    """Raise ConfigError with the recipe's option whose value vLLM refused; return if none of them is the cause."""
     for refused in error.errors(include_url=False):
-        # The place of a list's item, or of one type of several, has more parts than the option's name.
+        # The location of a list's item, or of one type of a union, has more parts than the option's name.
         if name := next((str(part) for part in refused["loc"] if part in options), ""):
             raise ConfigError(
-                f"rollout.vllm.{name} = {options[name]!r}: {refused['msg']}, says vLLM; change or remove it"
+                f"rollout.vllm.{name} = {options[name]!r}: {refused['msg']} (vLLM's rule); change or remove it"
             ) from None
 
 
 def _alternatives(hint: Any) -> list[Any]:
-    """Return the types that a hint allows; none: it allows something that only vLLM can check."""
+    """Return the types that a type hint allows; empty if only vLLM can check them."""
     if get_origin(hint) in (Union, types.UnionType):
         parts = [_alternatives(part) for part in get_args(hint)]
         return [kind for part in parts for kind in part] if all(parts) else []

@@ -1,7 +1,6 @@
-"""The log-probability of each row's sampled token, written where it is wanted: one CUDA kernel, no synchronisation.
+"""Writes log-probabilities of sampled tokens from a GPU into the service's memory: the mapping, and a Triton kernel.
 
-It reads the logits once, in their own dtype, and computes in float32. The destination is the service's memory
-(`cuda_table.py`).
+The kernel reads the logits once, in their own dtype, computes in float32, and does not synchronise with the host.
 """
 
 from __future__ import annotations
@@ -12,9 +11,31 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
+
+from fourfold.arrays import Float32Array
 
 _BLOCK: Final = 4096
 _WARPS: Final = 8
+_PORTABLE_AND_MAPPED: Final = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+
+
+def map_on_gpu(host: Float32Array, device: torch.device) -> tuple[Tensor | None, str]:
+    """Lock host memory and map it on a GPU; return it as a tensor of that GPU, or None and the reason.
+
+    All its pages are allocated now and stay locked until the process ends.
+    """
+    cells = torch.from_numpy(host)
+    with torch.cuda.device(device):
+        runtime = torch.cuda.cudart()
+        size = cells.numel() * cells.element_size()
+        code = int(runtime.cudaHostRegister(cells.data_ptr(), size, _PORTABLE_AND_MAPPED))
+        if code:
+            return None, f"CUDA cannot map {size >> 20} MiB of the service's memory (error {code})"
+        view = get_accelerator_view_from_cpu_tensor(cells)
+    if view.device.type != "cuda" or view.shape != cells.shape:
+        return None, "vLLM gives no view of host memory on a GPU"
+    return view, ""
 
 
 def write_logprobs(
@@ -30,16 +51,16 @@ def write_logprobs(
 ) -> None:
     """Enqueue the write of log_softmax(logits)[row, sampled[row]] for each row that has a slot and a token.
 
-    Legend: r rows of this step, s requests of the runner. All but the logits are integers, of any width.
+    r: rows of this step; s: requests of the runner. All arrays but the logits hold integers, of any width.
 
     Args:
-        logits: [r, vocabulary], as they were sampled from; rows may be further apart.
-        sampled: [r].
-        states: [r], which request a row belongs to; -1: to none.
-        slots: [s], rows of the table; -1: nobody asks.
+        logits: [r, vocabulary], after temperature, top-k and top-p; the row stride may be larger.
+        sampled: [r], token ids.
+        states: [r], the request of each row; -1: none.
+        slots: [s], rows of the table; -1: the request has none.
         prompt_lengths: [s].
-        prefill_lengths: [s], prompt and what was sampled before a preemption; before its end no token is sampled.
-        positions: [r], of the last token that went in.
+        prefill_lengths: [s], prompt and tokens sampled before a preemption; no token is sampled before its end.
+        positions: [r], of the last input token.
         table: float32 [slots, width]. Token i of a request goes to [slot, i].
     """
     slot_count, width = table.shape
@@ -49,8 +70,8 @@ def write_logprobs(
     )
 
 
-# Numbers and addresses that are not alike in every step: specialised, the kernel would be compiled again in the middle
-# of sampling, for a view at an odd address or a single row of padded logits.
+# These arguments differ between steps. Specialised on them, Triton would compile the kernel again in the middle of
+# sampling, for a view at an odd address or for a single row of padded logits.
 @triton.jit(
     do_not_specialize=["sampled", "states", "slots", "prompt_lengths", "prefill_lengths", "positions", "stride"]
 )
@@ -69,7 +90,7 @@ def _write(
     width,
     BLOCK: tl.constexpr,
 ):
-    """One row: each lane keeps its own maximum and sum, so that lanes meet once, at the end."""
+    """Process one row. Each lane keeps its own maximum and sum, so lanes are reduced once, at the end."""
     row = tl.program_id(0).to(tl.int64)
     state = tl.load(states + row).to(tl.int64)
     owned = state >= 0
@@ -80,7 +101,7 @@ def _write(
     index = length - prompt_length
     if (slot >= 0) & (slot < slot_count) & (length >= prefill_length) & (index >= 0) & (index < width):
         line = logits + row * stride
-        # Finite, so that rows that top-k and top-p have filled with -inf make no NaN.
+        # Finite: lanes that see only the -inf of top-k and top-p would compute NaN from -inf.
         highest = tl.full([BLOCK], -1e30, tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
         for start in range(0, vocabulary, BLOCK):
@@ -97,14 +118,12 @@ def _write(
 
 
 def check_table(table: Tensor, host: Any, vocabulary: int, dtype: torch.dtype) -> str:
-    """Write one value as the sampler will, and look whether it has arrived; return why it has not, or nothing.
-
-    It compiles the kernel, too.
+    """Compile the kernel, write one value and check that it arrived; return the reason if not, or an empty text.
 
     Args:
-        table: as above; cell [0, 0] is overwritten.
-        host: the same memory as the host sees it.
-        vocabulary: of the logits to come.
+        table: the mapped table; cell [0, 0] is overwritten.
+        host: the same memory on the host.
+        vocabulary: columns of the logits to come.
         dtype: of the logits to come.
     """
     logits = torch.zeros((1, vocabulary), dtype=dtype, device=table.device)
@@ -123,5 +142,5 @@ def check_table(table: Tensor, host: Any, vocabulary: int, dtype: torch.dtype) -
     torch.cuda.synchronize(table.device)
     expected = -float(torch.tensor(float(vocabulary)).log())
     if abs(float(host[0, 0]) - expected) > 1e-3:
-        return f"the GPU wrote {expected:.4f} to the service's memory, and there is {float(host[0, 0]):.4f}"
+        return f"the GPU wrote {expected:.4f} to the service's memory, but it holds {float(host[0, 0]):.4f}"
     return ""

@@ -1,14 +1,7 @@
-"""Where the engine's workers leave log-probabilities, and the service finds them: memory that both map.
+"""The shared memory in which the engine's workers leave the log-probabilities of sampled tokens for the service.
 
-A row belongs to one running sample; cell i of it is for the sample's token i. The worker that samples
-writes a cell before it hands out the token; the service reads it when the token has arrived. The row's number
-travels with the request (`SLOT`), so nothing else has to. No torch here.
-
-A row may go to another sample at once. The core process works off its messages in order, so a request that has
-finished or was aborted is in no step that starts after the first one with its successor; with asynchronous
-scheduling one more step of it may be under way when its end is known, and steps end in the order in which they
-started. So a late value of the old sample comes before the new one's values, and the new sample's own value
-replaces it before anybody knows of the token that it belongs to.
+A row belongs to one running sample; cell i is for its token i. The worker writes a cell before it returns the token;
+the service reads it when the token has arrived. The number of the row travels with the request (`SLOT`). No torch here.
 """
 
 from __future__ import annotations
@@ -23,25 +16,24 @@ import numpy as np
 from fourfold.arrays import Float32Array
 from fourfold.errors import Internal, Overloaded
 
-SLOT: Final = "fourfold_slot"
-"""Key of `SamplingParams.extra_args`: the number of the request's row."""
+SLOT: Final = "fourfold_slot"  # key of `SamplingParams.extra_args`: the number of the request's row
 NO_SLOT: Final = -1
 _ITEM_BYTES: Final = 4
 _RETRY_SECONDS: Final = 0.5
 
 
 class LogprobTable:
-    """Float32 [slots, width] in memory of this process, which others open by `path`. Belongs to one thread."""
+    """Float32 [slots, width] in memory of this process, which other processes open by `path`. Belongs to one thread."""
 
     def __init__(self, slots: int, width: int) -> None:
-        """Make the memory; pages that nobody touches take no room.
+        """Reserve the memory; a page is allocated when it is first touched.
 
         Args:
             slots: samples that may run.
             width: tokens of a sample.
         """
         self.slots, self.width = slots, width
-        # Not a file of /dev/shm: a container's is small, and a page too many would kill who touches it.
+        # Not in /dev/shm: a container's is small, and a process that touches one page too many is killed.
         self._descriptor = os.memfd_create("fourfold-logprobs")
         os.ftruncate(self._descriptor, self.byte_count)
         self._cells = _map(self._descriptor, slots, width)
@@ -49,24 +41,24 @@ class LogprobTable:
 
     @property
     def path(self) -> str:
-        """What `open_table` takes, in any process of this user, while this one lives."""
+        """The argument of `open_table`, valid in any process of this user while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     @property
     def free_count(self) -> int:
-        """Rows that belong to nobody."""
+        """The number of free rows."""
         return len(self._free)
 
     @property
     def byte_count(self) -> int:
-        """Memory of the table, all pages touched."""
+        """The memory of the table with all pages touched."""
         return self.slots * self.width * _ITEM_BYTES
 
     def check_room(self, count: int) -> None:
-        """Know that `count` samples are about to come.
+        """Check that `count` rows are free.
 
         Raises:
-            Overloaded: too many are still being ended.
+            Overloaded: too many samples run or are still being ended.
         """
         if count > self.free_count:
             raise Overloaded(
@@ -79,6 +71,10 @@ class LogprobTable:
     def acquire(self, token_count: int) -> LogprobRow:
         """Take a row for a sample of at most `token_count` tokens.
 
+        A row may be taken again right after its release, although one more step of the old sample may be in progress
+        with asynchronous scheduling. Steps end in the order of their start: a late value of the old sample comes before
+        the new sample's value, which replaces it before its token is known.
+
         Raises:
             Internal: all rows are taken, or they are shorter.
         """
@@ -86,12 +82,12 @@ class LogprobTable:
             raise Internal(f"a sample of {token_count} tokens; the rows for log-probabilities have {self.width} cells")
         if not self._free:
             raise Internal(f"more than {self.slots} samples run; each needs a row for its log-probabilities")
-        slot = self._free.popleft()  # the one that was free for longest
+        slot = self._free.popleft()  # the row that was free for the longest time
         self._cells[slot, :token_count] = np.nan
         return LogprobRow(self._cells[slot], slot, self._free)
 
     def close(self) -> None:
-        """Let nobody open it any more; who has mapped it keeps it."""
+        """Close the memory to processes that have not mapped it. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -102,7 +98,6 @@ class LogprobRow:
 
     def __init__(self, cells: Float32Array, slot: int, free: deque[int]) -> None:
         self.slot = slot
-        """Its number."""
         self._cells, self._free = cells, free
         self._taken = 0
 
@@ -110,7 +105,7 @@ class LogprobRow:
         """Return a copy of the next `count` values, float32 [count].
 
         Raises:
-            Internal: one is missing, or is no number.
+            Internal: a value is missing or NaN.
         """
         if self.slot == NO_SLOT:
             raise Internal("the sample has given back its row of log-probabilities")
@@ -124,14 +119,14 @@ class LogprobRow:
         return values
 
     def release(self) -> None:
-        """Give it back. Idempotent."""
+        """Free the row. Idempotent."""
         if self.slot != NO_SLOT:
             self._free.append(self.slot)
             self.slot = NO_SLOT
 
 
 def open_table(path: str, slots: int, width: int) -> Float32Array:
-    """Map a table of another process: float32 [slots, width], to be written.
+    """Map the table of another process for writing: float32 [slots, width].
 
     Raises:
         OSError: it cannot be opened.

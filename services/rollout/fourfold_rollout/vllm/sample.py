@@ -1,4 +1,4 @@
-"""One sample in vLLM: takes its outputs."""
+"""One sample in vLLM: its sampling parameters, and the way of its outputs from vLLM to the caller's sink."""
 
 from __future__ import annotations
 
@@ -7,86 +7,111 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import numpy as np
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from fourfold.arrays import EMPTY_FLOATS
 from fourfold.errors import FourfoldError, Internal
 from fourfold_rollout.engine import Finish, SampleOutput, SampleRequest
-from fourfold_rollout.vllm.logprob_table import LogprobRow
+from fourfold_rollout.vllm.logprob_table import SLOT, LogprobRow
+from fourfold_rollout.vllm.patches.front_end import take_outputs
 
 _log = logging.getLogger(__name__)
 
 _FINISHES: Final = {finish.value: finish for finish in Finish}
 
 
+def sampling_params(request: SampleRequest, row: LogprobRow | None) -> SamplingParams:
+    """Return vLLM's parameters of a sample. Without a row, vLLM returns the log-probabilities itself."""
+    options: dict[str, Any] = {"logprobs": 0, "flat_logprobs": True}
+    if row is not None:
+        options = {"extra_args": {SLOT: row.slot}}
+    return SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        max_tokens=request.max_tokens,
+        stop_token_ids=list(request.stop_token_ids),
+        seed=request.seed,
+        detokenize=False,
+        ignore_eos=True,  # `stop_token_ids` includes the model's own
+        output_kind=RequestOutputKind.DELTA if request.streaming else RequestOutputKind.FINAL_ONLY,
+        **options,
+    )
+
+
+def probe_params() -> SamplingParams:
+    """Return vLLM's parameters of a request for the log-probabilities of its prompt."""
+    return SamplingParams(
+        max_tokens=1,
+        seed=0,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
 class SampleOwner(Protocol):
-    """Knows which samples run."""
+    """Keeps the running samples of an engine."""
 
     def is_running(self, sample: VllmSample) -> bool:
-        """Return whether anybody wants what a sample gives."""
-        ...
+        """Return whether the outputs of a sample are still wanted."""
 
     def processed(self, sample: VllmSample) -> tuple[Sequence[int], Any]:
-        """Return all tokens that vLLM has handed out of a running sample, and its log-probabilities if it has any."""
-        ...
+        """Return all processed tokens of a running sample, and vLLM's object with their log-probabilities."""
 
     def note_output(self, sample: VllmSample, output: SampleOutput) -> None:
-        """Count what a running sample has given."""
-        ...
+        """Count an output of a running sample."""
 
-    def ask_again(self, sample: VllmSample) -> None:
-        """Have a sample `give` after vLLM's next outputs: it had nothing."""
-        ...
+    def flush_after_next(self, sample: VllmSample) -> None:
+        """Call `sample.flush` after vLLM's next outputs."""
 
     def forget(self, sample: VllmSample) -> bool:
-        """Know that a sample has ended; return whether it was running."""
-        ...
+        """Remove a sample that has ended; return whether it was running."""
 
 
 class VllmSample:
-    """One sample in the engine. It takes the place of vLLM's collector: outputs come without a task that waits."""
+    """A running sample. Without a row in the table, its log-probabilities come with vLLM's outputs."""
 
     def __init__(self, owner: SampleOwner, request: SampleRequest, row: LogprobRow | None) -> None:
-        """Begin without tokens; the log-probabilities come with vLLM's outputs when `row` is None."""
         self._owner = owner
         self.request = request
         self.row = row
-        self.id = ""
-        """vLLM's own."""
-        self.given = 0
-        """Tokens that the sink has got."""
+        self.id = ""  # vLLM's own
+        self.given = 0  # tokens put into the sink
 
     def attach(self, collector: Any) -> None:
-        """Take the collector's place; what it has got already comes now."""
+        """Take over from vLLM's collector of the request."""
         self.id = collector.request_id
-        collector.put = self.put
-        if (early := collector.output) is not None:
-            self.put(early)
+        take_outputs(collector, self.put)
 
     def put(self, result: Any) -> None:
         """Take an output of vLLM. Raises nothing."""
         if self._owner.is_running(self):
-            self._hand_over(lambda: self._output(result.outputs[0]), ended=result.finished)
+            self._deliver(lambda: self._output(result.outputs[0]), ended=result.finished)
 
     def flush(self) -> None:
-        """Put what vLLM has handed out and the sink has not got; if nothing, after its next outputs. Raises nothing."""
+        """Put the processed tokens that the sink does not have; see `EngineSample.flush`."""
         if not self._owner.is_running(self):
             return
-        if not self._hand_over(lambda: self._rest(*self._owner.processed(self), None), ended=False):
-            self._owner.ask_again(self)
+        if not self._deliver(lambda: self._rest(*self._owner.processed(self), None), ended=False):
+            self._owner.flush_after_next(self)
 
     def fail(self, error: FourfoldError) -> None:
-        """End without what is missing: the engine gives nothing more."""
+        """End the sample with an error: the engine returns nothing more."""
         self._owner.forget(self)
         self.release()
         self.request.sink.fail(error)
 
     def release(self) -> None:
-        """Give back the row: the engine has ended the sample, or was told to. Idempotent."""
+        """Free the row. The engine must have ended the sample, or have been asked to. Idempotent."""
         if self.row is not None:
             self.row.release()
 
-    def _hand_over(self, make: Callable[[], SampleOutput], *, ended: bool) -> bool:
-        """Return whether there was anything for the sink: tokens, the end, or an error."""
+    def _deliver(self, make: Callable[[], SampleOutput], *, ended: bool) -> bool:
+        """Put the output of `make`; return whether the sink got tokens, the end or an error."""
         try:
             output = make()
             if output.finish is None and not len(output.token_ids):
@@ -96,9 +121,9 @@ class VllmSample:
             if output.finish is not None:
                 self.release()
             self.request.sink.put(self.request.index, output)
-        except Exception as error:  # whatever it is: it is vLLM's task for the outputs of all samples that would die
+        except Exception as error:  # an error that leaves here ends vLLM's task for the outputs of all samples
             named = error if isinstance(error, FourfoldError) else _unusable(error)
-            if ended:  # vLLM knows it no more
+            if ended:  # vLLM has removed the sample, so no abort follows
                 self.fail(named)
             else:
                 self.request.sink.fail(named)
@@ -106,14 +131,14 @@ class VllmSample:
 
     def _output(self, completion: Any) -> SampleOutput:
         finish = _finish(completion.finish_reason)
-        if self.request.streaming:  # vLLM tells the new tokens alone
+        if self.request.streaming:  # vLLM returns only the new tokens
             return self._make(completion.token_ids, completion.logprobs, finish)
         return self._rest(completion.token_ids, completion.logprobs, finish)
 
     def _rest(self, ids: Sequence[int], logprobs: Any, finish: Finish | None) -> SampleOutput:
-        """Return what the sink has not got of all the sample's tokens."""
+        """Return the part of all the sample's tokens that the sink does not have."""
         new = ids[self.given :]
-        # Of vLLM's, the new ones alone are read: a long sample is asked many times. vLLM 0.26 cannot slice to nothing.
+        # Slice vLLM's log-probabilities: a long sample is flushed often. vLLM 0.26 cannot slice them to nothing.
         return self._make(new, logprobs[self.given :] if new and self.row is None else None, finish)
 
     def _make(self, ids: Sequence[int], logprobs: Any, finish: Finish | None) -> SampleOutput:
@@ -125,9 +150,9 @@ class VllmSample:
 
 
 def logprob_values(logprobs: Any, ids: Sequence[int]) -> list[float]:
-    """Return the log-probability of each id: one entry per position where only that one was asked for."""
+    """Return the log-probability of each id from vLLM's object, which has one entry per position."""
     if not ids:
-        return []  # an end without tokens: vLLM 0.26 hands out all earlier log-probabilities with it
+        return []  # vLLM 0.26 returns all earlier log-probabilities with an end without tokens
     flat = getattr(logprobs, "logprobs", None)
     if flat is not None and len(flat) == len(ids):
         return list(flat)
@@ -144,5 +169,5 @@ def _finish(reason: str | None) -> Finish | None:
 
 
 def _unusable(error: Exception) -> Internal:
-    _log.error("an output of the engine cannot be used", exc_info=error)
+    _log.error("Output of the engine was unusable", exc_info=error)
     return Internal(f"an output of the engine cannot be used: {type(error).__name__}: {error}")

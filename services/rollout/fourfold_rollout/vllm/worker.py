@@ -1,7 +1,7 @@
-"""The engine's side of the rollout service, inside vLLM's worker processes: weights, and log-probabilities.
+"""The methods that the service calls in vLLM's worker processes: weights (`WeightWorker`) and log-probabilities.
 
-vLLM mixes `RolloutWorker` into its worker class. Its verbs are called with `collective_rpc`, take and return plain
-values and never raise.
+vLLM mixes `RolloutWorker` into its worker class. The service calls its methods with `collective_rpc`; they take and
+return plain values and never raise.
 """
 
 from __future__ import annotations
@@ -21,50 +21,51 @@ _V2: Final = "vllm.v1.worker.gpu.model_runner"
 
 
 class RolloutWorker(WeightWorker):
-    """The verbs that the service calls in every worker. Mixed into vLLM's worker: no state before the first call."""
+    """Mixed into vLLM's worker, so there is no `__init__` and no state before the first call."""
 
     def allow_amx(self) -> bool:
-        """Ask the kernel for the tile registers of AMX; return whether this CPU has them and it gave them.
+        """Ask the kernel for the AMX tile registers; return whether this CPU has them and access was granted.
 
-        vLLM's attention on CPU uses them and does not ask. A matrix product before it usually has, but those with small
-        weights ask only for more than 4 tokens: of a small model, a first step of fewer ends the process by SIGILL.
+        vLLM's CPU attention uses them without asking. An earlier matrix product usually asks, but with small weights
+        only above 4 tokens: with a small model, a first step of fewer tokens ends the process by SIGILL.
         """
         return bool(torch.cpu._init_amx())
 
-    def logprobs_open(self, path: str, slots: int, width: int) -> str:
-        """From now on, write the log-probability of every token that is sampled for a request with a slot.
+    def logprobs_open(self, path: str, slots: int, width: int, patch_seeds: bool) -> str:
+        """Write the log-probability of every token sampled for a request with a slot, from now on.
 
-        The workers of an engine sample all the same; the one whose tokens vLLM takes writes.
+        All workers of an engine sample the same tokens; only the worker whose tokens vLLM uses writes.
 
         Args:
             path: of the service's `LogprobTable`.
-            slots: rows of it.
+            slots: rows of the table.
             width: cells of a row.
+            patch_seeds: also sample the seeded requests of a batch at once (`patches/seeds_v1.py`).
 
         Returns:
-            Why this worker cannot do it, for people; empty: it can.
+            Why this worker cannot do it; empty if it can.
         """
         try:
-            return _open(self, path, slots, width)
-        except Exception as error:
-            _log.exception("log-probabilities cannot be taken in the worker")
+            return _open(self, path, slots, width, patch_seeds)
+        except Exception as error:  # an exception would end vLLM's worker; the service falls back to vLLM's own way
+            _log.exception("Worker failed to open the table of log-probabilities")
             return f"{type(error).__name__}: {error}"
 
 
-def _open(worker: Any, path: str, slots: int, width: int) -> str:
+def _open(worker: Any, path: str, slots: int, width: int, patch_seeds: bool) -> str:
     runner = worker.model_runner
     modules = {base.__module__ for base in type(runner).__mro__}
-    if reason := _obstacle(worker, runner):
+    if reason := _unsupported(worker, runner):
         return reason
     if _V1 in modules:
-        return _open_v1(worker, runner, path, slots, width)
+        return _open_v1(worker, runner, path, slots, width, patch_seeds)
     if _V2 in modules:
         return _open_v2(worker, runner, path, slots, width)
     return f"the model runner {type(runner).__module__}.{type(runner).__qualname__} is not known"
 
 
-def _obstacle(worker: Any, runner: Any) -> str:
-    """Return what of the engine's configuration nobody has thought through here."""
+def _unsupported(worker: Any, runner: Any) -> str:
+    """Return the setting of the engine that the patches do not support; empty if there is none."""
     config = worker.vllm_config
     parallel = config.parallel_config
     for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
@@ -79,38 +80,38 @@ def _obstacle(worker: Any, runner: Any) -> str:
     return ""
 
 
-def _writes(worker: Any) -> bool:
-    """Whether it is the worker whose tokens vLLM takes: the first of those that share the model."""
+def _is_writer(worker: Any) -> bool:
+    """Return whether vLLM uses the tokens of this worker: it is the first of those that share the model."""
     return int(worker.rank) % int(worker.vllm_config.parallel_config.tensor_parallel_size) == 0
 
 
-def _open_v1(worker: Any, runner: Any, path: str, slots: int, width: int) -> str:
+def _open_v1(worker: Any, runner: Any, path: str, slots: int, width: int, patch_seeds: bool) -> str:
     from fourfold_rollout.vllm.patches.logprobs_v1 import LogprobSampler, write_on_cpu, write_on_gpu
 
-    hook = LogprobSampler(runner)
-    # In every worker, before anything can fail in one alone: they must go on to sample the same.
-    if reason := hook.install():
+    sampler = LogprobSampler(runner)
+    # Install in every worker, before a step that may fail in one of them alone: all must sample the same tokens.
+    if reason := sampler.install():
         return reason
-    if worker.device.type == "cuda":
+    if worker.device.type == "cuda" and patch_seeds:
         from fourfold_rollout.vllm.patches.seeds_v1 import SeededSampling
 
         SeededSampling(runner).install()
-    if not _writes(worker):
+    if not _is_writer(worker):
         return ""
     host = open_table(path, slots, width)
     if worker.device.type == "cpu":
-        hook.write = write_on_cpu(host)
+        sampler.write = write_on_cpu(host)
         return ""
     table, reason = _on_gpu(worker, host, torch.float32)
     if table is not None:
-        hook.write = write_on_gpu(table)
+        sampler.write = write_on_gpu(table)
     return reason
 
 
 def _open_v2(worker: Any, runner: Any, path: str, slots: int, width: int) -> str:
     if worker.device.type != "cuda":
         return "the second model runner has kernels for GPUs only"
-    if not _writes(worker):
+    if not _is_writer(worker):
         return ""
     from fourfold_rollout.vllm.patches.logprobs_v2 import LogprobSampler
 
@@ -121,9 +122,8 @@ def _open_v2(worker: Any, runner: Any, path: str, slots: int, width: int) -> str
 
 
 def _on_gpu(worker: Any, host: Float32Array, dtype: torch.dtype) -> tuple[torch.Tensor | None, str]:
-    """Return the table as the worker's GPU sees it, after a try with logits of `dtype`; or None and the reason."""
-    from fourfold_rollout.vllm.cuda_table import map_on_gpu
-    from fourfold_rollout.vllm.logprob_kernel import check_table
+    """Map the table on the worker's GPU and test it with logits of `dtype`; return it, or None and the reason."""
+    from fourfold_rollout.vllm.logprob_kernel import check_table, map_on_gpu
 
     table, reason = map_on_gpu(host, worker.device)
     if table is None:

@@ -1,15 +1,15 @@
-"""Steps in which samples do nothing but decode, without vLLM's general way through the scheduler.
+"""Schedules and completes the steps in which samples only decode, in two short loops instead of vLLM's scheduler.
 
-Almost every step of a rollout gives each running sample one token, and takes one from each. vLLM's scheduler walks the
-same two hundred lines for it as for prompts in pieces, drafts, images and grammars. Here the samples that need none of
-that are taken out of the step, advanced by two short loops, and put back; everything else about the step, and
-every sample that is not as simple (a first or a last token, a preemption, a grammar), is vLLM's own code as before:
+In almost every step of a rollout each running sample gets one token. vLLM's scheduler runs the same two hundred lines
+for it as for chunked prompts, drafts, images and grammars. Here the samples that need none of that are taken out of the
+step, advanced by a short loop, and put back. vLLM's own code handles everything else: the rest of the step, and samples
+with a first or last token, a preemption or a grammar.
 
     schedule            all running samples decode, none waits    vLLM schedules nothing, our loop fills the step
-    update_from_output  a sample's token cannot be its last       our loop takes it, vLLM takes the others
+    update_from_output  the token cannot be the sample's last     our loop takes it, vLLM takes the others
 
-What is scheduled and given out stays the same, but for the order of a step's outputs;
-tests/integration/test_scheduler.py compares every step.
+The steps and the outputs are the same but for the order of a step's outputs; tests/integration/test_scheduler.py
+compares every step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-_CLIENT: Final = 0  # the service has one: vLLM numbers the processes that give it requests
-# Parts of vLLM that look at every sample of a step, where they are configured; not all versions have each.
-_LOOKERS_ON: Final = (
+_CLIENT: Final = 0  # vLLM numbers the processes that send it requests; the service is the only one
+# Features of vLLM that visit every sample of a step if they are configured. No version has all of them.
+_UNSUPPORTED: Final = (
     "connector",
     "ec_connector",
     "aux_output_connector",
@@ -39,7 +39,7 @@ _LOOKERS_ON: Final = (
     "return_sampling_mask",
     "perf_metrics",
 )
-# What a step's output has only for samples that want more than tokens; likewise.
+# Fields of a step's output that are set only for samples that want more than tokens. No version has all of them.
 _EXTRAS: Final = (
     "logprobs",
     "prompt_logprobs_dict",
@@ -55,23 +55,20 @@ _EXTRAS: Final = (
 
 
 class EndConditions(NamedTuple):
-    """What may end a sample about which there is nothing to know but its tokens."""
+    """The conditions that end a sample which wants nothing but tokens."""
 
-    stops: frozenset[int]
-    """Tokens that end it, or do once it is long enough."""
-    total: int
-    """Tokens of its prompt and the most that it may sample."""
-    length: int
-    """Tokens at which it ends: `total`, or the model's context where that is shorter."""
+    stops: frozenset[int]  # tokens that end it, at once or after its `min_tokens`
+    total: int  # prompt tokens plus `max_tokens`
+    length: int  # the lesser of `total` and the model's context
 
 
 def obstacle(scheduler: Scheduler) -> str:
-    """Return what is configured that every step has to know of, for people; empty: nothing.
+    """Return the configured feature that the loops do not support; empty if there is none.
 
     Raises:
-        AttributeError: another scheduler than those that this was written for.
+        AttributeError: an unknown version of vLLM's scheduler.
     """
-    for name in _LOOKERS_ON:
+    for name in _UNSUPPORTED:
         if getattr(scheduler, name, None):
             return f"vLLM's {name} is in use"
     if scheduler.num_sampled_tokens_per_step != 1:
@@ -81,20 +78,18 @@ def obstacle(scheduler: Scheduler) -> str:
 
 
 class DecodingScheduler(Scheduler):
-    """Two loops for samples that decode; stands before one of vLLM's schedulers among the bases of a class."""
+    """The two loops, as a mixin before one of vLLM's schedulers."""
 
-    decodes = False
-    """Whether the loops are used: whoever makes it has looked at `obstacle`."""
-    ahead = 0
-    """1: asynchronous, a step is scheduled before the tokens of the one before have come."""
+    decodes = False  # whether the loops are used; set it only if `obstacle` returns nothing
+    ahead = 0  # 1: asynchronous scheduling, a step is scheduled before the tokens of the previous one are known
 
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
-        """Say what the GPU computes next."""
+        """Return the next step of the GPU."""
         decoding = self._decoding() if self.decodes else None
         if decoding is None:
             return super().schedule(*arguments, **options)
         rows = self._advance(decoding)
-        # Nothing waits: what vLLM would admit now, it would put into a list that nobody keeps.
+        # Empty `running`, so that vLLM schedules nothing. No request waits, so vLLM adds none to the temporary list.
         running, self.running = self.running, []
         before, self.prev_step_scheduled_req_ids = self.prev_step_scheduled_req_ids, set()
         try:
@@ -107,7 +102,7 @@ class DecodingScheduler(Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Take what the GPU sampled; return outputs by client."""
+        """Take the tokens that the GPU sampled; return the outputs by client."""
         step, sampled = scheduler_output, model_runner_output
         if not self.decodes or not sampled.sampled_token_ids or any(getattr(sampled, name, None) for name in _EXTRAS):
             return super().update_from_output(step, sampled)
@@ -124,7 +119,7 @@ class DecodingScheduler(Scheduler):
         return outputs
 
     def _decoding(self) -> list[Request] | None:
-        """Return the samples whose next step is one token each, or None where vLLM has to plan the step."""
+        """Return the samples whose next step is one token each, or None if vLLM must schedule the step."""
         running, longest = self.running, self.max_model_len
         waits = self.get_request_counts()[1] > 0 or self.pause_state is PauseState.PAUSED_ALL
         free = min(self.max_num_scheduled_tokens, self.kv_cache_manager.block_pool.get_num_free_blocks())
@@ -132,12 +127,12 @@ class DecodingScheduler(Scheduler):
             return None
         decoding = []
         for request in running:
-            limits, computed = _limits(request, longest), request.num_computed_tokens
+            limits, computed = _end_conditions(request, longest), request.num_computed_tokens
             in_flight = request.num_output_placeholders
             if limits is None:
                 return None
             if in_flight > 0 and computed + 2 - in_flight >= limits.total:
-                continue  # its last token is on the way
+                continue  # its last token is being computed
             if len(request._all_token_ids) + in_flight - computed != 1 or request.is_prefill_chunk:
                 return None
             if computed + 1 < longest:
@@ -147,17 +142,17 @@ class DecodingScheduler(Scheduler):
         return decoding
 
     def _advance(self, decoding: list[Request]) -> _Rows:
-        """Give each its slot, and count its token as computed."""
+        """Allocate a cache slot for each sample and count its token as computed."""
         rows = _Rows([], [], [], [])
         ahead = self.ahead
         allocate, size = self.kv_cache_manager.allocate_slots, self.kv_cache_manager.block_pool.hash_block_size
         for request in decoding:
             computed, blocks = request.num_computed_tokens, None
-            # Only where a block is full, or the tokens of one are known, has the block manager anything to do.
+            # The block manager has work only when a block is full, or when all tokens of a block are known.
             if computed % size == 0 or len(request._all_token_ids) % size == 0:
                 new = allocate(request, 1, num_lookahead_tokens=0)
                 if new is None:
-                    # There were enough blocks for all. Should vLLM keep some back, it decides from now on who yields.
+                    # `_decoding` counted enough free blocks. If vLLM reserves some, it must choose what to preempt.
                     self.decodes = False
                     continue
                 blocks = new.get_block_ids(allow_none=True)
@@ -171,18 +166,18 @@ class DecodingScheduler(Scheduler):
         return rows
 
     def _fill(self, step: SchedulerOutput, rows: _Rows, before: set[str]) -> None:
-        """Put `rows` into a step that has none; `before` has the names of the step before, for the first runner."""
+        """Put `rows` into an empty step; `before` has the request ids of the previous step, for the first runner."""
         names = [request.request_id for request in rows.requests]
         step.num_scheduled_tokens = dict.fromkeys(names, 1)
         step.total_num_scheduled_tokens = len(names)
         cached = step.scheduled_cached_reqs
         cached.req_ids, cached.new_block_ids = names, rows.blocks
         cached.num_computed_tokens, cached.num_output_tokens = rows.computed, rows.sampled
-        if step.num_common_prefix_blocks:  # empty in later versions, which have no use for it
+        if step.num_common_prefix_blocks:  # always empty in later versions
             first = self.running[0].request_id
             step.num_common_prefix_blocks = self.kv_cache_manager.get_num_common_prefix_blocks(first)
         if not self.use_v2_model_runner:
-            # The first runner is told all tokens of a sample that was not in the step before.
+            # The first runner needs all tokens of a sample that was not in the previous step.
             self.prev_step_scheduled_req_ids = set(names)
             for request in rows.requests:
                 if request.request_id not in before:
@@ -191,7 +186,7 @@ class DecodingScheduler(Scheduler):
     def _take(
         self, scheduled: dict[str, int], sampled: ModelRunnerOutput
     ) -> tuple[list[EngineCoreOutput], dict[str, int]]:
-        """Take the tokens that cannot be a sample's last; return their outputs, and what is left of `scheduled`."""
+        """Take the tokens that cannot be a sample's last; return their outputs and the rest of `scheduled`."""
         taken, left = [], {}
         tokens_of, row_of, requests = sampled.sampled_token_ids, sampled.req_id_to_index, self.requests
         size, longest = self.kv_cache_manager.block_pool.hash_block_size, self.max_model_len
@@ -202,7 +197,7 @@ class DecodingScheduler(Scheduler):
                 left[name] = count
                 continue
             tokens, length = tokens_of[row_of[name]], len(request._all_token_ids) + 1
-            limits = _limits(request, longest)
+            limits = _end_conditions(request, longest)
             if limits is None or len(tokens) != 1 or length >= limits.length or tokens[0] in limits.stops:
                 left[name] = count
                 continue
@@ -212,44 +207,41 @@ class DecodingScheduler(Scheduler):
             request.num_output_placeholders -= ahead
             if length % size == 0:
                 request.update_block_hashes()
-            if ahead and (length - 1) % size == 0:  # all but the last one are computed
+            if ahead and (length - 1) % size == 0:  # the cache holds all tokens but the last
                 cache(request, request.num_computed_tokens - request.num_output_placeholders)
             taken.append(EngineCoreOutput(name, tokens))
         return taken, left
 
 
 class _Rows(NamedTuple):
-    """A step's samples, each at the same place of all lists."""
+    """The samples of a step, each at the same index of all lists."""
 
     requests: list[Request]
-    blocks: list[tuple[list[int], ...] | None]
-    """Ids of new blocks; None: none."""
-    computed: list[int]
-    """Tokens computed before the step."""
-    sampled: list[int]
-    """Tokens sampled before the step, with those on the way."""
+    blocks: list[tuple[list[int], ...] | None]  # ids of new blocks, or None
+    computed: list[int]  # tokens computed before the step
+    sampled: list[int]  # tokens sampled before the step, including those being computed
 
 
 def _is_plain(request: Request) -> bool:
-    """Whether vLLM would add nothing to its token, and none is on the way from before a preemption."""
+    """Return whether vLLM adds nothing to the token, and no token from before a preemption is outstanding."""
     return request.prefill_stats is None and request.num_preemptions == 0
 
 
-def _limits(request: Request, longest: int) -> EndConditions | None:
-    """Return what may end it, or None if it wants more than tokens; found once, and kept with it."""
+def _end_conditions(request: Request, longest: int) -> EndConditions | None:
+    """Return `find_end_conditions` of a request, cached in the request."""
     known: Any = vars(request)
     try:
         found: EndConditions | None = known["fourfold_limits"]
     except KeyError:
-        found = known["fourfold_limits"] = find_limits(request, longest)
+        found = known["fourfold_limits"] = find_end_conditions(request, longest)
     return found
 
 
-def find_limits(request: Request, longest: int) -> EndConditions | None:
-    """Return what may end a sample, or None if it wants more than tokens.
+def find_end_conditions(request: Request, longest: int) -> EndConditions | None:
+    """Return the end conditions of a sample, or None if it wants more than tokens.
 
     Args:
-        request: vLLM's.
+        request: vLLM's request.
         longest: tokens of the model's context.
     """
     wanted: Any = request.sampling_params

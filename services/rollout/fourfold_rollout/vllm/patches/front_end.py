@@ -1,13 +1,7 @@
-"""Knows when vLLM's front end has worked off all outputs of its core process.
+"""Hooks in vLLM's front end (`AsyncLLM`): output barrier, per-sample outputs, failures of the output task, shutdown.
 
-    core process -> socket -> task 1 -> outputs_queue -> task 2: output processor -> our samples
-                                 '----> answers of utility calls, past the queue
-
-The answer to "pause" comes after the last output on the socket, but it overtakes what waits in
-the queue or is half processed: task 2 takes many outputs in pieces, with other tasks in between.
-So a mark goes through the queue behind them, and comes out when all before it are done: task 2
-hands the statistics of each message on last, and the mark travels as those of an empty one.
-At the same place those are called who wait for the next outputs.
+core process --> socket --> task 1 --> outputs_queue --> task 2: OutputProcessor --> our samples
+                               '-----> answers of utility calls, past the queue
 """
 
 from __future__ import annotations
@@ -17,54 +11,91 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.engine.async_llm import AsyncLLM
 
 
 class _Mark:
-    """Travels in the place of statistics."""
+    """Travels through the queue in the place of statistics."""
 
     def __init__(self) -> None:
         self.passed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 class OutputBarrier:
-    """Of one `AsyncLLM`. Its output task must be running: a request was added to it."""
+    """Reports when the front end has processed all outputs of its core process.
+
+    The answer to "pause" follows the last output on the socket, but it overtakes outputs that wait in the queue or are
+    half processed: task 2 processes a message in chunks and yields to other tasks in between. So a mark goes through
+    the queue. Task 2 hands on the statistics of each message last; the mark is the statistics of an empty message.
+
+    The output task must be running: a request was added.
+    """
 
     def __init__(self, llm: Any) -> None:
-        """Begin to look at what the output processor gets."""
         self._queue: asyncio.Queue[Any] = llm.engine_core.outputs_queue
         self._processor = llm.output_processor
         self._pass_on = self._processor.update_scheduler_stats
         self._processor.update_scheduler_stats = self._update_scheduler_stats
-        self._waiting: dict[Callable[[], None], None] = {}
+        self._callbacks: dict[Callable[[], None], None] = {}
 
     async def passed(self) -> None:
-        """Return when all outputs that the front end has now are processed."""
+        """Return when all outputs that the front end has received so far are processed."""
         mark: Any = _Mark()
         self._queue.put_nowait(EngineCoreOutputs(scheduler_stats=mark))
         await mark.passed
 
-    def after_next(self, call: Callable[[], None]) -> None:
-        """Call once, when the next outputs are processed; however often it is asked for. It must raise nothing."""
-        self._waiting[call] = None
+    def after_next(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once, after the next outputs; registering it twice changes nothing. It must not raise."""
+        self._callbacks[callback] = None
 
     def token_count(self, request_id: str) -> int:
-        """Return how many tokens of a running request are processed; `request_id` is vLLM's own."""
+        """Return the number of processed tokens of a running request; `request_id` is vLLM's own."""
         return int(self._processor.request_states[request_id].detokenizer.num_output_tokens())
 
     def processed(self, request_id: str) -> tuple[list[int], Any]:
-        """Return the tokens of a running request that are processed, and what vLLM has of their log-probabilities."""
+        """Return the processed tokens of a running request and vLLM's object with their log-probabilities."""
         state = self._processor.request_states[request_id]
         return state.detokenizer.output_token_ids, state.logprobs_processor.logprobs
 
     def _update_scheduler_stats(self, stats: Any) -> None:
-        if not isinstance(stats, _Mark):
-            self._pass_on(stats)
-            self._call_waiting()
-        elif not stats.passed.done():  # whoever waited may be gone
-            stats.passed.set_result(None)
+        if isinstance(stats, _Mark):
+            if not stats.passed.done():  # it is cancelled if the waiting task is
+                stats.passed.set_result(None)
+            return
+        self._pass_on(stats)
+        if self._callbacks:
+            callbacks, self._callbacks = self._callbacks, {}
+            for callback in callbacks:
+                callback()
 
-    def _call_waiting(self) -> None:
-        if self._waiting:
-            waiting, self._waiting = self._waiting, {}
-            for call in waiting:
-                call()
+
+def take_outputs(collector: Any, put: Callable[[Any], None]) -> None:
+    """Call `put` with each output of a request instead of collecting it for a waiting task.
+
+    vLLM's collector would need one task per sample, which wakes up for each output.
+
+    Args:
+        collector: vLLM's RequestOutputCollector; an output that it holds already is put now.
+        put: must not raise: vLLM would end the task that processes the outputs of all requests.
+    """
+    collector.put = put
+    if (early := collector.output) is not None:
+        put(early)
+
+
+def on_output_failure(llm: AsyncLLM, callback: Callable[[Exception], None]) -> None:
+    """Call `callback` with the error that ends vLLM's output task.
+
+    vLLM passes the error to every request and does not raise it from the task. The callback comes even without
+    requests; the samples end when the cause of death is known.
+    """
+    processor: Any = llm.output_processor
+    processor.propagate_error = callback
+
+
+def disarm_shutdown(llm: AsyncLLM) -> None:
+    """Make later calls of `shutdown` do nothing.
+
+    vLLM calls it again when the object is collected, at a time when its modules may be gone.
+    """
+    llm.shutdown = lambda *_args, **_kwargs: None  # type: ignore[method-assign]

@@ -1,11 +1,11 @@
-"""Log-probabilities of sampled tokens in vLLM's first model runner (CPU, and CUDA where the second one is not used).
+"""Takes the log-probabilities of sampled tokens from vLLM's first model runner (CPU, and CUDA without the second one).
 
-    Sampler.forward -> Sampler.sample -> TopKTopPSampler     filtered logits come back, instead of the log_softmax
-                                                             of all of them, which vLLM makes whether asked or not
-          '- our `sample`: takes the sampled tokens' log-probabilities, and makes the log_softmax only when asked
+    Sampler.forward --> Sampler.sample --> TopKTopPSampler    returns the filtered logits instead of the log_softmax of
+                                                              all of them, which vLLM computes even if it is not used
+          '-- our `sample`: writes the log-probabilities of the sampled tokens; log_softmax only on request
 
-Which row is which token of which sample is the runner's own knowledge: a request's length after this step, less its
-prompt. Rows whose token vLLM discards (prompts in pieces, also after a preemption) write nothing.
+The runner knows the token of each row: the request's length after this step, less its prompt. Rows whose token vLLM
+discards (chunked prompts, also after a preemption) write nothing.
 """
 
 from __future__ import annotations
@@ -29,16 +29,15 @@ _FILTERED: Final = "processed_logits"
 
 
 class LogprobSampler:
-    """Takes the place of `sample` in a runner's sampler."""
+    """Replaces `sample` of a runner's sampler."""
 
     def __init__(self, runner: Any) -> None:
-        """Find what it needs; nothing is changed yet.
+        """Look up the parts of the runner, without changing it.
 
         Raises:
-            AttributeError: this vLLM has another runner.
+            AttributeError: an unknown version of vLLM's runner.
         """
-        self.write: Write | None = None
-        """Takes log-probabilities; None: nobody does."""
+        self.write: Write | None = None  # None: this worker does not write
         self._runner = runner
         self._sampler = runner.sampler
         self._filter = self._sampler.topk_topp_sampler
@@ -46,7 +45,7 @@ class LogprobSampler:
         self._batch_of(0)
 
     def install(self) -> str:
-        """Begin; return why it cannot be done, or nothing."""
+        """Replace `sample`; return why it cannot be done, or an empty text."""
         if (self._sampler.logprobs_mode, self._filter.logprobs_mode) != (_SAMPLER_MODE, _SAMPLER_MODE):
             return f"the sampler's logprobs_mode is {self._sampler.logprobs_mode}, not {_SAMPLER_MODE}"
         self._sampler.logprobs_mode = self._filter.logprobs_mode = _FILTERED
@@ -54,17 +53,17 @@ class LogprobSampler:
         return ""
 
     def sample(self, logits: Tensor, metadata: Any, *options: Any, **more: Any) -> tuple[Tensor, Tensor | None]:
-        """Return sampled ids [r], and log-probabilities [r, vocabulary] when a request asks vLLM for some."""
+        """Return sampled ids [r], and log-probabilities [r, vocabulary] if a request asks vLLM for them."""
         sampled, filtered = self._sample(logits, metadata, *options, **more)
         if filtered is None:  # all rows are greedy
             filtered = logits
-        is_real = self._runner.input_batch.num_reqs == len(logits)  # vLLM's dry runs have no requests
-        if is_real and self.write is not None:
-            self._give(self.write, filtered, sampled)
+        has_requests = self._runner.input_batch.num_reqs == len(logits)  # False in vLLM's dry runs
+        if has_requests and self.write is not None:
+            self._write(self.write, filtered, sampled)
         wanted = metadata.max_num_logprobs is not None or metadata.logprob_token_ids
         return sampled, self._sampler.compute_logprobs(filtered) if wanted else None
 
-    def _give(self, write: Write, filtered: Tensor, sampled: Tensor) -> None:
+    def _write(self, write: Write, filtered: Tensor, sampled: Tensor) -> None:
         req_ids, discarded, prompts, lengths = self._batch_of(len(sampled))
         requests = self._runner.requests
         slots = np.fromiter((slot_of(requests[r].sampling_params) for r in req_ids), np.int32, len(sampled))
@@ -73,7 +72,7 @@ class LogprobSampler:
             write(filtered, sampled, slots, prompts, lengths)
 
     def _batch_of(self, count: int) -> tuple[list[str], NDArray[np.bool_], Int32Array, Int32Array]:
-        """Return request ids, whether the token is discarded, prompt lengths and lengths of this step's rows."""
+        """Return, for the rows of this step: request id, whether the token is discarded, prompt length, length."""
         runner = self._runner
         batch = runner.input_batch
         lengths: Int32Array = runner.optimistic_seq_lens_cpu[:count].numpy()
@@ -81,7 +80,7 @@ class LogprobSampler:
 
 
 def write_on_cpu(table: Float32Array) -> Write:
-    """Return what writes to the table, float32 [slots, width], from logits in the host's memory."""
+    """Return a writer to the table, float32 [slots, width], for logits in the host's memory."""
 
     def write(filtered: Tensor, sampled: Tensor, slots: Int32Array, prompts: Int32Array, lengths: Int32Array) -> None:
         chosen = filtered.gather(1, sampled.long().unsqueeze(1)).squeeze(1).float()
@@ -94,7 +93,7 @@ def write_on_cpu(table: Float32Array) -> Write:
 
 
 def write_on_gpu(table: Tensor) -> Write:
-    """Return what writes to the table as the GPU sees it: a copy of 3 numbers a row, and a kernel."""
+    """Return a writer to the table as mapped on the GPU. It copies 3 numbers per row and starts one kernel."""
     from fourfold_rollout.vllm.logprob_kernel import write_logprobs
 
     rows = torch.arange(0, device=table.device)

@@ -1,11 +1,11 @@
-"""Log-probabilities of sampled tokens in vLLM's second model runner, the default for dense models on CUDA.
+"""Takes the log-probabilities of sampled tokens from vLLM's second model runner (dense models on CUDA).
 
-    add_request           notes the request's row of the table, at its place among the runner's requests
-    apply_staged_writes   lets the GPU see the notes, as it does the runner's own; only after a request came
-    sample                one kernel more behind the sampler's: it reads the logits that were sampled from
+    add_request           notes the request's row of the table, at its index among the runner's requests
+    apply_staged_writes   copies the notes to the GPU with the runner's own state, only after a request was added
+    sample                starts one more kernel after the sampler's, which reads the filtered logits
 
-Nothing in it is done per token in Python, waits for the GPU, or is inside a CUDA graph: vLLM samples after the graph.
-vLLM's copy of the sampled ids waits for the stream that all of this is on, so a value is there before its token.
+There is no Python work per token, no wait for the GPU and nothing inside a CUDA graph: vLLM samples after the graph.
+vLLM's copy of the sampled ids waits for the stream that all of this runs on, so a value arrives before its token.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _NEEDED: Final = ("expanded_idx_mapping", "idx_mapping_np", "pos")
 
 
 class LogprobSampler:
-    """Stands before three methods of a runner's sampler."""
+    """Wraps three methods of a runner's sampler."""
 
     def __init__(self, runner: Any, table: Tensor) -> None:
-        """Find what it needs; nothing is changed yet.
+        """Look up the parts of the runner, without changing it.
 
         Args:
-            runner: vLLM's.
-            table: float32 [slots, width], as the GPU sees it.
+            runner: vLLM's model runner.
+            table: float32 [slots, width], mapped on the GPU.
 
         Raises:
-            AttributeError, ValueError: this vLLM has another sampler.
+            AttributeError, ValueError: an unknown version of vLLM's sampler.
         """
         self._sampler = runner.sampler
         self._states = runner.req_states
@@ -51,19 +51,19 @@ class LogprobSampler:
         _ = self._states.prompt_len.gpu, self._states.prefill_len.gpu
 
     def install(self) -> None:
-        """Begin."""
+        """Replace the methods of the sampler."""
         self._sampler.add_request = self.add_request
         self._sampler.apply_staged_writes = self.apply_staged_writes
         self._sampler.sample = self.sample
 
     def add_request(self, req_idx: int, *arguments: Any) -> None:
-        """Note the row of a request that is new, or comes back after a preemption; its parameters come last."""
+        """Note the row of a request that is new or returns after a preemption. Its parameters are the last argument."""
         self._unseen = True
         self._slots.np[req_idx] = slot_of(arguments[-1])
         self._add_request(req_idx, *arguments)
 
     def apply_staged_writes(self) -> None:
-        """Let the GPU see what came with new requests. vLLM copies it all in every step: a twentieth of a step."""
+        """Copy the state of new requests to the GPU. vLLM does so in every step, which takes 5 % of a step."""
         if not self._unseen:
             return
         self._unseen = False
@@ -71,12 +71,12 @@ class LogprobSampler:
         self._apply_staged_writes()
 
     def sample(self, logits: Tensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Return sampled ids [r] and the logits that they were sampled from, [r, vocabulary]."""
+        """Return sampled ids [r] and the logits after temperature, top-k and top-p, [r, vocabulary]."""
         everything = (logits, *arguments)
         if not (self._slots.np[everything[self._rows_np_at]] >= 0).any():
             sampled, processed = self._sample(*everything, **options)
             return sampled, processed
-        # A fused sampler would not show what it sampled from.
+        # Without this option a fused sampler does not return the logits after top-k and top-p.
         sampled, processed = self._sample(*everything, **(options | {"return_logprobs": True}))
         write_logprobs(
             processed,

@@ -1,17 +1,17 @@
-"""The schedulers that vLLM gets: vLLM's own, with less to do for samples that decode.
+"""Replaces vLLM's schedulers with subclasses that do less work for samples that decode.
 
-The core process has one thread for all samples, and what it takes to schedule them is time in which the GPU waits;
-`python -m fourfold_bench.scheduler` measures it. Steps in which all samples decode go through decoding.py. In the
-others, with prompts among them, the block manager has a short way for those that decode: vLLM asks it for slots, and
-tells it later how far blocks may be cached; with blocks of 16 tokens both walk through four layers for nothing in 13
-of 16 steps.
+The core process schedules all samples in one thread while the GPU waits; `python -m fourfold_bench.scheduler` measures
+it. Steps in which all samples decode go through decoding.py. In steps with prompts, the block manager gets a short path
+for the samples that decode. vLLM asks it for a slot for each token and tells it how far blocks may be cached; with
+blocks of 16 tokens both calls pass four layers and change nothing in 13 of 16 steps.
 
-What is scheduled stays the same, block by block; tests/integration/test_scheduler.py compares them.
+The schedule is the same, block by block; tests/integration/test_scheduler.py compares them.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Final
 
 from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
@@ -25,42 +25,40 @@ from fourfold_rollout.vllm.patches.decoding import DecodingScheduler, obstacle
 
 _log = logging.getLogger(__name__)
 
-# How vLLM's scheduler asks for the slots of a running sample when it speculates on no token.
+# The options with which vLLM's scheduler allocates a slot for a running sample without speculation.
 _OF_RUNNING: Final = {"num_lookahead_tokens": 0}
 
 
 class RolloutScheduler(DecodingScheduler):
-    """vLLM's synchronous scheduler with the short way, and with short loops for steps in which samples decode."""
+    """vLLM's synchronous scheduler with the short path and the decoding loops."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.decodes = _shorten_or_say_why(self.kv_cache_manager) and _decodes_or_say_why(self)
+        self.decodes = _applied("Short path of the block manager", lambda: shorten(self.kv_cache_manager)) and _applied(
+            "Fast decode path", lambda: obstacle(self)
+        )
 
 
 class AsyncRolloutScheduler(RolloutScheduler, AsyncScheduler):
-    """vLLM's asynchronous scheduler with both."""
+    """vLLM's asynchronous scheduler with the short path and the decoding loops."""
 
     ahead = 1
 
 
 def scheduler_for(config: Any) -> type[Scheduler]:
-    """Return the class that takes the place of the one which vLLM would choose.
-
-    Args:
-        config: vLLM's VllmConfig, complete.
-    """
-    # vLLM warns of every class but its own that it may not fit. `shorten` looks, and leaves what it does not know.
+    """Return the scheduler class for a complete VllmConfig."""
+    # vLLM warns that a custom scheduler may not fit. `shorten` and `obstacle` check that, so the warning is dropped.
     logging.getLogger("vllm.config.scheduler").addFilter(lambda record: "custom scheduler" not in str(record.msg))
     return AsyncRolloutScheduler if config.scheduler_config.async_scheduling else RolloutScheduler
 
 
 def shorten(manager: KVCacheManager) -> str:
-    """Let `manager` answer at once where it would change nothing.
+    """Make `manager` return at once where it would change nothing.
 
     Returns:
-        Why it cannot, for people, and nothing was changed; empty: it does.
+        Why it cannot be done, and nothing was changed; empty if it was done.
     """
-    if reason := _obstacle(manager):
+    if reason := _manager_obstacle(manager):
         return reason
     only = manager.coordinator.single_type_managers[0]
     size, blocks_of, cached_of = only.block_size, only.req_to_blocks, only.num_cached_block
@@ -83,28 +81,19 @@ def shorten(manager: KVCacheManager) -> str:
     return ""
 
 
-def _shorten_or_say_why(manager: KVCacheManager) -> bool:
+def _applied(what: str, apply: Callable[[], str]) -> bool:
+    """Run a check or a patch; return whether it gave no reason against it, and log the reason."""
     try:
-        reason = shorten(manager)
-    except AttributeError as error:  # another vLLM than those that this was written for
+        reason = apply()
+    except AttributeError as error:  # an unknown version of vLLM
         reason = str(error)
     if reason:
-        _log.info("the scheduler asks the block manager for every token: %s", reason)
+        _log.info("%s disabled; using vLLM's scheduler: %s", what, reason)
     return not reason
 
 
-def _decodes_or_say_why(scheduler: DecodingScheduler) -> bool:
-    try:
-        reason = obstacle(scheduler)
-    except AttributeError as error:  # likewise
-        reason = str(error)
-    if reason:
-        _log.info("vLLM plans the steps in which samples decode, too: %s", reason)
-    return not reason
-
-
-def _obstacle(manager: KVCacheManager) -> str:
-    """Return what makes an answer depend on more than a sample's last block."""
+def _manager_obstacle(manager: KVCacheManager) -> str:
+    """Return the configuration in which an answer depends on more than a sample's last block; empty: none."""
     if not manager.enable_caching:
         return "the prefix cache is off"
     if type(manager.coordinator) is not UnitaryKVCacheCoordinator:

@@ -1,9 +1,9 @@
-"""Seeded sampling of a whole batch at once in vLLM's first model runner on CUDA.
+"""Samples the seeded requests of a batch at once in vLLM's first model runner on CUDA.
 
-There, vLLM draws the noise of every seeded request in a Python loop of its own generators: 5 ms a step at 512 requests,
-and all of ours have seeds. Its second runner has a kernel that makes the noise of a token from the request's seed and
-the token's position; here the first one uses it, too. What a seed gives is not what the loop would give, as between
-the two runners; it is the same in every batch and after a preemption.
+That runner draws the noise of each seeded request in a Python loop over generators: 5 ms per step with 512 requests,
+and all our requests have seeds. vLLM's second runner has a kernel that computes the noise from the request's seed and
+the token's position; here the first runner uses it, too. A seed gives other tokens than the loop, as it does in the
+second runner, but the same tokens in every batch and after a preemption.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
 
 class SeededSampling:
-    """Takes the place of `forward` in the TopKTopPSampler of a runner, which must give filtered logits."""
+    """Replaces `forward` of a runner's TopKTopPSampler, which `logprobs_v1.py` must have set to filtered logits."""
 
     def __init__(self, runner: Any) -> None:
-        """Find what it needs; nothing is changed yet.
+        """Look up the parts of the runner, without changing it.
 
         Raises:
-            AttributeError: this vLLM has another runner.
+            AttributeError: an unknown version of vLLM's runner.
         """
         self._runner = runner
         self._sampler = runner.sampler.topk_topp_sampler
@@ -35,22 +35,22 @@ class SeededSampling:
         self._rows = torch.arange(count, dtype=torch.int32, device=device)
         self._ones = torch.ones(count, dtype=torch.float32, device=device)
         named = inspect.signature(gumbel_sample).parameters
-        self._options: dict[str, Any] = {"is_drafting": False} if "is_drafting" in named else {}  # 0.32 asks for it
+        self._options: dict[str, Any] = {"is_drafting": False} if "is_drafting" in named else {}  # new in 0.32
 
     def install(self) -> None:
-        """Begin. Every worker of an engine must, or none."""
+        """Replace `forward`. All workers of an engine must do so, or none."""
         self._sampler.forward = self.forward
 
     def forward(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return sampled ids [r] and the logits that they were sampled from, [r, vocabulary].
+        """Return sampled ids [r] and the filtered logits, [r, vocabulary].
 
-        Greedy rows have no generator; their ids are not used.
+        Greedy rows have no generator, and vLLM ignores their ids.
         """
         count, batch = len(logits), self._runner.input_batch
         if batch.num_reqs != count or len(generators) + len(batch.greedy_reqs) != count:
-            sampled, filtered = self._forward(logits, generators, k, p)  # somebody sampled without a seed
+            sampled, filtered = self._forward(logits, generators, k, p)  # a row has neither a seed nor greedy sampling
             return sampled, filtered
         filtered = apply_top_k_top_p(logits, k, p)
         numbers = np.zeros((2, count), np.int64)

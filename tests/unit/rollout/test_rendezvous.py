@@ -10,7 +10,7 @@ import pytest
 from vllm.utils.network_utils import get_open_zmq_ipc_path
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
-from fourfold_rollout.vllm.launch import meet_in_a_folder
+from fourfold_rollout.vllm.patches.rendezvous import meet_in_a_folder
 
 _NAMES = ("get_file_store_init_method", "get_distributed_init_method")
 

@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from fourfold.text import printable
+
 MAX_BYTES: Final = 32 << 20
 """Largest log file. The file NAME.log.1 with the lines before it is as large again."""
 KEPT_BYTES: Final = 64 << 10
@@ -28,7 +30,6 @@ KEPT_BYTES: Final = 64 << 10
 _MAX_TEXT: Final = 8192  # characters of a message, a traceback or a field
 _SECRET_FIELD: Final = re.compile(r"token$|tokens$|offer|authorization|secret|password|private|_key$", re.IGNORECASE)
 _BEARER: Final = re.compile(r"(?i)\b(bearer)\s+(?!token\b)\S+")
-_CONTROL: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _OWN_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
@@ -104,7 +105,7 @@ class TerminalFormatter(logging.Formatter):
         text = f"{clock} {level}{_clean(record.getMessage())}{fields}"
         if record.exc_info:
             text += "\n" + _clean(self.formatException(record.exc_info))
-        return text.translate(_CONTROL)
+        return printable(text)
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:
@@ -127,7 +128,7 @@ def _hide_secret(name: str, value: object) -> object:
     return value
 
 
-def shorten(text: str, limit: int = _MAX_TEXT) -> str:
+def _shorten(text: str, limit: int = _MAX_TEXT) -> str:
     """Return at most `limit` characters: the beginning, the number of characters of the whole text, and the end."""
     if len(text) <= limit:
         return text
@@ -137,7 +138,7 @@ def shorten(text: str, limit: int = _MAX_TEXT) -> str:
 
 
 def _clean(text: str) -> str:
-    return shorten(_BEARER.sub(r"\1 [hidden]", text))
+    return _shorten(_BEARER.sub(r"\1 [hidden]", text))
 
 
 def _utc(seconds: float) -> str:

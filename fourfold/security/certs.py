@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,7 +34,7 @@ from fourfold.errors import ConfigError
 from fourfold.security.access import REVOKED_FILE, ROLES, fingerprint
 from fourfold.security.material import MEMBER_NAME, check_private, read_file, server_name, uri
 from fourfold.security.principal import Principal
-from fourfold.security.tokens import parse_grant, read_tokens
+from fourfold.security.tokens import SCOPES, TokenGrant, parse_grant, read_tokens
 
 VALID_DAYS: Final = 365
 AUTHORITY_DAYS: Final = 3650
@@ -208,14 +209,15 @@ def add_token(
     Raises:
         ConfigError: the name is malformed or taken, or a scope or limit is unknown.
     """
-    token = "ff_" + secrets.token_urlsafe(
-        32
-    )  # the prefix keeps a leading dash away, which command lines read as an option
-    words = [name, hashlib.sha256(token.encode()).hexdigest()]
-    words += [f"scopes={','.join(scopes)}"] if scopes else []
-    words += [f"expires={_now() + datetime.timedelta(days=days):%Y-%m-%dT%H:%M:%SZ}"] if days is not None else []
-    words += [f"{key}={value:.15g}" for key, value in (limits or {}).items()]
-    grant = parse_grant(" ".join(words))
+    token = "ff_" + secrets.token_urlsafe(32)  # never starts with a dash, which command lines read as an option
+    grant = TokenGrant(
+        name=name,
+        digest=hashlib.sha256(token.encode()).digest(),
+        scopes=frozenset(scopes or SCOPES),
+        expires=None if days is None else _now() + datetime.timedelta(days=days),
+        limits=limits or {},
+    )
+    grant = parse_grant(grant.line())  # checks the name, the scopes and the limits
     if path.exists() and name in read_tokens(path):
         raise ConfigError(f"{path}: has a token named {name!r}; choose another name, or remove that one")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []  # an edited file may end without \n
@@ -354,10 +356,8 @@ def _name(text: str) -> x509.Name:
 
 
 def _general_name(host: str) -> x509.GeneralName:
-    try:
+    with suppress(ValueError):
         return x509.IPAddress(ipaddress.ip_address(host))
-    except ValueError:
-        pass
     if not _HOST.fullmatch(host) or len(host) > 253:
         raise ConfigError(
             f"host {host!r:.80} is neither an address nor a name; give for example 10.0.0.5 or trainer.internal"

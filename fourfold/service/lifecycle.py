@@ -107,7 +107,7 @@ class ServiceHost:
         self.on_drain: list[Callable[[], Awaitable[None]]] = []
         self.target = ""
         """"host:port" for other services; set when the server listens."""
-        self._extra_servers: list[Server] = []
+        self._servers = [self.server]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
         self._signal: int | None = None
@@ -125,7 +125,7 @@ class ServiceHost:
             max_concurrent_rpcs=max_concurrent_rpcs,
             quotas=self.quotas,
         )
-        self._extra_servers.append(server)
+        self._servers.append(server)
         return server
 
     def fatal(self, message: str) -> None:
@@ -176,6 +176,10 @@ class ServiceHost:
                 until.close()
             self._print_fatal()
 
+    def _set_ready(self, ready: bool) -> None:
+        for server in self._servers:
+            server.set_ready(ready)
+
     async def _make_ready(self, start: Callable[[], Awaitable[None]] | None) -> bool:
         """Listen, run `start` and report ready; return False when the service was stopped before."""
         bound = await self.server.start()
@@ -184,10 +188,9 @@ class ServiceHost:
             await self._unless_stopped(start())
         if self._stop.is_set():
             return False
-        for server in self._extra_servers:
+        for server in self._servers[1:]:
             await server.start()
-        for server in (self.server, *self._extra_servers):
-            server.set_ready(True)
+        self._set_ready(True)
         with suppress(OSError):  # the reader of stdout is gone
             sys.stdout.write(f"READY {self.target}\n")
             sys.stdout.flush()
@@ -217,25 +220,21 @@ class ServiceHost:
             await asyncio.sleep(_WARN_SECONDS)
 
     async def _drain(self, member: Membership | None, work: asyncio.Future[int] | None) -> None:
-        self.server.set_ready(False)
-        for server in self._extra_servers:
-            server.set_ready(False)
+        self._set_ready(False)
         if self._signal is not None or (self._fatal and PARENT_PID_VARIABLE in os.environ):
-            _exit_later(1 if self._signal is None else 128 + self._signal, self._print_fatal)
+            self._exit_later(1 if self._signal is None else 128 + self._signal)
         if member is not None:
             await member.leave(timeout=_DEREGISTER_SECONDS)
-        for name, step in [(getattr(c, "__qualname__", "on_drain"), c) for c in self.on_drain]:
-            await self._bounded(name, step())
+        for step in self.on_drain:
+            # gather returns the error of a step, so that the other steps run.
+            (result,) = await asyncio.gather(asyncio.wait_for(step(), _ON_DRAIN_SECONDS), return_exceptions=True)
+            if isinstance(result, BaseException):
+                name = getattr(step, "__qualname__", "on_drain")
+                _log.error("a step of the drain failed: %s", name, exc_info=result)
         if work is not None and not work.done():
             work.cancel()
             await asyncio.wait({work}, timeout=_ON_DRAIN_SECONDS)
-        await asyncio.gather(*(s.stop(_GRACE_SECONDS) for s in (self.server, *self._extra_servers)))
-
-    async def _bounded(self, name: str, step: Awaitable[None]) -> None:
-        """Run one step of the drain with a time limit; log its error, so that the other steps run."""
-        (result,) = await asyncio.gather(asyncio.wait_for(step, _ON_DRAIN_SECONDS), return_exceptions=True)
-        if isinstance(result, BaseException):
-            _log.error("a step of the drain failed: %s", name, exc_info=result)
+        await asyncio.gather(*(server.stop(_GRACE_SECONDS) for server in self._servers))
 
     async def _unless_stopped(self, work: Awaitable[None]) -> None:
         """Await `work`; cancel it when the service is stopped first."""
@@ -302,6 +301,18 @@ class ServiceHost:
         if self._fatal:
             _print_error(f"{self.options.member_id}: {self._fatal}")
 
+    def _exit_later(self, code: int) -> None:
+        """Exit after `_HARD_EXIT_SECONDS`, even when threads are stuck."""
+
+        def leave() -> None:
+            _print_error(f"the drain took more than {_HARD_EXIT_SECONDS} s; exiting")
+            self._print_fatal()
+            os._exit(code)
+
+        timer = threading.Timer(_HARD_EXIT_SECONDS, leave)
+        timer.daemon = True
+        timer.start()
+
     @contextmanager
     def _signals(self) -> Iterator[None]:
         """Drain on the first SIGTERM or SIGINT, exit on the second. Outside of the main thread, do nothing."""
@@ -333,16 +344,3 @@ def _print_error(line: str) -> None:
     with suppress(OSError):
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
-
-
-def _exit_later(code: int, print_fatal: Callable[[], None]) -> None:
-    """Exit after `_HARD_EXIT_SECONDS`, even when threads are stuck."""
-
-    def leave() -> None:
-        _print_error(f"the drain took more than {_HARD_EXIT_SECONDS} s; exiting")
-        print_fatal()
-        os._exit(code)
-
-    timer = threading.Timer(_HARD_EXIT_SECONDS, leave)
-    timer.daemon = True
-    timer.start()

@@ -115,11 +115,11 @@ def test_long_texts_are_shortened(monkeypatch: pytest.MonkeyPatch, terminal: boo
     assert "[8388608 characters]" in err.getvalue()
 
 
-def test_on_a_terminal_control_characters_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_control_characters_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", err := Terminal())
     logs.setup("m")
     logging.getLogger("fourfold.x").warning("two\nlines \x1b[2J\x9b1m\r", extra={"peer": "a\x07b"})
-    assert err.getvalue()[8:] == " warning: two\nlines \\x1b[2J\\x9b1m\\x0d  peer=a\\x07b\n"
+    assert err.getvalue()[8:] == " warning: two\nlines ?[2J?1m?  peer=a?b\n"
 
 
 def test_the_log_file_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

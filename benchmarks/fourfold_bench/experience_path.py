@@ -207,7 +207,7 @@ class Coordinator:
             sample_count=self._options.group_size,
         )
         completions = await self._rollout.complete(request, timeout=TIMEOUT)
-        check_completions(completions, who="rollout", vocabulary_size=VOCABULARY_SIZE, newest_version=0)
+        check_completions(completions, peer="rollout", vocabulary_size=VOCABULARY_SIZE, newest_version=0)
         return [
             # A reward service has answered.
             replace(

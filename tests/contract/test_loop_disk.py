@@ -7,7 +7,10 @@ import resource
 import sys
 from collections.abc import Callable
 
+from fourfold.coordinator.client import MembershipClient
+from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import Unavailable
+from fourfold.rpc.channel import open_channel
 from fourfold_coordinator.serve import ADDRESS_FILE
 from tests.fakes.stage import Stage, check_books, until, watch_for
 
@@ -36,7 +39,20 @@ async def test_a_full_disk_is_waited_for_and_costs_no_row(make_stage: Callable[.
         (condition,) = status.conditions
         assert condition.subject == "disk" and str(stage.folder) in condition.text
         assert "make room there" in condition.text
-        assert len(status.members) == 3, "leases go on"
+        assert len(status.members) == 3
+        # A lease lasts longer than this test: ask for what keeps one alive.
+        client = MembershipClient(open_channel(stage.address, None), peer="coordinator")
+        lease = await client.register(
+            member_id="reward-1",
+            incarnation="f" * 32,
+            role=Role.ROLE_REWARD,
+            target=stage.reward.target,
+            tokenizer_sha256=b"",
+            timeout=2,
+        )
+        assert await client.keep_alive(lease.token, timeout=2) == (lease.ttl_seconds, False), "leases are renewed"
+        await client.deregister(lease.token, timeout=2)
+        assert (await watch_for(stage, lambda _: True)).conditions, "and the disk is still full"
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, limits)
         _, errors = await asyncio.wait_for(process.communicate(), 20)
     finally:
@@ -49,7 +65,7 @@ async def test_a_full_disk_is_waited_for_and_costs_no_row(make_stage: Callable[.
 
 
 async def test_a_checkpoint_that_waits_for_the_trainers_disk_is_shown(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=2)
+    stage = make_stage(steps=4)
     full = True
 
     async def refuse(step: int) -> None:

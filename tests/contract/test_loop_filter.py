@@ -88,7 +88,7 @@ async def test_a_step_goes_on_with_what_it_has_when_too_many_prompts_were_drawn(
         assert await stage.finish() == 0
     check_books(stage)
     assert trained_positions(stage) == {1: [1]}
-    assert "step 1 goes on with 1 of 3 groups: of 9 prompts 0 were lost and 8 taught nothing" in caplog.text
+    assert "batch is incomplete: step=1 groups=1 wanted=3 prompts=9 lost=0 filtered=8" in caplog.text
     assert stage.lines("metrics.jsonl")[0]["groups/prompts_consumed"] == 9, "max_rounds * prompts_per_step"
 
 
@@ -109,7 +109,7 @@ async def test_a_step_without_any_group_is_skipped_and_the_run_goes_on(
     with caplog.at_level(logging.WARNING):
         assert await stage.finish() == 0
     check_books(stage)
-    assert "step 1 has nothing to learn: none of 6 prompts taught anything" in caplog.text
+    assert "step has nothing to learn: step=1 prompts=6" in caplog.text
     assert sent[:12] == [(False, True)] * 12, "no token to train on, and all that the trainer asks for"
     assert trained_positions(stage)[1] == [3, 4, 5], "the last of them"
     steps = stage.ledger().steps()
@@ -183,7 +183,7 @@ async def test_lost_and_filtered_groups_are_told_apart(
     with caplog.at_level(logging.WARNING):
         assert await stage.finish() == 0
     check_books(stage)
-    assert "step 1 goes on with 1 of 3 groups: of 6 prompts 1 were lost and 4 taught nothing" in caplog.text
+    assert "batch is incomplete: step=1 groups=1 wanted=3 prompts=6 lost=1 filtered=4" in caplog.text
     assert stage.report()["dropped"] == {"FILTERED": 16, "NO_IDEA": 4}
     assert "4 NO_IDEA" in stage.lines("metrics.jsonl")[0]["diagnosis"]
     assert "FILTERED" not in stage.lines("metrics.jsonl")[0]["diagnosis"]

@@ -14,7 +14,7 @@ import pytest
 
 from fourfold_coordinator.cli.summary import is_finished
 from fourfold_coordinator.serve import ADDRESS_FILE, main
-from tests.fakes.stage import Stage, check_books, fresh_processes, until, watch_for
+from tests.fakes.stage import Stage, check_books, fresh_processes, hang_in_step, successor, until, watch_for
 from tests.fakes.toy import write_data
 from tests.fakes.toy_rollout import FakeRollout
 from tests.fakes.toy_trainer import FakeTrainer
@@ -131,22 +131,14 @@ async def test_a_trainer_that_comes_back_is_brought_to_the_checkpoint(
     make_stage: Callable[..., Stage], tries: int, seconds: float
 ) -> None:
     stage = make_stage(steps=6, retry={"infrastructure": tries})
-    died = asyncio.Event()
-
-    async def die(step: int) -> None:
-        if step == 4 and not died.is_set():
-            died.set()
-            await asyncio.sleep(30)
-
-    stage.trainer.on_train = die
+    died = hang_in_step(stage, 4)
     await stage.start()
     async with asyncio.timeout(10):
         await died.wait()
     old = stage.trainer
     await old.kill()
     await asyncio.sleep(seconds)  # engines take long to load
-    stage.trainer = FakeTrainer("trainer-0", stage.config, checkpoints=old.checkpoints)
-    stage.trainer.batches = {step: ids for step, ids in old.batches.items() if step <= 2}
+    stage.trainer = successor(old)
     await stage.trainer.join(stage.address)
     assert await stage.finish() == 0
     check_books(stage)
@@ -175,8 +167,7 @@ async def test_a_trainer_that_dies_while_it_sends_is_waited_for_and_its_version_
     caplog.clear()
     await old.kill()
     await asyncio.sleep(1.0)
-    stage.trainer = FakeTrainer("trainer-0", stage.config, checkpoints=old.checkpoints)
-    stage.trainer.batches = {step: ids for step, ids in old.batches.items() if step <= 2}
+    stage.trainer = successor(old)
     await stage.trainer.join(stage.address)
     assert await stage.finish() == 0
     check_books(stage)
@@ -185,9 +176,9 @@ async def test_a_trainer_that_dies_while_it_sends_is_waited_for_and_its_version_
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     told = [text.partition(": ")[0] for text in warnings if not text.startswith("step ")]
     assert [" ".join(text.split()[:5]) for text in told] == [
-        "GetStatus",  # no answer from the trainer, asking again
+        "GetStatus",  # the trainer did not answer; repeating the call
         f"trainer-0 at {stage.trainer.target} is a",  # new process
-        "going on after step 2",
+        "restored",
     ]
 
 
@@ -209,27 +200,21 @@ async def test_an_engine_that_comes_during_a_recovery_waits_for_the_restored_wei
     make_stage: Callable[..., Stage],
 ) -> None:
     stage = make_stage(steps=6)
-    died = asyncio.Event()
-
-    async def die(step: int) -> None:
-        if step == 4 and not died.is_set():
-            died.set()
-            await asyncio.sleep(30)
-
-    stage.trainer.on_train = die
+    died = hang_in_step(stage, 4)
     await stage.start()
     async with asyncio.timeout(10):
         await died.wait()
     old, lost = stage.trainer, stage.trainer.version
     await old.kill()
     late = FakeRollout("rollout-1", stage.config)
-    stage.trainer = trainer = SlowlyRestored("trainer-0", stage.config, checkpoints=old.checkpoints)
+    trainer = successor(old, SlowlyRestored)
+    assert isinstance(trainer, SlowlyRestored)
+    stage.trainer = trainer
 
     async def told() -> None:
         trainer.asked.set()
 
     late.on_describe = told
-    trainer.batches = {step: ids for step, ids in old.batches.items() if step <= 2}
     stage.rollouts.append(late)
     await late.join(stage.address)
     await trainer.join(stage.address)
@@ -256,8 +241,7 @@ async def test_trainer_and_engine_that_die_in_an_evaluation_cost_no_more_than_in
     old = stage.trainer
     for member in (old, stage.rollouts[0]):
         await member.kill()
-    stage.trainer = FakeTrainer("trainer-0", stage.config, checkpoints=old.checkpoints)
-    stage.trainer.batches = {done: ids for done, ids in old.batches.items() if done <= 2}
+    stage.trainer = successor(old)
     stage.rollouts = [FakeRollout("rollout-0", stage.config)]
     for member in (stage.trainer, stage.rollouts[0]):
         await member.join(stage.address)
@@ -280,7 +264,7 @@ async def test_a_trainer_that_dies_before_the_last_service_is_there_is_waited_fo
     await stage.trainer.kill()  # its lease goes on
     await stage.rollouts[0].join(stage.address)
     await asyncio.sleep(1.5)  # longer than gRPC tries by itself
-    stage.trainer = FakeTrainer("trainer-0", stage.config)
+    stage.trainer = successor(stage.trainer)
     await stage.trainer.join(stage.address)
     assert await stage.finish() == 0
     check_books(stage)

@@ -233,7 +233,7 @@ async def test_an_engine_that_dies_is_neither_watched_nor_waited_for(fleet: Flee
     await fleet.servers["a"].stop(0)
     await asyncio.gather(*(fleet.call(WORK) for _ in range(10)))
     assert fleet.done == {"b": 10}
-    assert not replica.unusable_reason, "a watch that fails hinders nobody"
+    assert not replica.unusable_reason, "a watch that fails makes no replica unusable"
     await until(lambda: fleet.servicers["b"].watchers == 1)
     fleet.registry.deregister(fleet.tokens["b"])
     await until(lambda: fleet.servicers["b"].watchers == 0)

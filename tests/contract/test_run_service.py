@@ -81,7 +81,7 @@ async def test_a_wait_that_goes_on_after_a_moment_is_the_same_wait(board: RunBoa
     await clock.advance(20)
     board.set_waiting_for("")
     await clock.advance(0.5)
-    board.set_waiting_for("a reward service (reward-0: not looked at yet)")
+    board.set_waiting_for("a reward service (reward-0: not inspected yet)")
     assert board.status.waiting_since.seconds == 1000
     board.set_waiting_for("")
     await clock.advance(2)

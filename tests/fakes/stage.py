@@ -107,11 +107,30 @@ async def fresh_processes(stage: Stage) -> None:
     """All services anew, as after kill -9 of everything; the trainer's checkpoints stay."""
     for member in stage.members:
         await member.kill()
-    batches = {s: ids for s, ids in stage.trainer.batches.items() if s <= max(stage.trainer.checkpoints, default=0)}
     stage.rollouts = [FakeRollout("rollout-0", stage.config)]
-    stage.trainer = FakeTrainer("trainer-0", stage.config, checkpoints=stage.trainer.checkpoints)
-    stage.trainer.batches = batches
+    stage.trainer = successor(stage.trainer)
     stage.reward = FakeReward("reward-0", stage.config)
+
+
+def successor(trainer: FakeTrainer, kind: type[FakeTrainer] = FakeTrainer) -> FakeTrainer:
+    """Return a new process in place of a trainer: it has the checkpoints, and the steps up to the last of them."""
+    fresh = kind(trainer.member_id, trainer.config, checkpoints=trainer.checkpoints)
+    last = max(trainer.checkpoints, default=0)
+    fresh.batches = {step: ids for step, ids in trainer.batches.items() if step <= last}
+    return fresh
+
+
+def hang_in_step(stage: Stage, step: int) -> asyncio.Event:
+    """Make the first TrainStep call of a step hang; return the event that it has."""
+    hangs = asyncio.Event()
+
+    async def hang(trained: int) -> None:
+        if trained == step and not hangs.is_set():
+            hangs.set()
+            await asyncio.sleep(30)
+
+    stage.trainer.on_train = hang
+    return hangs
 
 
 async def watch_for(stage: Stage, condition: Callable[[run_pb.RunStatus], bool]) -> run_pb.RunStatus:

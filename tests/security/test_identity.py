@@ -169,19 +169,19 @@ def test_the_list_of_fenced_processes_is_bounded(clock: FakeClock, monkeypatch: 
     assert len(registry._fenced) == 4
 
 
-def test_a_follower_that_fails_stops_neither_the_registry_nor_the_other_followers(
+def test_a_listener_that_fails_stops_neither_the_registry_nor_the_other_listeners(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     registry, seen = Registry(clock=clock, tokenizer_sha256=TOKENIZER), list[MemberChange]()
 
     def fail(member: Member, change: MemberChange) -> None:
-        raise KeyError(member.member_id)
+        raise errors.ConfigError(f"no channel to {member.member_id}")
 
     registry.add_listener(fail)
     registry.add_listener(lambda _member, change: seen.append(change))
     token = registry.register(_reward("reward-0"))
     assert registry.keep_alive(token) is False
-    assert [r.getMessage() for r in caplog.records] == ["a follower of the registry failed: reward-0, joined"]
+    assert [r.getMessage() for r in caplog.records] == ["registry listener failed: member=reward-0 change=joined"]
     registry.deregister(token)
     assert seen == [MemberChange.JOINED, MemberChange.LEFT]
 
@@ -199,7 +199,7 @@ async def test_a_member_to_which_no_channel_opens_is_logged_once_and_leaves_with
     await clock.advance(TTL_SECONDS)
     assert [m.member_id for m in registry.expire()] == ["reward-0"]
     assert router.members() == []
-    assert [r.getMessage() for r in caplog.records] == ["a follower of the registry failed: reward-0, joined"]
+    assert [r.getMessage() for r in caplog.records] == ["registry listener failed: member=reward-0 change=joined"]
 
 
 def _reward(name: str, incarnation: str = "a" * 32) -> Member:

@@ -27,7 +27,7 @@ from fourfold.rpc.server import Server
 from fourfold.security import certs
 from fourfold.security.access import ROLLOUT, Security
 from fourfold.security.principal import Principal
-from fourfold_coordinator.routing.certificates import CertificateMonitor
+from fourfold_coordinator.routing.membership import CertificateMonitor
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.state.run_board import RunBoard
 from tests.fakes.clock import FakeClock

@@ -37,7 +37,7 @@ from fourfold.trainer.v1.trainer_weight_service_pb2_grpc import TrainerWeightSer
 from fourfold_coordinator.routing.registry import Member, Registry
 from fourfold_coordinator.routing.router import Router
 from fourfold_coordinator.routing.trainer_session import TrainerSession
-from fourfold_coordinator.state.disk_wait import DiskWriter
+from fourfold_coordinator.state.files import DiskWriter
 from fourfold_coordinator.state.ledger import Ledger
 from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_coordinator.weights import backends, fan_out, update

@@ -38,14 +38,13 @@ from .cli.summary import is_finished
 from .data.prompts import PromptSet, load_prompts
 from .reporting.run_service import RunServicer
 from .reporting.run_totals import PEAK_MEMORY, MemoryMeter, RunTotals
-from .routing.certificates import CertificateMonitor
-from .routing.membership import MembershipServicer
+from .routing.membership import CertificateMonitor, MembershipServicer
 from .routing.registry import Member, Registry
 from .routing.replica import Replica
 from .routing.router import Router
 from .routing.trainer_session import TrainerSession
-from .state.disk_wait import DiskWriter
 from .state.faults import FaultLog
+from .state.files import DiskWriter
 from .state.ledger import Ledger
 from .state.run_board import RunBoard
 from .training.context import RunContext
@@ -177,21 +176,21 @@ class Coordinator:
             asyncio.create_task(totals.run()),
         ]
         try:
-            parts = await self._parts(ledger, memory, totals)
-            background.append(asyncio.create_task(parts.broker.run()))
-            await first_of(TrainingLoop(parts).run(), background)
+            context = await self._assemble(ledger, memory, totals)
+            background.append(asyncio.create_task(context.broker.run()))
+            await first_of(TrainingLoop(context).run(), background)
         finally:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
 
-    async def _parts(self, ledger: Ledger, memory: MemoryMeter, totals: RunTotals) -> RunContext:
+    async def _assemble(self, ledger: Ledger, memory: MemoryMeter, totals: RunTotals) -> RunContext:
         config = self._config
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer)
         await self._disk.write(remember, prompts, ledger)
         sha256 = self._tokenizer.sha256
         session = TrainerSession(self._router, config, tokenizer_sha256=sha256, board=self._board)
-        peers = ServiceCalls(config, self._router, self._tokenizer, newest_version=ledger.highest_version)
+        service_calls = ServiceCalls(config, self._router, self._tokenizer, newest_version=ledger.highest_version)
         self._router.faults.load(ledger)
         return RunContext(
             config=config,
@@ -211,8 +210,8 @@ class Coordinator:
                 probe_ids=prompts.train[0].token_ids,
                 plane=self._plane,
             ),
-            peers=peers,
-            evaluator=Evaluator(config, peers, prompts.held_out),
+            service_calls=service_calls,
+            evaluator=Evaluator(config, service_calls, session, prompts.held_out),
             memory=memory,
             certificates=self._certificates,
             totals=totals,

@@ -103,13 +103,13 @@ def test_truncation_comes_from_the_finish_reason() -> None:
 )
 def test_a_completion_that_cannot_be_trained_on_is_asked_of_another_engine(changes: dict[str, Any], words: str) -> None:
     with pytest.raises((Unavailable, PeerFault), match=f"rollout-0: .*{words}"):
-        check_completions([completion(**changes)], who="rollout-0", vocabulary_size=20, newest_version=2)
+        check_completions([completion(**changes)], peer="rollout-0", vocabulary_size=20, newest_version=2)
 
 
 def test_tokens_of_a_version_that_was_never_sent_are_refused() -> None:
-    check_completions([completion()], who="rollout-0", vocabulary_size=20, newest_version=2)
+    check_completions([completion()], peer="rollout-0", vocabulary_size=20, newest_version=2)
     with pytest.raises(PeerFault, match="tokens of policy_version 2; 1 is the newest that was sent") as fault:
-        check_completions([completion()], who="rollout-0", vocabulary_size=20, newest_version=1)
+        check_completions([completion()], peer="rollout-0", vocabulary_size=20, newest_version=1)
     assert fault.value.reason == "BAD_VERSION"
 
 

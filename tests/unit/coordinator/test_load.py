@@ -24,9 +24,9 @@ def report(rate: float = 0.0, *, cache: int = 0, free: int = 0, running: int = 1
 
 def test_nothing_is_known_before_a_report_and_of_a_service_that_does_not_tell() -> None:
     load = EngineLoad()
-    assert (load.speed(5), load.room(5), load.cache_use(5), load.fullest()) == (None, None, None, 0)
+    assert (load.speed(5), load.room(5), load.cache_use(5), load.take_fullest()) == (None, None, None, 0)
     load.take(report(), 5)
-    assert (load.speed(5), load.room(5), load.cache_use(5), load.fullest()) == (None, None, None, 0)
+    assert (load.speed(5), load.room(5), load.cache_use(5), load.take_fullest()) == (None, None, None, 0)
 
 
 def test_a_report_is_known_until_it_is_stale() -> None:
@@ -52,7 +52,7 @@ def test_numbers_that_make_no_sense_are_not_known(rate: float) -> None:
 def test_room_is_that_of_the_report_less_what_was_given_since() -> None:
     load = EngineLoad()
     load.take(report(cache=100, free=60), 0)
-    early, other = load.give(30), load.give(20)
+    early, other = load.begin(30), load.begin(20)
     assert load.room(0) == 10
     load.end(other)
     assert load.room(0) == 30
@@ -79,7 +79,7 @@ def test_the_fullest_moment_is_told_once() -> None:
     load = EngineLoad()
     for free in (80, 10, 50):
         load.take(report(cache=100, free=free), 0)
-    assert (load.fullest(), load.fullest()) == (0.9, 0)
+    assert (load.take_fullest(), load.take_fullest()) == (0.9, 0)
 
 
 class Streams:

@@ -15,7 +15,7 @@ from fourfold.config import Config
 from fourfold.errors import NotFound, WrongState
 from fourfold.trainer.v1.trainer_service_pb2 import TrainerStatus
 from fourfold_coordinator.routing.trainer_session import TrainerSession
-from fourfold_coordinator.state.disk_wait import DiskWriter
+from fourfold_coordinator.state.files import DiskWriter
 from fourfold_coordinator.state.ledger import Ledger
 from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_coordinator.training.recovery import (
@@ -182,7 +182,7 @@ async def test_versions_go_on_above_the_only_one_that_was_published(
     session = Session(TrainerStatus(checkpoint_step=-1))
     assert await restored(tmp_path, ledger, session) == ResumePoint(step=0, data_position=0)
     assert session.policy_version == 2, "an engine may hold version 1 of the weights that are lost"
-    assert "going on after step 0 with policy version 2" in caplog.text
+    assert "restored: step=0 policy_version=2" in caplog.text
 
 
 async def test_a_run_that_published_nothing_keeps_the_version_of_the_trainer(
@@ -232,7 +232,7 @@ async def test_a_checkpoint_that_the_ledger_never_committed_is_committed_by_the_
 
 async def test_a_trainer_that_trained_and_has_no_checkpoint_is_refused(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    with pytest.raises(WrongState, match="the trainer is at step 3 and the run has no checkpoint after step 0"):
+    with pytest.raises(WrongState, match="the trainer is at step 3, and the run has no checkpoint after step 0"):
         await restored(tmp_path, ledger, Session(TrainerStatus(step=3, checkpoint_step=-1)))
 
 

@@ -65,13 +65,13 @@ def test_keys_of_a_prompt_stand_for_its_leading_tokens() -> None:
 
 def test_a_prefix_is_found_with_who_was_given_it_last_and_the_oldest_is_forgotten() -> None:
     prefixes, first = PrefixHolders(limit=4), np.arange(130, dtype=np.int32)
-    prefixes.give(prefix_keys(first), "a")
+    prefixes.add(prefix_keys(first), "a")
     assert prefixes.held(prefix_keys(first)) == {"a": 130}
     later = np.concatenate([first, first])
     assert prefixes.held(prefix_keys(later)) == {"a": 128}
-    prefixes.give(prefix_keys(first[:64]), "b")
+    prefixes.add(prefix_keys(first[:64]), "b")
     assert prefixes.held(prefix_keys(later)) == {"b": 64, "a": 128}
-    prefixes.give(prefix_keys(first + 1), "c")  # three keys more than there is room for
+    prefixes.add(prefix_keys(first + 1), "c")  # three keys more than there is room for
     assert prefixes.held(prefix_keys(first)) == {"b": 64}
 
 

@@ -1,10 +1,10 @@
-"""PromptSet: rows of a data set as token ids, held-out groups kept apart, in an endless order.
+"""Turns the rows of a data set into prompts: token ids, in an endless shuffled order, apart from held-out groups.
 
     rows --template, tokens--> prompts --holdout--> training prompts (endless, shuffled by seed)
                                                \\--> evaluation prompts (each once)
 
-The order is a function of the seed and a position alone: `at(position)` is the same in every
-process, so that a position is all that a checkpoint needs to keep.
+The order is a function of the seed and the position alone: `at(position)` is the same in every process, so that a
+checkpoint needs to store nothing but the position.
 """
 
 from __future__ import annotations
@@ -31,52 +31,47 @@ log = logging.getLogger("fourfold.coordinator")
 
 _NUMBER: Final = re.compile(r"\d+(?:\.\d+)?")
 _MAX_METADATA_BYTES: Final = 64 << 10
-# Seeds are below 2^53 and sample i uses seed + i; 2^52 leaves room.
+# Sample i of a request uses seed + i, and seeds must stay below 2^53, where JSON numbers are exact.
 _SEED_BITS: Final = 52
 
 
 class PromptTokenizer(Protocol):
-    """What is asked of `fourfold.model.tokenizer.Tokenizer`."""
+    """The methods of `fourfold.model.tokenizer.Tokenizer` that are used here."""
 
     def render_chat(self, messages: Sequence[dict[str, Any]], /) -> str:
-        """Apply the chat template and open the assistant's turn."""
+        """Return messages as text: the chat template, up to the start of the assistant's turn."""
         ...
 
     def encode(self, text: str, /, *, add_special: bool = False) -> list[int]:
-        """Return token ids."""
+        """Return the token ids of a text."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """One task: what the policy sees, and what a scorer may need."""
+    """One task: the text for the policy, and the fields for a scorer."""
 
-    index: int
-    """Number of its row, from 0."""
-    text: str
-    """Chat template applied."""
+    index: int  # of its row, from 0
+    text: str  # with the chat template
     token_ids: Int32Array  # [n], n >= 1
-    answer: str
-    """Reference answer; empty when the task has none."""
-    metadata_json: str
-    """The task's other fields, a JSON object."""
-    group_key: str
-    """Task group: prompts of one group are held out together, and their answers are not independent."""
+    answer: str  # reference answer; empty if the task has none
+    metadata_json: str  # the other fields of the row, a JSON object
+    group_key: str  # task group: its prompts are held out together, and their answers are not independent
 
 
 def derive_seed(seed: int, *parts: object) -> int:
-    """Return an int in [0, 2^52) that depends on all arguments, the same on every machine."""
+    """Return an int in [0, 2^52) that is a function of the arguments, the same on every machine."""
     text = "/".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - _SEED_BITS)
 
 
 class PromptSet:
-    """Training prompts in an endless, reproducible order, and the held-out ones."""
+    """Training prompts in an endless, reproducible order, and held-out prompts."""
 
     def __init__(self, *, train: Sequence[Prompt], held_out: Sequence[Prompt], seed: int) -> None:
-        """Order the training prompts by `seed`: every pass over them is shuffled anew."""
+        """Shuffle the training prompts by `seed`, differently in every pass over them."""
         if not train:
-            raise ConfigError("no training prompt is left; add data, or hold fewer groups out")
+            raise ConfigError("the holdout leaves no training prompt; add data, or lower data.holdout.groups")
         self.train = tuple(train)
         self.held_out = tuple(held_out)
         self._seed = seed
@@ -93,7 +88,7 @@ class PromptSet:
         return self.train[self._order[offset]]
 
     def digest(self) -> str:
-        """Return a SHA-256 (hex) of all prompts: a run goes on only with the data that it began with."""
+        """Return a SHA-256 (hex) of all prompts; a resumed run must have the data that it began with."""
         digest = hashlib.sha256()
         for prompt in (*self.train, *self.held_out):
             for part in (prompt.token_ids.astype("<i4").tobytes(), prompt.answer.encode()):
@@ -102,10 +97,10 @@ class PromptSet:
 
 
 def load_prompts(config: Config, tokenizer: PromptTokenizer) -> PromptSet:
-    """Read, tokenise and split the data of a recipe. Takes seconds: call it in a thread.
+    """Read, tokenize and split the data of a recipe. Takes seconds: call it in a thread.
 
     Raises:
-        ConfigError: data is missing or malformed, or no prompt is left.
+        ConfigError: Data is missing or malformed, or no prompt is left.
     """
     data = config.data
     train = _load(data.train, data, config.model.max_context_tokens, tokenizer)
@@ -113,21 +108,21 @@ def load_prompts(config: Config, tokenizer: PromptTokenizer) -> PromptSet:
     if data.eval is not None:
         held_out = _load(data.eval, data, config.model.max_context_tokens, tokenizer)
     elif data.holdout is not None:
-        train, held_out = split(train, data.holdout, seed=config.seed)
+        train, held_out = split_holdout(train, data.holdout, seed=config.seed)
     if config.evaluation.max_prompts:
         held_out = held_out[: config.evaluation.max_prompts]
     return PromptSet(train=train, held_out=held_out, seed=config.seed)
 
 
-def split(prompts: Sequence[Prompt], holdout: HoldoutConfig, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Return training prompts, and one of each distinct prompt of the held-out groups.
+def split_holdout(prompts: Sequence[Prompt], holdout: HoldoutConfig, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the training prompts, and one of each distinct prompt of the held-out groups.
 
-    Groups are drawn with the seed. Where most groups have the same number of distinct prompts, only those are drawn,
-    so that all weigh alike in a mean: of two operands both orders are held out, and a square, which has one order, is
-    trained on.
+    The seed draws the groups. If most groups have the same number of distinct prompts, only such groups are drawn, so
+    that each weighs the same in a mean score: of products of two digits, both orders of a pair are held out, and a
+    square, which has one order, stays in the training data.
 
     Raises:
-        ConfigError: there are not more groups than are to be held out.
+        ConfigError: There are no more groups than are to be held out.
     """
     distinct: dict[str, dict[str, Prompt]] = {}
     for prompt in prompts:
@@ -160,8 +155,8 @@ def _load(source: DataSourceConfig, data: DataConfig, max_context: int, tokenize
             too_long.append(index)
     if too_long:
         log.warning(
-            "%s: dropped %d of %d prompts that are not shorter than model.max_context_tokens = %d; rows %s",
-            describe(source), len(too_long), count, max_context, _some(too_long),
+            "%s: dropped %d of %d prompts that leave no room in model.max_context_tokens = %d; rows %s",
+            describe(source), len(too_long), count, max_context, _first_rows(too_long),
         )  # fmt: skip
     if not prompts:
         why = f"all {count} are too long for model.max_context_tokens = {max_context}" if count else "it is empty"
@@ -184,10 +179,10 @@ def _make(index: int, row: Row, data: DataConfig, tokenizer: PromptTokenizer, wh
         metadata |= nested
     elif nested is not None:
         metadata["metadata"] = nested
-    # Generators give tuples and dates; a scorer gets them as JSON does.
+    # Generators give tuples and dates, which JSON turns into lists and texts.
     encoded = json.dumps(metadata, ensure_ascii=False, default=str)
-    if len(encoded.encode()) > _MAX_METADATA_BYTES:
-        raise ConfigError(f"{where}: {len(encoded.encode())} bytes of metadata; at most {_MAX_METADATA_BYTES} travel")
+    if (size := len(encoded.encode())) > _MAX_METADATA_BYTES:
+        raise ConfigError(f"{where}: {size} bytes of metadata; the limit is {_MAX_METADATA_BYTES}; remove columns")
     return Prompt(
         index=index,
         text=text,
@@ -199,7 +194,7 @@ def _make(index: int, row: Row, data: DataConfig, tokenizer: PromptTokenizer, wh
 
 
 def _tokens(value: Any, data: DataConfig, tokenizer: PromptTokenizer, where: str) -> tuple[str, list[int]]:
-    """Return a prompt as text and as token ids."""
+    """Return the text and the token ids of a prompt."""
     if isinstance(value, str) and not data.chat:
         text = f"{data.system_prompt}\n\n{value}" if data.system_prompt else value
         return text, tokenizer.encode(text, add_special=True)
@@ -227,6 +222,6 @@ def _group_key(index: int, metadata: dict[str, Any], holdout: HoldoutConfig | No
     return " ".join(sorted(_NUMBER.findall(value), key=lambda n: (float(n), n)))
 
 
-def _some(rows: Iterable[int], limit: int = 5) -> str:
+def _first_rows(rows: Iterable[int], limit: int = 5) -> str:
     rows = list(rows)
     return ", ".join(map(str, rows[:limit])) + (", ..." if len(rows) > limit else "")

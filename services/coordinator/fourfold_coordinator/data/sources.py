@@ -1,6 +1,7 @@
-"""Rows of a data set: JSONL, Parquet, a Hugging Face dataset folder, or a reasoning-gym generator.
+"""Reads the rows of a data set: JSONL, Parquet, a Hugging Face dataset folder, or a reasoning-gym generator.
 
-A row is a plain dictionary. What its columns mean is the business of `prompts.py`.
+A row is a plain dictionary; `prompts.py` interprets its columns. Without the `datasets` library, which would bring
+pandas and an HTTP client into the coordinator: its folders are Arrow files.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ Row = dict[str, Any]
 
 
 def read_rows(source: DataSourceConfig) -> Iterator[Row]:
-    """Yield the rows of `source`, at most `source.size` of them when that is set.
+    """Yield the rows of `source`, at most `source.size` of them if that is set.
 
     Raises:
-        ConfigError: the file or generator is missing, of an unknown kind, or malformed.
+        ConfigError: The file or generator is missing, of an unknown kind, or malformed.
     """
     if source.reasoning_gym:
         yield from _reasoning_gym(source)
@@ -80,7 +81,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _dataset_folder(path: Path) -> Iterator[Row]:
-    """Rows of a folder written by `datasets.Dataset.save_to_disk`: state.json lists its Arrow files."""
+    """Return the rows of a folder that `datasets.Dataset.save_to_disk` wrote: state.json lists its Arrow files."""
     if (path / "dataset_dict.json").exists():
         splits = sorted(p.name for p in path.iterdir() if p.is_dir())
         raise ConfigError(f"data path {str(path)!r} holds several splits; give one of them: {', '.join(splits)}")
@@ -107,7 +108,7 @@ def _arrow(path: Path) -> Iterator[Row]:
         with pyarrow.memory_map(str(path)) as source:
             try:
                 batches: Any = pyarrow.ipc.open_stream(source)
-            except pyarrow.ArrowInvalid:  # written by Arrow itself, not by `datasets`
+            except pyarrow.ArrowInvalid:  # the file format, which Arrow itself writes; `datasets` writes streams
                 file = pyarrow.ipc.open_file(source)
                 batches = (file.get_batch(i) for i in range(file.num_record_batches))
             for batch in batches:
@@ -119,7 +120,7 @@ def _arrow(path: Path) -> Iterator[Row]:
 def _reasoning_gym(source: DataSourceConfig) -> Iterator[Row]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # one of its dependencies has syntax that Python warns of
+            warnings.simplefilter("ignore")  # a dependency has invalid escape sequences, of which Python warns
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
     except ImportError:

@@ -1,1 +1,1 @@
-"""Members of a run and the choice of a replica for each call."""
+"""Tracks the members of a run, and chooses a replica for each call."""

@@ -1,12 +1,13 @@
-"""A circuit breaker: when a service that fails is called again, and with how much.
+"""Decides when a service that fails is called again, and with how much work: a circuit breaker.
 
     closed --failure--> closed, after a rest --THRESHOLD failures in a row, or `trip`--> open
       ^                                                                                   |  ^
       |                                                     rest, twice as long each time |  | a call that fails
       |                                                                                   v  |
-      '------------------------- a call that works ------------------- half-open: one call at a time
+      '------------------------- a call that succeeds ------------ half-open: one call at a time
 
-The time is an argument, so that a test needs no sleep.
+The time is an argument, so that tests need no sleep. A ready-made breaker would not do: none of them counts calls that
+fail together as one, or takes the rest that an overloaded service asks for.
 """
 
 from __future__ import annotations
@@ -25,61 +26,53 @@ class CircuitBreaker:
     """The breaker of one service. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
-        self.open = False
-        """Whether it failed so often that one call at a time must show that it works again."""
-        self.failures = 0
-        """Failures since the last call that worked; what failed together is one."""
-        self.first: FourfoldError | None = None
-        """The first of them."""
-        self.probing = False
-        """Whether the call that must show it is under way."""
+        self.open = False  # one call at a time must show that the service works again
+        self.failures = 0  # since the last success; calls that failed together count once
+        self.first: FourfoldError | None = None  # of these failures
+        self.probing = False  # whether the call that must show it is in flight
         self._retry_at = 0.0
 
     def resting(self, now: float) -> bool:
-        """Whether no call may be made now, because it failed a moment ago."""
+        """Return whether the service failed so recently that it gets no call."""
         return now < self._retry_at
 
     def admits(self, now: float) -> bool:
-        """Whether a call may be made now."""
+        """Return whether the service may get a call now."""
         return not self.resting(now) and not self.probing
 
     def begin_call(self) -> bool:
-        """Note that a call begins; return whether it is the one that must show that the service works again.
+        """Note the start of a call; return whether it is the probe of an open breaker.
 
-        That one should be small. `end` must follow it.
+        A probe should be small. The caller ends it with `end_call`.
         """
         self.probing = self.open
         return self.probing
 
     def end_call(self) -> None:
-        """Note that the call for which `begin` returned True is over, however it ended."""
+        """Note the end of a probe, whether it succeeded or not."""
         self.probing = False
 
     def record_failure(self, error: FourfoldError, now: float) -> None:
-        """Note a call that failed.
-
-        Calls that fail while it rests began before the rest: many that fail together count once. A rest that the
-        service asked for counts as far as it is no longer than the longest.
+        """Count a failed call and start a rest.
 
         Args:
-            error: of the call.
-            now: the time.
+            error: Of the call. Its `retry_after` sets the rest, up to the longest one.
+            now: The time.
         """
         if self.failures and self.resting(now):
-            return
+            return  # the call began before the rest: calls that fail together count once
         self.first = self.first or error
         self.failures += 1
         self.open = self.open or self.failures >= THRESHOLD
         longest = _MAX_OPEN_SECONDS if self.open else _MAX_CLOSED_SECONDS
-        pause = min(_FIRST_REST_SECONDS * 2.0 ** min(self.failures - 1, 20), longest)
-        asked = error.retry_after
-        self._retry_at = now + (pause if asked is None else min(asked, _MAX_OPEN_SECONDS))
+        rest = min(_FIRST_REST_SECONDS * 2.0 ** min(self.failures - 1, 20), longest)  # 2.0**1024 would overflow
+        self._retry_at = now + (rest if error.retry_after is None else min(error.retry_after, _MAX_OPEN_SECONDS))
 
     def trip(self, error: FourfoldError, now: float) -> None:
-        """Note a failure that was so expensive that there must be no second one like it: open at once."""
+        """Open at once, for a failure that costs too much to let it happen again, such as a hang."""
         self.open = True
         self.record_failure(error, now)
 
     def record_success(self) -> None:
-        """Note a call that worked."""
+        """Close the breaker; a probe in flight stays one until it ends."""
         self.open, self.failures, self.first, self._retry_at = False, 0, None, 0.0

@@ -1,9 +1,9 @@
-"""What a rollout service says of its load, as far as it is fresh, and the watch that keeps it so.
+"""Keeps the load that a rollout service reports: speed, and room in its KV cache.
 
-    WatchLoad --report every second--> EngineLoad <--given, ended-- router
+    WatchLoad --one report a second--> EngineLoad <--calls that begin and end-- router
 
-Reports help to choose and decide nothing. A service that never sends one is used like any other; one whose reports have
-stopped may stand still, and comes after those that say that they have room. Both are asked again.
+Reports influence which replica gets a call, and nothing else. A service that never sent a report is used like any
+other. A service whose reports stopped may hang: it comes after those that report room. Its stream is opened again.
 """
 
 from __future__ import annotations
@@ -27,97 +27,97 @@ log = logging.getLogger("fourfold.coordinator")
 
 PERIOD_SECONDS: Final = 1.0
 STALE_SECONDS: Final = 3.5 * PERIOD_SECONDS
-# In one period: a service that sends more would keep this process busy.
-_MOST_REPORTS: Final = 20
-# In which half of a speed that was once measured is forgotten.
+# Reports in one period. A service that sends more would keep the coordinator busy.
+_MAX_REPORTS: Final = 20
+# A measured speed loses half of its weight in this time.
 _HALF_LIFE_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTicket:
-    """One call in a `Load`: its tokens, and the report after which it was given."""
+    """One call in an `EngineLoad`: its tokens, and the number of the report after which it began."""
 
     tokens: int
     report: int
 
 
 class EngineLoad:
-    """What is known of one replica's load. Times are seconds of one monotonic clock."""
+    """Load of one rollout replica. Times are seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._arrived = -math.inf
         self._reports = 0
-        self._speed = 0.0
-        self._cache = self._free = 0
-        self._given = 0  # tokens, since the report
+        self._speed = 0.0  # tokens per second
+        self._cache = self._free = 0  # tokens
+        self._begun = 0  # tokens of the calls since the last report
         self._fullest = 0.0
 
     def take(self, report: rollout.WatchLoadResponse, now: float) -> None:
-        """Take the newest report. A field that is 0, or makes no sense, is not known."""
+        """Store the newest report. A field that is 0, negative or not finite counts as unknown."""
         rate = report.token_rate if math.isfinite(report.token_rate) else 0.0
-        # An engine samples the fewer tokens a second the fewer samples it has: what it did with many is what it can do.
-        # Nothing is forgotten while it has nothing to do.
+        # An engine with few samples is slow because it has few: its speed under load is the highest one of late.
+        # An idle engine keeps that speed.
         fade = 0.5 ** ((now - self._arrived) / _HALF_LIFE_SECONDS) if report.running_sample_count > 0 else 1.0
         self._speed = max(rate, self._speed * fade)
         self._cache = max(report.kv_cache_token_count, 0)
         self._free = min(max(report.free_kv_cache_token_count, 0), self._cache)
-        self._arrived, self._given = now, 0
+        self._arrived, self._begun = now, 0
         self._reports += 1
         self._fullest = max(self._fullest, self.cache_use(now) or 0.0)
 
     def speed(self, now: float) -> float | None:
-        """Tokens a second that it samples when it is busy; None: not known."""
+        """Return the tokens per second that a busy engine samples; None if unknown."""
         return self._speed if self._speed > 0 and self._fresh(now) else None
 
     def room(self, now: float) -> int | None:
-        """Tokens that its KV cache takes besides what it was given since the report; None: it has never told.
+        """Return the tokens that fit into the KV cache, besides the calls since the report.
 
-        An engine that tells no more may stand still: it has room again when it says so.
+        None if no report ever had it. 0 if the reports stopped: the engine may hang.
         """
         if not self._cache:
             return None
-        return self._free - self._given if self._fresh(now) else 0
+        return self._free - self._begun if self._fresh(now) else 0
 
     def cache_use(self, now: float) -> float | None:
-        """Share of its KV cache that samples took at the report, in [0, 1]; None: not known."""
+        """Return the share of the KV cache that was in use at the report, in [0, 1]; None if unknown."""
         return 1 - self._free / self._cache if self._cache and self._fresh(now) else None
 
-    def fullest(self) -> float:
-        """Return the largest `cache_use` since this was asked last; 0: none was known."""
+    def take_fullest(self) -> float:
+        """Return the largest `cache_use` since the last call of this method, and reset it; 0 if unknown."""
         result, self._fullest = self._fullest, 0.0
         return result
 
-    def give(self, tokens: int) -> LoadTicket:
-        """Note a call that is on its way."""
-        self._given += tokens
+    def begin(self, tokens: int) -> LoadTicket:
+        """Count a call that begins; `end` it with the ticket."""
+        self._begun += tokens
         return LoadTicket(tokens, self._reports)
 
     def end(self, ticket: LoadTicket) -> None:
-        """Note that it is over. What a report has counted, the next one counts no more."""
-        if ticket.report == self._reports:
-            self._given -= ticket.tokens
+        """Count the end of a call."""
+        if ticket.report == self._reports:  # otherwise a report has counted its tokens, and the next one will not
+            self._begun -= ticket.tokens
 
     def _fresh(self, now: float) -> bool:
         return now - self._arrived <= STALE_SECONDS
 
 
 def summarize_loads(loads: Sequence[EngineLoad], now: float) -> dict[str, float]:
-    """Return the metrics of engines with these loads; what none of them tells is left out. Asks for `fullest`."""
+    """Return the metrics of the engines with these loads, without those that are unknown. Resets `take_fullest`."""
     speeds = [speed for load in loads if (speed := load.speed(now)) is not None]
     result = {m.ENGINE_SPEED_MIN: min(speeds), m.ENGINE_SPEED_MAX: max(speeds)} if speeds else {}
-    fullest = max((load.fullest() for load in loads), default=0.0)
+    fullest = max((load.take_fullest() for load in loads), default=0.0)
     return result | ({m.KV_CACHE_USE: fullest} if fullest else {})
 
 
 async def watch_load(client: AsyncRolloutClient, load: EngineLoad, clock: Clock) -> None:
-    """Bring a replica's reports to `load`, until cancelled; a stream that ends or stands still is opened anew."""
+    """Store a replica's reports in `load`, until cancelled; reopen a stream that ends or stops."""
     while True:
         try:
             async with aclosing(client.watch_load(period=PERIOD_SECONDS)) as reports:
                 began = clock.monotonic()
                 for count in itertools.count():
                     periods = (clock.monotonic() - began) / PERIOD_SECONDS
-                    if count > _MOST_REPORTS * (periods + 1):
+                    if count > _MAX_REPORTS * (periods + 1):
                         raise PeerFault(client.peer, "FLOOD", f"WatchLoad: {count} reports in {periods:.1f} s")
                     async with asyncio.timeout(STALE_SECONDS):
                         report = await anext(reports, None)
@@ -125,5 +125,5 @@ async def watch_load(client: AsyncRolloutClient, load: EngineLoad, clock: Clock)
                         break
                     load.take(report, clock.monotonic())
         except (FourfoldError, TimeoutError) as error:
-            log.debug("%s sends no load reports: %s", client.peer, error or "none came in time")
+            log.debug("no load reports: peer=%s reason=%s", client.peer, error or "none came in time")
         await clock.sleep(PERIOD_SECONDS)

@@ -1,57 +1,122 @@
-"""`MembershipService`: the registry on the wire."""
+"""Serves `MembershipService`, and watches when the certificates of the members expire."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
 
+from fourfold import metrics as m
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as pb_grpc
+from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.security import principal
+from fourfold.security.access import Security, expiry_warning
+from fourfold.security.principal import Principal
 
-from .certificates import CertificateMonitor
+from ..state.run_board import RunBoard
 from .registry import Member, Registry
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+_CHECK_SECONDS: Final = 60.0
+
+
+class CertificateMonitor:
+    """Shows certificates that expire soon as conditions of the run. Does nothing without TLS. Not thread-safe."""
+
+    def __init__(
+        self, security: Security | None, registry: Registry, board: RunBoard, *, own: str, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        """Start with the coordinator's own certificate.
+
+        Args:
+            security: Of the coordinator; None without TLS.
+            registry: Lists the live members.
+            board: Gets the conditions.
+            own: The coordinator's member id.
+            clock: Gives the time of day.
+        """
+        self._security, self._registry, self._board = security, registry, board
+        self._own, self._clock = own, clock
+        self._known: dict[str, tuple[bytes, float]] = {}  # certificate and its expiry, by member id
+        self._reported: set[str] = set()
+
+    def record(self, owner: Principal, pem: bytes) -> None:
+        """Note the certificate that a member presented."""
+        known = self._known.get(owner.name)
+        if known is None or known[0] != pem:
+            from cryptography import x509  # a run without TLS need not have it
+
+            expires = x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
+            self._known[owner.name] = (pem, expires)
+
+    def seconds_left(self) -> dict[str, float]:
+        """Return the seconds until each certificate expires, by member id; departed members are left out."""
+        if self._security is None:
+            return {}
+        live = {member.member_id for member in self._registry.members()}
+        expiries = {name: expires for name, (_, expires) in self._known.items() if name in live}
+        expiries[self._own] = self._security.material.expires
+        return {name: expires - self._clock.now() for name, expires in expiries.items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metric of a step: the seconds until the first certificate expires."""
+        left = self.seconds_left().values()
+        return {m.CERTIFICATE_SECONDS: min(left)} if left else {}
+
+    def check(self) -> None:
+        """Report certificates that expire soon to the board, and resolve those that were renewed."""
+        live = {member.member_id for member in self._registry.members()}
+        self._known = {name: known for name, known in self._known.items() if name in live}
+        warnings = {name: expiry_warning(name, seconds / 86_400) for name, seconds in self.seconds_left().items()}
+        found = {f"certificate of {name}": text for name, text in warnings.items() if text}
+        for subject, text in found.items():
+            self._board.report_condition(subject, text)
+        for subject in self._reported - found.keys():
+            self._board.resolve_condition(subject)
+        self._reported = set(found)
+
+    async def run(self) -> None:
+        """Check once a minute, until cancelled."""
+        while True:
+            self.check()
+            await self._clock.sleep(_CHECK_SECONDS)
+
 
 class MembershipServicer(pb_grpc.MembershipServiceServicer):
-    """Translates; the rules are in `registry.py`."""
+    """Translates between messages and `registry.py`, which has the rules."""
 
     def __init__(self, registry: Registry, certificates: CertificateMonitor | None = None) -> None:
-        """Translate for `registry`; `certificates` is told what the members show."""
         self._registry = registry
         self._certificates = certificates
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterResponse:
-        """Grant a lease."""
-        token = self._registry.register(
-            Member(
-                member_id=request.member_id,
-                incarnation=request.incarnation,
-                role=request.role,
-                target=request.target,
-                tokenizer_sha256=request.tokenizer_sha256,
-            ),
-            principal.current(),
+        """Grant a lease to the member that the request describes."""
+        member = Member(
+            member_id=request.member_id,
+            incarnation=request.incarnation,
+            role=request.role,
+            target=request.target,
+            tokenizer_sha256=request.tokenizer_sha256,
         )
-        self._note_certificate(context)
+        token = self._registry.register(member, principal.current())
+        self._record_certificate(context)
         return pb.RegisterResponse(lease_token=token, ttl=self._ttl())
 
     async def KeepAlive(self, request: pb.KeepAliveRequest, context: Context) -> pb.KeepAliveResponse:
-        """Extend a lease."""
+        """Renew a lease, and ask its member to drain when the run wants it to."""
         drain = self._registry.keep_alive(request.lease_token, principal.current())
-        self._note_certificate(context)  # it may have been renewed
+        self._record_certificate(context)  # it may have been renewed since `Register`
         return pb.KeepAliveResponse(ttl=self._ttl(), drain_requested=drain)
 
     async def Deregister(self, request: pb.DeregisterRequest, context: Context) -> pb.DeregisterResponse:
-        """End a lease."""
+        """End a lease; a repeat of the call changes nothing."""
         self._registry.deregister(request.lease_token, principal.current())
         return pb.DeregisterResponse()
 
-    def _note_certificate(self, context: Context) -> None:
+    def _record_certificate(self, context: Context) -> None:
         if self._certificates is not None:
             for pem in context.auth_context().get("x509_pem_cert", ()):
                 self._certificates.record(principal.current(), pem)

@@ -1,17 +1,15 @@
-"""Who is alive: members, their leases and incarnations.
+"""Keeps the members of a run: their leases and their incarnations.
 
-A member lives as long as its lease; liveness is the lease, never the connection. A process
-that registers with a new incarnation takes its slot over: the old lease is gone at once, and
-the old incarnation is fenced for good, so that a process that was only slow cannot come back
-beside its successor.
+A member lives as long as its lease, whatever happens to its connection. A process that registers with a new
+incarnation takes the place of the old one: the old lease ends at once, and the old incarnation is refused from then
+on, so that a process that was only slow cannot come back beside its successor.
 
-    Register --> live --KeepAlive every ttl/3--> live --silence for ttl--> EXPIRED
-                  |--Deregister--> LEFT (calls in flight may end)
+    Register --> live --KeepAlive every ttl/3--> live --no KeepAlive for ttl--> EXPIRED
+                  |--Deregister--> LEFT (its calls in flight may finish)
                   '--Register of a new incarnation--> REPLACED
 
-Everything that a peer sends is checked before anything is stored: a refused call changes nothing.
-With certificates, a member id belongs to the principal that bears it, and a lease to the principal
-that it was granted to.
+A refused call changes nothing: every field is checked before anything is stored. With certificates, a member id
+belongs to the principal of that name, and a lease to the principal that registered.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from enum import Enum
 from typing import Final
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import ConfigError, InvalidInput, NotFound, Overloaded, PermissionDenied, WrongState
+from fourfold.errors import ConfigError, FourfoldError, InvalidInput, NotFound, Overloaded, PermissionDenied, WrongState
 from fourfold.host.clock import Clock
 from fourfold.rpc.channel import check_target, split_target
 from fourfold.rpc.codec import check_id
@@ -34,11 +32,9 @@ from fourfold.security.principal import LOCAL, Principal
 log = logging.getLogger("fourfold.coordinator")
 
 TTL_SECONDS: Final = 15.0
-MAX_MEMBERS: Final = 1024
-"""Live members of one run; each costs the coordinator a channel."""
-MAX_FENCED: Final = 16 * MAX_MEMBERS
-"""Replaced incarnations that are remembered; the oldest is forgotten first."""
-# Members renew their leases every third of the ttl, and a call takes its time.
+MAX_MEMBERS: Final = 1024  # live ones; each costs the coordinator a channel
+MAX_FENCED: Final = 16 * MAX_MEMBERS  # replaced incarnations that are remembered; the oldest is forgotten first
+# A member renews its lease every third of the ttl; the tenth is for the call itself.
 _OVERDUE_SHARE: Final = 1 / 3 + 1 / 10
 ROLE_NAMES: Final[dict[int, str]] = {
     Role.ROLE_ROLLOUT: "rollout",
@@ -49,7 +45,7 @@ ROLE_NAMES: Final[dict[int, str]] = {
 
 
 class MemberChange(Enum):
-    """What happened to a member."""
+    """Event in the life of a member; the value is the text for messages."""
 
     JOINED = "joined"
     LEFT = "left"
@@ -63,19 +59,18 @@ class Member:
 
     member_id: str
     incarnation: str
-    role: int
-    """A value of `Role`."""
-    target: str
+    role: int  # a value of `Role`
+    target: str  # address
     tokenizer_sha256: bytes
 
     @property
     def role_name(self) -> str:
-        """E.g. "rollout"."""
+        """Return the role as users write it, for example "rollout"."""
         return ROLE_NAMES[self.role]
 
     @property
     def peer(self) -> str:
-        """Name for messages."""
+        """Return the member's name for messages."""
         return f"{self.member_id} at {self.target}"
 
 
@@ -84,13 +79,9 @@ class _Lease:
     member: Member
     owner: Principal
     token: bytes
-    ends: float
-    heard: float
-    """When it was renewed last."""
-    heard_at: float
-    """The same as seconds since the epoch."""
-    live_since: float
-    """Since when it is renewed in time, in seconds since the epoch."""
+    renewed: float  # the last time, on the monotonic clock
+    renewed_at: float  # the same time in seconds since the epoch
+    live_since: float  # first of the unbroken series of renewals in time, in seconds since the epoch
     drain_requested: bool = False
 
 
@@ -98,7 +89,7 @@ Listener = Callable[[Member, MemberChange], None]
 
 
 class Registry:
-    """Leases of all members. Used on one event loop; `expire` must be called about once a second."""
+    """Leases of all members. Not thread-safe; call `expire` about once a second."""
 
     def __init__(
         self,
@@ -109,48 +100,46 @@ class Registry:
         ttl: float = TTL_SECONDS,
         max_members: int = MAX_MEMBERS,
     ) -> None:
-        """Start without members.
+        """Create a registry without members.
 
         Args:
-            clock: tells when a lease ends.
-            tokenizer_sha256: of the run; who has another tokenizer is refused.
-            security: of the coordinator; None: members are on this machine only.
-            ttl: seconds that a lease lasts.
-            max_members: live members; one more is refused.
+            clock: Times the leases.
+            tokenizer_sha256: Of the run; a member with another tokenizer is refused.
+            security: Of the coordinator; None accepts members on this machine only.
+            ttl: Seconds that a lease lasts.
+            max_members: Largest number of live members.
         """
-        self.ttl = ttl
-        self._clock = clock
+        self.ttl, self._max_members = ttl, max_members
+        self._clock, self._security = clock, security
         self._tokenizer_sha256 = tokenizer_sha256
-        self._security = security
-        self._max_members = max_members
         self._leases: dict[str, _Lease] = {}  # by member_id
         self._fenced: dict[tuple[str, str], None] = {}  # (member_id, incarnation), the oldest first
         self._listeners: list[Listener] = []
 
     def add_listener(self, listener: Listener) -> None:
-        """Have `listener` called on every change, at once. What it raises is logged and changes nothing here."""
+        """Call `listener` on every change from now on; its errors are logged and change nothing here."""
         self._listeners.append(listener)
 
     def members(self, role: int | None = None) -> list[Member]:
-        """Return the live members, of one role or of all, by name."""
+        """Return the live members of one role, or of all, ordered by name."""
         members = [lease.member for lease in self._leases.values()]
         return sorted((m for m in members if role is None or m.role == role), key=lambda m: m.member_id)
 
     def register(self, member: Member, owner: Principal = LOCAL) -> bytes:
-        """Grant a lease and return its token. A repeat by the same incarnation renews it.
+        """Grant a lease and return its token; renew the lease when the same incarnation registers again.
 
         Args:
-            member: what the caller says of itself.
-            owner: who calls.
+            member: The fields of the request.
+            owner: Principal of the caller.
 
         Raises:
-            InvalidInput: a field is malformed, or the target may not be dialled.
-            PermissionDenied: the caller's certificate is that of another member.
-            WrongState: another tokenizer, an incarnation that was replaced, or a second trainer.
-            Overloaded: there are too many members.
+            InvalidInput: A field is malformed, or no channel may be opened to the target.
+            PermissionDenied: The caller's certificate is that of another member.
+            WrongState: Another tokenizer, an incarnation that was replaced, or a second trainer.
+            Overloaded: There are too many members.
         """
         self._check(member, owner)
-        self.expire()  # a lease that ran out is not renewed, even when nobody has noticed yet
+        self.expire()  # a lease that ran out since the last `expire` must not be renewed
         self._check_only_trainer(member)
         held = self._leases.get(member.member_id)
         if (member.member_id, member.incarnation) in self._fenced:
@@ -171,20 +160,18 @@ class Registry:
             if held.member.incarnation != member.incarnation:
                 self._fence(held.member)
             self._remove(held, MemberChange.REPLACED)
-        now, at = self._clock.monotonic(), self._clock.now()
-        token = secrets.token_bytes(16)
-        lease = _Lease(
-            member=member, owner=owner, token=token, ends=now + self.ttl, heard=now, heard_at=at, live_since=at
+        token, now, now_at = secrets.token_bytes(16), self._clock.monotonic(), self._clock.now()
+        self._leases[member.member_id] = _Lease(
+            member=member, owner=owner, token=token, renewed=now, renewed_at=now_at, live_since=now_at
         )
-        self._leases[member.member_id] = lease
-        self._tell(member, MemberChange.JOINED)
-        return lease.token
+        self._notify(member, MemberChange.JOINED)
+        return token
 
     def keep_alive(self, token: bytes, owner: Principal = LOCAL) -> bool:
-        """Extend a lease; return whether its member should drain.
+        """Renew a lease; return whether its member should drain.
 
         Raises:
-            NotFound: it expired, was given back, was replaced, or was granted to somebody else.
+            NotFound: The lease expired, was given back or replaced, or belongs to another principal.
         """
         lease = self._find(token, owner)
         if lease is None:
@@ -193,54 +180,58 @@ class Registry:
         return lease.drain_requested
 
     def overdue(self, member_id: str) -> tuple[bool, float]:
-        """Return whether a live member should have renewed its lease by now, and since when that is so.
+        """Return whether a member should have renewed its lease by now, and since when that is so.
 
-        The time is in seconds since the epoch: of its last renewal when it is overdue, else of the first one in time.
+        Returns:
+            Whether it is overdue; the time of the last renewal when it is, else the time since which it renews in
+            time, in seconds since the epoch.
         """
         lease = self._leases.get(member_id)
-        if lease is None:  # its lease ended a moment ago
+        if lease is None:  # the lease ended after the caller had listed the members
             return True, self._clock.now()
-        late = self._late(lease)
-        return late, lease.heard_at if late else lease.live_since
+        overdue = self._overdue(lease)
+        return overdue, lease.renewed_at if overdue else lease.live_since
 
     def deregister(self, token: bytes, owner: Principal = LOCAL) -> None:
-        """End a lease of `owner`; nothing happens when it is gone already."""
+        """End a lease of `owner`; do nothing when it has ended already."""
         lease = self._find(token, owner)
         if lease is not None:
             self._remove(lease, MemberChange.LEFT)
 
     def request_drain(self) -> None:
-        """Ask every member to drain and deregister, with its next KeepAlive."""
+        """Ask every member, in the response to its next KeepAlive, to drain and deregister."""
         for lease in self._leases.values():
             lease.drain_requested = True
 
     def expire(self) -> list[Member]:
         """Remove and return the members whose leases have run out."""
-        now = self._clock.monotonic()
-        late = [lease for lease in self._leases.values() if lease.ends <= now]
-        for lease in late:
+        expired = [lease for lease in self._leases.values() if self._age(lease) >= self.ttl]
+        for lease in expired:
             self._remove(lease, MemberChange.EXPIRED)
-        return [lease.member for lease in late]
+        return [lease.member for lease in expired]
 
-    def _late(self, lease: _Lease) -> bool:
-        return self._clock.monotonic() - lease.heard > self.ttl * _OVERDUE_SHARE
+    def _age(self, lease: _Lease) -> float:
+        """Return the seconds since the last renewal."""
+        return self._clock.monotonic() - lease.renewed
+
+    def _overdue(self, lease: _Lease) -> bool:
+        return self._age(lease) > self.ttl * _OVERDUE_SHARE
 
     def _renew(self, lease: _Lease) -> None:
-        late, lease.heard_at = self._late(lease), self._clock.now()
-        lease.heard = self._clock.monotonic()
-        lease.ends = lease.heard + self.ttl
-        if late:
-            lease.live_since = lease.heard_at
+        overdue = self._overdue(lease)
+        lease.renewed, lease.renewed_at = self._clock.monotonic(), self._clock.now()
+        if overdue:
+            lease.live_since = lease.renewed_at
 
     def _find(self, token: bytes, owner: Principal) -> _Lease | None:
-        """Return the live lease with this token. One that ran out is gone, whether `expire` has seen it or not."""
+        """Return the live lease with this token; None when it ran out, even before the next `expire`."""
         for lease in self._leases.values():
             if secrets.compare_digest(lease.token, token):
-                return lease if lease.owner == owner and lease.ends > self._clock.monotonic() else None
+                return lease if lease.owner == owner and self._age(lease) < self.ttl else None
         return None
 
     def _fence(self, member: Member) -> None:
-        """Keep a replaced incarnation out."""
+        """Refuse an incarnation from now on."""
         self._fenced[member.member_id, member.incarnation] = None
         while len(self._fenced) > MAX_FENCED:
             del self._fenced[next(iter(self._fenced))]
@@ -264,7 +255,7 @@ class Registry:
         self._check_tokenizer(member)
 
     def _check_target(self, member: Member) -> None:
-        """Refuse a target to which no channel can be opened."""
+        """Raise InvalidInput for a target to which no channel may be opened."""
         try:
             check_target(member.target, self._security)
             if split_target(member.target)[1] == 0:
@@ -295,11 +286,11 @@ class Registry:
 
     def _remove(self, lease: _Lease, change: MemberChange) -> None:
         del self._leases[lease.member.member_id]
-        self._tell(lease.member, change)
+        self._notify(lease.member, change)
 
-    def _tell(self, member: Member, change: MemberChange) -> None:
+    def _notify(self, member: Member, change: MemberChange) -> None:
         for listener in self._listeners:
             try:
                 listener(member, change)
-            except Exception:  # the lease is right whatever its followers do; a bug of theirs must not end the run
-                log.exception("a follower of the registry failed: %s, %s", member.member_id, change.value)
+            except FourfoldError:  # for example a channel that cannot be opened; the lease and the others go on
+                log.exception("registry listener failed: member=%s change=%s", member.member_id, change.value)

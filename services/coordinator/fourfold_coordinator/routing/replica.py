@@ -1,4 +1,4 @@
-"""One member as the coordinator sees it, and how many tries a piece of work may lose."""
+"""Holds the state of one member (`Replica`), and the tries of a piece of work (`RetryBudget`)."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ from .scheduling import Demand
 
 T = TypeVar("T")
 
-NOT_INSPECTED: Final = "not looked at yet"
+NOT_INSPECTED: Final = "not inspected yet"
 
 
 class ServiceMissing(Unavailable):
-    """No service of a needed role came in time; the run cannot go on."""
+    """No service of a needed role came in time; the run cannot continue."""
 
 
 class FatalRunError(WrongState):
-    """An answer after which the recipe wants the run to end; no other replica is asked."""
+    """An error that ends the run; no other replica is tried."""
 
 
 class GivenUp(FourfoldError):
-    """A piece of work has used its retry budget up; `reason` says why, for the ledger."""
+    """A piece of work has no tries left; `reason` is what the ledger records."""
 
 
 class RetryPolicy(Protocol):
-    """What a piece of work may lose before it is given up."""
+    """Limits the failed tries of a piece of work."""
 
     def spend(self, error: FourfoldError) -> None:
-        """Count one lost try; raise GivenUp or FatalRunError when there was none left."""
+        """Count one failed try; raise GivenUp or FatalRunError when there was none left."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class RetryBudget:
-    """Tries that one group may still lose."""
+    """Tries that one group has left, apart for failures of services and of the data."""
 
     infrastructure: int
     data: int
 
     def spend(self, error: FourfoldError) -> None:
-        """Count one lost try.
+        """Count one failed try.
 
         Raises:
-            GivenUp: there was none left.
+            GivenUp: There was none left.
         """
         data = isinstance(error, InvalidInput)
         left = self.data if data else self.infrastructure
@@ -71,96 +71,85 @@ class RetryBudget:
 
 
 class Replica:
-    """One member as the coordinator sees it: channel, clients, load, and why it is not used."""
+    """One member: its clients, its load, and why it gets no calls."""
 
     def __init__(self, member: Member, channel: grpc.aio.Channel) -> None:
-        self.member = member
-        self.channel = channel
+        self.member, self.channel = member, channel
         self.rollout = AsyncRolloutClient(channel, peer=member.peer)
         self.control = RolloutControlClient(channel, peer=member.peer)
         self.reward = AsyncRewardClient(channel, peer=member.peer)
         self.reference = AsyncReferenceClient(channel, peer=member.peer)
         self.trainer = AsyncTrainerClient(channel, peer=member.peer)
         self.weights = TrainerWeightClient(channel, peer=member.peer)
-        self.unusable_reason = NOT_INSPECTED
-        """Why it is not used, for people; empty when it is."""
-        self.outstanding = 0
-        """Samples it was given and has not answered."""
-        self.outstanding_size = 0
-        """The same in the measure of `Demand.size`."""
-        self.load = EngineLoad()
-        """What an engine reports of itself."""
-        self.capacity = 0
-        """Most samples outstanding; 0: no limit."""
-        self._congested_at = 0
-        """Samples outstanding at which it was overloaded, until an answer comes; 0: it was not."""
-        self.max_items = 0
-        """Most samples in one call of a reward service; 0: no limit."""
-        self.vocabulary_size = 0
-        """Of an engine; 0 before it was looked at."""
-        self.reads_tokens = False
-        """Whether a reward service wants the arrays of a sample."""
-        self.scorer = ""
-        """Name of a reward service, as name@version."""
-        self.version = -1
-        """Version of the weights that the broker vouches for; -1: none."""
-        self.gone = ""
-        """Why it is no member any more; empty while it is."""
+        self.unusable_reason = NOT_INSPECTED  # shown to users; empty when the replica may get calls
+        self.gone = ""  # why it is no member any more; empty while it is one
         self.breaker = CircuitBreaker()
+        # Calls in flight.
+        self.outstanding = 0  # samples
+        self.outstanding_size = 0  # in the measure of `Demand.size`
+        self.load = EngineLoad()
+        self._congested_at = 0  # outstanding samples at which it was overloaded, until a call succeeds; 0 if it was not
         self._calls: set[asyncio.Timeout] = set()
+        # Answers of the service to GetInfo.
+        self.capacity = 0  # most outstanding samples; 0 for no limit
+        self.max_items = 0  # most samples in one call of a reward service; 0 for no limit
+        self.vocabulary_size = 0  # of an engine that fits the run; 0 otherwise
+        self.reads_tokens = False  # a reward service reads the arrays of a sample, besides its texts
+        self.scorer = ""  # of a reward service, as name@version
+        self.version = -1  # policy version that the broker has verified; -1 for none
 
     @property
     def key(self) -> tuple[str, str]:
-        """Name and incarnation."""
+        """Return name and incarnation, which identify a process."""
         return self.member.member_id, self.member.incarnation
 
     @property
     def title(self) -> str:
-        """Name for people, with that of its scorer where it has one."""
+        """Return the name for users, with that of its scorer if it has one."""
         return f"{self.member.member_id} ({self.scorer})" if self.scorer else self.member.member_id
 
     @property
-    def trouble(self) -> str:
-        """Why it rests, for people; empty when its last call worked."""
+    def failure_text(self) -> str:
+        """Return how its recent calls failed, for users; empty when its last call succeeded."""
         error = self.breaker.first
         return "" if error is None else f"its calls fail and are tried again; the first with {error.reason}: {error}"
 
     @property
-    def cache(self) -> tuple[str, str, int]:
-        """What its prefix cache holds is of this process and of these weights."""
+    def cache_key(self) -> tuple[str, str, int]:
+        """Return what identifies the content of its prefix cache: the process and the weights."""
         return *self.key, self.version
 
-    def give(self, demand: Demand) -> LoadTicket:
-        """Count a call that goes there; `end` it with what this returns."""
+    @property
+    def present(self) -> bool:
+        """Return whether it was inspected and fits the run; an engine may still wait for weights."""
+        return bool(self.vocabulary_size) if self.member.role == Role.ROLE_ROLLOUT else not self.unusable_reason
+
+    @property
+    def busy(self) -> bool:
+        """Return whether calls are in flight."""
+        return bool(self._calls)
+
+    def begin(self, demand: Demand) -> LoadTicket:
+        """Count a call that begins; `end` it with the ticket."""
         self.outstanding += demand.samples
         self.outstanding_size += demand.size
-        return self.load.give(demand.tokens)
+        return self.load.begin(demand.tokens)
 
     def end(self, demand: Demand, ticket: LoadTicket) -> None:
-        """Count a call that is over."""
+        """Count the end of a call."""
         self.outstanding -= demand.samples
         self.outstanding_size -= demand.size
         self.load.end(ticket)
 
     def has_room(self, samples: int) -> bool:
-        """Whether it may be given that many samples more. What it refused beside other work it may take alone."""
+        """Return whether it may get so many samples more; what it refused beside other work it may get alone."""
         limits = [self.capacity, self._congested_at if self.outstanding else 0]
         return all(self.outstanding + samples <= limit for limit in limits if limit)
 
-    def congested(self, samples: int) -> bool:
-        """Note that it refused `samples` as too many; return whether what we gave it before is the reason."""
+    def record_congestion(self, samples: int) -> bool:
+        """Note that it refused `samples` as too many; return whether our own calls are the cause."""
         self._congested_at = self.outstanding - samples
         return self._congested_at > 0
-
-    @property
-    def present(self) -> bool:
-        """Whether it was looked at and fits the run; an engine may still wait for weights."""
-        return bool(self.vocabulary_size) if self.member.role == Role.ROLE_ROLLOUT else not self.unusable_reason
-
-    @property
-    def busy(self) -> bool:
-        """Whether calls are in flight."""
-        return bool(self._calls)
 
     def record_success(self) -> None:
         """Forget earlier failures."""
@@ -168,15 +157,15 @@ class Replica:
         self._congested_at = 0
 
     async def call(self, work: Awaitable[T]) -> T:
-        """Await `work`, but not after the member's lease has ended.
+        """Await `work` as long as the member's lease lasts.
 
         Raises:
-            Unavailable: it ended.
+            Unavailable: The lease ended.
         """
-        if self.gone:  # its channel may be closed, and what gRPC raises then is no error that anybody catches
+        if self.gone:  # its channel may be closed, and gRPC would raise UsageError, which is no FourfoldError
             if inspect.iscoroutine(work):
                 work.close()
-            raise self._ended()
+            raise self._lease_ended()
         try:
             async with asyncio.timeout(None) as scope:
                 self._calls.add(scope)
@@ -187,14 +176,14 @@ class Replica:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise self._ended() from None
+            raise self._lease_ended() from None
 
-    def leave(self, why: str, *, cut: bool) -> None:
-        """Note that it is no member any more; `cut` ends the calls in flight."""
-        self.gone = self.unusable_reason = why
+    def leave(self, reason: str, *, cut: bool) -> None:
+        """Note that it is no member any more; with `cut`, end its calls in flight."""
+        self.gone = self.unusable_reason = reason
         if cut:
             for scope in list(self._calls):
                 scope.reschedule(0.0)
 
-    def _ended(self) -> Unavailable:
+    def _lease_ended(self) -> Unavailable:
         return Unavailable(f"{self.member.peer}: {self.gone}", reason="LEASE_ENDED")

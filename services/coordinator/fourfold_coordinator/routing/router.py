@@ -1,16 +1,15 @@
-"""Which replica does a piece of work, and what happens when it cannot.
+"""Routes each piece of work to a replica, and retries it elsewhere when that fails.
 
-    work --use--> the replica that is expected to be done first --answer--> done
+    work --call--> the replica that is expected to finish first --success--> result
       ^                |                             |
-      |                | none: wait, then            | full of our own work: wait for an answer from there
-      |                v ServiceMissing              | dead, draining, kept busy: another one (infrastructure)
+      |                | none: wait, then            | full of our own work: wait for a call to end there
+      |                v ServiceMissing              | dead, draining, overloaded by others: another (infrastructure)
       |                                              | refused for its content: once more (data)
-      +----------------------------------------------+ budget used up: GivenUp(reason)
+      +----------------------------------------------+ no tries left: GivenUp(reason)
 
-Replicas come and go with their leases. A replica is used only while nothing hinders it: it was
-looked at, its weights are the wanted ones (the broker's business), and it did not just fail.
-`choice.py` says which of them gets a call, and `load.py` what they report of themselves.
-Work is served first come, first served, so that the same calls go out in the same order.
+Replicas come and go with their leases. A replica gets calls when it was inspected, the broker has verified its weights,
+and it did not just fail. `scheduling.py` chooses among these, with the load that `load.py` keeps. Calls of one role are
+served in order of arrival, so that a repeated run sends them in the same order.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, Overloaded
 from fourfold.host.clock import Clock
 
-from ..state.disk_wait import DiskFull
 from ..state.faults import FaultLog
+from ..state.files import DiskFull
 from .load import summarize_loads, watch_load
 from .registry import ROLE_NAMES, Member, MemberChange, Registry
 from .replica import NOT_INSPECTED, FatalRunError, Replica, RetryPolicy, ServiceMissing
@@ -40,20 +39,19 @@ log = logging.getLogger("fourfold.coordinator")
 
 T = TypeVar("T")
 
-INFO_SECONDS: Final = 10.0
+INFO_SECONDS: Final = 10.0  # deadline of calls that only ask for information
 _TICK_SECONDS: Final = 0.25
 
 
 class WaitLimit(NamedTuple):
-    """How long a usable replica is waited for."""
+    """Longest wait for a usable replica."""
 
     seconds: float
-    key: str = "retry.service_wait_seconds"
-    """Of the recipe, for messages."""
+    key: str = "retry.service_wait_seconds"  # recipe key that sets it, for messages
 
 
 class Router:
-    """All replicas of all roles. Used on one event loop; `run` it in a task."""
+    """All replicas of all roles. Not thread-safe; `run` must run in a task."""
 
     def __init__(
         self,
@@ -66,77 +64,76 @@ class Router:
         on_wait: Callable[[str], None] = lambda _what: None,
         faults: FaultLog | None = None,
     ) -> None:
-        """Follow the registry.
+        """Follow the members of a registry.
 
         Args:
-            registry: tells who comes and goes.
-            open_channel: opens a channel to a member.
-            tokenizer_sha256: of the run; a service with another one is never used.
-            clock: time of back-offs.
-            wait_seconds: longest wait for a usable replica.
-            on_wait: told what is waited for; empty: nothing.
-            faults: told what fails.
+            registry: Reports the members that join and leave.
+            open_channel: Opens a channel to a member.
+            tokenizer_sha256: Of the run; a service with another tokenizer gets no calls.
+            clock: Times rests and waits.
+            wait_seconds: Longest wait for a usable replica.
+            on_wait: Called with what the run waits for; with an empty text when a wait ends.
+            faults: Counts the failures.
         """
-        self.clock = clock
+        self.clock, self.on_wait = clock, on_wait
         self.wait_seconds, self._wait = wait_seconds, WaitLimit(wait_seconds)
-        self.on_wait = on_wait
         self.faults = faults or FaultLog()
-        self._registry = registry
-        self._open_channel = open_channel
+        self._registry, self._open_channel = registry, open_channel
         self._tokenizer_sha256 = tokenizer_sha256
         self._replicas: dict[str, Replica] = {}  # by member_id
-        self._turns = {role: asyncio.Lock() for role in ROLE_NAMES}  # FIFO
+        self._turns = {role: asyncio.Lock() for role in ROLE_NAMES}  # asyncio.Lock is first in, first out
         self._change = asyncio.Event()
-        self._leaving: list[Replica] = []  # their channels are closed when their last call has ended
+        self._leaving: list[Replica] = []  # departed members whose channels are not closed yet
         self._watches: dict[Replica, asyncio.Task[None]] = {}
+        self._inspections: dict[tuple[str, str], asyncio.Task[None]] = {}  # in progress, by replica key
         self._prefixes = PrefixHolders()
         registry.add_listener(self._on_member)
 
     def replicas(self, role: int) -> list[Replica]:
-        """Return the live replicas of a role, by name."""
+        """Return the live replicas of a role, ordered by name."""
         found = [r for r in self._replicas.values() if r.member.role == role]
         return sorted(found, key=lambda r: r.member.member_id)
 
     async def run(self) -> None:
-        """Let leases expire, look at who is new and watch the engines' load, until cancelled."""
-        looking: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """Expire leases, inspect new members and watch the engines' load, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
                     self._registry.expire()
-                    for replica in list(self._replicas.values()):
-                        busy = replica.key in looking and not looking[replica.key].done()
-                        due = replica.unusable_reason == NOT_INSPECTED and not replica.breaker.resting(
-                            self.clock.monotonic()
-                        )
-                        if due and not busy:
-                            looking[replica.key] = tasks.create_task(self._look(replica))
-                        engine = replica.member.role == Role.ROLE_ROLLOUT and replica.present
-                        if engine and replica not in self._watches:
-                            reports = watch_load(replica.rollout, replica.load, self.clock)
-                            self._watches[replica] = tasks.create_task(reports)
-                    looking = {key: task for key, task in looking.items() if not task.done()}
+                    self._start_tasks(tasks)
                     await self._close_channels()
                     await self.wait_for_change(timeout=_TICK_SECONDS)
         finally:
             for replica in (*self._leaving, *self._replicas.values()):
                 await replica.channel.close()
 
+    def _start_tasks(self, tasks: asyncio.TaskGroup) -> None:
+        # A method of its own: a loop variable in `run` would keep the last replica alive after it has left.
+        now = self.clock.monotonic()
+        self._inspections = {key: task for key, task in self._inspections.items() if not task.done()}
+        for replica in self._replicas.values():
+            due = replica.unusable_reason == NOT_INSPECTED and not replica.breaker.resting(now)
+            if due and replica.key not in self._inspections:
+                self._inspections[replica.key] = tasks.create_task(self._inspect(replica))
+            if replica.member.role == Role.ROLE_ROLLOUT and replica.present and replica not in self._watches:
+                watch = watch_load(replica.rollout, replica.load, self.clock)
+                self._watches[replica] = tasks.create_task(watch)
+
     async def wait_for_change(self, *, timeout: float) -> None:
-        """WaitLimit until anything about the replicas changes, at most `timeout` seconds."""
+        """Wait until anything about the replicas changes, at most `timeout` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._change.wait()
 
     def notify(self) -> None:
-        """Wake everybody who waits for a change."""
+        """Wake everything that waits for a change."""
         change, self._change = self._change, asyncio.Event()
         change.set()
 
-    def set_unusable_reason(self, replica: Replica, why: str) -> None:
-        """Stop using a replica, or use it again when `why` is empty."""
-        if not replica.gone and replica.unusable_reason != why:
-            replica.unusable_reason = why
+    def set_unusable_reason(self, replica: Replica, reason: str) -> None:
+        """Stop calls to a replica; allow them again when the reason is empty."""
+        if not replica.gone and replica.unusable_reason != reason:
+            replica.unusable_reason = reason
             self.notify()
 
     async def call(
@@ -149,36 +146,36 @@ class Router:
         version: int | None = None,
         wait: WaitLimit | None = None,
     ) -> T:
-        """Have a replica do `work`; after a failure another one, where there is one.
+        """Do `work` with a replica; when it fails, with another one if there is one.
 
-        While `replica.breaker.probing` is set, `work` is the one call that must show that the replica works again.
+        While `replica.breaker.probing` is set, `work` is the one call that shows whether the replica works again.
 
         Args:
-            role: a value of `Role`.
-            work: one try; makes calls with deadlines.
-            demand: what it adds to the replica's load.
-            budget: what it may lose.
-            version: of the weights that a rollout service must hold, or a later one; None: any.
-            wait: longest wait for a usable replica; None: the run's.
+            role: A value of `Role`.
+            work: One try; its calls have deadlines.
+            demand: What the work adds to the replica's load.
+            budget: Limits the failed tries.
+            version: Lowest policy version that a rollout service must have; None for any.
+            wait: Longest wait for a usable replica; None for the run's.
 
         Raises:
-            GivenUp: the budget is used up.
+            GivenUp: No tries are left.
             FatalRunError: `work` or the budget raised it.
-            ServiceMissing: no replica came in time.
+            ServiceMissing: No replica came in time.
         """
         avoid: set[tuple[str, str]] = set()
         while True:
-            async with self._use(role, demand, wait or self._wait, version=version, avoid=avoid) as replica:
+            async with self._acquire(role, demand, wait or self._wait, version=version, avoid=avoid) as replica:
                 try:
                     result = await replica.call(work(replica))
                 except (DiskFull, FatalRunError):
-                    raise  # no replica can change that
+                    raise  # of this process, or the run's end: another replica would not help
                 except Overloaded as error:
-                    if not replica.congested(demand.samples):  # others keep it busy
+                    if not replica.record_congestion(demand.samples):  # calls of other clients fill it
                         self.record_failure(replica, error)
                         budget.spend(error)
                 except FourfoldError as error:
-                    log.warning("%s failed, trying again: %s", replica.member.member_id, error)
+                    log.warning("call failed, trying again: member=%s: %s", replica.member.member_id, error)
                     avoid.add(replica.key)
                     self.record_failure(replica, error)
                     budget.spend(error)
@@ -187,36 +184,35 @@ class Router:
                     return result
 
     def record_failure(self, replica: Replica, error: FourfoldError) -> None:
-        """Count a failed call, let the replica rest, and show what is wrong when it fails again and again."""
+        """Count a failed call, start a rest, and show a failure that repeats."""
         self.faults.record(replica.member.member_id, error.reason, error.message)
         breaker, now = replica.breaker, self.clock.monotonic()
-        if isinstance(error, InvalidInput):  # the request's fault, as far as anybody knows
+        if isinstance(error, InvalidInput):  # the fault of the request, not of the service
             return
         if isinstance(error, DeadlinePassed):
             breaker.trip(error, now)
         else:
             breaker.record_failure(error, now)
         if breaker.open and not replica.gone:
-            self.faults.show(replica.member.member_id, replica.title, replica.trouble)
+            self.faults.show(replica.member.member_id, replica.title, replica.failure_text)
 
     def record_success(self, replica: Replica) -> None:
-        """Note that a call to a replica worked."""
+        """Forget a replica's earlier failures, and stop showing them."""
         replica.record_success()
         self.faults.clear(replica.title)
 
     async def wait_for(self, counts: Mapping[int, int], *, seconds: float | None = None) -> None:
-        """WaitLimit until that many services of each role are there. One of each is enough after a while.
+        """Wait for services; when one of each role is there, wait no more than the run's wait for the others.
 
         Args:
-            counts: services wanted, by role.
-            seconds: longest wait for the first of each role; default: the run's. The others get the run's wait more.
+            counts: Number of services, by role.
+            seconds: Longest wait for the first service of each role; None for the run's wait.
 
         Raises:
-            ServiceMissing: a role had not even one; names it.
+            ServiceMissing: A role has no service at all.
         """
         patience = self.wait_seconds if seconds is None else seconds
-        now = self.clock.monotonic()
-        end, complete_by = now + patience, math.inf
+        end, complete_by = self.clock.monotonic() + patience, math.inf
         while True:
             now = self.clock.monotonic()
             found = {role: sum(r.present for r in self.replicas(role)) for role in counts}
@@ -232,43 +228,40 @@ class Router:
             await self.wait_for_change(timeout=_TICK_SECONDS)
 
     def members(self) -> list[run_pb.Member]:
-        """Return the live members for people."""
+        """Return the live members as watchers see them, ordered by name."""
         return [self._row(replica) for _, replica in sorted(self._replicas.items())]
 
     def _row(self, replica: Replica) -> run_pb.Member:
         member = replica.member
-        late, since = self._registry.overdue(member.member_id)
+        overdue, since = self._registry.overdue(member.member_id)
         row = run_pb.Member(
             member_id=member.member_id,
             role=member.role_name,
             target=member.target,
             policy_version=replica.version if member.role == Role.ROLE_ROLLOUT else -1,
-            state=run_pb.MEMBER_STATE_SILENT if late else run_pb.MEMBER_STATE_LIVE,
+            state=run_pb.MEMBER_STATE_SILENT if overdue else run_pb.MEMBER_STATE_LIVE,
         )
         row.state_since.FromNanoseconds(int(since * 1e9))
         return row
 
     def engine_metrics(self) -> dict[str, float]:
-        """Return what the engines said of themselves since this was asked last, by the names of metrics."""
+        """Return the metrics of the engines' load reports since the last call of this method."""
         return summarize_loads([engine.load for engine in self.replicas(Role.ROLE_ROLLOUT)], self.clock.monotonic())
 
     def explain(self, role: int) -> str:
-        """Say why the replicas of a role are not used."""
-        replicas = self.replicas(role)
-        if not replicas:
-            return "none has registered"
-        return "; ".join(
-            f"{r.title}: {', '.join(filter(None, (r.unusable_reason, r.trouble))) or 'ready'}" for r in replicas
-        )
+        """Return why the replicas of a role get no calls, for users."""
+        reasons = {r.title: ", ".join(filter(None, (r.unusable_reason, r.failure_text))) for r in self.replicas(role)}
+        return "; ".join(f"{title}: {text or 'ready'}" for title, text in reasons.items()) or "none has registered"
 
     @asynccontextmanager
-    async def _use(
+    async def _acquire(
         self, role: int, demand: Demand, wait: WaitLimit, *, version: int | None, avoid: set[tuple[str, str]]
     ) -> AsyncIterator[Replica]:
+        """Choose a replica, and count the call in its load within the block."""
         async with self._turns[role]:
-            replica = await self._acquire(role, demand, wait, version, avoid)
-            ticket = replica.give(demand)
-            self._prefixes.give(demand.prefix, replica.cache)
+            replica = await self._choose(role, demand, wait, version, avoid)
+            ticket = replica.begin(demand)
+            self._prefixes.add(demand.prefix, replica.cache_key)
             probing = replica.breaker.begin_call()
         try:
             yield replica
@@ -278,27 +271,33 @@ class Router:
             replica.end(demand, ticket)
             self.notify()
 
-    async def _acquire(
+    async def _choose(
         self, role: int, demand: Demand, wait: WaitLimit, version: int | None, avoid: set[tuple[str, str]]
     ) -> Replica:
+        """Return the replica for a call; wait for one with room.
+
+        Raises:
+            ServiceMissing: None came in time.
+        """
         end = self.clock.monotonic() + wait.seconds
         while True:
-            usable = [r for r in self.replicas(role) if self._usable(r, version)]
+            now = self.clock.monotonic()
+            fitting = [r for r in self.replicas(role) if _fits(r, version)]
+            usable = [r for r in fitting if r.breaker.admits(now)]
             free = {r.member.member_id: r for r in usable if r.has_room(demand.samples)}
             if free:
                 chosen = free[choose_replica(self._candidates(free.values(), demand, avoid), demand.size).name]
                 if not chosen.breaker.open:
                     self.on_wait("")
                 return chosen
-            now = self.clock.monotonic()
-            # Busy ones are bounded by the deadlines of their calls, resting ones by the budget of those who try them.
-            if any(r.outstanding for r in usable) or self._coming_back(role, version, now):
+            room_will_come = len(usable) < len(fitting) or any(r.outstanding for r in usable)
+            if room_will_come:
+                # This wait has no end of its own: the deadlines of the calls in flight bound it, or, where replicas
+                # rest, the retries of the calls that try them.
                 end = now + wait.seconds
-                if not usable:
-                    self.on_wait(f"a {ROLE_NAMES[role]} service ({self.explain(role)})")
             elif now >= end:
                 raise self._missing(role, wait, samples=demand.samples if usable else 0)
-            else:
+            if not (room_will_come and usable):
                 self.on_wait(f"a {ROLE_NAMES[role]} service ({self.explain(role)})")
             await self.wait_for_change(timeout=_TICK_SECONDS)
 
@@ -310,24 +309,20 @@ class Router:
                 outstanding=replica.outstanding_size,
                 speed=replica.load.speed(now),
                 room=replica.load.room(now),
-                held=held.get(replica.cache, 0),
+                held=held.get(replica.cache_key, 0),
                 avoided=replica.key in avoid,
             )
             for replica in replicas
         ]
 
-    def _usable(self, replica: Replica, version: int | None) -> bool:
-        return self._fits(replica, version) and replica.breaker.admits(self.clock.monotonic())
-
-    def _fits(self, replica: Replica, version: int | None) -> bool:
-        return not replica.unusable_reason and (version is None or replica.version >= version)
-
-    def _coming_back(self, role: int, version: int | None, now: float) -> bool:
-        """Whether a replica that fits only rests, or has the call that must show that it works again."""
-        return any(self._fits(r, version) and not r.breaker.admits(now) for r in self.replicas(role))
-
     def _missing(self, role: int, wait: WaitLimit, *, samples: int = 0) -> ServiceMissing:
-        """Return the error that nobody can be asked; `samples`: that nobody takes so many at once, though idle."""
+        """Return the error of a role without usable replicas.
+
+        Args:
+            role: Of the replicas.
+            wait: That has ended.
+            samples: Of the call when usable replicas exist, but none takes so many at once; else 0.
+        """
         name = ROLE_NAMES[role]
         if samples:
             most = max(r.capacity for r in self.replicas(role))
@@ -346,37 +341,38 @@ class Router:
         if change is MemberChange.JOINED:
             self._replicas[member.member_id] = Replica(member, self._open_channel(member))
             log.info("%s joined", member.member_id, extra={"target": member.target})
-        elif (replica := self._replicas.pop(member.member_id, None)) is not None:  # None: no channel could be opened
+        elif (replica := self._replicas.pop(member.member_id, None)) is not None:  # None if no channel could be opened
             if replica in self._watches:
                 self._watches.pop(replica).cancel()
-            # Who leaves of its own will finishes what it has begun; who fell silent will not answer.
+            # A member that deregistered finishes its calls. One that fell silent or was replaced will not answer.
             replica.leave(change.value, cut=change is not MemberChange.LEFT)
-            self.faults.gone(member.member_id)
+            self.faults.forget(member.member_id)
             self._leaving.append(replica)
-            log.info("%s is gone: %s", member.member_id, change.value)
+            log.info("%s left: %s", member.member_id, change.value)
         self.notify()
 
     async def _close_channels(self) -> None:
+        """Close the channels of departed members whose last call has ended."""
         for replica in [replica for replica in self._leaving if not replica.busy]:
             self._leaving.remove(replica)
             await replica.channel.close()
 
-    async def _look(self, replica: Replica) -> None:
-        """Ask a new replica who it is."""
+    async def _inspect(self, replica: Replica) -> None:
         try:
             await replica.call(self._describe(replica))
         except FourfoldError as error:
             self.record_failure(replica, error)
-            log.warning("%s does not say who it is: %s", replica.member.member_id, error)
+            log.warning("GetInfo of a new member failed: member=%s: %s", replica.member.member_id, error)
 
     async def _describe(self, replica: Replica) -> None:
-        tokenizer, unusable_reason = self._tokenizer_sha256, ""
+        """Ask a new replica for its properties, and decide whether it may get calls."""
+        tokenizer, reason = self._tokenizer_sha256, ""
         match replica.member.role:
             case Role.ROLE_ROLLOUT:
                 info = await replica.rollout.get_info(timeout=INFO_SECONDS)
                 tokenizer, replica.capacity = info.tokenizer_sha256, info.max_concurrent_samples
                 replica.vocabulary_size = info.vocabulary_size if tokenizer == self._tokenizer_sha256 else 0
-                unusable_reason = "weights not checked yet"
+                reason = "weights not checked yet"
             case Role.ROLE_REWARD:
                 reward = await replica.reward.get_info(timeout=INFO_SECONDS)
                 tokenizer = reward.tokenizer_sha256 or tokenizer
@@ -386,8 +382,12 @@ class Router:
                 reference = await replica.reference.get_info(timeout=INFO_SECONDS)
                 tokenizer = reference.tokenizer_sha256
         if tokenizer != self._tokenizer_sha256:
-            unusable_reason = f"it has another tokenizer ({tokenizer.hex()[:12] or 'none'}) than the run"
-        self.faults.clear(replica.member.member_id)  # it had no scorer's name before
+            reason = f"it has another tokenizer ({tokenizer.hex()[:12] or 'none'}) than the run"
+        self.faults.clear(replica.member.member_id)  # its title before the scorer's name was known
         self.record_success(replica)
-        self.set_unusable_reason(replica, unusable_reason)
+        self.set_unusable_reason(replica, reason)
         self.notify()
+
+
+def _fits(replica: Replica, version: int | None) -> bool:
+    return not replica.unusable_reason and (version is None or replica.version >= version)

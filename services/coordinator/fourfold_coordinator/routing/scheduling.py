@@ -1,8 +1,8 @@
-"""Which of several replicas gets a call: the one that is expected to be done with it first.
+"""Chooses the replica for a call: the one that is expected to finish it first.
 
-    prompt, samples --Demand--> choose <--Candidate-- replica: outstanding work, report (load.py), held prefix
+    prompt, samples --Demand--> choose_replica <--Candidate-- replica: outstanding work, load report, cached prefixes
 
-Pure functions and small maps; `routing.py` asks them.
+Pure functions and small tables, which `router.py` uses.
 """
 
 from __future__ import annotations
@@ -16,69 +16,61 @@ from typing import Final
 
 from fourfold.arrays import Int32Array
 
+# For each of some lengths of one prompt, shortest first: (tokens, digest of that many leading tokens).
 PrefixKeys = tuple[tuple[int, bytes], ...]
-"""(tokens, digest of that many leading tokens) of one prompt, shortest first."""
 
-_SHORTEST_PREFIX: Final = 64
-_MOST_PREFIXES: Final = 1 << 16
+_MIN_PREFIX_TOKENS: Final = 64
+_MAX_PREFIXES: Final = 1 << 16
 _LENGTHS_REMEMBERED: Final = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What one call asks of a replica."""
+    """Work of one call."""
 
-    samples: int
-    """Counted against the replica's capacity."""
-    tokens: int = 0
-    """Expected, prompts included; 0: the work is not measured in tokens."""
-    prefix: PrefixKeys = ()
-    """Of its prompt."""
+    samples: int  # counted against the replica's capacity
+    tokens: int = 0  # expected, prompts included; 0 for calls that are not measured in tokens
+    prefix: PrefixKeys = ()  # of the prompt
 
     @property
     def size(self) -> int:
-        """What it adds to a replica's outstanding work: tokens, or samples where there are none."""
+        """Return what the call adds to a replica's outstanding work: tokens, or samples for calls without tokens."""
         return self.tokens or self.samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A replica as the choice sees it. Sizes are tokens, or samples for services that sample nothing."""
+    """A replica that may get a call. Sizes are those of `Demand.size`."""
 
     name: str
-    outstanding: int
-    """Size of what it was given and has not answered."""
-    speed: float | None = None
-    """Tokens that it samples in a second; None: not known."""
-    room: int | None = None
-    """Tokens that its KV cache still takes; None: not known, taken for enough."""
-    held: int = 0
-    """Leading tokens of the prompt that are in its cache."""
-    avoided: bool = False
-    """Whether it has just failed this very work."""
+    outstanding: int  # size of its calls in flight
+    speed: float | None = None  # tokens per second; None if unknown
+    room: int | None = None  # tokens that still fit into its KV cache; None if unknown, which counts as enough
+    held: int = 0  # leading tokens of the prompt that its prefix cache holds
+    avoided: bool = False  # it failed this very call before
 
 
 def choose_replica(candidates: Sequence[Candidate], size: int) -> Candidate:
-    """Return the candidate that is expected to be done first with a call of `size`.
+    """Return the candidate that is expected to finish a call of `size` first.
 
         seconds = (outstanding + size - held) / speed
 
-    A speed that is not known is taken for the mean of those that are, and for 1 where none is: then the choice is the
-    replica with the least outstanding. A prefix that is held saves its prefill, so that a call goes to who holds it
-    unless that one is later by more than this. What does not fit into the room of a KV cache waits in that engine's
-    queue, whatever its speed, so a replica with room comes first. Ties go by name.
+    An unknown speed counts as the mean of the known ones. If no speed is known, the candidate with the least
+    outstanding work wins. A held prefix saves its prefill, so that a call goes to the replica that holds it unless
+    another one finishes earlier even so. A call that does not fit into a KV cache waits in that engine's queue, however
+    fast the engine is; so candidates with room come first. Ties go by name.
 
     Args:
-        candidates: at least one.
-        size: of the call.
+        candidates: At least one.
+        size: Of the call.
     """
     known = [candidate.speed for candidate in candidates if candidate.speed is not None]
-    usual = fmean(known) if known else 1.0
+    mean_speed = fmean(known) if known else 1.0
 
     def rank(candidate: Candidate) -> tuple[bool, bool, float, str]:
-        waits = candidate.room is not None and candidate.room < size
-        left = candidate.outstanding + size - min(candidate.held, size)
-        return candidate.avoided, waits, left / (candidate.speed or usual), candidate.name
+        is_full = candidate.room is not None and candidate.room < size
+        work = candidate.outstanding + size - min(candidate.held, size)
+        return candidate.avoided, is_full, work / (candidate.speed or mean_speed), candidate.name
 
     return min(candidates, key=rank)
 
@@ -86,8 +78,8 @@ def choose_replica(candidates: Sequence[Candidate], size: int) -> Candidate:
 def prefix_keys(token_ids: Int32Array) -> PrefixKeys:
     """Return the keys of a prompt's leading 64, 128, 256, ... tokens and of the whole prompt.
 
-    Equal keys mean equal tokens. Doubling keeps their number at a dozen, and still finds at least half of what two
-    prompts have in common, such as the next turn of a conversation.
+    Equal keys mean equal tokens. Because the lengths double, a prompt has about a dozen keys, and the longest key that
+    two prompts share covers at least half of their common prefix, for example in the next turn of a conversation.
 
     Args:
         token_ids: int32 [n], n >= 1.
@@ -102,30 +94,30 @@ def prefix_keys(token_ids: Int32Array) -> PrefixKeys:
 
 
 def _doublings(end: int) -> Iterable[int]:
-    count = _SHORTEST_PREFIX
+    count = _MIN_PREFIX_TOKENS
     while count < end:
         yield count
         count *= 2
 
 
 class PrefixHolders:
-    """Who was given which prefixes last: the ones used longest ago are forgotten first.
+    """Remembers which cache got which prompt prefix last; forgets the least recently used prefixes.
 
-    A holder is whatever stands for one cache with one version of the weights; after an update it is another one, and
-    what it held is found no more.
+    A holder identifies one cache with one version of the weights: an update makes a new holder, because cached
+    attention states of old weights are of no use.
     """
 
-    def __init__(self, limit: int = _MOST_PREFIXES) -> None:
+    def __init__(self, limit: int = _MAX_PREFIXES) -> None:
         self._holders: OrderedDict[bytes, object] = OrderedDict()
         self._limit = limit
 
     def held(self, keys: PrefixKeys) -> dict[object, int]:
-        """Return the leading tokens that each holder has of a prompt."""
+        """Return the number of leading tokens of a prompt that each holder has."""
         found = ((self._holders.get(digest), count) for count, digest in keys)
         return {holder: count for holder, count in found if holder is not None}
 
-    def give(self, keys: PrefixKeys, holder: object) -> None:
-        """Note that a prompt went to `holder`."""
+    def add(self, keys: PrefixKeys, holder: object) -> None:
+        """Note that a prompt goes to `holder`."""
         for _, digest in keys:
             self._holders[digest] = holder
             self._holders.move_to_end(digest)
@@ -134,22 +126,22 @@ class PrefixHolders:
 
 
 class CompletionLengths:
-    """The mean length of the completions of a run, the last few thousand above all."""
+    """Moving mean of the lengths of a run's completions, in tokens."""
 
     def __init__(self) -> None:
         self._mean, self._count = 0.0, 0
 
     def add(self, lengths: Iterable[int]) -> None:
-        """Take the lengths of completions, in tokens."""
+        """Add the lengths of completions."""
         for length in lengths:
             self._count = min(self._count + 1, _LENGTHS_REMEMBERED)
             self._mean += (length - self._mean) / self._count
 
     def expected(self, longest: int) -> int:
-        """Return the tokens to expect of a completion of at most `longest`; `longest` before any was seen."""
+        """Return the expected length of a completion of at most `longest` tokens; `longest` before the first one."""
         return min(round(self._mean), longest) if self._count else longest
 
 
 def call_tokens(*, samples: int, prompt: int, expected: int) -> int:
-    """Return the size of a call in tokens: every sample counts its prompt, as it does in the KV cache's report."""
+    """Return the size of a call in tokens; every sample counts its prompt, as in the KV cache's report."""
     return samples * (prompt + expected)

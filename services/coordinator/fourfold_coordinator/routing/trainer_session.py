@@ -1,15 +1,16 @@
-"""The one trainer: calls that are repeated when an answer is lost, and the notice that it was restarted.
+"""Calls the trainer: repeats calls whose response was lost, and detects that the trainer restarted.
 
-A trainer that died and came back has forgotten what it learned since its last checkpoint. It
-shows as a new incarnation; every call then raises `TrainerRestarted`, and the loop recovers as
-a resumed run does. A trainer that only lost an answer is asked again: its calls are idempotent.
+A trainer that restarted has lost what it learned since its last checkpoint. It registers with a new incarnation; every
+call then raises `TrainerRestarted`, and the loop recovers as a resumed run does. Calls are idempotent, so that a
+trainer that only failed to answer gets the same call again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from typing import Any, Final, TypeVar
 
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
@@ -25,46 +26,41 @@ log = logging.getLogger("fourfold.coordinator")
 T = TypeVar("T")
 
 SUBJECT: Final = "trainer"
-
 _MAX_BACKOFF_SECONDS: Final = 5.0
 _FIRST_BACKOFF_SECONDS: Final = 0.25
 
 
 class TrainerRestarted(Unavailable):
-    """The trainer is another process than the one the run talked to."""
+    """The trainer is a new process."""
 
 
 class TrainerSession:
-    """Calls to the trainer of this run."""
+    """Calls to one trainer process."""
 
     def __init__(self, router: Router, config: Config, *, tokenizer_sha256: bytes, board: RunBoard) -> None:
-        """Prepare; `connect` follows.
+        """Prepare; `connect` chooses the process.
 
         Args:
-            router: knows the trainer.
-            config: of the run.
-            tokenizer_sha256: of the run.
-            board: shows a call that is repeated.
+            router: Has the trainer's replica.
+            config: Of the run.
+            tokenizer_sha256: Of the run.
+            board: Shows calls that are repeated.
         """
-        self._router, self._board = router, board
-        self._config = config
+        self._router, self._board, self._config = router, board, config
         self._tokenizer_sha256 = tokenizer_sha256
-        self.name = ""
-        """Of the member."""
+        self.name = ""  # member id of the trainer
         self.incarnation = ""
-        """Of the process that this session is with."""
-        self.policy_version = 0
-        """Version of the trainer's present weights."""
+        self.policy_version = 0  # of the trainer's present weights
 
     async def connect(self) -> pb.TrainerStatus:
-        """Talk to the trainer that is there now; waits for one, and for the next when it dies meanwhile.
+        """Start a session with the trainer that is registered now; wait for one if there is none.
 
         Raises:
-            ServiceMissing: none came.
-            WrongState: it does not fit the run.
-            FourfoldError: a failure that lasted.
+            ServiceMissing: No trainer came in time.
+            WrongState: The trainer does not fit the run.
+            FourfoldError: The call failed, and its retries.
         """
-        return await self._until_answered("GetStatus", self._present, self._begin)
+        return await self._repeat("GetStatus", self._registered, self._begin)
 
     async def _begin(self, replica: Replica) -> pb.TrainerStatus:
         status = await replica.trainer.get_status(timeout=INFO_SECONDS)
@@ -82,109 +78,121 @@ class TrainerSession:
         return status
 
     async def call(self, name: str, work: Callable[[Replica], Awaitable[T]]) -> T:
-        """Make an idempotent call; after a lost answer make it again.
+        """Make an idempotent call, and repeat it when the response is lost.
 
         Args:
-            name: of the call, for messages.
-            work: one try; makes calls with deadlines.
+            name: Of the call, for messages.
+            work: One try; its calls have deadlines.
 
         Raises:
-            TrainerRestarted: another process answers now.
-            ServiceMissing: the trainer is gone and none came.
-            FourfoldError: what the trainer raised, or a failure that lasted.
+            TrainerRestarted: The trainer is a new process.
+            ServiceMissing: The trainer is gone, and none came in time.
+            FourfoldError: The trainer refused, or the call failed, and its retries.
         """
-        return await self._until_answered(name, self._same_process, work)
-
-    async def _until_answered(
-        self, name: str, find: Callable[[], Awaitable[Replica]], work: Callable[[Replica], Awaitable[T]]
-    ) -> T:
-        """Make a call to the trainer that `find` returns; after a lost answer make it again."""
-        try:
-            return await self._tries(name, find, work)
-        finally:
-            self._board.resolve_condition(SUBJECT)
-
-    async def _tries(
-        self, name: str, find: Callable[[], Awaitable[Replica]], work: Callable[[Replica], Awaitable[T]]
-    ) -> T:
-        tries, first = 0, 0.0
-        while True:
-            replica = await find()
-            try:
-                return await replica.call(work(replica))
-            except (Unavailable, DeadlinePassed, Overloaded, PeerFault) as error:
-                self._router.faults.record(replica.member.member_id, error.reason, error.message)
-                tries += 1
-                first = first or self._router.clock.monotonic()
-                # A trainer that died holds its lease for a while and is started again: as much time as any service has.
-                lasted = self._router.clock.monotonic() - first
-                if tries > self._config.retry.infrastructure and lasted > self._config.retry.service_wait_seconds:
-                    raise
-                log.log(
-                    logging.WARNING if tries == 1 else logging.DEBUG,
-                    "%s: no answer from the trainer, asking again: %s",
-                    name,
-                    error,
-                )
-                self._board.report_condition(SUBJECT, f"{name} is asked again: {error}")
-                pause = min(_FIRST_BACKOFF_SECONDS * 2.0**tries, _MAX_BACKOFF_SECONDS)
-                await self._router.clock.sleep(error.retry_after or pause)
+        return await self._repeat(name, self._same_process, work)
 
     async def try_once(self, work: Callable[[Replica], Awaitable[T]]) -> T:
-        """Make one try of a call that is not to be repeated.
+        """Make one try of a call that must not be repeated.
 
         Raises:
-            TrainerRestarted: another process answers now.
-            FourfoldError: what the trainer raised.
+            TrainerRestarted: The trainer is a new process.
+            FourfoldError: The call failed.
         """
-        found = self._router.replicas(Role.ROLE_TRAINER)
-        if not found:
-            raise Unavailable("the trainer is gone")
-        return await found[0].call(work(self._same(found[0])))
+        replicas = self._router.replicas(Role.ROLE_TRAINER)
+        if not replicas:
+            raise Unavailable("no trainer is registered")
+        return await replicas[0].call(work(self._check_incarnation(replicas[0])))
 
     async def ensure_answering(self) -> None:
-        """Return when the trainer answers; one that died is waited for.
-
-        Raises:
-            TrainerRestarted: another process answers now.
-            ServiceMissing: the trainer is gone and none came.
-            FourfoldError: a failure that lasted.
-        """
+        """Return when the trainer answers; wait for it if it died. Raises the errors of `call`."""
         await self.call("GetStatus", lambda r: r.trainer.get_status(timeout=INFO_SECONDS))
 
-    async def watch(self) -> None:
-        """Return never; raise as soon as the trainer is another process.
-
-        Raises:
-            TrainerRestarted: it is.
-        """
-        while True:
-            for replica in self._router.replicas(Role.ROLE_TRAINER)[:1]:
-                self._same(replica)
-            await self._router.wait_for_change(timeout=1.0)
-
     async def raise_policy_version(self, version: int) -> int:
-        """Raise the number of the trainer's present weights; return what it is now."""
+        """Raise the policy version of the trainer's present weights; return the new one."""
         self.policy_version = await self.call(
             "RaisePolicyVersion", lambda r: r.trainer.raise_policy_version(version, timeout=INFO_SECONDS)
         )
         return self.policy_version
 
-    async def _present(self) -> Replica:
-        """Return the trainer that is there; waits for one."""
-        found = self._router.replicas(Role.ROLE_TRAINER)
-        if not found:
+    async def run_all(self, work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        """Run coroutines concurrently, started in order; return their results in order.
+
+        The first error cancels the others. So does a restart of the trainer: work whose results it has lost ends now
+        and not when it is done.
+
+        Raises:
+            TrainerRestarted: The trainer is a new process, whatever else failed: the run can continue after it.
+            Exception: Otherwise the first error.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                watcher = group.create_task(self._raise_on_restart())
+                tasks = [group.create_task(coroutine) for coroutine in work]
+                if tasks:
+                    await asyncio.wait(tasks)
+                watcher.cancel()
+        except BaseExceptionGroup as errors:
+            leaves = list(_leaves(errors))
+            raise next((e for e in leaves if isinstance(e, TrainerRestarted)), leaves[0]) from None
+        return [task.result() for task in tasks]
+
+    async def _raise_on_restart(self) -> None:
+        while True:
+            for replica in self._router.replicas(Role.ROLE_TRAINER)[:1]:
+                self._check_incarnation(replica)
+            await self._router.wait_for_change(timeout=1.0)
+
+    async def _repeat(
+        self, name: str, find: Callable[[], Awaitable[Replica]], work: Callable[[Replica], Awaitable[T]]
+    ) -> T:
+        """Do `work` with the trainer that `find` returns, until a try succeeds or the retries are used up."""
+        tries, first_failure = 0, 0.0
+        clock, retry = self._router.clock, self._config.retry
+        try:
+            while True:
+                replica = await find()
+                try:
+                    return await replica.call(work(replica))
+                except (Unavailable, DeadlinePassed, Overloaded, PeerFault) as error:
+                    self._router.faults.record(replica.member.member_id, error.reason, error.message)
+                    tries += 1
+                    first_failure = first_failure or clock.monotonic()
+                    # A trainer that died keeps its lease for a while, and is then started again: it gets as much time
+                    # as any service that a run waits for.
+                    failing = clock.monotonic() - first_failure
+                    if tries > retry.infrastructure and failing > retry.service_wait_seconds:
+                        raise
+                    level = logging.WARNING if tries == 1 else logging.DEBUG
+                    log.log(level, "%s: the trainer did not answer; repeating the call: %s", name, error)
+                    self._board.report_condition(SUBJECT, f"{name} is asked again: {error}")
+                    backoff = min(_FIRST_BACKOFF_SECONDS * 2.0**tries, _MAX_BACKOFF_SECONDS)
+                    await clock.sleep(error.retry_after or backoff)
+        finally:
+            self._board.resolve_condition(SUBJECT)
+
+    async def _registered(self) -> Replica:
+        """Return the trainer that is registered; wait for one."""
+        replicas = self._router.replicas(Role.ROLE_TRAINER)
+        if not replicas:
             await self._router.wait_for({Role.ROLE_TRAINER: 1})
-            found = self._router.replicas(Role.ROLE_TRAINER)
-        return found[0]
+            replicas = self._router.replicas(Role.ROLE_TRAINER)
+        return replicas[0]
 
     async def _same_process(self) -> Replica:
-        return self._same(await self._present())
+        return self._check_incarnation(await self._registered())
 
-    def _same(self, replica: Replica) -> Replica:
-        """Return the replica when it is the process that the session was made with."""
+    def _check_incarnation(self, replica: Replica) -> Replica:
+        """Return the replica, or raise TrainerRestarted when it is not the process of this session."""
         if replica.member.incarnation != self.incarnation:
             raise TrainerRestarted(
                 f"{replica.member.peer} is a new process; what it learned since its checkpoint is lost"
             )
         return replica
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterable[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

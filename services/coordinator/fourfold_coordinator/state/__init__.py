@@ -1,1 +1,1 @@
-"""Durable state of a run, and its conditions."""
+"""Keeps the state of a run: the durable ledger and files, and what watchers see."""

@@ -1,13 +1,13 @@
-"""Where every sample of the run is, durably: the coordinator's one memory.
+"""Keeps the state of every sample of a run in a database: the coordinator's durable memory.
 
     ISSUED --> RUNNING --> ROLLED --> READY --> LEASED --> TRAINED
       ^           |          |          |         |           |
-      +-----------+          v          v         v           v  (only by restore)
+      +-----------+          v          v         v           v  (by a restore only)
                           DROPPED(reason): counted, named, never silent
 
-SQLite in WAL mode, in `runs/<name>/ledger.sqlite`. A call is one transaction: it happens whole
-or not at all, so the coordinator may be killed between any two of them. A sample enters exactly
-one step: `lease` takes it from READY, `acknowledge` makes it TRAINED, and no way leads back.
+The database is SQLite in WAL mode, in `runs/<name>/ledger.sqlite`. Each call is one transaction, so that the
+coordinator may be killed between any two of them. A sample enters exactly one step: `lease` takes it from READY,
+`acknowledge` makes it TRAINED, and nothing moves it back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -23,17 +23,15 @@ from typing import Any, Final
 
 from fourfold.errors import AlreadyExists, NotFound, WrongState
 
+# Reasons for which the coordinator itself drops samples.
 TRAINER_RESTORED: Final = "TRAINER_RESTORED"
-FILTERED: Final = "FILTERED"
-"""Its group teaches nothing."""
-BASELINE: Final = "BASELINE"
-"""A greedy answer, which the sampled ones of its prompt were compared with."""
-BY_DESIGN: Final = (FILTERED, BASELINE)
-"""Reasons that are part of the algorithm; the others are troubles."""
+FILTERED: Final = "FILTERED"  # dynamic sampling did not keep the group
+BASELINE: Final = "BASELINE"  # a greedy answer, which was never meant to be trained on
+BY_DESIGN: Final = (FILTERED, BASELINE)  # part of the algorithm; all other reasons are failures
 
 
 class SampleState(StrEnum):
-    """Where a sample is."""
+    """State of a sample; the values are stored in the database."""
 
     ISSUED = "ISSUED"
     RUNNING = "RUNNING"
@@ -44,8 +42,8 @@ class SampleState(StrEnum):
     DROPPED = "DROPPED"
 
 
-# What `move` and `drop` allow. LEASED and TRAINED are reached through `lease` and `acknowledge` alone, and a
-# TRAINED sample is dropped by `restore` alone: its step went into weights that no longer exist.
+# Transitions of `move` and `drop`. Only `lease` and `acknowledge` lead to LEASED and TRAINED. Only `restore` drops a
+# TRAINED sample: its step went into weights that no longer exist.
 LEGAL_TRANSITIONS: Final[Mapping[SampleState, frozenset[SampleState]]] = {
     SampleState.ISSUED: frozenset({SampleState.RUNNING, SampleState.DROPPED}),
     SampleState.RUNNING: frozenset({SampleState.ROLLED, SampleState.ISSUED, SampleState.DROPPED}),
@@ -92,10 +90,8 @@ class StepRow:
     step: int
     policy_version: int
     skipped_reason: str
-    data_position: int
-    """Prompts drawn up to and with this step."""
-    seconds: float
-    """From the first prompt to the published weights."""
+    data_position: int  # prompts drawn up to and including this step
+    seconds: float  # from the first prompt to the published weights
     metrics: dict[str, Any]
 
 
@@ -105,13 +101,10 @@ class EvalRow:
 
     step: int
     score: float
-    half_width: float | None
-    """Of the 95 % interval; None when one task group alone was evaluated."""
+    half_width: float | None  # of the 95 % interval; None when a single task group was evaluated
     answer_count: int
-    missing_count: int
-    """Answers that got no score."""
-    answers: list[dict[str, Any]]
-    """A few answers, for people."""
+    missing_count: int  # answers without a score
+    answers: list[dict[str, Any]]  # a few examples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,43 +118,38 @@ class CheckpointRow:
 
 
 class Ledger:
-    """The run's database. Used by one thread of one process.
+    """The run's database. Not thread-safe.
 
-    A write that fails for want of room raises `sqlite3.Error` and changes nothing: it may be repeated.
+    A write that fails because the disk is full raises `sqlite3.Error` and changes nothing, so that it may be repeated.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the ledger, or make an empty one."""
+        """Open the database at `path`, or create an empty one."""
         self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
         try:
             self._db.execute("PRAGMA journal_mode = WAL")
-            # A killed process loses nothing with NORMAL; only a machine that loses power may lose the newest rows,
-            # and `commit_checkpoint` syncs what a restore needs.
+            # With NORMAL a killed process loses nothing. A machine that loses power may lose the newest rows;
+            # `commit_checkpoint` syncs those that a restore needs.
             self._db.execute("PRAGMA synchronous = NORMAL")
             self._db.executescript(_SCHEMA)
-        except sqlite3.Error:  # the disk is full: the caller tries again
+        except sqlite3.Error:  # for example a full disk: the caller tries again with a new connection
             self._db.close()
             raise
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the connection; the ledger cannot be used afterwards."""
         self._db.close()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with self._db:  # commits, or rolls back unless SQLite has done so already, as it does when the disk is full
+            self._db.execute("BEGIN IMMEDIATE")
             yield self._db
-            self._db.execute("COMMIT")
-        except BaseException:
-            with suppress(sqlite3.Error):  # a full disk may have ended it already
-                self._db.execute("ROLLBACK")
-            raise
 
     # -- samples ------------------------------------------------------------------------------------------------
 
     def issue(self, *, step: int, position: int, count: int) -> IssuedGroup:
-        """Make `count` ISSUED samples of the prompt at `position`; a prompt that is issued again gets new ids."""
+        """Create `count` ISSUED samples for the prompt at `position`; a prompt that is issued again gets new ids."""
         with self._transaction() as db:
             row = db.execute("SELECT COUNT(DISTINCT group_id) FROM samples WHERE position = ?", (position,)).fetchone()
             group_id = f"p{position:07d}-{row[0]}"
@@ -173,17 +161,17 @@ class Ledger:
         return IssuedGroup(group_id=group_id, sample_ids=sample_ids)
 
     def move(self, sample_ids: Sequence[str], to: SampleState) -> None:
-        """Move samples along the picture above, all or none.
+        """Move all samples to a state, or none.
 
         Raises:
-            NotFound: an id that was never issued.
-            WrongState: a move that the picture does not have.
+            NotFound: A sample was never issued.
+            WrongState: `LEGAL_TRANSITIONS` does not have the move of a sample.
         """
         with self._transaction():
             self._move(sample_ids, to, reason="")
 
     def drop(self, sample_ids: Sequence[str], reason: str) -> None:
-        """Give samples up, with the reason; raises as `move` does."""
+        """Drop samples for a reason in UPPER_SNAKE_CASE; raise the errors of `move`."""
         if not reason:
             raise WrongState("a sample cannot be dropped without a reason; pass one in UPPER_SNAKE_CASE")
         with self._transaction():
@@ -197,18 +185,18 @@ class Ledger:
             self._db.execute("UPDATE samples SET state = ?, reason = ? WHERE sample_id = ?", (to, reason, sample_id))
 
     def state(self, sample_id: str) -> SampleState:
-        """Return where a sample is, or raise NotFound."""
+        """Return the state of a sample; raise NotFound when it was never issued."""
         row = self._db.execute("SELECT state FROM samples WHERE sample_id = ?", (sample_id,)).fetchone()
         if row is None:
             raise NotFound(f"sample {sample_id} was never issued")
         return SampleState(row[0])
 
     def lease(self, step: int, sample_ids: Sequence[str]) -> None:
-        """Put READY samples into the batch of `step`. Idempotent for the same samples.
+        """Put READY samples into the batch of `step`; a repeat with the same samples changes nothing.
 
         Raises:
-            AlreadyExists: the step is leased with other samples.
-            WrongState: the step is not the next one, or a sample is not READY.
+            AlreadyExists: The step is leased with other samples.
+            WrongState: The step is not the next one, or a sample is not READY.
         """
         wanted = set(sample_ids)
         with self._transaction() as db:
@@ -233,10 +221,10 @@ class Ledger:
     def acknowledge(
         self, step: int, *, policy_version: int, skipped_reason: str, data_position: int, seconds: float = 0.0
     ) -> None:
-        """Record that the trainer has done `step`: its LEASED samples are TRAINED. A repeat changes nothing.
+        """Record that the trainer has done `step`: its LEASED samples become TRAINED. A repeat changes nothing.
 
         Raises:
-            WrongState: the step is not the next one.
+            WrongState: The step is not the next one.
         """
         with self._transaction() as db:
             done = self.last_step()
@@ -255,12 +243,12 @@ class Ledger:
             )
 
     def record_metrics(self, step: int, metrics: Mapping[str, Any], *, seconds: float) -> None:
-        """Keep the metrics of a step that was acknowledged: metrics.jsonl can be written again from them."""
+        """Store the metrics of an acknowledged step, from which metrics.jsonl can be written again."""
         with self._transaction() as db:
             db.execute("UPDATE steps SET metrics = ?, seconds = ? WHERE step = ?", (json.dumps(metrics), seconds, step))
 
     def counts(self) -> dict[SampleState, int]:
-        """Return the number of samples in every state that has any."""
+        """Return the number of samples by state, without states that have none."""
         return {SampleState(s): n for s, n in self._db.execute("SELECT state, COUNT(*) FROM samples GROUP BY state")}
 
     def dropped(self, step: int | None = None) -> dict[str, int]:
@@ -280,7 +268,7 @@ class Ledger:
         return [_step_row(row) for row in self._db.execute(f"SELECT {_STEP_COLUMNS} FROM steps ORDER BY step")]
 
     def step_row(self, step: int) -> StepRow:
-        """Return one step, or raise NotFound."""
+        """Return the row of one step; raise NotFound when it is not done."""
         row = self._db.execute(f"SELECT {_STEP_COLUMNS} FROM steps WHERE step = ?", (step,)).fetchone()
         if row is None:
             raise NotFound(f"step {step} is not done")
@@ -291,16 +279,16 @@ class Ledger:
         return int(self._db.execute("SELECT COUNT(*) FROM steps WHERE skipped_reason != ''").fetchone()[0])
 
     def publishing(self, policy_version: int, step: int) -> None:
-        """Record, before any engine may see it, that a version is about to be published. Idempotent."""
+        """Record a policy version before any engine can receive it; a repeat changes nothing."""
         with self._transaction() as db:
             db.execute("INSERT OR IGNORE INTO versions (policy_version, step) VALUES (?, ?)", (policy_version, step))
 
     def highest_version(self) -> int:
-        """Return the highest version that any engine may ever have seen; 0 at the start. Survives `restore`."""
+        """Return the highest version that an engine may have received; 0 if none. A `restore` does not lower it."""
         return int(self._db.execute("SELECT COALESCE(MAX(policy_version), 0) FROM versions").fetchone()[0])
 
     def add_eval(self, row: EvalRow) -> None:
-        """Record an evaluation; one of the same step is replaced."""
+        """Store an evaluation; replace one of the same step."""
         with self._transaction() as db:
             db.execute(
                 "INSERT OR REPLACE INTO evals VALUES (?, ?, ?, ?, ?, ?)",
@@ -325,10 +313,10 @@ class Ledger:
         ]
 
     def commit_checkpoint(self, *, step: int, data_position: int, policy_version: int) -> None:
-        """Record that the trainer's checkpoint of `step` is durable, with all that a restore needs, and sync.
+        """Record that the trainer's checkpoint of `step` is durable, and sync the database to the disk.
 
         Raises:
-            WrongState: the step is not the last one done; what would be restored is not what was saved.
+            WrongState: The step is not the last one done, so that a restore would not give the saved state.
         """
         with self._transaction() as db:
             if step != self.last_step():
@@ -342,7 +330,7 @@ class Ledger:
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def last_checkpoint(self) -> CheckpointRow | None:
-        """Return the newest checkpoint, or None."""
+        """Return the newest committed checkpoint, or None."""
         row = self._db.execute(
             "SELECT step, data_position, policy_version, eval_count FROM checkpoints ORDER BY step DESC LIMIT 1"
         ).fetchone()
@@ -351,13 +339,11 @@ class Ledger:
         return CheckpointRow(step=row[0], data_position=row[1], policy_version=row[2], eval_count=row[3])
 
     def restore(self, step: int) -> int:
-        """Go back to the end of `step`; return how many samples were dropped.
+        """Go back to the end of `step`; return the number of samples that this dropped.
 
-        Everything after it is forgotten: samples are DROPPED with reason TRAINER_RESTORED (those of later steps
-        went into weights that are lost, unfinished ones were in the memory of a process that is gone), rows of
-        later steps, evaluations and checkpoints are deleted. Samples that those steps had dropped before take the
-        same reason: their prompts are issued again, and would be counted twice. Published versions stay: versions
-        never go back.
+        Samples of later steps went into weights that are lost, and unfinished samples were in the memory of a process
+        that is gone: both become DROPPED with reason TRAINER_RESTORED. Later steps, evaluations and checkpoints are
+        deleted. Published versions stay, because versions never decrease.
         """
         with self._transaction() as db:
             unfinished = [s for s in SampleState if s not in (SampleState.TRAINED, SampleState.DROPPED)]
@@ -366,6 +352,7 @@ class Ledger:
                 f"UPDATE samples SET state = ?, reason = ? WHERE state IN ({marks}) OR (state = ? AND step > ?)",
                 (SampleState.DROPPED, TRAINER_RESTORED, *unfinished, SampleState.TRAINED, step),
             ).rowcount
+            # Samples that the later steps had dropped: their prompts are issued again, and would be counted twice.
             db.execute(
                 "UPDATE samples SET reason = ? WHERE state = ? AND step > ?",
                 (TRAINER_RESTORED, SampleState.DROPPED, step),
@@ -374,15 +361,15 @@ class Ledger:
                 db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
         return int(dropped)
 
-    # -- facts of the run -----------------------------------------------------------------------------------------
+    # -- key-value facts of the run ---------------------------------------------------------------------------------
 
     def get(self, key: str) -> str:
-        """Return a fact of the run; empty when it is not known."""
+        """Return the fact stored under `key`; empty if there is none."""
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return str(row[0]) if row else ""
 
     def put(self, facts: Mapping[str, str]) -> None:
-        """Remember facts of the run."""
+        """Store facts by key, replacing those that exist."""
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(facts.items()))
 

@@ -1,7 +1,7 @@
-"""The present state of a run: written by the loop, read by any number of watchers.
+"""Keeps the present state of a run for watchers: phase, metrics, conditions and members.
 
-Level-triggered: a watcher gets the present state at once and the newest one after every change,
-never a backlog, and always the last state before its stream ends.
+A watcher gets the present state at once, then the newest state after changes, never a backlog, and always the final
+state before its stream ends.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from fourfold.host.clock import SYSTEM_CLOCK, Clock
 
 from .ledger import EvalRow
 
-# A watcher gets at most this many states a second; each holds every step so far.
+# Shortest time between two states that a watcher gets: each holds every step so far.
 _PERIOD_SECONDS: Final = 0.1
-# Keeps a state of 50 metrics a step below the limit of a message; the oldest rows are left out.
+# Keeps a state with 50 metrics a step below the size limit of a message; the oldest rows are left out.
 _MAX_STEP_ROWS: Final = 5000
 _MAX_RECOVERIES: Final = 100
+# A wait that starts this soon after another one continues it: calls that wait take turns to report.
 _SETTLED_SECONDS: Final = 1.0
 
 
 class RunBoard:
-    """The present state of the run. Used on one event loop."""
+    """Present state of one run. Not thread-safe."""
 
     def __init__(self, *, name: str, step_count: int, clock: Clock = SYSTEM_CLOCK) -> None:
         self.status = pb.RunStatus(
@@ -40,20 +41,17 @@ class RunBoard:
         self._wait_began, self._wait_ended = Timestamp(), -math.inf
 
     def set_phase(self, phase: pb.RunPhase.ValueType, *, progress: float = 0.0) -> None:
-        """Say what the run does now."""
+        """Set the phase that the run is in, and its progress."""
         self.status.phase = phase
         self.set_progress(progress)
 
     def set_progress(self, share: float) -> None:
-        """Say how much of the present phase is done, in [0, 1]."""
+        """Set the share of the present phase that is done, in [0, 1]."""
         self.status.phase_progress = min(max(share, 0.0), 1.0)
         self._changed()
 
     def set_waiting_for(self, what: str) -> None:
-        """Say what the run waits for; empty: for nothing.
-
-        Callers that wait take turns: a wait that goes on within a second is the same one.
-        """
+        """Set what the run waits for; an empty text ends the wait."""
         if self.status.waiting_for != what:
             now = self._clock.monotonic()
             if not self.status.waiting_for and now - self._wait_ended > _SETTLED_SECONDS:
@@ -67,11 +65,11 @@ class RunBoard:
             self._changed()
 
     def report_condition(self, subject: str, text: str) -> None:
-        """Say that something is wrong now with `subject`; another text for the same subject keeps the first time.
+        """Show that something is wrong with `subject`; a new text for the same subject keeps the time of the first.
 
         Args:
-            subject: a member id, or a part of the run such as "disk".
-            text: what is wrong and what helps, for people.
+            subject: A member id, or a part of the run such as "disk".
+            text: What is wrong and how to repair it, for users.
         """
         condition = next((c for c in self.status.conditions if c.subject == subject), None)
         if condition is None:
@@ -82,7 +80,7 @@ class RunBoard:
             self._changed()
 
     def resolve_condition(self, subject: str) -> None:
-        """Say that `subject` is right again; nothing happens when nothing was wrong with it."""
+        """End the condition of `subject`; do nothing when there is none."""
         for index, condition in enumerate(self.status.conditions):
             if condition.subject == subject:
                 del self.status.conditions[index]
@@ -90,11 +88,11 @@ class RunBoard:
                 return
 
     def add_recovery(self, step: int, reason: str) -> None:
-        """Say that the run goes on from a checkpoint.
+        """Add a recovery: the run continues from a checkpoint.
 
         Args:
-            step: steps done.
-            reason: why, for people; empty: this coordinator took the run up.
+            step: Steps done.
+            reason: Why it went back, for users; empty when a new coordinator resumed the run.
         """
         recovery = self.status.recoveries.add(step=step, reason=reason)
         self._stamp(recovery.time)
@@ -103,25 +101,25 @@ class RunBoard:
         self._changed()
 
     def mark_started(self) -> None:
-        """Say that the first step begins."""
+        """Set the start time of the run, once."""
         if not self.status.HasField("start_time"):
             self._stamp(self.status.start_time)
             self._changed()
 
     def set_step(self, *, step: int, policy_version: int) -> None:
-        """Say how many steps are done and which version was published last."""
+        """Set the number of steps done and the policy version published last."""
         self.status.step, self.status.policy_version = step, policy_version
         self._changed()
 
     def add_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append the row of a finished step; what is not a finite number is left out."""
+        """Append the row of a finished step, without values that are not finite numbers."""
         self.status.steps.append(_step_record(step, metrics))
         if len(self.status.steps) > _MAX_STEP_ROWS:
             del self.status.steps[0]
         self._changed()
 
     def set_history(self, steps: Iterable[tuple[int, Mapping[str, Any]]], evals: Iterable[EvalRow]) -> None:
-        """Replace all rows, after a restore."""
+        """Replace all rows of steps and evaluations, after a restore."""
         del self.status.steps[:], self.status.evals[:]
         self.status.steps.extend([_step_record(step, metrics) for step, metrics in steps][-_MAX_STEP_ROWS:])
         self.status.evals.extend(_eval_record(row) for row in evals)
@@ -141,7 +139,7 @@ class RunBoard:
             self._changed()
 
     def close(self, *, failure: str = "") -> None:
-        """Say that the run is over; watchers get this state and then the end of their streams."""
+        """Set the final state; watchers get it, and then their streams end."""
         self.status.failure = failure
         self.status.phase = pb.RUN_PHASE_FAILED if failure else pb.RUN_PHASE_DONE
         self.status.waiting_for = ""
@@ -151,14 +149,14 @@ class RunBoard:
         self._changed()
 
     async def changes(self) -> AsyncIterator[pb.RunStatus]:
-        """Yield the state now and after every change, until the run is over."""
+        """Yield the state now and after changes, until the run is over."""
         while True:
             change, closed = self._change, self.closed
             yield self.status
             if closed:
                 return
             await change.wait()
-            # Several changes come together; the end of the run need not wait for company.
+            # Changes come in bursts: send one state for all of them. The final state does not wait.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PERIOD_SECONDS):
                     while not self.closed:

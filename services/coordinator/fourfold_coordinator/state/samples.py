@@ -1,17 +1,19 @@
-"""From completions to samples, and samples.jsonl: every trajectory of the steps done on a line of its own.
+"""Defines trajectories, groups and batches; builds samples from completions; formats samples.jsonl.
+
+Each trajectory of the steps done is a line of samples.jsonl:
 
     {"step": 3, "sample_id": "p0000031-0-4", "group_id": "p0000031-0", "prompt": "...", "completion": "12",
      "answer": "12", "prompt_tokens": 41, "token_ids": [...], "logprobs": [...], "version_spans": [[-1, 41], [2, 3]],
      "truncated": false, "score": 1.0, "scorer": "last_number@0.1.0", "dropped": ""}
 
-`logprobs` are those of the sampled tokens alone, in nats, rounded to 6 decimals; a span is
-(policy version, tokens), -1 for the prompt. A trajectory that was dropped has its reason in
-`dropped`, and a score when it came that far: FILTERED and BASELINE always do.
-The lines of a step are appended when the ledger says that the trainer has done it, never before: a
-run that was stopped holds no sample of a step that was under way. After a restore the file holds
-the steps up to the checkpoint. What was dropped before it was sampled has no line.
-Where every group of a step was filtered out, the last of them go to the trainer, which skips the
-step, and have no reason here: the step's `skipped_reason` is theirs.
+- `logprobs` has the log-probabilities of the sampled tokens, in nats, rounded to 6 decimals.
+- A span is [policy version, tokens]; -1 stands for the prompt.
+- `dropped` is the reason of a trajectory that was not trained on. It has a score if it was scored before, as FILTERED
+  and BASELINE always were. Samples that were dropped before they were sampled have no line.
+- If every group of a step was filtered out, the last of them go to the trainer, which skips the step. Their `dropped`
+  is empty; the step has the reason in `skipped_reason`.
+- The lines of a step are appended after the ledger has acknowledged it. A run that was stopped has no lines of an
+  unfinished step, and a restore removes the lines after its checkpoint.
 """
 
 from __future__ import annotations
@@ -40,19 +42,16 @@ from .ledger import FILTERED
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory:
-    """A sample with what people and scorers read of it."""
+    """A sample with the texts that users and scorers read."""
 
     prompt: Prompt
     sample: Sample
-    completion: str
-    """What the policy wrote, special tokens removed."""
-    dropped: str = ""
-    """Why it is not trained on; empty when it is."""
-    abstained: bool = False
-    """Whether it was dropped because the scorer had nothing to say of it."""
+    completion: str  # without special tokens
+    dropped: str = ""  # reason why it is not trained on; empty if it is
+    abstained: bool = False  # whether the scorer abstained
 
     def with_score(self, score: float, scorer: str) -> Trajectory:
-        """Return it with its score."""
+        """Return a copy with a score."""
         return replace(self, sample=replace(self.sample, score=score, scorer=scorer))
 
     def with_drop_reason(self, reason: str, *, abstained: bool = False) -> Trajectory:
@@ -60,15 +59,15 @@ class Trajectory:
         return self if self.dropped else replace(self, dropped=reason, abstained=abstained)
 
     def with_baseline(self, baseline_score: float) -> Trajectory:
-        """Return it with the score of the greedy answer to its prompt."""
+        """Return a copy with the score of the greedy answer to the same prompt."""
         return replace(self, sample=replace(self.sample, baseline_score=baseline_score))
 
     def without_loss(self) -> Trajectory:
-        """Return it with no token to train on."""
+        """Return a copy without tokens to train on."""
         return replace(self, sample=replace(self.sample, loss_mask=np.zeros_like(self.sample.action_mask)))
 
     def with_reference_logprobs(self, logprobs: Float32Array) -> Trajectory:
-        """Return it with its reference log-probabilities, [n]."""
+        """Return a copy with reference log-probabilities, float32 [n]."""
         return replace(self, sample=replace(self.sample, reference_logprobs=logprobs))
 
 
@@ -76,54 +75,47 @@ class Trajectory:
 class SampleGroup:
     """The trajectories of one prompt, in order of their index, dropped ones included."""
 
-    position: int
-    """Of the prompt in the endless order."""
-    seed: int
-    """Of the request."""
+    position: int  # of the prompt in the endless order
+    seed: int  # of the request
     trajectories: tuple[Trajectory, ...]
-    baseline: Trajectory | None = None
-    """The greedy answer to the prompt, dropped."""
+    baseline: Trajectory | None = None  # the greedy answer to the prompt, dropped
 
     @property
     def samples(self) -> list[Sample]:
-        """Those to train on."""
+        """Return the samples to train on."""
         return [t.sample for t in self.trajectories if not t.dropped]
 
     def all_trajectories(self) -> list[Trajectory]:
-        """Return all that was sampled for it."""
+        """Return the trajectories and the greedy answer."""
         return [*self.trajectories, self.baseline] if self.baseline else list(self.trajectories)
 
 
 @dataclass(slots=True, kw_only=True)
 class StepBatch:
-    """The groups of one step, and when its parts were done, in seconds of `time.monotonic`."""
+    """The groups of one step, and the times at which its parts were done, in seconds of `time.monotonic`."""
 
     groups: list[SampleGroup] = field(default_factory=list)
-    filtered: list[SampleGroup] = field(default_factory=list)
-    """Of which every sample has a score, and none teaches anything: not trained on."""
-    lost: list[Trajectory] = field(default_factory=list)
-    """Of groups that were given up after they were sampled."""
+    filtered: list[SampleGroup] = field(default_factory=list)  # scored, and not kept by dynamic sampling
+    lost: list[Trajectory] = field(default_factory=list)  # of groups that were given up after sampling
     prompts_drawn: int = 0
     groups_lost: int = 0
-    groups_accepted: int = 0
-    """Those that the filter let through; fewer than `groups` when it let none through."""
-    engines: dict[str, float] = field(default_factory=dict)
-    """What the engines said of themselves meanwhile, by the names of metrics."""
+    groups_accepted: int = 0  # kept by the filter; 0 when `groups` has filtered ones because it kept none
+    engines: dict[str, float] = field(default_factory=dict)  # metrics that the engines reported meanwhile
     began: float = field(default_factory=time.monotonic)
-    rolled: float = 0.0
-    scored: float = 0.0
+    rolled: float = 0.0  # last completion
+    scored: float = 0.0  # last score
     done: float = 0.0
 
     def sample_ids(self) -> list[str]:
-        """Return the ids of `experiences`, in its order."""
+        """Return the ids of the samples to train on, in the order of `experiences`."""
         return [sample.sample_id for group in self.groups for sample in group.samples]
 
     def experiences(self) -> Iterator[Experience]:
-        """Yield what goes to the trainer, in a fixed order; packed one by one, while the ones before travel."""
+        """Yield the messages for the trainer, in a fixed order; each is encoded while the one before it is sent."""
         return (encode(sample) for group in self.groups for sample in group.samples)
 
     def trajectories(self) -> list[Trajectory]:
-        """Return everything that was sampled, dropped ones included."""
+        """Return all trajectories that were sampled, dropped ones included."""
         kept = [t for group in self.groups for t in group.all_trajectories()]
         return (
             kept
@@ -132,11 +124,11 @@ class StepBatch:
         )
 
     def generated(self) -> list[SampleGroup]:
-        """Return the groups as they were before the filter, in order."""
+        """Return all groups that were scored, kept or filtered out, in order."""
         return sorted([*self.groups, *self.filtered], key=lambda group: group.position)
 
     def times(self) -> dict[str, float]:
-        """Return how long each part took that was not hidden behind the one before it."""
+        """Return the seconds of each part that did not overlap with the part before it."""
         return {
             m.TIME_GENERATE: self.rolled - self.began,
             m.TIME_REWARD: max(self.scored - self.rolled, 0.0),
@@ -147,7 +139,7 @@ class StepBatch:
 def build_sample(
     prompt: Prompt, completion: Completion, *, sample_id: str, group_id: str, temperature: float
 ) -> Sample:
-    """Join prompt and completion, token by token."""
+    """Return the sample of a prompt and its completion; all its arrays are [prompt tokens + completion tokens]."""
     before, after = len(prompt.token_ids), len(completion.token_ids)
     action_mask = np.ones(before + after, np.bool_)
     action_mask[:before] = False
@@ -168,37 +160,39 @@ def build_sample(
 
 
 def check_completions(
-    completions: Sequence[Completion], *, who: str, vocabulary_size: int, newest_version: int
+    completions: Sequence[Completion], *, peer: str, vocabulary_size: int, newest_version: int
 ) -> None:
-    """Refuse what cannot be trained on, so that another replica is asked. The client has checked the rest.
+    """Raise for completions that cannot be trained on, so that another replica samples them.
+
+    The client has checked everything that needs no knowledge of the run.
 
     Args:
-        completions: of one call.
-        who: sampled them, for messages.
-        vocabulary_size: of the model.
-        newest_version: highest policy version that an engine may have seen.
+        completions: Of one call.
+        peer: Name of the replica, for messages.
+        vocabulary_size: Of the model.
+        newest_version: Highest policy version that an engine may have received.
 
     Raises:
-        Unavailable: the engine gave a sample up.
-        PeerFault: what it sent cannot be right.
+        Unavailable: The engine aborted a sample.
+        PeerFault: A completion is malformed, or of a policy version that was never sent.
     """
     for completion in completions:
         if completion.finish_reason == rollout.FINISH_REASON_ABORTED:
-            raise Unavailable(f"{who}: the engine gave the request up", reason="ABORTED")
+            raise Unavailable(f"{peer}: the engine gave the request up", reason="ABORTED")
         if completion.finish_reason not in (rollout.FINISH_REASON_STOP, rollout.FINISH_REASON_LENGTH):
-            raise PeerFault(who, "BAD_SAMPLE", f"unknown finish_reason {completion.finish_reason}")
+            raise PeerFault(peer, "BAD_SAMPLE", f"unknown finish_reason {completion.finish_reason}")
         if not len(completion.token_ids):
-            raise PeerFault(who, "BAD_SAMPLE", "a sample without tokens")
+            raise PeerFault(peer, "BAD_SAMPLE", "a sample without tokens")
         if int(completion.token_ids.view(np.uint32).max()) >= vocabulary_size:  # a negative id is a large one
-            raise PeerFault(who, "BAD_SAMPLE", f"sampled ids outside the vocabulary [0, {vocabulary_size})")
-        if (version := completion.version_spans[-1].policy_version) > newest_version:  # they never go back
+            raise PeerFault(peer, "BAD_SAMPLE", f"sampled ids outside the vocabulary [0, {vocabulary_size})")
+        if (version := completion.version_spans[-1].policy_version) > newest_version:  # the last is the highest
             raise PeerFault(
-                who, "BAD_VERSION", f"tokens of policy_version {version}; {newest_version} is the newest that was sent"
+                peer, "BAD_VERSION", f"tokens of policy_version {version}; {newest_version} is the newest that was sent"
             )
 
 
 def sampling_params(config: Config, prompt: Prompt, seed: int) -> rollout.SamplingParams:
-    """Return how one prompt is sampled."""
+    """Return the sampling parameters of one prompt; its completion must fit into the context."""
     room = config.model.max_context_tokens - len(prompt.token_ids)
     return rollout.SamplingParams(
         temperature=config.sampling.temperature,
@@ -209,7 +203,7 @@ def sampling_params(config: Config, prompt: Prompt, seed: int) -> rollout.Sampli
 
 
 def digest(trajectories: Iterable[Trajectory]) -> str:
-    """Return a SHA-256 (hex) of the sampled tokens, in order of the sample ids: equal runs have equal digests."""
+    """Return a SHA-256 (hex) of the sampled tokens, in order of the sample ids: equal for equal samples."""
     result = hashlib.sha256()
     for trajectory in sorted(trajectories, key=lambda t: t.sample.sample_id):
         ids = trajectory.sample.token_ids.astype("<i4").tobytes()
@@ -218,7 +212,7 @@ def digest(trajectories: Iterable[Trajectory]) -> str:
 
 
 def to_lines(step: int, trajectories: Iterable[Trajectory]) -> bytes:
-    """Return the lines of one step. Takes long for a large batch: call it in a thread."""
+    """Return the lines of samples.jsonl for one step. Slow for a large batch: call it in a thread."""
     return "".join(json.dumps(_line(step, t), ensure_ascii=False) + "\n" for t in trajectories).encode()
 
 

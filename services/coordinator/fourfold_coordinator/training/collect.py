@@ -1,13 +1,13 @@
-"""The batch of one step: every group goes its way as fast as it can.
+"""Collects the batch of one step: generates, scores and filters groups until the batch is full.
 
-    draw --> issue --+--> sample --> score --+--> keep? --> reference --> READY, in the batch
-     ^               |                       |      |           |
-     |               +--> greedy --> score --+      no        lost: DROPPED(why)
-     |                    (ReMax alone)      |      |           |
-     +---------------- the next prompt ------+------+-----------+
+    draw --> issue --+--> generate --> score --+--> keep_group? --> reference --> READY, in the batch
+     ^               |                         |      |                |
+     |               +--> greedy ----> score --+      no          lost: DROPPED(reason)
+     |                    (remax)                     |                |
+     +------------------ the next prompt -------------+----------------+
 
-A prompt is drawn only when a place in the batch is free, so that without lost groups the prompts
-of a step and the groups that it keeps are the same whichever answers come first.
+One task per place in the batch draws prompts until one gives a group. A prompt is drawn only for a free place: without
+lost groups, the prompts and groups of a step do not depend on the order in which answers arrive.
 """
 
 from __future__ import annotations
@@ -17,24 +17,39 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from math import fsum
 
-from fourfold.errors import WrongState
+from fourfold.config.algorithm import FilterConfig
+from fourfold.errors import FourfoldError, WrongState
 
-from ..data.filter import teaches
 from ..data.prompts import Prompt, derive_seed
 from ..routing.replica import GivenUp, RetryBudget
 from ..state.ledger import BASELINE, FILTERED, IssuedGroup, SampleState
 from ..state.samples import SampleGroup, StepBatch, Trajectory
 from .context import RunContext
-from .scoring import ScoreOutcome
-from .tasks import all_of
 
 log = logging.getLogger("fourfold.coordinator")
 
 
+def keep_group(scores: Sequence[float], rule: FilterConfig) -> bool:
+    """Return whether dynamic sampling (DAPO, arXiv 2503.14476) keeps a group.
+
+    Args:
+        scores: Of the scorer, before any penalty; at least one.
+        rule: Of the recipe. `mean-inside` is OpenRLHF's rule: it keeps a group in which every sample scored 0.5.
+    """
+    match rule.keep:
+        case "varied":
+            return max(scores) > min(scores)
+        case "mean-inside":
+            return rule.low < fsum(scores) / len(scores) < rule.high
+        case "all":
+            return True
+
+
 @dataclass(slots=True, kw_only=True)
-class _Attempt:
-    """A group that is being made."""
+class _GroupDraft:
+    """A group in progress."""
 
     prompt: Prompt
     position: int
@@ -42,17 +57,13 @@ class _Attempt:
     version: int
     budget: RetryBudget
     issued: IssuedGroup
-    sample_ids: tuple[str, ...]
-    """To train on."""
-    baseline_ids: tuple[str, ...]
-    """Of the greedy answer: none or one."""
-    alive: set[str]
-    """Neither dropped nor done with."""
-    answers: dict[str, Trajectory] = field(default_factory=dict)
-    """What was sampled, as far as it has come."""
+    sample_ids: tuple[str, ...]  # to train on
+    baseline_ids: tuple[str, ...]  # of the greedy answer: none or one
+    alive: set[str]  # issued, and not dropped yet
+    answers: dict[str, Trajectory] = field(default_factory=dict)  # the completions so far, by sample id
 
-    def group(self) -> SampleGroup:
-        """Return what was made."""
+    def finish(self) -> SampleGroup:
+        """Return the group; every sample has its completion."""
         return SampleGroup(
             position=self.position,
             seed=self.seed,
@@ -62,36 +73,40 @@ class _Attempt:
 
 
 class BatchCollector:
-    """Makes batches, and knows how many prompts were drawn."""
+    """Collects the batches of a run."""
 
-    def __init__(self, parts: RunContext) -> None:
-        self.position = 0
-        """Prompts drawn since the start of the run."""
-        self._config, self._prompts, self._ledger = parts.config, parts.prompts, parts.ledger
-        self._peers, self._board, self._session = parts.peers, parts.board, parts.session
-        self._router, self._disk = parts.router, parts.disk
-        self._count = parts.config.batch.prompts_per_step
-        self._rule = parts.config.algorithm.filter
-        self._fewest = 2 if parts.config.algorithm.compares_samples else 1
-        self._baselines = int(parts.config.algorithm.advantage.needs_greedy_sample)
+    def __init__(self, context: RunContext) -> None:
+        self.prompts_drawn = 0  # since the start of the run: the position in the data
+        self._config, self._prompts, self._ledger = context.config, context.prompts, context.ledger
+        self._service_calls, self._session = context.service_calls, context.session
+        self._board, self._router, self._disk = context.board, context.router, context.disk
+        algorithm = context.config.algorithm
+        self._count = context.config.batch.prompts_per_step
+        self._filter = algorithm.filter
+        self._min_samples = 2 if algorithm.compares_samples else 1
+        self._baselines = int(algorithm.advantage.needs_greedy_sample)
 
     async def collect(self, step: int, *, version: int) -> StepBatch:
-        """Return the batch of `step`, sampled by the weights of `version`, at least.
+        """Return the batch of a step.
+
+        Args:
+            step: Number of the step.
+            version: Lowest policy version that may sample.
 
         Raises:
-            WrongState: every group was lost.
+            WrongState: Every group was lost.
+            TrainerRestarted: The trainer restarted meanwhile.
         """
         batch = StepBatch()
-        work = [self._fill_a_place(step, version, batch) for _ in range(self._count)]
-        await all_of(work, beside=self._session.watch())
+        await self._session.run_all(self._fill_place(step, version, batch) for _ in range(self._count))
         batch.engines = self._router.engine_metrics()
         batch.groups_accepted = len(batch.groups)
         batch.filtered.sort(key=lambda group: group.position)
         if not batch.groups:
-            await self._keep_the_last(step, batch)
+            await self._keep_muted_groups(step, batch)
         elif len(batch.groups) < self._count:
             log.warning(
-                "step %d goes on with %d of %d groups: of %d prompts %d were lost and %d taught nothing",
+                "batch is incomplete: step=%d groups=%d wanted=%d prompts=%d lost=%d filtered=%d",
                 step, len(batch.groups), self._count, batch.prompts_drawn, batch.groups_lost, len(batch.filtered),
             )  # fmt: skip
         filtered = [s.sample_id for group in batch.filtered for s in group.samples]
@@ -99,21 +114,22 @@ class BatchCollector:
         batch.groups.sort(key=lambda group: group.position)
         batch.done = time.monotonic()
         if not batch.groups:
-            reasons = ", ".join(f"{n} {reason}" for reason, n in self._ledger.dropped(step).items())
+            dropped = self._ledger.dropped(step)
+            reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
             raise WrongState(
                 f"step {step}: no group is left to train on; dropped samples: {reasons}; "
-                f"{self._router.faults.first_of(self._ledger.dropped(step)) or 'see the log'}"
+                f"{self._router.faults.first_of(dropped) or 'see the log'}"
             )
         return batch
 
-    async def _fill_a_place(self, step: int, version: int, batch: StepBatch) -> None:
-        """Add one group to the batch; one that is lost or filtered out is replaced by the next prompt."""
+    async def _fill_place(self, step: int, version: int, batch: StepBatch) -> None:
+        """Add one group to the batch; draw the next prompt when one is lost or filtered out."""
         while self._may_draw(batch):
-            attempt = await self._begin(step, version, batch)
+            draft = await self._draw(step, version, batch)
             try:
-                group = await self._make(attempt, batch)
+                group = await self._make_group(draft, batch)
             except GivenUp as error:
-                await self._lose(attempt, batch, error)
+                await self._drop_group(draft, batch, error)
                 continue
             if group is None:
                 continue
@@ -122,141 +138,137 @@ class BatchCollector:
             return
 
     def _may_draw(self, batch: StepBatch) -> bool:
-        """Whether a free place may take a prompt: not when too many were lost, or filtered out."""
-        if self._rule.keep != "all" and batch.prompts_drawn >= self._rule.max_rounds * self._count:
+        """Return whether a free place may draw a prompt; False when too many were lost, or filtered out."""
+        if self._filter.keep != "all" and batch.prompts_drawn >= self._filter.max_rounds * self._count:
             return False
+        # While no group at all came through, the scorer may be broken: `reward.lost_rounds` decides how long to go on.
         rounds = 1 if batch.groups or batch.filtered else self._config.reward.lost_rounds
         return batch.groups_lost <= self._count * rounds
 
-    async def _begin(self, step: int, version: int, batch: StepBatch) -> _Attempt:
-        """Draw the next prompt of the endless order and issue its samples; the greedy answer has the last id."""
-        position, size = self.position, self._config.batch.group_size
-        self.position += 1
+    async def _draw(self, step: int, version: int, batch: StepBatch) -> _GroupDraft:
+        """Draw the next prompt, and issue its samples; the greedy answer has the last id."""
+        position, size = self.prompts_drawn, self._config.batch.group_size
+        self.prompts_drawn += 1
         batch.prompts_drawn += 1
         prompt = self._prompts.at(position)
         count = size + self._baselines
         issued = await self._disk.write(self._ledger.issue, step=step, position=position, count=count)
-        return _Attempt(
+        return _GroupDraft(
             prompt=prompt,
             position=position,
             seed=derive_seed(self._config.seed, "train", position, prompt.index),
             version=version,
-            budget=self._peers.budget(),
+            budget=self._service_calls.budget(),
             issued=issued,
             sample_ids=issued.sample_ids[:size],
             baseline_ids=issued.sample_ids[size:],
             alive=set(issued.sample_ids),
         )
 
-    async def _make(self, attempt: _Attempt, batch: StepBatch) -> SampleGroup | None:
-        """Sample one prompt and score the answers; None when they teach nothing.
+    async def _make_group(self, draft: _GroupDraft, batch: StepBatch) -> SampleGroup | None:
+        """Generate, score and filter one group, and add reference log-probabilities; None when it is filtered out.
 
         Raises:
-            GivenUp: too few samples are left, or a service failed too often.
+            GivenUp: Too few samples are left, or a service failed too often.
         """
-        if attempt.baseline_ids:
-            sampled = self._answer(attempt, attempt.sample_ids, batch)
-            await all_of([sampled, self._answer(attempt, attempt.baseline_ids, batch, greedy=True)])
-            await self._compare(attempt)
+        if draft.baseline_ids:
+            sampled = self._generate_and_score(draft, draft.sample_ids, batch)
+            greedy = self._generate_and_score(draft, draft.baseline_ids, batch, greedy=True)
+            await self._session.run_all([sampled, greedy])
+            await self._apply_baseline(draft)
         else:
-            await self._answer(attempt, attempt.sample_ids, batch)
-        if len(attempt.alive) < self._fewest:
-            raise GivenUp(f"{len(attempt.alive)} of its samples have a score", reason="GROUP_TOO_SMALL")
-        group = attempt.group()
-        if not teaches([s.score for s in group.samples if s.score is not None], self._rule):
+            await self._generate_and_score(draft, draft.sample_ids, batch)
+        if len(draft.alive) < self._min_samples:
+            raise GivenUp(f"{len(draft.alive)} of its samples have a score", reason="GROUP_TOO_SMALL")
+        group = draft.finish()
+        if not keep_group([s.score for s in group.samples if s.score is not None], self._filter):
             batch.filtered.append(group)
             return None
-        group = await self._referenced(group, attempt.budget)
-        await self._disk.write(self._ledger.move, sorted(attempt.alive), SampleState.READY)
+        group = await self._add_reference(group, draft.budget)
+        await self._disk.write(self._ledger.move, sorted(draft.alive), SampleState.READY)
         return group
 
-    async def _answer(
-        self, attempt: _Attempt, sample_ids: Sequence[str], batch: StepBatch, *, greedy: bool = False
+    async def _generate_and_score(
+        self, draft: _GroupDraft, sample_ids: Sequence[str], batch: StepBatch, *, greedy: bool = False
     ) -> None:
-        """Sample and score answers; those without a score are dropped."""
-        trajectories = await self._peers.generate(
-            attempt.prompt,
-            group_id=attempt.issued.group_id,
+        """Add the completions of some samples to the draft; drop those without a score."""
+        trajectories = await self._service_calls.generate(
+            draft.prompt,
+            group_id=draft.issued.group_id,
             sample_ids=sample_ids,
-            seed=attempt.seed,
-            version=attempt.version,
-            budget=attempt.budget,
+            seed=draft.seed,
+            version=draft.version,
+            budget=draft.budget,
             greedy=greedy,
             on_try=lambda: self._running(sample_ids),
         )
         batch.rolled = time.monotonic()
         await self._disk.write(self._ledger.move, sample_ids, SampleState.ROLLED)
-        attempt.answers |= zip(sample_ids, trajectories, strict=True)
-        outcomes = await self._peers.score(trajectories, attempt.budget)
+        draft.answers |= zip(sample_ids, trajectories, strict=True)
+        outcomes = await self._service_calls.score(trajectories, draft.budget)
         batch.scored = time.monotonic()
-        for name, trajectory, outcome in zip(sample_ids, trajectories, outcomes, strict=True):
-            attempt.answers[name] = await self._judge(trajectory, outcome, attempt.alive)
+        for name, outcome in zip(sample_ids, outcomes, strict=True):
+            draft.answers[name] = outcome.apply_to(draft.answers[name])
+            if outcome.score is None:
+                draft.alive.discard(name)
+                await self._disk.write(self._ledger.drop, [name], outcome.reason)
 
-    async def _judge(self, trajectory: Trajectory, outcome: ScoreOutcome, alive: set[str]) -> Trajectory:
-        """Return a trajectory with its score, or drop it with the reason why it has none: no score is no zero."""
-        if outcome.score is not None:
-            return trajectory.with_score(outcome.score, outcome.scorer)
-        alive.discard(trajectory.sample.sample_id)
-        await self._disk.write(self._ledger.drop, [trajectory.sample.sample_id], outcome.reason)
-        return trajectory.with_drop_reason(outcome.reason, abstained=outcome.abstained)
+    @asynccontextmanager
+    async def _running(self, sample_ids: Sequence[str]) -> AsyncIterator[None]:
+        """Mark samples RUNNING during one try, and ISSUED again when the try fails.
 
-    async def _compare(self, attempt: _Attempt) -> None:
-        """Give every sample the score of the greedy answer, which has then served its purpose."""
-        (name,) = attempt.baseline_ids
-        baseline = attempt.answers[name]
+        After a cancellation they stay RUNNING: the run ends or goes back, and a restore drops them.
+        """
+        await self._disk.write(self._ledger.move, sample_ids, SampleState.RUNNING)
+        try:
+            yield
+        except FourfoldError:
+            await self._disk.write(self._ledger.move, sample_ids, SampleState.ISSUED)
+            raise
+
+    async def _apply_baseline(self, draft: _GroupDraft) -> None:
+        """Give every sample the score of the greedy answer, and drop the greedy answer."""
+        (name,) = draft.baseline_ids
+        baseline = draft.answers[name]
         if baseline.sample.score is None:
             raise GivenUp("its greedy answer has no score", reason="NO_BASELINE")
-        for sample_id in attempt.sample_ids:
-            attempt.answers[sample_id] = attempt.answers[sample_id].with_baseline(baseline.sample.score)
-        attempt.answers[name] = baseline.with_drop_reason(BASELINE)
-        attempt.alive.discard(name)
+        for sample_id in draft.sample_ids:
+            draft.answers[sample_id] = draft.answers[sample_id].with_baseline(baseline.sample.score)
+        draft.answers[name] = baseline.with_drop_reason(BASELINE)
+        draft.alive.discard(name)
         await self._disk.write(self._ledger.drop, [name], BASELINE)
 
-    async def _referenced(self, group: SampleGroup, budget: RetryBudget) -> SampleGroup:
-        """Return the group, what is trained on with its reference log-probabilities if the algorithm needs them."""
+    async def _add_reference(self, group: SampleGroup, budget: RetryBudget) -> SampleGroup:
+        """Return the group with the reference log-probabilities of its samples, if the algorithm needs them."""
         if not self._config.needs_reference:
             return group
-        kept = iter(await self._peers.reference([t for t in group.trajectories if not t.dropped], budget))
+        kept = iter(await self._service_calls.reference([t for t in group.trajectories if not t.dropped], budget))
         return replace(group, trajectories=tuple(t if t.dropped else next(kept) for t in group.trajectories))
 
-    async def _lose(self, attempt: _Attempt, batch: StepBatch, error: GivenUp) -> None:
-        """Drop what is left of a group."""
-        log.warning("group %s is lost: %s", attempt.issued.group_id, error, extra={"reason": error.reason})
-        await self._disk.write(self._ledger.drop, sorted(attempt.alive), error.reason)
-        batch.lost += [t.with_drop_reason(error.reason) for t in attempt.answers.values()]
+    async def _drop_group(self, draft: _GroupDraft, batch: StepBatch, error: GivenUp) -> None:
+        log.warning("group lost: group=%s reason=%s: %s", draft.issued.group_id, error.reason, error)
+        await self._disk.write(self._ledger.drop, sorted(draft.alive), error.reason)
+        batch.lost += [t.with_drop_reason(error.reason) for t in draft.answers.values()]
         batch.groups_lost += 1
 
-    async def _keep_the_last(self, step: int, batch: StepBatch) -> None:
-        """Make a batch of the last groups that were filtered out, with no token to train on.
+    async def _keep_muted_groups(self, step: int, batch: StepBatch) -> None:
+        """Fill the batch with the last groups that were filtered out, without any token to train on.
 
-        The trainer takes no empty batch. It skips this one, whatever its advantages come to after penalties, KL and
-        whitening; the step is counted and the run goes on.
+        The trainer accepts no empty batch. It skips this one, whatever penalties, KL and whitening make of its
+        advantages; the step counts as skipped and the run continues.
         """
         chosen, batch.filtered = batch.filtered[-self._count :], batch.filtered[: -self._count]
         if chosen:
-            log.warning("step %d has nothing to learn: none of %d prompts taught anything", step, batch.prompts_drawn)
-        await all_of((self._muted(group, batch) for group in chosen), beside=self._session.watch())
+            log.warning("step has nothing to learn: step=%d prompts=%d", step, batch.prompts_drawn)
+        await self._session.run_all(self._mute_group(group, batch) for group in chosen)
 
-    async def _muted(self, group: SampleGroup, batch: StepBatch) -> None:
+    async def _mute_group(self, group: SampleGroup, batch: StepBatch) -> None:
         try:
-            group = await self._referenced(group, self._peers.budget())
+            group = await self._add_reference(group, self._service_calls.budget())
         except GivenUp:
-            batch.filtered.append(group)  # as it was going to be
+            batch.filtered.append(group)
             return
         kept = [sample.sample_id for sample in group.samples]
         await self._disk.write(self._ledger.move, kept, SampleState.READY)
         muted = tuple(t if t.dropped else t.without_loss() for t in group.trajectories)
         batch.groups.append(replace(group, trajectories=muted))
-
-    @asynccontextmanager
-    async def _running(self, sample_ids: Sequence[str]) -> AsyncIterator[None]:
-        """One try of sampling: RUNNING within; ISSUED again when it is lost.
-
-        After a cancellation the samples stay RUNNING: the run ends or goes back, and a restore drops them.
-        """
-        await self._disk.write(self._ledger.move, sample_ids, SampleState.RUNNING)
-        try:
-            yield
-        except Exception:
-            await self._disk.write(self._ledger.move, sample_ids, SampleState.ISSUED)
-            raise

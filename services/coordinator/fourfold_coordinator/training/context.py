@@ -1,4 +1,4 @@
-"""What the loop is made of."""
+"""Holds the objects of one run that the training loop and its parts share."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fourfold.config import Config
+from fourfold.coordinator.v1.membership_service_pb2 import Role
 
 from ..data.prompts import PromptSet
 from ..reporting.run_totals import MemoryMeter, RunTotals
-from ..routing.certificates import CertificateMonitor
+from ..routing.membership import CertificateMonitor
 from ..routing.router import Router
 from ..routing.trainer_session import TrainerSession
-from ..state.disk_wait import DiskWriter
+from ..state.files import DiskWriter
 from ..state.ledger import Ledger
 from ..state.run_board import RunBoard
 from ..weights.broker import WeightBroker
@@ -22,23 +23,31 @@ from .service_calls import ServiceCalls
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """One run, put together."""
+    """One run, assembled by `serve.py`."""
 
     config: Config
-    folder: Path
-    """runs/<name>."""
+    folder: Path  # runs/<name>
     prompts: PromptSet
     ledger: Ledger
-    disk: DiskWriter
-    """Makes every write to the ledger and to the run's files."""
+    disk: DiskWriter  # every write to the ledger and to the run's files goes through it
     board: RunBoard
     router: Router
     session: TrainerSession
     broker: WeightBroker
-    peers: ServiceCalls
+    service_calls: ServiceCalls
     evaluator: Evaluator
     memory: MemoryMeter
     certificates: CertificateMonitor
     totals: RunTotals
-    start_seconds: float
-    """Longest wait for the services at the start."""
+    start_seconds: float  # longest wait for the services when the run starts
+
+    def required_services(self) -> dict[int, int]:
+        """Return the number of services of each role that the recipe asks for; 1 for those that users start."""
+        counts: dict[int, int] = {
+            Role.ROLE_TRAINER: 1,
+            Role.ROLE_ROLLOUT: max(self.config.rollout.replicas, 1),
+            Role.ROLE_REWARD: max(self.config.reward.replicas, 1),
+        }
+        if self.config.needs_reference:
+            counts[Role.ROLE_REFERENCE] = max(self.config.reference.replicas, 1)
+        return counts

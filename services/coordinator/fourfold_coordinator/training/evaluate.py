@@ -1,7 +1,7 @@
-"""Held-out evaluation: sampled answers to every held-out prompt, their mean score and its interval.
+"""Evaluates the policy on held-out prompts: mean score of sampled answers, with a 95 % interval.
 
-The same request seeds are used every time, so that two evaluations of one run differ by the
-weights alone. Answers of one task group are not independent: the interval is clustered by group.
+Every evaluation of a run uses the same request seeds, so that two of them differ by the weights alone. Answers of one
+task group are not independent: the interval is clustered by group.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Final
@@ -19,15 +19,15 @@ from fourfold.config import Config
 
 from ..data.prompts import Prompt, derive_seed
 from ..routing.replica import GivenUp
+from ..routing.trainer_session import TrainerSession
 from ..state.ledger import EvalRow
 from ..state.samples import Trajectory
 from .service_calls import ServiceCalls
-from .tasks import all_of
 
 log = logging.getLogger("fourfold.coordinator")
 
-SHOWN_ANSWERS: Final = 10
-# Two-sided 95 % quantiles of Student's t where the expansion below is coarse.
+EXAMPLE_COUNT: Final = 10
+# Two-sided 95 % quantiles of Student's t for degrees of freedom at which the expansion below is coarse.
 _SMALL_T: Final = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445, 5: 2.570582, 6: 2.446912}
 
 
@@ -36,20 +36,19 @@ class Interval:
     """A mean and the half width of its 95 % interval."""
 
     mean: float
-    half_width: float | None
-    """None when there is one cluster alone, which tells nothing of the spread."""
+    half_width: float | None  # None with a single cluster, which has no spread
     count: int
 
 
 def clustered_interval(scores: Sequence[float], clusters: Sequence[str]) -> Interval:
-    """Return the mean of `scores` with a 95 % interval in which only clusters are independent.
+    """Return the mean of `scores` with a 95 % interval that takes only the clusters as independent.
 
-    With G clusters, n scores and residual sums r_g of each cluster: variance = G / (G - 1) * sum r_g^2 / n^2, and
-    Student's t with G - 1 degrees of freedom.
+    With G clusters, n scores and the sum r_g of the residuals in cluster g, the variance is
+    G / (G - 1) * sum_g r_g^2 / n^2. The interval uses Student's t with G - 1 degrees of freedom.
 
     Args:
-        scores: at least one.
-        clusters: the cluster of each score.
+        scores: At least one.
+        clusters: Name of the cluster of each score.
     """
     count = len(scores)
     mean = math.fsum(scores) / count
@@ -78,49 +77,46 @@ def student_t(degrees: int) -> float:
 
 
 class Evaluator:
-    """Evaluates the policy on the held-out prompts."""
+    """Evaluates the policy on the held-out prompts of a run."""
 
-    def __init__(self, config: Config, peers: ServiceCalls, prompts: Sequence[Prompt]) -> None:
-        self._config = config
-        self._peers = peers
+    def __init__(
+        self, config: Config, service_calls: ServiceCalls, session: TrainerSession, prompts: Sequence[Prompt]
+    ) -> None:
+        self._config, self._service_calls, self._session = config, service_calls, session
         self._prompts = tuple(prompts)
 
-    async def run(
-        self,
-        *,
-        step: int,
-        version: int,
-        on_progress: Callable[[float], None],
-        beside: Callable[[], Coroutine[Any, Any, None]],
-    ) -> EvalRow | None:
-        """Evaluate the weights of `version`; None when there is nothing to evaluate on, or no answer got a score.
+    async def run(self, *, step: int, version: int, on_progress: Callable[[float], None]) -> EvalRow | None:
+        """Evaluate the weights of `version`.
 
         Args:
-            step: after which it is.
-            version: of the weights, at least.
-            on_progress: told the part that is done, in [0, 1].
-            beside: runs along; its error ends the evaluation.
+            step: Number of the step that the evaluation follows.
+            version: Lowest policy version that an engine may use.
+            on_progress: Called with the share that is done, in [0, 1].
+
+        Returns:
+            The result; None without held-out prompts, or when no answer got a score.
 
         Raises:
-            ServiceMissing: no service of a needed role came in time.
+            ServiceMissing: No service of a needed role came in time.
+            TrainerRestarted: The trainer restarted meanwhile.
         """
         if not self._prompts:
             return None
         done = 0
 
-        async def one(prompt: Prompt) -> list[Trajectory]:
+        async def evaluate_prompt(prompt: Prompt) -> list[Trajectory]:
             nonlocal done
-            answers = await self._answers(prompt, step=step, version=version)
+            answers = await self._answer(prompt, step=step, version=version)
             done += 1
             on_progress(done / len(self._prompts))
             return answers
 
-        found = await all_of((one(prompt) for prompt in self._prompts), beside=beside())
+        found = await self._session.run_all(evaluate_prompt(prompt) for prompt in self._prompts)
         answers = [answer for several in found for answer in several]
         scored = [(a, a.sample.score) for a in answers if a.sample.score is not None]
         missing = len(self._prompts) * self._config.evaluation.samples_per_prompt - len(scored)
         if missing:
-            log.warning("evaluation after step %d: %d answers got no score and are left out", step, missing)
+            log.warning("evaluation left out answers without a score: step=%d answers=%d", step, missing)
         if not scored:
             return None
         interval = clustered_interval([score for _, score in scored], [a.prompt.group_key for a, _ in scored])
@@ -130,15 +126,15 @@ class Evaluator:
             half_width=interval.half_width,
             answer_count=interval.count,
             missing_count=missing,
-            answers=self._shown(answers),
+            answers=self._examples(answers),
         )
 
-    async def _answers(self, prompt: Prompt, *, step: int, version: int) -> list[Trajectory]:
-        """Return the answers to one prompt, with a score where there is one."""
-        budget = self._peers.budget()
+    async def _answer(self, prompt: Prompt, *, step: int, version: int) -> list[Trajectory]:
+        """Return the answers to one prompt, those without a score as dropped; none when a service failed too often."""
+        budget = self._service_calls.budget()
         name = f"eval{step}-{prompt.index}"
         try:
-            answers = await self._peers.generate(
+            answers = await self._service_calls.generate(
                 prompt,
                 group_id=name,
                 sample_ids=[f"{name}-{index}" for index in range(self._config.evaluation.samples_per_prompt)],
@@ -146,25 +142,20 @@ class Evaluator:
                 version=version,
                 budget=budget,
             )
-            outcomes = await self._peers.score(answers, budget)
+            outcomes = await self._service_calls.score(answers, budget)
         except GivenUp as error:
-            log.warning("evaluation after step %d: prompt %d given up: %s", step, prompt.index, error)
+            log.warning("evaluation gave up a prompt: step=%d prompt=%d reason=%s", step, prompt.index, error)
             return []
-        return [
-            answer.with_drop_reason(outcome.reason)
-            if outcome.score is None
-            else answer.with_score(outcome.score, outcome.scorer)
-            for answer, outcome in zip(answers, outcomes, strict=True)
-        ]
+        return [outcome.apply_to(answer) for answer, outcome in zip(answers, outcomes, strict=True)]
 
-    def _shown(self, answers: Sequence[Trajectory]) -> list[dict[str, Any]]:
-        """Return the first answer to each of a few prompts, the same prompts every time."""
+    def _examples(self, answers: Sequence[Trajectory]) -> list[dict[str, Any]]:
+        """Return the first answer to each of a few prompts, the same prompts in every evaluation."""
         first: dict[int, Trajectory] = {}
         for answer in answers:
             first.setdefault(answer.prompt.index, answer)
-        wanted = [prompt.index for prompt in self._prompts]
-        random.Random(derive_seed(self._config.seed, "shown")).shuffle(wanted)
-        shown = [first[index] for index in wanted if index in first][:SHOWN_ANSWERS]
+        order = [prompt.index for prompt in self._prompts]
+        random.Random(derive_seed(self._config.seed, "shown")).shuffle(order)
+        examples = [first[index] for index in order if index in first][:EXAMPLE_COUNT]
         return [
             {
                 "prompt": answer.prompt.text,
@@ -172,5 +163,5 @@ class Evaluator:
                 "answer": answer.prompt.answer,
                 "score": answer.sample.score,
             }
-            for answer in shown
+            for answer in examples
         ]

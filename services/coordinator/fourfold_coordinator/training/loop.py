@@ -1,19 +1,19 @@
-"""The loop that trains. It reads from top to bottom.
+"""Runs the training loop: the schedule of a run, from its first step to its report.
 
-    begin ---> step, step, step ... ---> finish
+    start ---> step, step, step ... ---> finish
       ^          |
-      '----------'  the trainer was restarted: back to the last checkpoint
+      '----------'  the trainer restarted: go back to the last checkpoint
 
-    a step:  collect     prompts -> rollout -> reward -> filter -> reference, every group as fast as it can
-             train       one TrainStep, idempotent
-             publish     the new weights into every engine
-             evaluate    every k steps, on held-out prompts
-             checkpoint  every k steps: the trainer's, then the ledger's
+    a step:  collect     generate -> score -> filter -> reference log-probabilities, group by group (`collect.py`)
+             train       one TrainStep call; a repeat of the call trains nothing twice
+             publish     send the new weights to every engine
+             evaluate    every k steps, on the held-out prompts
+             checkpoint  every k steps, first the trainer's, then the ledger's
+             report      metrics, diagnosis and log line of the step (`step_report.py`)
 
-Synchronous: a step begins when the weights of the one before are in every engine, so every
-sample comes from the policy that is trained. An asynchronous mode changes when `collect` runs
-and which versions it accepts; the parts stay as they are. Every sample's state is in the ledger
-before and after each part, so that any process may die at any line.
+The loop is synchronous: a step starts when every engine has the weights of the step before, so that the policy that
+samples is the policy that is trained. Every part writes the state of its samples to the ledger before and after its
+work, so that any process may be killed at any line.
 """
 
 from __future__ import annotations
@@ -21,31 +21,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from fourfold import metrics as m
-from fourfold.config import Config
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
-from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import Internal, PeerFault
 from fourfold.host.disk import append_lines
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
-from fourfold_coordinator.state.metrics_file import MetricsWriter
 
 from ..reporting import report
 from ..reporting.batch_metrics import compute_batch_metrics
-from ..reporting.diagnosis import Finding, TrainingDiagnosis
 from ..routing.replica import Replica
 from ..routing.trainer_session import TrainerRestarted
-from ..state.ledger import TRAINER_RESTORED
 from ..state.samples import StepBatch, to_lines
 from ..weights.update import WeightUpdateResult
 from .collect import BatchCollector
 from .context import RunContext
-from .recovery import restore, rewrite_metrics
+from .recovery import SAMPLES_FILE, restore
+from .step_report import StepReporter
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -53,116 +47,106 @@ T = TypeVar("T")
 
 MODEL_FOLDER: Final = "model"
 EMA_FOLDER: Final = "model-ema"
-SAMPLES_FILE: Final = "samples.jsonl"
-METRICS_FILE: Final = "metrics.jsonl"
-_LAST_METRICS_SECONDS: Final = 0.5
 
 
 class TrainingLoop:
-    """One run, from its services' first sign of life to the report."""
+    """One run."""
 
-    def __init__(self, parts: RunContext) -> None:
-        self.config, self.folder, self.collector = parts.config, parts.folder, BatchCollector(parts)
-        self.ledger, self.board, self.router = parts.ledger, parts.board, parts.router
-        self.session, self.broker = parts.session, parts.broker
-        self.evaluator, self.memory, self.certificates = parts.evaluator, parts.memory, parts.certificates
-        self.totals, self.disk = parts.totals, parts.disk
-        self.needed, self.start_seconds = needed_services(parts.config), parts.start_seconds
-        self.metrics_file = MetricsWriter(parts.folder / METRICS_FILE)
-        self.diagnosis = TrainingDiagnosis.from_config(parts.config)
-        self.step = 0
-        """Steps done."""
+    def __init__(self, context: RunContext) -> None:
+        self.context, self.config = context, context.config
+        self.ledger, self.disk, self.board = context.ledger, context.disk, context.board
+        self.session, self.broker = context.session, context.broker
+        self.collector, self.reporter = BatchCollector(context), StepReporter(context)
+        self.step = 0  # steps done
+        self.required, self.start_seconds = context.required_services(), context.start_seconds
 
     async def run(self) -> None:
-        """Train to the last step and write the report. A restarted trainer costs the steps since its checkpoint.
+        """Train to the last step and write the report.
+
+        A restart of the trainer costs the steps since its last checkpoint.
 
         Raises:
-            FourfoldError: why the run cannot go on.
+            FourfoldError: The reason why the run cannot continue.
         """
-        restarts, why = 0, ""
+        restarts, reason = 0, ""
         try:
             while True:
                 try:
-                    await self.begin(why)
+                    await self.start(reason)
                     while self.step < self.config.steps:
-                        await self.one_step()
+                        await self.run_step(self.step + 1)
                     await self.finish()
                     return
                 except TrainerRestarted as error:
-                    restarts, why = restarts + 1, error.message
+                    restarts, reason = restarts + 1, error.message
                     if restarts > self.config.retry.restarts:
                         raise
                     log.warning("%s", error)
                     self.broker.invalidate()
-                    # The others were there: from now on one of each is enough.
-                    self.needed, self.start_seconds = dict.fromkeys(self.needed, 1), self.router.wait_seconds
+                    # All services were there once. From now on one of each role is enough to continue.
+                    self.required = dict.fromkeys(self.required, 1)
+                    self.start_seconds = self.context.router.wait_seconds
         finally:
-            self.metrics_file.close(timeout=_LAST_METRICS_SECONDS)
+            self.reporter.abandon()
 
-    async def begin(self, why: str) -> None:
-        """Wait for the services, take up where the run was, and bring every engine to its weights.
+    async def start(self, reason: str) -> None:
+        """Wait for the services, go back to the last checkpoint, and bring every engine to its weights.
 
         Args:
-            why: the run goes back to its checkpoint; empty when this process begins.
+            reason: Why the run goes back; empty when this process starts.
         """
         known = bool(self.ledger.counts())
         self.board.set_phase(run_pb.RUN_PHASE_RECOVERING if known else run_pb.RUN_PHASE_WAITING_FOR_SERVICES)
-        await self.router.wait_for(self.needed, seconds=self.start_seconds)
+        await self.context.router.wait_for(self.required, seconds=self.start_seconds)
         await self.session.connect()
-        await asyncio.to_thread(self.metrics_file.close)
-        restored = await restore(self.config, self.folder, self.ledger, self.session, self.disk)
-        self.metrics_file = MetricsWriter(self.folder / METRICS_FILE)
-        self.step, self.collector.position = restored.step, restored.data_position
-        self.diagnosis = TrainingDiagnosis.from_config(self.config)
-        self.diagnosis.replay(self.ledger.steps())
-        if why or self.totals.resumes:
-            self.board.add_recovery(restored.step, why)
-        self.board.set_history(((row.step, row.metrics) for row in self.ledger.steps()), self.ledger.evals())
+        await self.reporter.close()  # `restore` rewrites the file that the reporter appends to
+        restored = await restore(self.config, self.context.folder, self.ledger, self.session, self.disk)
+        self.step, self.collector.prompts_drawn = restored.step, restored.data_position
+        if reason or self.context.totals.resumes:
+            self.board.add_recovery(restored.step, reason)
+        self.reporter.resume()
         await self.broker.resync(self.session.policy_version, step=self.step)
         self.board.mark_started()
         self.board.set_step(step=self.step, policy_version=self.broker.version)
         if self.step == 0 and not self.ledger.evals():
             await self.evaluate(0)
 
-    async def one_step(self) -> None:
-        """Collect, train, publish; then evaluate and checkpoint when it is time."""
-        step, began = self.step + 1, time.monotonic()
+    async def run_step(self, step: int) -> None:
+        """Collect, train and publish; evaluate and checkpoint when they are due; report.
+
+        Args:
+            step: Number of the step, from 1.
+        """
+        record = self.reporter.begin(step)
         batch = await self.collect(step)
-        metrics = batch.times()
-        async with self.broker.lock:  # no engine is filled while the weights change
-            async with self.broker.sleeper.asleep() as times:
-                metrics |= times
-                with timed(metrics, m.TIME_TRAIN):
-                    trained, measured = await self.train(step, batch)
-            with timed(metrics, m.TIME_PUBLISH):
+        async with self.broker.lock:  # no engine may be filled while the trainer's weights change
+            async with self.broker.sleeper.asleep() as sleep_times:
+                with record.timed(m.TIME_TRAIN):
+                    trained, batch_metrics = await self.train(step, batch)
+            with record.timed(m.TIME_PUBLISH):
                 update = await self.publish(trained)
-            metrics[m.TIME_PUBLISH] -= update.seconds.get(m.TIME_WAKE, 0.0)  # a part of its own
-        seconds = time.monotonic() - began
         self.step = step
         self.board.set_step(step=step, policy_version=self.broker.version)
-        # The trainer measures the batch, too, but sees only what the filter let through: ours win.
-        metrics = dict(trained.metrics) | measured | metrics | self._counted(step, batch) | _update_metrics(update)
-        metrics |= self.certificates.metrics()
-        last = step == self.config.steps
-        if last or step % self.config.evaluation.every_steps == 0:
-            with timed(metrics, m.TIME_EVALUATE):
-                metrics |= await self.evaluate(step)
-        _add_up(metrics, time.monotonic() - began)
-        found, news = self.diagnosis.examine(
-            step, metrics, skipped_reason=trained.skipped_reason, dropped=self._dropped(step)
-        )
-        await self._keep_metrics(step, metrics, found, news, seconds)
-        if last or step % self.config.checkpoint.every_steps == 0:
-            with timed(metrics, m.TIME_CHECKPOINT):
+        self.reporter.add_published(record, batch, batch_metrics | sleep_times, trained, update)
+        if self._is_due(step, self.config.evaluation.every_steps):
+            with record.timed(m.TIME_EVALUATE):
+                record.metrics |= await self.evaluate(step)
+        await self.reporter.diagnose(record)
+        if self._is_due(step, self.config.checkpoint.every_steps):
+            # The row of the step is in the ledger already. If this process dies between the two commits of the
+            # checkpoint, `recovery.newest_checkpoint` needs that row.
+            with record.timed(m.TIME_CHECKPOINT):
                 await self.checkpoint(step)
-            _add_up(metrics, time.monotonic() - began)
-            await self._keep_metrics(step, metrics, found, news, seconds)
-        self._show_metrics(step)
+            await self.reporter.save(record)
+        self.reporter.show(record)
+
+    def _is_due(self, step: int, every_steps: int) -> bool:
+        return step == self.config.steps or step % every_steps == 0
 
     # -- collect, train, publish ----------------------------------------------------------------------------------
 
     async def collect(self, step: int) -> StepBatch:
-        """Return the groups of one step; `collect.py` says how they come about."""
+        """Return the groups of one step: generated, scored, filtered, with reference log-probabilities."""
         self.board.set_phase(run_pb.RUN_PHASE_GENERATING)
         batch = await self.collector.collect(step, version=self.broker.version)
         if step == 1:
@@ -170,50 +154,52 @@ class TrainingLoop:
         return batch
 
     async def train(self, step: int, batch: StepBatch) -> tuple[TrainStepResponse, dict[str, float]]:
-        """Train one step; return the trainer's answer, and the batch's own metrics.
+        """Train one step; return the trainer's response, and the metrics of the batch.
 
-        After a lost answer the same step is sent again with the same bytes. The batch is measured and made into
-        lines while the trainer works. They are written when the ledger says that the step is done; a process that
-        dies between the two goes back to a checkpoint before the step.
+        When the response is lost, the same step is sent again with the same bytes.
         """
         self.board.set_phase(run_pb.RUN_PHASE_TRAINING)
         await self.disk.write(self.ledger.lease, step, batch.sample_ids())
         sent = asyncio.Event()
-        recording = asyncio.ensure_future(self._record(step, batch, sent))
+        summary = asyncio.ensure_future(self._summarize(step, batch, sent))
         try:
             response = await self.session.call("TrainStep", lambda r: self._train_once(r, step, batch, sent.set))
         finally:
             sent.set()
-            measured, lines = await recording
+            batch_metrics, lines = await summary
         self.session.policy_version = response.policy_version
         await self.disk.write(
             self.ledger.acknowledge,
             step,
             policy_version=response.policy_version,
             skipped_reason=response.skipped_reason,
-            data_position=self.collector.position,
+            data_position=self.collector.prompts_drawn,
         )
-        await self.disk.write_in_thread(append_lines, self.folder / SAMPLES_FILE, lines, sync=True)
-        return response, measured
+        # After the ledger: a process that dies in between goes back to a checkpoint before this step.
+        await self.disk.write_in_thread(append_lines, self.context.folder / SAMPLES_FILE, lines, sync=True)
+        return response, batch_metrics
 
     async def _train_once(
-        self, replica: Replica, step: int, batch: StepBatch, sent: Callable[[], None]
+        self, replica: Replica, step: int, batch: StepBatch, on_sent: Callable[[], None]
     ) -> TrainStepResponse:
         timeout = self.config.trainer.step_timeout_seconds
-        response = await replica.trainer.train_step(step, _and_then(batch.experiences(), sent), timeout=timeout)
-        if response.policy_version > self.session.policy_version + 1:  # a step makes one version
+        response = await replica.trainer.train_step(step, _notify_end(batch.experiences(), on_sent), timeout=timeout)
+        if response.policy_version > self.session.policy_version + 1:  # a step makes at most one version
             text = f"TrainStep: policy_version {response.policy_version} after {self.session.policy_version}"
             raise PeerFault(replica.member.peer, "BAD_VERSION", text)
         return response
 
-    async def _record(self, step: int, batch: StepBatch, sent: asyncio.Event) -> tuple[dict[str, float], bytes]:
-        """Return the batch's metrics, and its lines of samples.jsonl."""
-        await sent.wait()  # a batch that is on its way to the trainer needs this process for itself
-        measured = await asyncio.to_thread(compute_batch_metrics, batch, policy_version=self.broker.version)
-        return measured, await asyncio.to_thread(to_lines, step, batch.trajectories())
+    async def _summarize(self, step: int, batch: StepBatch, sent: asyncio.Event) -> tuple[dict[str, float], bytes]:
+        """Return the metrics of a batch and its lines of samples.jsonl, computed while the trainer works."""
+        await sent.wait()  # encoding the batch needs the GIL: start when the last byte is on its way
+        batch_metrics = await asyncio.to_thread(compute_batch_metrics, batch, policy_version=self.broker.version)
+        return batch_metrics, await asyncio.to_thread(to_lines, step, batch.trajectories())
 
     async def publish(self, trained: TrainStepResponse) -> WeightUpdateResult:
-        """Bring the new weights to every engine. A skipped step made none, but whoever slept has lost the old ones."""
+        """Send the new weights to every engine.
+
+        A skipped step made no new weights. Engines that slept during it have dropped the old ones and need them again.
+        """
         if trained.policy_version == self.broker.version and not self.config.rollout.sleep_mode:
             return WeightUpdateResult()
         self.board.set_phase(run_pb.RUN_PHASE_PUBLISHING)
@@ -222,14 +208,14 @@ class TrainingLoop:
     # -- evaluate, checkpoint, finish -----------------------------------------------------------------------------
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate on the held-out prompts, if there are any.
+        """Evaluate on the held-out prompts; return the metrics, empty without such prompts.
 
         Raises:
-            TrainerRestarted: no engine that comes now would get the weights that are evaluated.
+            TrainerRestarted: Engines that join now could not get the weights under evaluation.
         """
         self.board.set_phase(run_pb.RUN_PHASE_EVALUATING)
-        row = await self.evaluator.run(
-            step=step, version=self.broker.version, on_progress=self.board.set_progress, beside=self.session.watch
+        row = await self.context.evaluator.run(
+            step=step, version=self.broker.version, on_progress=self.board.set_progress
         )
         if row is None:
             return {}
@@ -239,126 +225,41 @@ class TrainingLoop:
         return {m.EVAL_SCORE: row.score, m.EVAL_HALF_WIDTH: half_width}
 
     async def checkpoint(self, step: int) -> None:
-        """Have the trainer write its checkpoint; when it is durable, commit ours."""
+        """Save the trainer's checkpoint; when it is durable, commit the ledger's."""
         self.board.set_phase(run_pb.RUN_PHASE_SAVING)
         timeout = self.config.trainer.step_timeout_seconds
         score = next((row.score for row in self.ledger.evals() if row.step == step), None)
-        async with self.broker.lock:  # the trainer does one thing at a time
+        async with self.broker.lock:  # the trainer serves one call at a time
             saved = await self.session.call(
                 "SaveCheckpoint", lambda r: r.trainer.save_checkpoint(score=score, timeout=timeout)
             )
         if saved != step:
-            raise Internal(f"the trainer wrote a checkpoint of step {saved} after step {step}")
-        await self.disk.write(self.totals.save)
+            raise Internal(f"the trainer saved a checkpoint of step {saved} after step {step}")
+        await self.disk.write(self.context.totals.save)
         await self.disk.write(
             self.ledger.commit_checkpoint,
             step=step,
-            data_position=self.collector.position,
+            data_position=self.collector.prompts_drawn,
             policy_version=self.session.policy_version,
         )
 
     async def finish(self) -> None:
-        """Export the model, and its average where there is one, and write the report."""
+        """Export the model, and its moving average if the trainer keeps one; write the report."""
         self.board.set_phase(run_pb.RUN_PHASE_SAVING)
-        await self.memory.look()
         model = await self.export(MODEL_FOLDER)
-        ema = await self.export(EMA_FOLDER, ema=True) if self.config.trainer.ema_decay else None
-        await self.disk.write(self.totals.save)
-        if not await asyncio.to_thread(self.metrics_file.close):
-            await self.disk.write_in_thread(rewrite_metrics, self.folder / METRICS_FILE, self.ledger.steps())
-        facts = report.build(
-            self.config,
-            self.ledger,
-            seconds=self.totals.seconds,
-            restarts=self.totals.restarts,
-            resumes=self.totals.resumes,
-            peak_memory_bytes=self.memory.peak_bytes,
-            uncounted=self.memory.uncounted,
-            model=model,
-            model_ema=ema,
-            faults=self.router.faults.rows(),
-        )
-        await self.disk.write_in_thread(report.write, self.folder, facts, self.ledger.steps(), self.ledger.evals())
-        log.info("done: %s; the model is in %s", self.folder / "report.json", model)
+        model_ema = await self.export(EMA_FOLDER, ema=True) if self.config.trainer.ema_decay else None
+        await self.reporter.write_report(model, model_ema)
 
     async def export(self, name: str, *, ema: bool = False) -> str:
-        """Have the trainer write its weights, or their average; return the folder."""
+        """Export the trainer's weights, or their moving average; return the folder."""
         timeout = self.config.trainer.step_timeout_seconds
         async with self.broker.lock:
             return await self.session.call(
                 "ExportModel", lambda r: r.trainer.export_model(name, ema=ema, timeout=timeout)
             )
 
-    # -- numbers --------------------------------------------------------------------------------------------------
 
-    def _counted(self, step: int, batch: StepBatch) -> dict[str, float]:
-        trajectories = batch.trajectories()
-        tokens = sum(int(t.sample.action_mask.sum()) for t in trajectories)
-        return {
-            m.ABSTAIN_COUNT: sum(t.abstained for t in trajectories),
-            m.DROPPED_SAMPLES: sum(self._dropped(step).values()),
-            m.SKIPPED_STEPS: self.ledger.skipped_count(),
-            m.ROLLOUT_SPEED: tokens / max(batch.rolled - batch.began, 1e-9),
-        }
-
-    def _dropped(self, step: int) -> dict[str, int]:
-        """Return the samples dropped in this step by reason; those of a step that was lost later are not its own."""
-        return {reason: count for reason, count in self.ledger.dropped(step).items() if reason != TRAINER_RESTORED}
-
-    async def _keep_metrics(
-        self, step: int, metrics: dict[str, float], found: list[Finding], news: list[Finding], seconds: float
-    ) -> None:
-        finite = {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
-        words = {"diagnosis": "; ".join(f.text for f in found), "alarms": [f.text for f in news]}
-        await self.disk.write(self.ledger.record_metrics, step, {**finite, **words}, seconds=seconds)
-        await self.disk.write(self.router.faults.save, self.ledger)
-
-    def _show_metrics(self, step: int) -> None:
-        row = self.ledger.step_row(step)
-        self.metrics_file.write({"step": step, **row.metrics})
-        self.board.add_step(step, row.metrics)
-        log.info("step %d of %d is done", step, self.config.steps, extra={"reward": row.metrics.get(m.REWARD_MEAN)})
-        for text in row.metrics["alarms"]:
-            log.warning("step %d: %s", step, text)
-
-
-def needed_services(config: Config) -> dict[int, int]:
-    """Return how many services of each role the recipe asks for; those started by hand count as one."""
-    counts: dict[int, int] = {
-        Role.ROLE_TRAINER: 1,
-        Role.ROLE_ROLLOUT: max(config.rollout.replicas, 1),
-        Role.ROLE_REWARD: max(config.reward.replicas, 1),
-    }
-    if config.needs_reference:
-        counts[Role.ROLE_REFERENCE] = max(config.reference.replicas, 1)
-    return counts
-
-
-def _and_then(items: Iterator[T], done: Callable[[], None]) -> Iterator[T]:
-    """Yield the items; call `done` when all are taken."""
+def _notify_end(items: Iterator[T], on_end: Callable[[], None]) -> Iterator[T]:
+    """Yield the items; call `on_end` after the last one."""
     yield from items
-    done()
-
-
-@contextmanager
-def timed(metrics: dict[str, float], name: str) -> Iterator[None]:
-    """Add the seconds that the block takes to `metrics`."""
-    began = time.monotonic()
-    yield
-    metrics[name] = time.monotonic() - began
-
-
-def _add_up(metrics: dict[str, float], seconds: float) -> None:
-    """Note how long the step takes so far, and what of that no part accounts for."""
-    metrics[m.TIME_STEP] = seconds
-    metrics[m.TIME_OTHER] = seconds - sum(metrics.get(name, 0.0) for name in m.TIMES_OF_A_STEP)
-
-
-def _update_metrics(update: WeightUpdateResult) -> dict[str, float]:
-    if not update.probe_diffs:
-        return {}
-    return {
-        **update.seconds,
-        m.PROBE_DIFF_MEAN: max(mean for mean, _ in update.probe_diffs),
-        m.PROBE_DIFF_MAX: max(largest for _, largest in update.probe_diffs),
-    }
+    on_end()

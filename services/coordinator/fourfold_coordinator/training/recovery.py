@@ -1,39 +1,40 @@
-"""Back to the last checkpoint: trainer, ledger, data position, versions and files in agreement.
+"""Restores a run to its last checkpoint: trainer, ledger, data position, policy version and files.
 
-The same steps serve a resumed run, whose processes are all new, and a run whose trainer died
-and came back. What was trained after the checkpoint went into weights that are lost: those
-samples are DROPPED, their prompts are issued again, and versions go on above every version that
-was ever published.
+The same steps serve a resumed run, whose processes are all new, and a run whose trainer died and came back. The steps
+after the checkpoint went into weights that are lost: their samples are DROPPED and their prompts are issued again. The
+policy version continues above every version that was published.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from fourfold.config import Config
 from fourfold.errors import NotFound, WrongState
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
+from ..routing.router import INFO_SECONDS
 from ..routing.trainer_session import TrainerSession
-from ..state.disk_wait import DiskWriter
+from ..state.files import DiskWriter, replace_file
 from ..state.ledger import Ledger, StepRow
 
 log = logging.getLogger("fourfold.coordinator")
 
+METRICS_FILE: Final = "metrics.jsonl"
+SAMPLES_FILE: Final = "samples.jsonl"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """Where the run goes on."""
+    """Where the run continues."""
 
-    step: int
-    """Steps done."""
-    data_position: int
-    """Prompts drawn."""
+    step: int  # steps done
+    data_position: int  # prompts drawn
 
 
 async def restore(
@@ -42,52 +43,52 @@ async def restore(
     """Bring trainer, ledger and files back to the last checkpoint.
 
     Args:
-        config: of the run.
-        folder: of the run.
-        ledger: of the run.
-        session: connected to the trainer.
-        disk: makes the writes.
+        config: Of the run.
+        folder: Of the run.
+        ledger: Of the run.
+        session: Connected to the trainer; gets the policy version.
+        disk: Makes the writes.
 
     Raises:
-        WrongState: there is no checkpoint and the trainer is not at its start.
-        NotFound: the trainer does not have the checkpoint.
+        WrongState: There is no checkpoint, and the trainer is not at its start.
+        NotFound: The trainer does not have the checkpoint.
     """
-    status = await session.call("GetStatus", lambda r: r.trainer.get_status(timeout=10.0))
+    status = await session.call("GetStatus", lambda r: r.trainer.get_status(timeout=INFO_SECONDS))
     point = newest_checkpoint(ledger, status)
     if point.step > 0:
         status = await _load(config, session, point.step)
     if status.step != point.step:
         raise WrongState(
-            f"the trainer is at step {status.step} and the run has no checkpoint after step {point.step} to go back "
-            f"to; start the trainer anew"
+            f"the trainer is at step {status.step}, and the run has no checkpoint after step {point.step} to go back "
+            f"to; restart the trainer"
         )
     session.policy_version = status.policy_version
     dropped = await disk.write(ledger.restore, point.step)
-    if point.step > 0:
+    if point.step > 0:  # `newest_checkpoint` may have chosen one that the ledger never committed
         await disk.write(
             ledger.commit_checkpoint,
             step=point.step,
             data_position=point.data_position,
             policy_version=status.policy_version,
         )
-    await disk.write_in_thread(rewrite_metrics, folder / "metrics.jsonl", ledger.steps())
-    await disk.write_in_thread(truncate_after, folder / "samples.jsonl", point.step)
+    await disk.write_in_thread(rewrite_metrics, folder / METRICS_FILE, ledger.steps())
+    await disk.write_in_thread(truncate_after, folder / SAMPLES_FILE, point.step)
     highest = ledger.highest_version()
     if highest > 0:
+        # An engine may still hold that version of the lost weights, so that its number is used up.
         await session.raise_policy_version(highest + 1)
     if point.step or highest:
         log.warning(
-            "going on after step %d with policy version %d; %d later samples are dropped",
-            point.step, session.policy_version, dropped,
-        )  # fmt: skip
+            "restored: step=%d policy_version=%d dropped_samples=%d", point.step, session.policy_version, dropped
+        )
     return point
 
 
 def newest_checkpoint(ledger: Ledger, status: pb.TrainerStatus) -> ResumePoint:
-    """Return the newest checkpoint that both sides have.
+    """Return the newest checkpoint that both the trainer and the ledger can restore.
 
-    The coordinator may have died after the trainer had written one and before the ledger knew: the ledger has that
-    step's row, and with it all that is needed.
+    The coordinator may have died after the trainer saved a checkpoint and before the ledger committed it. The ledger
+    then has the row of that step, and in the row everything that a restore needs.
     """
     row = ledger.last_checkpoint()
     newest = ResumePoint(step=0, data_position=0)
@@ -100,11 +101,9 @@ def newest_checkpoint(ledger: Ledger, status: pb.TrainerStatus) -> ResumePoint:
 
 
 async def _load(config: Config, session: TrainerSession, step: int) -> pb.TrainerStatus:
+    timeout = config.trainer.step_timeout_seconds
     try:
-        return await session.call(
-            "LoadCheckpoint",
-            lambda r: r.trainer.load_checkpoint(step, timeout=config.trainer.step_timeout_seconds),
-        )
+        return await session.call("LoadCheckpoint", lambda r: r.trainer.load_checkpoint(step, timeout=timeout))
     except NotFound as error:
         raise NotFound(
             f"the ledger's last checkpoint is that of step {step}, and the trainer does not have it: {error}; start "
@@ -113,32 +112,22 @@ async def _load(config: Config, session: TrainerSession, step: int) -> pb.Traine
 
 
 def rewrite_metrics(path: Path, steps: Sequence[StepRow]) -> None:
-    """Write metrics.jsonl as the ledger has it: one line per step done."""
-    lines = (json.dumps({"step": row.step, **row.metrics}) + "\n" for row in steps if row.metrics)
-    _replace(path, lines)
+    """Write metrics.jsonl from the ledger: one line per step done."""
+    replace_file(path, (json.dumps({"step": row.step, **row.metrics}) + "\n" for row in steps if row.metrics))
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Remove the lines of later steps, and a last line that was not finished, from a JSONL file."""
+    """Remove the lines of later steps, and lines that a kill cut short, from a JSONL file; it may be missing."""
     if path.exists():
-        _replace(path, _kept(path, step))
+        replace_file(path, _lines_up_to(path, step))
 
 
-def _kept(path: Path, step: int) -> Iterator[str]:
+def _lines_up_to(path: Path, step: int) -> Iterator[str]:
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
                 number = json.loads(line)["step"]
             except (ValueError, KeyError, TypeError):
-                continue  # cut short by a kill
+                continue
             if number <= step and line.endswith("\n"):
                 yield line
-
-
-def _replace(path: Path, lines: Iterator[str]) -> None:
-    fresh = path.with_name(path.name + ".new")
-    with fresh.open("w", encoding="utf-8") as file:
-        file.writelines(lines)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)

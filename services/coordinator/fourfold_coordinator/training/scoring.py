@@ -1,17 +1,17 @@
-"""Scores of trajectories, and what becomes of samples and of the run when a scorer fails (`reward.on_error`).
+"""Scores trajectories at the reward services, and decides what a failure costs (`reward.on_error`).
 
-    Score --> some samples have a score: the scorer works
-      |         a sample with an error: once more (retry.data, retry.infrastructure), then it is dropped with its reason
-      '-----> none has: is it the scorer, or the samples? The sample that had a score last is scored again
-                it has one: the samples are at fault, as above
-                it has none: a failed call, like one that was refused, hung or was answered with rubbish
+    Score call --> some samples have a score: the scorer works
+      |            a sample with an error is scored once more (retry.data, retry.infrastructure), then it is dropped
+      '----------> no sample has a score: score the sample again that had one last
+                     it has one now:  the samples are at fault, see above
+                     it has none:     the call failed, as one that was refused, hung, or had a malformed response
 
-    a failed call   rests the scorer (breaker.py); another one is asked, or the same again, as `reward.on_error` says:
-      wait   until one works again, at most reward.wait_seconds; then the run ends
-      drop   as long as the tries last (retry.infrastructure); then the groups that wait are dropped
-      stop   the same; then the run ends
+    failed call    opens the scorer's circuit breaker; the next try goes to another scorer, or to the same one later
+      wait   until a scorer works again, at most reward.wait_seconds; then the run ends
+      drop   as long as tries are left (retry.infrastructure); then the groups that wait are dropped
+      stop   as long as tries are left; then the run ends
 
-No way leads from a missing score to a number. A scorer that rests is asked for one sample before it gets more.
+No path turns a missing score into a number. A scorer that failed gets a call with one sample before it gets more.
 """
 
 from __future__ import annotations
@@ -40,27 +40,32 @@ from ..state.samples import Trajectory
 
 T = TypeVar("T")
 
+# For transport and queues, on top of the time that scoring itself may take.
 SLACK_SECONDS: Final = 10.0
-"""For transport and queues, on top of what scoring itself may take."""
-# Of a per-sample error: the service's trouble, not the sample's. A time-out is the sample's: a function that hangs on
-# it hangs again, and another try costs the whole time once more.
-_SERVICE_TROUBLE: Final = (code_pb2.UNAVAILABLE,)
+# Per-sample errors that are the service's fault. A time-out is the sample's: a function that hangs on a sample hangs
+# on it again, and each try costs the whole time limit.
+_SERVICE_ERRORS: Final = (code_pb2.UNAVAILABLE,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreOutcome:
-    """What scoring one sample came to: a score, or a reason why there is none."""
+    """Result of scoring one sample: a score, or the reason why there is none."""
 
     score: float | None = None
     scorer: str = ""
     reason: str = ""
     abstained: bool = False
     error: FourfoldError | None = None
-    """What went wrong."""
+
+    def apply_to(self, trajectory: Trajectory) -> Trajectory:
+        """Return the trajectory with its score, or dropped with the reason: a missing score is not a zero."""
+        if self.score is None:
+            return trajectory.with_drop_reason(self.reason, abstained=self.abstained)
+        return trajectory.with_score(self.score, self.scorer)
 
 
 class ScorerFailed(FatalRunError):
-    """There are no scores, and the recipe wants the run to end then."""
+    """There are no scores, and the recipe ends the run for that."""
 
 
 class Scoring:
@@ -69,20 +74,23 @@ class Scoring:
     def __init__(self, config: Config, router: Router) -> None:
         self._config, self._router = config.reward, router
         self._samples_per_step, self._tries = config.batch.samples_per_step, config.retry.infrastructure
-        self._good: dict[bool, reward.ScoreItem] = {}
-        """Items that had a score, with tokens or without: they tell a scorer that fails from samples that do."""
-        self._troubled_since: float | None = None
-        """Since when no call has worked."""
-        self._lost: asyncio.Future[FourfoldError] = asyncio.get_running_loop().create_future()
-        """Done when the calls that are under way have no tries left; another one takes its place then."""
+        # Items that had a score, by whether they carry tokens: they tell a scorer that fails from samples that do.
+        self._scored_items: dict[bool, reward.ScoreItem] = {}
+        self._failing_since: float | None = None  # time of the first failed call since one worked
+        # Resolved when all scorers have used up their tries: the calls that wait for them are given up together.
+        self._all_failed: asyncio.Future[FourfoldError] = asyncio.get_running_loop().create_future()
 
     async def score(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> list[ScoreOutcome]:
-        """Score trajectories, in order.
+        """Return the outcomes of trajectories, in order.
+
+        Args:
+            trajectories: Of one group.
+            budget: Tries of the group.
 
         Raises:
-            GivenUp: the services failed too often.
-            ScorerFailed: the same, and the run is to end then.
-            ServiceMissing: no reward service came in time.
+            GivenUp: The services failed too often.
+            ScorerFailed: They did, and `reward.on_error` ends the run for that.
+            ServiceMissing: No reward service came in time.
         """
         outcomes: dict[str, ScoreOutcome] = {}
         pending = list(trajectories)
@@ -90,68 +98,74 @@ class Scoring:
             answers = await self._score_once(pending, budget)
             outcomes |= answers
             failed = {name: o.error for name, o in answers.items() if o.error is not None}
-            again = _worth_a_try(failed, budget)
+            again = _spend_for_errors(failed, budget)
             if self._config.on_error == "stop" and (lost := failed.keys() - again):
-                raise self._ends(failed[min(lost)], f"sample {min(lost)} has no score")
+                raise self._scorer_failed(failed[min(lost)], f"sample {min(lost)} has no score")
             pending = [t for t in pending if t.sample.sample_id in again]
         return [outcomes[t.sample.sample_id] for t in trajectories]
 
     async def _score_once(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> Mapping[str, ScoreOutcome]:
         async def work(replica: Replica) -> dict[str, ScoreOutcome]:
             async with self._shown_while_silent(replica, len(trajectories)):
-                return await self._work(replica, trajectories)
+                return await self._score_at(replica, trajectories)
 
-        wait = WaitLimit(max(self._config.wait_seconds, self._router.wait_seconds), "reward.wait_seconds")
         call = self._router.call(
             Role.ROLE_REWARD,
             work,
             demand=Demand(samples=len(trajectories)),
-            budget=_Allowance(self, budget),
-            wait=wait if self._config.on_error == "wait" else None,
+            budget=_ScoringRetries(self, budget),
+            wait=self._wait_limit(),
         )
         try:
-            outcomes = await self._unless_lost(call)
+            outcomes = await self._unless_all_fail(call)
         except GivenUp as error:
             if self._config.on_error == "stop":
-                raise self._ends(error, f"a group of {len(trajectories)} samples has no scores") from error
+                what = f"a group of {len(trajectories)} samples has no scores"
+                raise self._scorer_failed(error, what) from error
             raise
-        self._troubled_since = None
+        self._failing_since = None
         return outcomes
 
-    async def _work(self, replica: Replica, trajectories: Sequence[Trajectory]) -> dict[str, ScoreOutcome]:
-        """Score once.
+    def _wait_limit(self) -> WaitLimit | None:
+        """Return how long a call waits for a scorer: with on_error = "wait", the longer of the two waits."""
+        if self._config.on_error != "wait" or self._config.wait_seconds <= self._router.wait_seconds:
+            return None
+        return WaitLimit(self._config.wait_seconds, "reward.wait_seconds")
+
+    async def _score_at(self, replica: Replica, trajectories: Sequence[Trajectory]) -> dict[str, ScoreOutcome]:
+        """Score trajectories at one replica.
 
         Raises:
-            PeerFault: no sample has an outcome that a scorer in order gives.
-            FourfoldError: the call failed.
+            PeerFault: No sample has an outcome that a working scorer gives.
+            FourfoldError: The call failed.
         """
         items = [_item(t, with_tokens=replica.reads_tokens) for t in trajectories]
         if replica.breaker.probing:
-            await self._probe(replica, self._good.get(replica.reads_tokens, items[0]))
-        # Calls of other groups may be before this one in the service's queue.
+            await self._probe(replica, self._scored_items.get(replica.reads_tokens, items[0]))
+        # Calls of other groups may be ahead of this one in the service's queue.
         rounds = math.ceil(max(self._samples_per_step, replica.outstanding) / self._config.processes)
         timeout = self._config.timeout_seconds * rounds + SLACK_SECONDS
         try:
             scores = await replica.reward.score(items, timeout=timeout, max_sample_count=replica.max_items)
         except InvalidInput as refusal:
-            if await self._works(replica):
+            if await self._still_scores(replica):
                 raise
-            text = f"Score: it refuses every request: {refusal}"
+            text = f"Score: every request is refused: {refusal}"
             raise PeerFault(replica.member.peer, refusal.reason, text) from refusal
         outcomes = {score.sample_id: _outcome(score, replica.scorer) for score in scores}
         errors = [outcome.error for outcome in outcomes.values() if outcome.error is not None]
-        if len(errors) == len(outcomes) and not await self._works(replica):
-            text = f"Score: none of {len(items)} samples has a score, the first error: {errors[0]}"
+        if len(errors) == len(outcomes) and not await self._still_scores(replica):
+            text = f"Score: none of {len(items)} samples has a score; first error: {errors[0]}"
             raise PeerFault(replica.member.peer, errors[0].reason, text)
         for error in errors:
             self._router.faults.record(replica.member.member_id, error.reason, error.message)
-        if good := next((i for i, s in zip(items, scores, strict=True) if s.HasField("score")), None):
-            self._good[replica.reads_tokens] = good
+        if scored := next((i for i, s in zip(items, scores, strict=True) if s.HasField("score")), None):
+            self._scored_items[replica.reads_tokens] = scored
         return outcomes
 
-    async def _works(self, replica: Replica) -> bool:
-        """Whether a scorer still scores what it has scored before; not, when it never has."""
-        if (item := self._good.get(replica.reads_tokens)) is None:
+    async def _still_scores(self, replica: Replica) -> bool:
+        """Return whether a scorer scores a sample again that had a score; False when no sample had one yet."""
+        if (item := self._scored_items.get(replica.reads_tokens)) is None:
             return False
         try:
             await self._probe(replica, item)
@@ -160,11 +174,11 @@ class Scoring:
         return True
 
     async def _probe(self, replica: Replica, item: reward.ScoreItem) -> None:
-        """Score one sample, with a short deadline.
+        """Score one sample, with the deadline of one sample.
 
         Raises:
-            PeerFault: it has an error.
-            FourfoldError: the call failed.
+            PeerFault: The sample has an error.
+            FourfoldError: The call failed.
         """
         (score,) = await replica.reward.score([item], timeout=self._config.timeout_seconds + SLACK_SECONDS)
         if score.HasField("error"):
@@ -173,10 +187,10 @@ class Scoring:
 
     @asynccontextmanager
     async def _shown_while_silent(self, replica: Replica, samples: int) -> AsyncIterator[None]:
-        """Tell watchers when a call takes longer than any sample may; the call's own deadline may be far away."""
+        """Show watchers a call that takes longer than one sample may; its own deadline may be far away."""
         seconds = self._config.timeout_seconds + SLACK_SECONDS
 
-        async def tell() -> None:
+        async def show_later() -> None:
             await self._router.clock.sleep(seconds)
             self._router.faults.show(
                 replica.member.member_id,
@@ -185,20 +199,20 @@ class Scoring:
                 f"{self._config.timeout_seconds:g} is the longest time of one",
             )
 
-        task = asyncio.create_task(tell())
+        task = asyncio.create_task(show_later())
         try:
             yield
         finally:
             task.cancel()
 
-    async def _unless_lost(self, call: Coroutine[Any, Any, T]) -> T:
-        """Await a call; give it up when another one has used up the tries of all (`failed`)."""
-        task, lost = asyncio.ensure_future(call), self._lost
-        either: set[asyncio.Future[Any]] = {task, lost}
+    async def _unless_all_fail(self, call: Coroutine[Any, Any, T]) -> T:
+        """Await a call, and give it up when another call finds that all scorers have failed."""
+        task, all_failed = asyncio.ensure_future(call), self._all_failed
+        either: set[asyncio.Future[Any]] = {task, all_failed}
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                error = lost.result()
+                error = all_failed.result()
                 raise GivenUp(f"given up with the other calls: {error}", reason=error.reason)
             return await task
         finally:
@@ -206,29 +220,31 @@ class Scoring:
             await asyncio.gather(task, return_exceptions=True)
 
     def record_failure(self, error: FourfoldError, budget: RetryBudget) -> None:
-        """Note a call that failed because of its scorer.
+        """Count a call that failed because of its scorer.
 
         Raises:
-            ScorerFailed: the run waits for scorers, and they have failed for too long.
-            GivenUp: it does not wait, and the tries of this call, or of all scorers, are used up.
+            ScorerFailed: The run waits for scorers, and they have failed for too long.
+            GivenUp: The run does not wait, and this call, or every scorer, has no tries left.
         """
         if self._config.on_error != "wait":
             replicas = self._router.replicas(Role.ROLE_REWARD)
             # Without replicas the tries are counted as for any other failure.
             if replicas and all(r.breaker.failures > self._tries for r in replicas):
-                # One call at a time is made now: were each to use its own tries up, that would take hours.
-                lost, self._lost = self._lost, asyncio.get_running_loop().create_future()
-                lost.set_result(error)
+                # An open breaker admits one call at a time. If each waiting call had to use up its own tries, that
+                # would take hours; so all of them are given up at once.
+                all_failed, self._all_failed = self._all_failed, asyncio.get_running_loop().create_future()
+                all_failed.set_result(error)
                 raise GivenUp(f"given up after its last try: {error}", reason=error.reason)
             budget.spend(error)
             return
         now = self._router.clock.monotonic()
-        self._troubled_since = now if self._troubled_since is None else self._troubled_since
-        if now - self._troubled_since > self._config.wait_seconds:
-            raise self._ends(error, f"no scorer works for {self._config.wait_seconds:g} s (reward.wait_seconds)")
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        if now - self._failing_since > self._config.wait_seconds:
+            what = f"no scorer works for {self._config.wait_seconds:g} s (reward.wait_seconds)"
+            raise self._scorer_failed(error, what)
 
-    def _ends(self, error: FourfoldError, what: str) -> ScorerFailed:
-        """Return the error that ends the run: scorer, what happened, the first cause."""
+    def _scorer_failed(self, error: FourfoldError, what: str) -> ScorerFailed:
+        """Return the error that ends the run: what happened, the scorers, and the first cause."""
         replicas = self._router.replicas(Role.ROLE_REWARD)
         first = next((r.breaker.first for r in replicas if r.breaker.first is not None), None) or error
         names = ", ".join(r.title for r in replicas) or "none is registered"
@@ -240,22 +256,22 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True)
-class _Allowance:
-    """What one call may lose."""
+class _ScoringRetries:
+    """Retry policy of one Score call: a `RetryPolicy`."""
 
     scoring: Scoring
     budget: RetryBudget
 
     def spend(self, error: FourfoldError) -> None:
-        """Count one lost try; what is wrong with the samples themselves always costs the group's own."""
+        """Count one failed try; a fault of the samples always costs the group's own budget."""
         if isinstance(error, InvalidInput):
             self.budget.spend(error)
         else:
             self.scoring.record_failure(error, self.budget)
 
 
-def _worth_a_try(errors: Mapping[str, FourfoldError], budget: RetryBudget) -> set[str]:
-    """Take one try off the budget for each kind of error; return the samples whose kind had one left."""
+def _spend_for_errors(errors: Mapping[str, FourfoldError], budget: RetryBudget) -> set[str]:
+    """Spend one try for each kind of error; return the samples whose kind had one left."""
     again: set[str] = set()
     for data in (False, True):
         kind = {name: error for name, error in errors.items() if isinstance(error, InvalidInput) is data}
@@ -268,9 +284,9 @@ def _worth_a_try(errors: Mapping[str, FourfoldError], budget: RetryBudget) -> se
 
 def _item(trajectory: Trajectory, *, with_tokens: bool) -> reward.ScoreItem:
     prompt, sample = trajectory.prompt, trajectory.sample
-    ids_alone = Experience(sample_id=sample.sample_id, group_id=sample.group_id)
+    ids_only = Experience(sample_id=sample.sample_id, group_id=sample.group_id)
     return reward.ScoreItem(
-        experience=encode(sample) if with_tokens else ids_alone,
+        experience=encode(sample) if with_tokens else ids_only,
         prompt_text=prompt.text,
         completion_text=trajectory.completion,
         answer=prompt.answer,
@@ -281,12 +297,11 @@ def _item(trajectory: Trajectory, *, with_tokens: bool) -> reward.ScoreItem:
 def _outcome(score: reward.SampleScore, scorer: str) -> ScoreOutcome:
     match score.WhichOneof("outcome"):
         case "score":
-            # The shortest decimal of the float32: 0.3 and not 0.30000001192092896, the same bits on the wire.
+            # The shortest decimal that gives the same float32: 0.3 instead of 0.30000001192092896.
             return ScoreOutcome(score=float(str(np.float32(score.score))), scorer=scorer)
         case "abstain_reason":
             return ScoreOutcome(reason=score.abstain_reason, abstained=True)
     reason = score.error.reason
-    kind = Unavailable if score.error.code in _SERVICE_TROUBLE else InvalidInput
-    return ScoreOutcome(
-        reason=reason, error=kind(f"sample {score.sample_id}: {score.error.message or reason}", reason=reason)
-    )
+    error_class = Unavailable if score.error.code in _SERVICE_ERRORS else InvalidInput
+    error = error_class(f"sample {score.sample_id}: {score.error.message or reason}", reason=reason)
+    return ScoreOutcome(reason=reason, error=error)

@@ -1,4 +1,4 @@
-"""What the loop asks of rollout, reward and reference services: one prompt's answers, scores, reference."""
+"""Calls the rollout, reward and reference services for one prompt: completions, scores, reference log-probabilities."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .scoring import ScoreOutcome, Scoring
 
 
 class Decoder(Protocol):
-    """What is asked of `fourfold.model.tokenizer.Tokenizer`."""
+    """The method of `fourfold.model.tokenizer.Tokenizer` that is used here."""
 
     def decode(self, token_ids: Sequence[int], /) -> str:
-        """Return the text, special tokens skipped."""
+        """Return the text of token ids without special tokens."""
         ...
 
 
 class ServiceCalls:
-    """Calls to the services of a run, each with its retry budget."""
+    """Calls to the services of a run; each spends tries of its group's budget."""
 
     def __init__(
         self,
@@ -40,23 +40,21 @@ class ServiceCalls:
         *,
         newest_version: Callable[[], int] = lambda: MAX_NUMBER,
     ) -> None:
-        """Call the replicas of a router.
+        """Prepare calls to the replicas of a router.
 
         Args:
-            config: of the run.
-            router: knows the replicas.
-            decoder: of the run's tokenizer.
-            newest_version: returns the highest policy version that any engine may have seen.
+            config: Of the run.
+            router: Chooses the replicas.
+            decoder: The run's tokenizer.
+            newest_version: Returns the highest policy version that an engine may have received.
         """
-        self._config = config
+        self._config, self._router, self._decoder = config, router, decoder
         self._newest_version = newest_version
         self._scoring = Scoring(config, router)
-        self._router = router
-        self._decoder = decoder
         self._lengths = CompletionLengths()
 
     def budget(self) -> RetryBudget:
-        """Return the tries that one group may lose."""
+        """Return a fresh retry budget for one group."""
         return RetryBudget(infrastructure=self._config.retry.infrastructure, data=self._config.retry.data)
 
     async def generate(
@@ -71,27 +69,27 @@ class ServiceCalls:
         greedy: bool = False,
         on_try: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> list[Trajectory]:
-        """Sample answers to one prompt, one for each id, in one call; each try runs in `on_try()`.
+        """Sample the completions of one prompt in one call.
 
         Args:
-            prompt: to answer.
-            group_id: of the samples.
-            sample_ids: of the samples, in order of their index.
-            seed: of the request, in [0, 2^52).
-            version: of the weights, at least.
-            budget: of the group.
-            greedy: always take the likeliest token.
-            on_try: context of one try.
+            prompt: To complete.
+            group_id: Of the samples.
+            sample_ids: Of the samples, in order of their index; one completion is sampled for each.
+            seed: Of the request, in [0, 2^52).
+            version: Lowest policy version that the engine may have.
+            budget: Tries of the group.
+            greedy: Take the likeliest token at each position.
+            on_try: Returns the context that one try runs in.
 
         Raises:
-            GivenUp: the budget is used up.
-            ServiceMissing: no rollout service came in time.
+            GivenUp: The budget is used up.
+            ServiceMissing: No rollout service came in time.
         """
         params, timeout = sampling_params(self._config, prompt, seed), self._config.trainer.step_timeout_seconds
         name = group_id
-        if greedy:  # runs beside the sampled answers of its group
+        if greedy:  # the sampled completions of the group are requested at the same time, under the plain name
             params.temperature, name = 0.0, f"{group_id}-greedy"
-        tries = itertools.count()  # every try has an id of its own: the lost one may still be live
+        tries = itertools.count()  # a new request id for every try: the request of a lost try may still run
 
         async def work(replica: Replica) -> list[Completion]:
             request = rollout.GenerateRequest(
@@ -105,7 +103,7 @@ class ServiceCalls:
                 completions = await replica.rollout.complete(request, timeout=timeout)
                 check_completions(
                     completions,
-                    who=replica.member.peer,
+                    peer=replica.member.peer,
                     vocabulary_size=replica.vocabulary_size,
                     newest_version=self._newest_version(),
                 )
@@ -126,20 +124,21 @@ class ServiceCalls:
     def _trajectory(
         self, prompt: Prompt, completion: Completion, *, sample_id: str, group_id: str, greedy: bool
     ) -> Trajectory:
-        temperature = 1.0 if greedy else self._config.sampling.temperature  # greedy log-probabilities are those at 1
+        # Engines report the log-probabilities of greedy tokens at temperature 1.
+        temperature = 1.0 if greedy else self._config.sampling.temperature
         sample = build_sample(prompt, completion, sample_id=sample_id, group_id=group_id, temperature=temperature)
         return Trajectory(prompt=prompt, sample=sample, completion=self._decoder.decode(completion.token_ids.tolist()))
 
     async def score(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> list[ScoreOutcome]:
-        """Score trajectories, in order: `Scoring.score`."""
+        """Return the outcomes of scoring trajectories, in order; see `Scoring.score`."""
         return await self._scoring.score(trajectories, budget)
 
     async def reference(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> list[Trajectory]:
-        """Return the trajectories with their log-probabilities under the frozen reference.
+        """Return the trajectories with their log-probabilities under the frozen reference policy.
 
         Raises:
-            GivenUp: the budget is used up.
-            ServiceMissing: no reference service came in time.
+            GivenUp: The budget is used up.
+            ServiceMissing: No reference service came in time.
         """
         samples = [t.sample for t in trajectories]
         timeout = self._config.trainer.step_timeout_seconds

@@ -28,7 +28,7 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from ..routing.replica import Replica
 from ..routing.router import INFO_SECONDS, Router
 from ..routing.trainer_session import TrainerRestarted, TrainerSession
-from ..state.disk_wait import DiskFull, DiskWriter
+from ..state.files import DiskFull, DiskWriter
 from ..state.ledger import Ledger
 from .fan_out import DescribedEngine, UpdateFailed, call_all
 from .probe import LogprobProbe, ReplicaKey

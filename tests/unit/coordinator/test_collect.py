@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fourfold.config.algorithm import FilterConfig
-from fourfold_coordinator.data.filter import teaches
+from fourfold_coordinator.training.collect import keep_group
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ from fourfold_coordinator.data.filter import teaches
     ],
 )
 def test_a_group_is_kept_for_its_scores(rule: dict[str, object], scores: list[float], kept: bool) -> None:
-    assert teaches(scores, FilterConfig.model_validate(rule)) is kept
+    assert keep_group(scores, FilterConfig.model_validate(rule)) is kept

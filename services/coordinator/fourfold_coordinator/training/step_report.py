@@ -1,0 +1,206 @@
+"""Reports the steps of a run: metrics, diagnosis, metrics.jsonl, log lines, and the report at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from fourfold import metrics as m
+from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
+
+from ..reporting import report
+from ..reporting.diagnosis import TrainingDiagnosis
+from ..state.files import MetricsWriter
+from ..state.ledger import TRAINER_RESTORED
+from ..state.samples import StepBatch
+from ..weights.update import WeightUpdateResult
+from .context import RunContext
+from .recovery import METRICS_FILE, rewrite_metrics
+
+log = logging.getLogger("fourfold.coordinator")
+
+# Of a run that failed: its error must not wait for a disk that stands still.
+_ABANDON_SECONDS: Final = 0.5
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What is known of one step so far."""
+
+    step: int
+    began: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0  # from the first prompt to the published weights
+    metrics: dict[str, float] = field(default_factory=dict)
+    skipped_reason: str = ""  # the trainer's; empty when it trained
+    findings: list[str] = field(default_factory=list)
+    alarms: list[str] = field(default_factory=list)  # the findings that are new, or clearly worse than before
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Store the seconds that the block takes as a metric."""
+        began = time.monotonic()
+        yield
+        self.metrics[name] = time.monotonic() - began
+
+
+class StepReporter:
+    """Keeps the metrics of a run's steps in the ledger, in metrics.jsonl and on the board."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context, self._ledger, self._disk = context, context.ledger, context.disk
+        self._path = context.folder / METRICS_FILE
+        self._metrics_file = MetricsWriter(self._path)
+        self._diagnosis = TrainingDiagnosis.from_config(context.config)
+
+    def resume(self) -> None:
+        """Continue after the steps that the ledger has. `close` precedes it."""
+        rows = self._ledger.steps()
+        self._metrics_file = MetricsWriter(self._path)
+        self._diagnosis = TrainingDiagnosis.from_config(self._context.config)
+        self._diagnosis.replay(rows)
+        self._context.board.set_history(((row.step, row.metrics) for row in rows), self._ledger.evals())
+
+    async def close(self) -> bool:
+        """Write the pending lines of metrics.jsonl; return whether the file has every step."""
+        return await asyncio.to_thread(self._metrics_file.close)
+
+    def abandon(self) -> None:
+        """Close metrics.jsonl when the run ends, whether or not every line could be written."""
+        self._metrics_file.close(timeout=_ABANDON_SECONDS)
+
+    def begin(self, step: int) -> StepRecord:
+        """Return the record of a step that starts now."""
+        return StepRecord(step)
+
+    def add_published(
+        self,
+        record: StepRecord,
+        batch: StepBatch,
+        measured: Mapping[str, float],
+        trained: TrainStepResponse,
+        update: WeightUpdateResult,
+    ) -> None:
+        """Add the metrics of a step whose weights are published.
+
+        Args:
+            record: Of the step.
+            batch: Of the step.
+            measured: The coordinator's own metrics of the batch.
+            trained: The trainer's response.
+            update: The weight update that followed.
+        """
+        record.seconds = time.monotonic() - record.began
+        record.skipped_reason = trained.skipped_reason
+        # The wake of sleeping engines happens within the update, and is a time of its own.
+        record.metrics[m.TIME_PUBLISH] -= update.seconds.get(m.TIME_WAKE, 0.0)
+        # The trainer measures the batch, too, but sees only the groups that the filter kept: our values win.
+        record.metrics = {
+            **trained.metrics,
+            **measured,
+            **batch.times(),
+            **record.metrics,
+            **self._count(record.step, batch),
+            **_update_metrics(update),
+            **self._context.certificates.metrics(),
+        }
+
+    async def diagnose(self, record: StepRecord) -> None:
+        """Compare a step with those before it, and save its metrics."""
+        _add_total_time(record)
+        findings, alarms = self._diagnosis.examine(
+            record.step,
+            record.metrics,
+            skipped_reason=record.skipped_reason,
+            dropped=self._dropped(record.step),
+        )
+        record.findings, record.alarms = [f.text for f in findings], [f.text for f in alarms]
+        await self.save(record)
+
+    async def save(self, record: StepRecord) -> None:
+        """Write the metrics of a step to the ledger."""
+        _add_total_time(record)
+        # JSON has no NaN and no infinity.
+        finite = {name: value if math.isfinite(value) else None for name, value in sorted(record.metrics.items())}
+        row = {**finite, "diagnosis": "; ".join(record.findings), "alarms": record.alarms}
+        await self._disk.write(self._ledger.record_metrics, record.step, row, seconds=record.seconds)
+        await self._disk.write(self._context.router.faults.save, self._ledger)
+
+    def show(self, record: StepRecord) -> None:
+        """Publish the metrics of a step: metrics.jsonl, the board, the log."""
+        row = self._ledger.step_row(record.step)
+        self._metrics_file.write({"step": record.step, **row.metrics})
+        self._context.board.add_step(record.step, row.metrics)
+        log.info(
+            "step %d of %d is done",
+            record.step,
+            self._context.config.steps,
+            extra={"reward": row.metrics.get(m.REWARD_MEAN)},
+        )
+        for text in record.alarms:
+            log.warning("step %d: %s", record.step, text)
+
+    async def write_report(self, model: str, model_ema: str | None) -> None:
+        """Write report.json and what it refers to.
+
+        Args:
+            model: Folder of the exported model.
+            model_ema: Folder of its moving average; None without one.
+        """
+        context, totals, memory = self._context, self._context.totals, self._context.memory
+        await memory.look()
+        await self._disk.write(totals.save)
+        if not await self.close():
+            await self._disk.write_in_thread(rewrite_metrics, self._path, self._ledger.steps())
+        facts = report.build(
+            context.config,
+            self._ledger,
+            seconds=totals.seconds,
+            restarts=totals.restarts,
+            resumes=totals.resumes,
+            peak_memory_bytes=memory.peak_bytes,
+            uncounted=memory.uncounted,
+            model=model,
+            model_ema=model_ema,
+            faults=context.router.faults.rows(),
+        )
+        await self._disk.write_in_thread(
+            report.write, context.folder, facts, self._ledger.steps(), self._ledger.evals()
+        )
+        log.info("run finished: report=%s model=%s", context.folder / "report.json", model)
+
+    def _count(self, step: int, batch: StepBatch) -> dict[str, float]:
+        trajectories = batch.trajectories()
+        tokens = sum(int(t.sample.action_mask.sum()) for t in trajectories)
+        return {
+            m.ABSTAIN_COUNT: sum(t.abstained for t in trajectories),
+            m.DROPPED_SAMPLES: sum(self._dropped(step).values()),
+            m.SKIPPED_STEPS: self._ledger.skipped_count(),
+            m.ROLLOUT_SPEED: tokens / max(batch.rolled - batch.began, 1e-9),
+        }
+
+    def _dropped(self, step: int) -> dict[str, int]:
+        """Return the samples that this step dropped, by reason; without those that a restore dropped."""
+        return {reason: count for reason, count in self._ledger.dropped(step).items() if reason != TRAINER_RESTORED}
+
+
+def _add_total_time(record: StepRecord) -> None:
+    """Store the time of the step so far, and the rest of it that no part accounts for."""
+    seconds = time.monotonic() - record.began
+    record.metrics[m.TIME_STEP] = seconds
+    record.metrics[m.TIME_OTHER] = seconds - sum(record.metrics.get(name, 0.0) for name in m.TIMES_OF_A_STEP)
+
+
+def _update_metrics(update: WeightUpdateResult) -> dict[str, float]:
+    if not update.probe_diffs:
+        return {}
+    return {
+        **update.seconds,
+        m.PROBE_DIFF_MEAN: max(mean for mean, _ in update.probe_diffs),
+        m.PROBE_DIFF_MAX: max(largest for _, largest in update.probe_diffs),
+    }

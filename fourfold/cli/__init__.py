@@ -1,1 +1,1 @@
-"""The command `fourfold`."""
+"""Implements the command `fourfold`."""

@@ -1,4 +1,4 @@
-"""`fourfold certs`: the command line of `certs.py`."""
+"""Implements `fourfold certs`: issues certificates and tokens by `fourfold.security.certs`."""
 
 from __future__ import annotations
 
@@ -18,48 +18,53 @@ _ACTIONS: Final = ("make", "add", "renew", "revoke", "status", "token")
 
 
 def complete(words: Sequence[str]) -> list[str]:
-    """Return the words with the action that `fourfold certs DIR` leaves out."""
+    """Return the words with the action `make`, which the short form `fourfold certs DIR` omits."""
     return ["make", *words] if words and words[0] not in (*_ACTIONS, "-h", "--help") else list(words)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `fourfold certs`."""
-    parser.epilog = "`fourfold certs DIR` is short for `fourfold certs make DIR`."
+    """Add the arguments of `fourfold certs`."""
+    parser.epilog = "`fourfold certs DIR` means `fourfold certs make DIR`."
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    make = _action(actions, "make", "make an authority, a certificate for each member, and a token for agents")
-    text = "one certificate for each replica of this recipe; default: one of each role"
+    make = _action(actions, "make", "make a CA, a certificate for each member, and a token for agents")
+    text = "make one certificate for each replica of this recipe; default: one for each role"
     _members(make, "--recipe", type=Path, metavar="RECIPE", help=text)
     make.add_argument(
-        "--member", action="append", default=[], metavar="MEMBER", help="one more, as of `add`; repeat it"
+        "--member",
+        action="append",
+        default=[],
+        metavar="MEMBER",
+        help="also for this member, named as for `add`; may be repeated",
     )
     add = _action(actions, "add", "make certificates for more members")
-    _members(add, "member", nargs="+", metavar="MEMBER", help="for example rollout-1, or reward/math: ROLE/NAME")
-    renew = _action(actions, "renew", "make new certificates; running services use them without a restart")
+    _members(
+        add, "member", nargs="+", metavar="MEMBER", help="member id such as rollout-1, or ROLE/NAME such as reward/math"
+    )
+    renew = _action(actions, "renew", "replace certificates; running services load them without a restart")
     renew.add_argument("member", nargs="*", metavar="MEMBER", help="member ids; default: all")
     _days(renew)
-    revoke = _action(actions, "revoke", "refuse every certificate that a member was given so far")
+    revoke = _action(actions, "revoke", "refuse all certificates issued to a member so far")
     revoke.add_argument("member", nargs="+", metavar="MEMBER", help="member ids")
-    _action(actions, "status", "list certificates and tokens, and when they expire")
-    _token_arguments(_action(actions, "token", "add, remove or list tokens of agents", directory=False))
+    _action(actions, "status", "list certificates and tokens with their expiry")
+    _token_arguments(_action(actions, "token", "add, remove or list the tokens of agents", directory=False))
 
 
 def main(args: argparse.Namespace) -> int:
-    """Do what is asked, and print what to do next."""
-    directory: Path = args.directory
+    """Run one action; print its result and the next step."""
+    certs, directory = _certs(), args.directory
     match args.action:
         case "make":
             print(_make(args))
         case "add":
-            certs = _certs()
             members = [certs.parse_member(text) for text in args.member]
             certs.add(directory, members, args.host, days=args.days)
             print(f"Written: {', '.join(f'{directory / who.name}.pem' for who in members)}")
         case "renew":
-            for issued in _certs().renew(directory, args.member, days=args.days):
+            for issued in certs.renew(directory, args.member, days=args.days):
                 print(f"{directory / issued.who.name}.pem: valid until {issued.expires:%Y-%m-%d}")
-            print("Services on this machine use them for their next connection; copy them to the other machines.")
+            print("Services on this machine use them for new connections; copy them to the other machines.")
         case "revoke":
-            _certs().revoke(directory, args.member)
+            certs.revoke(directory, args.member)
             print(
                 f"{directory / REVOKED_FILE} refuses {', '.join(args.member)} from the next call on; copy it beside "
                 f"ca.pem on every machine. `fourfold certs renew` makes new certificates."
@@ -83,16 +88,16 @@ def _make(args: argparse.Namespace) -> str:
   directory = "{directory}"
   tokens_file = "{directory / certs.TOKENS_FILE}"
 
-A machine needs ca.pem, MEMBER.pem of each service that runs there, tokens.txt for a rollout service, and
-viewer-0.pem for `fourfold run` and `watch`. ca-key.pem and issued.txt stay here.
-An agent outside needs ca.pem and this token, which is shown only now:
+A machine needs ca.pem, MEMBER.pem of each service that runs on it, tokens.txt for a rollout service, and
+viewer-0.pem for `fourfold run` and `fourfold watch`. Do not copy ca-key.pem and issued.txt.
+An external agent needs ca.pem and this token, which is not shown again:
 
   {token}
 """
 
 
 def _of_recipe(path: Path) -> list[Principal]:
-    """Return the members of a recipe's run; of services that are started by hand, the first."""
+    """Return the members of a recipe's run, at least one for each role."""
     from fourfold import config as configuration
 
     config = configuration.load(path)
@@ -129,14 +134,14 @@ def _token(args: argparse.Namespace) -> None:
         print("\n".join(_tokens(path)))
         return
     if not args.name:
-        raise ConfigError(f"`fourfold certs token {args.change} DIR NAME`: give the token's name")
+        raise ConfigError(f"`fourfold certs token {args.change} DIR NAME`: NAME is missing; give the token's name")
     if args.change == "remove":
         certs.remove_token(path, args.name)
-        print(f"{path}: {args.name} is refused from its next call on; copy the file to every rollout service.")
+        print(f"{path}: {args.name} is refused from the next call on; copy the file to every rollout service.")
         return
     limits = {key: getattr(args, key) for key in LIMITS if getattr(args, key) is not None}
     token = certs.add_token(path, args.name, scopes=args.scope, days=args.days, limits=limits)
-    print(f"{path} has it; copy the file to every rollout service. The token is shown only now:\n\n  {token}\n")
+    print(f"{path}: added {args.name}; copy the file to every rollout service. Token (not shown again):\n\n  {token}\n")
 
 
 def _tokens(path: Path) -> list[str]:
@@ -149,17 +154,19 @@ def _tokens(path: Path) -> list[str]:
 
 
 def _certs() -> Any:
-    """Return the module that needs `cryptography`."""
+    """Return `fourfold.security.certs`, which needs the package cryptography."""
     try:
         return importlib.import_module("fourfold.security.certs")
     except ModuleNotFoundError as error:
-        raise ConfigError(f"needs the module {error.name!r}; pip install 'fourfold[certs]'") from None
+        raise ConfigError(f"`certs` needs the module {error.name!r}; pip install 'fourfold[certs]'") from None
 
 
 def _action(actions: Any, name: str, text: str, *, directory: bool = True) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
     if directory:
-        parser.add_argument("directory", type=Path, metavar="DIR", help="folder of the files; security.directory")
+        parser.add_argument(
+            "directory", type=Path, metavar="DIR", help="folder of the files (security.directory of the recipe)"
+        )
     return parser
 
 
@@ -170,34 +177,40 @@ def _members(parser: argparse.ArgumentParser, name: str, **options: Any) -> None
         action="append",
         default=[],
         metavar="HOST",
-        help="name or address at which agents dial rollout services, for TLS libraries that check it; repeat it",
+        help="host name or address of rollout services for agents whose TLS library checks it; may be repeated",
     )
     _days(parser)
 
 
 def _days(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--days", type=_days_number, default=365, help="that the certificates are valid (default 365)")
+    parser.add_argument("--days", type=_days_number, default=365, help="validity of the certificates (default 365)")
 
 
 def _token_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("change", choices=("add", "remove", "list"))
     parser.add_argument("directory", type=Path, metavar="DIR", help="folder with tokens.txt")
-    parser.add_argument("name", nargs="?", default="", metavar="NAME", help="of the token's holder, for logs")
-    parser.add_argument("--scope", action="append", default=[], choices=tuple(SCOPES), help="default: all; repeat it")
-    parser.add_argument("--days", type=_days_number, help="until it expires; default: never")
+    parser.add_argument("name", nargs="?", default="", metavar="NAME", help="name of the token, for logs")
+    parser.add_argument(
+        "--scope",
+        action="append",
+        default=[],
+        choices=tuple(SCOPES),
+        help="allowed calls; may be repeated; default: all",
+    )
+    parser.add_argument("--days", type=_days_number, help="validity of the token; default: unlimited")
     for key in LIMITS:
-        parser.add_argument(f"--{key.replace('_', '-')}", type=_positive, metavar="N", help="limit of its holder")
+        parser.add_argument(f"--{key.replace('_', '-')}", type=_positive, metavar="N", help="limit of the token")
 
 
 def _days_number(text: str) -> float:
     value = _positive(text)
     if value > _MAX_DAYS:
-        raise argparse.ArgumentTypeError(f"{text!r} is above {_MAX_DAYS}; give fewer days")
+        raise argparse.ArgumentTypeError(f"{text!r} is above the limit of {_MAX_DAYS} days; give fewer")
     return value
 
 
 def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1e12:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number above 0")
     return value

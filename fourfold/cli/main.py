@@ -1,12 +1,11 @@
-"""The command `fourfold`. Nothing heavy is imported before a command needs it.
+"""Runs the command `fourfold`. Imports a command's module only when that command is called.
 
-Each command is a module (or a class here) with `add_arguments(parser)` and `main(args) -> int`, and perhaps
-`complete(words)`, which adds words that its short form leaves out.
-`run`, `watch`, `weights` and `chat` come with the coordinator's distribution, `bench` with
-`fourfold-bench`, the services with theirs. They register through the entry point groups `fourfold.commands`
-and `fourfold.services`.
+A command is a module or an object with `add_arguments(parser)` and `main(args) -> int`, and perhaps `complete(words)`,
+which returns the words of a short form in full. `plan`, `doctor`, `certs` and `serve` are here. The distributions of
+the coordinator, the benchmarks and the services register theirs by entry points: in the groups `fourfold.commands` and
+`fourfold.services`.
 
-Exit codes: 0 done; 1 an error, explained on stderr; 2 wrong usage; 130 interrupted.
+Exit codes: 0 success; 1 error, with a message on stderr; 2 wrong usage; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -24,47 +23,48 @@ from typing import Any, Final, Protocol
 
 from fourfold.errors import ConfigError, FourfoldError
 
-_HERE: Final = {
-    "plan": "fourfold.plan.report",
-    "doctor": "fourfold.cli.doctor",
-    "certs": "fourfold.cli.certs",
-}
+_MODULES: Final = {"plan": "fourfold.plan.report", "doctor": "fourfold.cli.doctor", "certs": "fourfold.cli.certs"}
 _COORDINATOR: Final = "fourfold-coordinator"
-_COMMANDS: Final = {"bench": "fourfold-bench"}
-"""Distributions of commands that do not come with the coordinator's."""
-_DISTRIBUTIONS: Final = {
+_DISTRIBUTIONS: Final = {"bench": "fourfold-bench"}
+"""Distributions of commands; of those that are not listed, the coordinator's."""
+_SERVICES: Final = {
     "rollout": "fourfold-rollout[cpu]  (on GPUs: fourfold-rollout[gpu])",
     "trainer": "fourfold-trainer",
     "reward": "fourfold-reward",
     "reference": "fourfold-reward[reference]",
     "coordinator": _COORDINATOR,
 }
+"""Distributions of services."""
 _STDOUT: Final = 1
 _HELP: Final = {
-    "run": "train: start every service of a recipe and watch it learn",
-    "plan": "what a recipe means: batches and memory, as sentences and a table",
-    "doctor": "what this machine can run, and the next command where it cannot",
-    "serve": "one service by hand, in its own terminal or on its own machine",
-    "watch": "the live display of a run that is going on",
-    "weights": "how the weights of a run get to its engines: who waits for whom, since when",
-    "chat": "talk to a model folder through a rollout service",
-    "bench": "what this machine does: weight updates, sampling, whole steps",
-    "certs": "a private CA, certificates of members and tokens of agents, for [security]",
+    "run": "start every service of a recipe and train",
+    "plan": "describe a run and the memory it needs, before anything is started",
+    "doctor": "check what this machine can run, and print the commands that install the rest",
+    "serve": "start one service by hand, in its own terminal or on its own machine",
+    "watch": "show the live display of a run",
+    "weights": "show the weight update of a run: each participant, and what it waits for",
+    "chat": "chat with a model folder through a rollout service",
+    "bench": "measure weight updates, sampling or whole steps on this machine",
+    "certs": "make a private CA, certificates of members and tokens of agents, for [security]",
 }
 
 
-class Command(Protocol):
-    """What a command module offers."""
+class CommandModule(Protocol):
+    """A command of `fourfold`."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare its arguments."""
+        """Add the command's arguments to its parser."""
 
     def main(self, args: argparse.Namespace) -> int:
-        """Run it and return the exit code."""
+        """Run the command and return the exit code."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; `argv` is what follows the program's name."""
+    """Run one command, and print an expected error as one message.
+
+    Args:
+        argv: words after the program's name. Default: those of this process.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(words)
@@ -77,13 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("fourfold: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        if not _reader_is_gone():
+        # A broken pipe may also be another one than stdout, such as that of a child process.
+        if not _stdout_is_closed():
             raise
         return 128 + signal.SIGPIPE
 
 
-def _reader_is_gone() -> bool:
-    """Return whether nobody reads our output any more, as after `| head`; if so, let the rest of it go nowhere."""
+def _stdout_is_closed() -> bool:
+    """Return whether the reader of stdout is gone, as after `| head`; if so, discard the rest of the output."""
     output = select.poll()
     output.register(_STDOUT, 0)
     if not any(events & select.POLLERR for _, events in output.poll(0)):
@@ -111,8 +112,8 @@ def _dispatch(words: list[str]) -> int:
     return command.main(arguments)
 
 
-def parse(name: str, words: list[str]) -> tuple[Command, argparse.Namespace]:
-    """Return a command, and what the words after its name mean to it."""
+def parse(name: str, words: list[str]) -> tuple[CommandModule, argparse.Namespace]:
+    """Return the command `name` and its parsed arguments."""
     command, text = _command(name), _HELP.get(name, "")
     parser = argparse.ArgumentParser(prog=f"fourfold {name}", description=f"{text[:1].upper()}{text[1:]}.")
     command.add_arguments(parser)
@@ -121,32 +122,29 @@ def parse(name: str, words: list[str]) -> tuple[Command, argparse.Namespace]:
 
 
 def _overview() -> str:
-    lines = [f"  {name:8}  {text}" for name, text in _HELP.items()]
-    return "\n".join(
-        [
-            "usage: fourfold COMMAND ...   (fourfold COMMAND --help says more)",
-            "",
-            "Post-trains language models with reinforcement learning, as four services.",
-            "",
-            *lines,
-            "",
-            "First steps: fourfold doctor; fourfold plan RECIPE.toml; fourfold run RECIPE.toml",
-        ]
-    )
+    commands = "\n".join(f"  {name:8}  {text}" for name, text in _HELP.items())
+    return f"""\
+usage: fourfold COMMAND ...   (fourfold COMMAND --help shows its arguments)
+
+Post-trains language models with reinforcement learning, as four services.
+
+{commands}
+
+First steps: fourfold doctor; fourfold plan RECIPE.toml; fourfold run RECIPE.toml"""
 
 
-def _command(name: str) -> Command:
+def _command(name: str) -> CommandModule:
     if name == "serve":
         return _Serve()
-    if name in _HERE:
-        module: Any = importlib.import_module(_HERE[name])
+    if name in _MODULES:
+        module: Any = importlib.import_module(_MODULES[name])
         return module  # type: ignore[no-any-return]
-    command: Command = _load("fourfold.commands", name, _COMMANDS.get(name, _COORDINATOR))
+    command: CommandModule = _load("fourfold.commands", name, _DISTRIBUTIONS.get(name, _COORDINATOR))
     return command
 
 
 def _load(group: str, name: str, distribution: str) -> Any:
-    """Return what an installed distribution registered under a name."""
+    """Return the object that an installed distribution registered under a name."""
     import importlib.metadata
 
     for entry in importlib.metadata.entry_points(group=group, name=name):
@@ -160,39 +158,41 @@ def _load(group: str, name: str, distribution: str) -> Any:
 
 
 class _Serve:
-    """`fourfold serve ROLE RECIPE`."""
+    """`fourfold serve ROLE RECIPE`: start one service in this process."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("role", choices=list(_DISTRIBUTIONS))
-        parser.add_argument("recipe", type=Path, nargs="?", help="the run's TOML file: the same for all its services")
-        parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="port 0: any free one")
-        parser.add_argument("--coordinator", default="", metavar="HOST:PORT", help="whom to register with")
-        parser.add_argument("--member-id", default="", help="name of this process in the run, default ROLE-0")
-        parser.add_argument("--run-dir", type=Path, help="folder of the run, default runs/<name of the recipe>")
-        parser.add_argument("--advertise", default="", metavar="HOST", help="address that others dial")
+        parser.add_argument("role", choices=list(_SERVICES))
+        parser.add_argument("recipe", type=Path, nargs="?", help="TOML file, the same for all services of the run")
+        parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="port 0: any free port")
+        parser.add_argument("--coordinator", default="", metavar="HOST:PORT", help="coordinator to register with")
+        parser.add_argument("--member-id", default="", help="id of this service in the run; default: ROLE-0")
+        parser.add_argument(
+            "--run-dir", type=Path, help="folder of the run; default: runs/NAME, with the recipe's name"
+        )
+        parser.add_argument("--advertise", default="", metavar="HOST", help="host name that other services connect to")
         parser.add_argument("--list", action="store_true", help="reward only: print the built-in verifiers")
 
     def main(self, args: argparse.Namespace) -> int:
         from fourfold.host.process_tree import die_with_parent
 
         die_with_parent()
-        # What an environment brings (ninja, for vLLM's kernels on GPUs) is found even when nobody activated it.
+        # vLLM's GPU kernels are built by ninja, which is in this environment even if the environment is not activated.
         os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         if args.list:
-            return self._list(args.role)
+            return self._list_verifiers(args.role)
         if args.recipe is None:
-            print("fourfold serve: give the recipe, a TOML file", file=sys.stderr)
+            print("fourfold serve: the recipe is missing; give the path of a TOML file", file=sys.stderr)
             return 2
         from fourfold import config
 
         settings = config.load(args.recipe)
-        # OpenMP reads it when torch is loaded. The services of one machine take turns on its cores: threads that spin
-        # while they wait gain nothing there, and cost several times the work as soon as another process wants a core.
+        # OpenMP reads this when torch is loaded. The services of a machine use its cores in turn: threads that spin
+        # while they wait gain nothing, and cost several times the work when another process needs a core.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if settings.security.directory and os.environ.get("GRPC_VERBOSITY") == "ERROR":
-            # A refused TLS handshake reaches no servicer; gRPC's core tells the log why, unless it was silenced.
+            # A refused TLS handshake reaches no servicer. Only gRPC's core logs the reason, unless it is silenced.
             os.environ["GRPC_VERBOSITY"] = ""
-        service = _load("fourfold.services", args.role, _DISTRIBUTIONS[args.role])
+        service = _load("fourfold.services", args.role, _SERVICES[args.role])
         from fourfold.service.lifecycle import ServeOptions
 
         run_dir = args.run_dir
@@ -211,11 +211,11 @@ class _Serve:
         code: int = service(options)
         return code
 
-    def _list(self, role: str) -> int:
+    def _list_verifiers(self, role: str) -> int:
         if role != "reward":
-            print(f"fourfold serve {role}: --list is for `fourfold serve reward`", file=sys.stderr)
+            print(f"fourfold serve {role}: --list is for `fourfold serve reward`; remove it", file=sys.stderr)
             return 2
-        service = _load("fourfold.services", role, _DISTRIBUTIONS[role])
+        service = _load("fourfold.services", role, _SERVICES[role])
         verifiers = importlib.import_module(service.__module__.rpartition(".")[0] + ".verifiers")
         for name, line in verifiers.describe():
             print(f"{name:22} {line}")

@@ -1,1 +1,1 @@
-"""Processes, GPUs, disk, clock and logs of this machine."""
+"""Manages the processes, hardware, disk, clock and logs of this machine."""

@@ -1,4 +1,4 @@
-"""Time as a dependency, so that leases, back-off and deadlines are tested without sleeping."""
+"""Provides time as a dependency, so that tests of leases, back-off and deadlines need not sleep."""
 
 from __future__ import annotations
 
@@ -8,34 +8,29 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What code asks of time."""
+    """A source of time; `SystemClock`, or a fake in tests."""
 
     def monotonic(self) -> float:
-        """Seconds that never go back; only differences mean anything."""
+        """Return seconds that never decrease; only differences have a meaning."""
         ...
 
     def now(self) -> float:
-        """Seconds since 1970, for records that people read."""
+        """Return seconds since 1970, for records."""
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Suspend the calling task."""
         ...
 
 
 class SystemClock:
-    """The machine's clock."""
+    """The clock of this machine and the event loop."""
 
-    def monotonic(self) -> float:
-        """Seconds of `time.monotonic`."""
-        return time.monotonic()
-
-    def now(self) -> float:
-        """Seconds of `time.time`."""
-        return time.time()
+    monotonic = staticmethod(time.monotonic)
+    now = staticmethod(time.time)
 
     async def sleep(self, seconds: float) -> None:
-        """Wait on the event loop."""
+        """Suspend the calling task."""
         await asyncio.sleep(seconds)
 
 

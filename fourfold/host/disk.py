@@ -1,4 +1,4 @@
-"""The disk of a run: errors that pass when somebody makes room, free space, and appends that leave no torn line."""
+"""Recognises errors of a full disk, checks free space before a run, and appends whole lines to files."""
 
 from __future__ import annotations
 
@@ -13,64 +13,62 @@ from typing import Final
 from fourfold.errors import ConfigError
 
 RUN_GIB: Final = 6
-"""Three checkpoints of the quickstart while the oldest goes, the export, and the converted model."""
+"""Disk of a quickstart: three checkpoints (the oldest is deleted last), the exported and the converted model."""
 LEAST_MIB: Final = 256
-"""Below this a run would stop at once: its ledger, samples and logs need some room."""
+"""Less than this does not even suffice for the ledger, samples and logs of a run."""
 _GIB: Final = 1 << 30
-# EFBIG: a limit of the process (ulimit -f). EIO: some network file systems say so when they are full.
+# EFBIG: a limit of the process (ulimit -f). EIO: from some network file systems when they are full.
 _ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
-# SQLite says FULL for ENOSPC, IOERR for the others, and CANTOPEN when it cannot make its write-ahead log.
+# SQLite returns FULL for ENOSPC, IOERR for the others, and CANTOPEN if it cannot create its write-ahead log.
 _SQLITE_CODES: Final = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN})
 _PRIMARY_CODE: Final = 0xFF
 _SCAN_BYTES: Final = 1 << 16
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether a write failed because the disk, a quota or a limit has no room for it."""
+    """Return whether a write failed because the disk is full or a quota or file size limit is reached."""
     if isinstance(error, sqlite3.Error):
         return getattr(error, "sqlite_errorcode", 0) & _PRIMARY_CODE in _SQLITE_CODES
     return isinstance(error, OSError) and error.errno in _ERRNOS
 
 
 def free_gib(folder: Path) -> float:
-    """Return the GiB that this user may still write in the file system of `folder`."""
+    """Return the GiB that this user may still write to the file system of `folder`."""
     return shutil.disk_usage(folder).free / _GIB
 
 
 def check_room(folder: Path) -> str:
-    """Return a warning when `folder` has less room than a run usually takes; empty when it has enough.
+    """Return a warning if `folder` has less free space than a run usually takes, else an empty text.
 
     Raises:
-        ConfigError: there is so little that the run could not even begin.
+        ConfigError: the free space does not suffice to start a run.
     """
     free = free_gib(folder)
     if free * 1024 < LEAST_MIB:
         raise ConfigError(
-            f"{folder}: {free * 1024:.0f} MiB of disk free, a run needs at least {LEAST_MIB} MiB to begin; make room, "
-            f"or work in another folder"
+            f"{folder}: {free * 1024:.0f} MiB of disk free, a run needs at least {LEAST_MIB} MiB to start; free some "
+            f"space, or work in another folder"
         )
     if free < RUN_GIB:
         return (
-            f"{folder}: {free:.1f} GiB of disk free, runs and models take about {RUN_GIB} GiB; the run waits while the "
-            f"disk is full: make room, or lower checkpoint.keep"
+            f"{folder}: {free:.1f} GiB of disk free, runs and models take about {RUN_GIB} GiB; the run waits if the disk "
+            f"is full: free some space, or lower checkpoint.keep"
         )
     return ""
 
 
 def append_lines(path: Path, lines: bytes, *, sync: bool = False) -> None:
-    """Append whole lines to a file, or nothing of them.
-
-    A last line without its end, which a killed process left, is removed before.
+    """Append lines to a file: all of them, or none. First remove an incomplete last line, left by a killed process.
 
     Args:
-        path: made when it is not there.
-        lines: each with its end.
+        path: file, which is created if it does not exist.
+        lines: lines, each with its newline.
         sync: flush the file to the disk.
 
     Raises:
-        OSError: the file is as it was before.
+        OSError: nothing was appended.
     """
-    # Without a buffer: one that cannot be written would be written again when the file is closed.
+    # Unbuffered: a buffer that cannot be written would be written again when the file is closed.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
     try:
         end = _end_of_last_line(descriptor)
@@ -90,7 +88,7 @@ def append_lines(path: Path, lines: bytes, *, sync: bool = False) -> None:
 
 
 def _end_of_last_line(descriptor: int) -> int:
-    """Return the offset after the last newline of a file; 0 when there is none."""
+    """Return the offset after the last newline of a file; 0 if there is none."""
     end = os.fstat(descriptor).st_size
     while end > 0:
         begin = max(end - _SCAN_BYTES, 0)

@@ -1,7 +1,7 @@
-"""Folders in the system's temporary folder that do not pile up there.
+"""Creates temporary folders that are removed even if their process is killed.
 
-A folder is held by a lock that the kernel drops with its last holder, kill -9 included. Whoever
-makes a new one removes those of the same purpose that nobody holds any more.
+Each folder is locked by its process. The kernel releases the lock when the process ends, also after kill -9. Creating a
+folder removes all unlocked folders of the same purpose.
 """
 
 from __future__ import annotations
@@ -15,48 +15,48 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-# A folder has this name until its owner has the lock. A young one is left alone: the owner may be about to take it.
+# A folder has this prefix until it is locked. A young one is kept, because its process may be about to lock it.
 _UNLOCKED: Final = "fourfold-new-"
 _YOUNG_SECONDS: Final = 60.0
 
 
 class Scratch:
-    """A folder that only this user can enter, for as long as this process and those forked from it live."""
+    """A folder that only this user can enter. It exists as long as this process and its forked children live."""
 
     def __init__(self, purpose: str, *, root: Path | None = None) -> None:
-        """Make it, and remove what dead processes left.
+        """Create the folder, and remove the folders of dead processes.
 
         Args:
-            purpose: part of its name; letters and dashes.
-            root: folder to make it in; default: the system's temporary folder.
+            purpose: part of the name; letters and dashes.
+            root: parent folder. Default: the system's temporary folder.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the folder cannot be created.
         """
         prefix = f"fourfold-{purpose}-"
         root = root or Path(tempfile.gettempdir())
-        _sweep(root, prefix)
-        _sweep(root, _UNLOCKED, younger_than=_YOUNG_SECONDS)
+        _remove_unlocked(root, prefix)
+        _remove_unlocked(root, _UNLOCKED, min_age_seconds=_YOUNG_SECONDS)
         made = Path(tempfile.mkdtemp(prefix=_UNLOCKED, dir=root))  # mode 0700
         self._lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # The random part is not in use: `mkdtemp` chose it, and 8 characters do not come twice in one folder.
+        # The new name is free: `mkdtemp` chose its 8 random characters for this folder.
         self.path = made.rename(made.with_name(prefix + made.name.removeprefix(_UNLOCKED)))
 
     def remove(self) -> None:
-        """Remove the folder with all that is in it. Idempotent."""
+        """Remove the folder and its content. Idempotent."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
             self._lock = -1
 
 
-def _sweep(root: Path, prefix: str, *, younger_than: float = 0.0) -> None:
-    """Remove the folders of this user that nobody holds, but for those younger than so many seconds."""
+def _remove_unlocked(root: Path, prefix: str, *, min_age_seconds: float = 0.0) -> None:
+    """Remove unlocked folders of this user that have a minimum age."""
     for path in root.glob(f"{prefix}*"):
-        with suppress(OSError):  # held, gone meanwhile, or not ours
+        with suppress(OSError):  # locked, removed in the meantime, or another user's
             status = path.lstat()
-            if status.st_uid != os.getuid() or time.time() - status.st_mtime < younger_than:
+            if status.st_uid != os.getuid() or time.time() - status.st_mtime < min_age_seconds:
                 continue
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

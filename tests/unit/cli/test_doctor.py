@@ -91,7 +91,7 @@ def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_little_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "available_memory", lambda: 3 << 30)
     check = doctor._memory()
-    assert check.state == "missing" and "3.0 GiB of memory free; the quickstart takes up to" in check.text
+    assert check.state == "missing" and "3.0 GiB of memory free; the quickstart needs up to" in check.text
 
 
 def test_memory_of_this_machine_can_be_read() -> None:

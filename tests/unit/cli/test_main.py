@@ -64,7 +64,7 @@ def test_wrong_usage_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
         cli_main.main(["plan"])
     assert error.value.code == 2
     assert cli_main.main(["serve", "rollout"]) == 2
-    assert "give the recipe" in capsys.readouterr().err
+    assert "the recipe is missing" in capsys.readouterr().err
 
 
 def test_service_that_is_not_installed_names_its_distribution(

@@ -26,5 +26,5 @@ def test_a_run_that_cannot_begin_for_want_of_room_is_refused(
     (tmp_path / "runs" / "r").mkdir(parents=True)
     (tmp_path / "runs" / "r" / "config.toml").write_text(recipe)
     assert cli_main.main(words) == 1
-    assert "100 MiB of disk free, a run needs at least 256 MiB to begin; make room" in capsys.readouterr().err
+    assert "100 MiB of disk free, a run needs at least 256 MiB to start; free some space" in capsys.readouterr().err
     assert not (tmp_path / "runs" / "r" / "ledger.sqlite").exists()

@@ -81,5 +81,7 @@ def test_free_space_is_checked_against_what_a_run_takes(tmp_path: Path, monkeypa
         monkeypatch.setattr(shutil, "disk_usage", lambda _folder, free=free: SimpleNamespace(free=free))
         assert warning in check_room(tmp_path) and bool(check_room(tmp_path)) is bool(warning)
     monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(free=100 << 20))
-    with pytest.raises(ConfigError, match="100 MiB of disk free, a run needs at least 256 MiB to begin; make room"):
+    with pytest.raises(
+        ConfigError, match="100 MiB of disk free, a run needs at least 256 MiB to start; free some space"
+    ):
         check_room(tmp_path)

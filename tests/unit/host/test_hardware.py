@@ -103,7 +103,7 @@ def test_the_doctor_says_what_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None
     assert doctor._gpus().text.startswith("3 GPUs: H200 with 141 GiB, H200 with 141 GiB, T400 with 4 GiB")
     assert "CUDA_VISIBLE_DEVICES" not in doctor._gpus().text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
-    assert "T400 with 4 GiB; CUDA_VISIBLE_DEVICES = '2,5' leaves 1 of them" in doctor._gpus().text
+    assert "T400 with 4 GiB; CUDA_VISIBLE_DEVICES = '2,5' hides all but 1" in doctor._gpus().text
 
 
 @pytest.mark.parametrize(

@@ -66,8 +66,8 @@ def main(args: argparse.Namespace) -> int:
         case "revoke":
             certs.revoke(directory, args.member)
             print(
-                f"{directory / REVOKED_FILE} refuses {', '.join(args.member)} from the next call on; copy it beside "
-                f"ca.pem on every machine. `fourfold certs renew` makes new certificates."
+                f"{directory / REVOKED_FILE}: {', '.join(args.member)} is refused from the next call on; copy the file "
+                f"beside ca.pem on every machine. `fourfold certs renew` makes new certificates."
             )
         case "status":
             print("\n".join(_status(directory)))

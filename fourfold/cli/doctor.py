@@ -150,7 +150,7 @@ def _memory() -> Check:
 
 def _disk() -> Check:
     runs = Path.cwd()
-    cache = model_folder.cache_folder("x", next(iter(model_folder.BUILTINS.values())))
+    cache = model_folder.cache_folder(next(iter(model_folder.BUILTINS.values())))
     existing = next(path for path in cache.parents if path.exists())
     for folder in (runs, existing):
         if (free := free_gib(folder)) < RUN_GIB:

@@ -51,8 +51,8 @@ def check_room(folder: Path) -> str:
         )
     if free < RUN_GIB:
         return (
-            f"{folder}: {free:.1f} GiB of disk free, runs and models take about {RUN_GIB} GiB; the run waits if the disk "
-            f"is full: free some space, or lower checkpoint.keep"
+            f"{folder}: {free:.1f} GiB of disk free, runs and models take about {RUN_GIB} GiB; the run waits "
+            f"while the disk is full: free some space, or lower checkpoint.keep"
         )
     return ""
 

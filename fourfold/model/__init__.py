@@ -1,1 +1,1 @@
-"""Model folders and their tokenizers."""
+"""Finds, converts and describes model folders, and tokenizes text with their tokenizers."""

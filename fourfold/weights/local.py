@@ -1,12 +1,11 @@
-"""Weights for engines of this host without any service: one object that does what the coordinator does.
+"""Publishes weights to the engines of one host from a script, without services: does the work of the coordinator.
 
     with Publisher([WeightSender(DenseSource(model), rank=0, rank_count=1)], [llm], backend="shm") as publisher:
         publisher.publish(1)
 
-`llm` is vLLM's `LLM`, started with
-`worker_extension_cls="fourfold.weights.apply.vllm_worker.WeightWorker"`; it must not generate
-meanwhile. One that serves (`AsyncLLM`) needs an object with a blocking `collective_rpc`, and is paused by what
-`publish` is given as `pause`.
+`llm` is vLLM's `LLM`, started with `worker_extension_cls="fourfold.weights.apply.vllm_worker.WeightWorker"`. It must
+not generate during an update. An engine that serves (`AsyncLLM`) needs an object with a blocking `collective_rpc`; pass
+`publish` a `pause` that keeps it from sampling.
 """
 
 from __future__ import annotations
@@ -26,37 +25,37 @@ from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import SendResult
 from fourfold.weights.worker_control import AbortFlag, unwrap, unwrap_same
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _MISMATCH: Final = "DIGEST_MISMATCH"
-# What others fail of when one has failed.
+# Reason of the errors with which the other calls end after one has failed.
 _ABORTED: Final = "TRANSFER_ABORTED"
 
 
-class Engine(Protocol):
-    """What is needed of an engine; vLLM's `LLM` is one."""
+class PublishEngine(Protocol):
+    """An engine, such as vLLM's `LLM`."""
 
     def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
-        """Call a verb in all workers; return their answers."""
+        """Call a method of `WeightWorker` in all workers; return their replies."""
 
 
-class Sender(Protocol):
-    """One trainer rank: a `WeightSender`, or what stands for one in another process."""
+class PublishSender(Protocol):
+    """A trainer rank: a `WeightSender`, or a proxy of one in another process."""
 
     def manifest(self) -> Manifest:
-        """See `WeightSender`, here and below."""
+        """Return what will be sent; see `WeightSender` for all methods."""
 
     def make_offer(self, epoch: int, backend: str, receiver_count: int, *, timeout: float) -> bytes:
-        """Start an epoch."""
+        """Start an epoch and return this rank's offer."""
 
     def open(self, epoch: int, *, timeout: float) -> None:
-        """Meet the receivers."""
+        """Meet the receivers of the epoch."""
 
     def send(self, epoch: int, policy_version: int, *, skip_sums: bool, timeout: float) -> SendResult:
-        """Send the present weights."""
+        """Send the present weights as `policy_version`."""
 
     def abort(self, epoch: int) -> None:
-        """End what is under way, from any thread."""
+        """Abort an epoch, from any thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,16 +64,16 @@ class Published:
 
     policy_version: int
     digest: bytes
-    """Of the weights (32 bytes), when they were summed up."""
+    """Digest of the weights (32 bytes); empty if they were not verified."""
     sent_bytes: int
-    """By all ranks."""
+    """Bytes sent by all ranks."""
 
 
 class PublishFailed(Exception):
-    """A version was given up; the next `publish` opens a new epoch.
+    """The update was aborted; the next `publish` opens a new epoch.
 
-    `clean`: every engine still holds the version before. Otherwise some hold a mixture: let none of them generate
-    until a publish succeeds.
+    `clean`: every engine still holds the last version. Otherwise some may hold a mixture of two versions: let no engine
+    generate until a publish succeeds.
     """
 
     def __init__(self, error: Exception, *, clean: bool) -> None:
@@ -83,18 +82,18 @@ class PublishFailed(Exception):
 
 
 class Publisher:
-    """Brings the senders' weights to engines of the same host. One thread uses it."""
+    """Publishes weights to engines of the same host. Use it from one thread."""
 
     def __init__(
-        self, senders: Sequence[Sender], engines: Sequence[Engine], *, backend: str, timeout: float = 60.0
+        self, senders: Sequence[PublishSender], engines: Sequence[PublishEngine], *, backend: str, timeout: float = 60.0
     ) -> None:
-        """Connect nothing yet.
+        """Prepare for updates; `open` or the first `publish` connects.
 
         Args:
-            senders: of all trainer ranks, in rank order.
-            engines: that shall have the weights.
-            backend: a `transport.Backend`, one that the trainer and every engine have.
-            timeout: seconds for each phase of an update.
+            senders: all trainer ranks, in rank order.
+            engines: the engines that receive the weights.
+            backend: a `transport.base.Backend` that the trainer and every engine support.
+            timeout: for each phase of an update, in seconds.
 
         Raises:
             InvalidInput: no sender or no engine.
@@ -104,35 +103,35 @@ class Publisher:
         self._senders, self._engines = list(senders), list(engines)
         self._backend, self._timeout = backend, timeout
         self._manifest = senders[0].manifest()
-        self._scratch = Scratch("weights-stop")
-        self._stop_path = self._scratch.path / "stop"
-        self._stop = AbortFlag.create(self._stop_path)
+        self._scratch = Scratch("weights-abort")
+        self._abort_path = self._scratch.path / "abort-flag"
+        self._abort_flag = AbortFlag.create(self._abort_path)
         self._threads = ThreadPoolExecutor(len(senders) + len(engines), thread_name_prefix="publish")
-        # Above those of an earlier publisher of the same engines.
+        # Epochs only grow, so start above those of an earlier publisher of the same engines.
         self._epoch = time.time_ns() // 1_000_000
         self._open = False
-        # Of the phase that runs: errors as they came, and all calls but this thread's.
+        # Of the present phase: its errors in order of time, and the calls in other threads.
         self._errors: list[Exception] = []
         self._started: list[Future[Any]] = []
 
     def __enter__(self) -> Self:
-        """Return itself."""
+        """Return this publisher, which the block's end closes."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
+        """Close this publisher."""
         self.close()
 
     @property
     def epoch(self) -> int:
-        """The epoch opened last."""
+        """The last epoch opened."""
         return self._epoch
 
     def open(self) -> list[dict[str, Any]]:
-        """Let senders and engines meet, in a new epoch; returns what each engine says of how it takes the weights.
+        """Connect senders and engines in a new epoch; return the reply of each engine to `weights_open`.
 
         Raises:
-            PublishFailed: they do not fit, or did not meet.
+            PublishFailed: the weights do not fit an engine, or senders and engines did not meet.
         """
         self._epoch += 1
         self._errors, self._started = [], []
@@ -150,16 +149,16 @@ class Publisher:
         verify: bool = True,
         pause: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> Published:
-        """Send the present weights to all engines and make them serve them.
+        """Send the present weights to all engines and commit them.
 
         Args:
             policy_version: a number that no engine has had yet.
             verify: compare the digests of both sides.
-            pause: makes what keeps the engines from sampling; entered when the senders have begun, left when the
-                weights have arrived and agree, or with the error.
+            pause: returns a context manager that keeps the engines from sampling. It is entered when the senders have
+                begun, and left when the weights have arrived and agree, or with the error.
 
         Raises:
-            PublishFailed: says whether the engines are as before.
+            PublishFailed: its `clean` shows whether the engines still hold the last version.
         """
         if not self._open:
             self.open()
@@ -172,7 +171,7 @@ class Publisher:
             with pause():
                 digests = self._at_once(
                     [
-                        partial(_verb, e, "weights_receive", epoch, policy_version, timeout, not verify)
+                        partial(_call, e, "weights_receive", epoch, policy_version, timeout, not verify)
                         for e in self._engines
                     ]
                 )
@@ -184,23 +183,23 @@ class Publisher:
                     if received != digest:
                         raise self._mismatch(engine, policy_version, sums)
             for engine in self._engines:
-                _verb(engine, "weights_commit", epoch, policy_version)
+                _call(engine, "weights_commit", epoch, policy_version)
             sent_bytes = sum(sent.result().sent_bytes for sent in sending)
         except Exception as error:
             raise self._failed(error) from error
         return Published(policy_version=policy_version, digest=digest if verify else b"", sent_bytes=sent_bytes)
 
     def close(self) -> None:
-        """Let senders and engines go; the engines keep their weights. Any number of times."""
+        """Disconnect senders and engines; the engines keep their weights. Any number of times."""
         if self._open:
             self._abort()
         self._threads.shutdown()
         self._scratch.remove()
 
-    def _mismatch(self, engine: Engine, policy_version: int, sums: bytes) -> WrongState:
-        """Return the error of an engine that received something else than was sent, which has these sums."""
-        arrived = _verb(engine, "weights_sums", self._epoch)
-        which = join_names(differing_tensors(self._manifest.to_bytes(), sums, arrived)) or "no tensor by its sums"
+    def _mismatch(self, engine: PublishEngine, policy_version: int, sums: bytes) -> WrongState:
+        """Return the error of an engine whose digest differs from the digest of `sums`, which were sent."""
+        arrived = _call(engine, "weights_sums", self._epoch)
+        which = join_names(differing_tensors(self._manifest.to_bytes(), sums, arrived)) or "no single tensor"
         return WrongState(
             f"version {policy_version} did not arrive as it was sent: {which} differs; nothing of it may be served, "
             f"publish again",
@@ -217,7 +216,7 @@ class Publisher:
         meeting = self._start([partial(s.open, epoch, timeout=timeout) for s in self._senders])
         reports = self._at_once(
             [
-                partial(_verb, e, *fixed, sum(counts[:index]), timeout, str(self._stop_path))
+                partial(_call, e, *fixed, sum(counts[:index]), timeout, str(self._abort_path))
                 for index, e in enumerate(self._engines)
             ]
         )
@@ -225,50 +224,50 @@ class Publisher:
             met.result()
         return reports
 
-    def _start(self, calls: Sequence[Callable[[], T]]) -> list[Future[T]]:
-        started = [self._threads.submit(self._or_stop_all, call) for call in calls]
+    def _start(self, calls: Sequence[Callable[[], _T]]) -> list[Future[_T]]:
+        started = [self._threads.submit(self._or_abort_all, call) for call in calls]
         self._started += started
         return started
 
-    def _at_once(self, calls: Sequence[Callable[[], T]]) -> list[T]:
-        """Make all calls at the same time, the first one here: an engine inside this process runs in one thread."""
+    def _at_once(self, calls: Sequence[Callable[[], _T]]) -> list[_T]:
+        """Make all calls at once. The first runs in this thread: vLLM's in-process engine must not change threads."""
         others = self._start(calls[1:])
-        first = self._or_stop_all(calls[0])
+        first = self._or_abort_all(calls[0])
         return [first, *(other.result() for other in others)]
 
-    def _or_stop_all(self, call: Callable[[], T]) -> T:
-        """Make a call; when it fails, end all others."""
+    def _or_abort_all(self, call: Callable[[], _T]) -> _T:
+        """Make a call; if it fails, abort the others."""
         try:
             return call()
         except Exception as error:
             self._errors.append(error)
-            self._stop_all()
+            self._abort_transfers()
             raise
 
-    def _stop_all(self) -> None:
-        self._stop.abort(self._epoch)
+    def _abort_transfers(self) -> None:
+        self._abort_flag.abort(self._epoch)
         for sender in self._senders:
             with suppress(FourfoldError):
                 sender.abort(self._epoch)
 
     def _failed(self, error: Exception) -> PublishFailed:
-        self._stop_all()
-        wait(self._started)  # each has a deadline; an engine is asked about its state when it has answered
+        self._abort_transfers()
+        wait(self._started)  # each call has a deadline, and an engine knows its state only after its call
         causes = [e for e in (*self._errors, error) if getattr(e, "reason", "") != _ABORTED]
         return PublishFailed(next(iter(causes), error), clean=self._abort())
 
     def _abort(self) -> bool:
-        """Close the epoch everywhere; return whether all engines hold whole, committed weights."""
+        """Close the epoch everywhere; return whether all engines hold the last committed version."""
         self._open, clean = False, True
-        self._stop_all()
+        self._abort_transfers()
         for engine in self._engines:
             try:
                 states = unwrap(engine.collective_rpc("weights_abort", args=(self._epoch,)))
-            except Exception:  # whatever the engine died of, the others are asked, too
+            except Exception:  # an engine may die of anything; the others still need their abort
                 states = []
             clean &= bool(states) and all(state == "clean" for state in states)
         return clean
 
 
-def _verb(engine: Engine, method: str, *args: Any) -> Any:
+def _call(engine: PublishEngine, method: str, *args: Any) -> Any:
     return unwrap_same(engine.collective_rpc(method, args=args))

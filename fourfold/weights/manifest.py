@@ -1,15 +1,15 @@
-"""What the weights are and where they lie: the contract between the trainer and every engine.
+"""Describes the weights and their layout over the trainer's ranks: the contract between trainer and engines. No torch.
 
-A tensor is named as in the Hugging Face checkpoint, so that any loader understands it. Each
-trainer rank holds one shard, a run of bytes; a `Span` says which elements of which tensor lie
-at which place of which shard. The spans tile every tensor exactly once over all ranks.
+A tensor has the name of the Hugging Face checkpoint, which every weight loader understands. Each trainer rank holds one
+shard, a run of bytes. A `Span` maps elements of a tensor to a place in a shard. The spans of all ranks tile every
+tensor exactly once.
 
     tensor t   [0 .................. count)          flat elements, row major
     rank 0     [0 ....... a)                         span (t, 0, a)      at shard 0 + offset
     rank 1              [a ......... count)          span (t, a, rest)   at shard 1 + offset
 
-A `Manifest` is checked when it is made: one that exists is valid. Its bytes are canonical
-JSON (one manifest, one byte string), its identity is their SHA-256.
+A `Manifest` is checked when it is made, so every instance is valid. Its bytes are canonical JSON (equal manifests have
+equal bytes), and its identity is their SHA-256.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fourfold.errors import InvalidInput
 
 FORMAT: Final = 1
 MAX_MANIFEST_BYTES: Final = 8 << 20
-# Bytes of an element. Names are those of torch.
+# Bytes of an element, by the name of the dtype in torch.
 ITEM_BYTES: Final[dict[str, int]] = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Shards start at multiples of this, so that any element can be read in place.
+# Tensors start at multiples of this in a shard, so that any element can be read in place.
 ALIGNMENT: Final = 64
 _MAX_BYTES: Final = 1 << 50
 _MAX_NAME: Final = 512
@@ -35,7 +35,7 @@ _MAX_NAME: Final = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A tensor of the checkpoint."""
+    """Name, dtype and shape of a checkpoint tensor."""
 
     name: str
     dtype: str
@@ -53,7 +53,7 @@ class TensorSpec:
 
     @property
     def byte_count(self) -> int:
-        """Bytes of all elements."""
+        """Bytes of all elements together."""
         return self.count * self.item_bytes
 
 
@@ -73,7 +73,7 @@ class Manifest:
     """Tensors, spans (sorted by tensor and start) and the bytes of every rank's shard.
 
     Raises:
-        InvalidInput: on making one that breaks a rule; names the tensor.
+        InvalidInput: a rule is broken; names the tensor.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -100,7 +100,7 @@ class Manifest:
         """Return the manifest that `data` encodes.
 
         Raises:
-            InvalidInput: not canonical bytes of a valid manifest.
+            InvalidInput: not the canonical bytes of a valid manifest.
         """
         return _decode(data)
 
@@ -120,11 +120,11 @@ class Manifest:
         return sum(tensor.byte_count for tensor in self.tensors)
 
     def spans_of_rank(self, rank: int) -> list[Span]:
-        """Return the spans in the shard of `rank`, by tensor and start."""
+        """Return the spans in the shard of `rank`, sorted by tensor and start."""
         return [span for span in self.spans if span.rank == rank]
 
     def spans_by_tensor(self) -> list[list[Span]]:
-        """Return for each tensor its spans, by start."""
+        """Return the spans of each tensor, sorted by start."""
         result: list[list[Span]] = [[] for _ in self.tensors]
         for span in self.spans:
             result[span.tensor].append(span)
@@ -137,19 +137,19 @@ def aligned(offset: int) -> int:
 
 
 def partition_count(count: int, rank_count: int) -> int:
-    """Return the elements of one of `rank_count` equal partitions of `count` elements, padding included."""
+    """Return the elements, padding included, of one of `rank_count` equal partitions of `count` elements."""
     return -(-count // rank_count)
 
 
 def partition_spans(first: int, specs: Sequence[TensorSpec], rank_count: int, offset: int) -> list[Span]:
-    """Return the spans of tensors that lie one behind another in a parameter that is held in equal partitions.
+    """Return the spans of the tensors of a parameter that the ranks hold in equal partitions.
 
-    Partitions cut the parameter, so one may hold the end of a tensor, whole ones, and the beginning of another.
+    The tensors lie back to back. A partition may hold the end of one tensor, whole ones, and the start of another.
 
     Args:
-        first: number of the first tensor.
+        first: index of the first tensor.
         specs: the tensors, of one dtype; together they are the parameter.
-        rank_count: partitions.
+        rank_count: number of partitions.
         offset: first byte of the partition in every rank's shard.
     """
     size = partition_count(sum(spec.count for spec in specs), rank_count)
@@ -171,25 +171,32 @@ def _check_tensors(tensors: Iterable[TensorSpec]) -> None:
     for tensor in tensors:
         name = tensor.name
         if not 0 < len(name) <= _MAX_NAME or not name.isprintable() or not name.isascii():
-            raise InvalidInput(f"manifest: tensor name {name[:80]!r}; it must be 1 to {_MAX_NAME} printable characters")
+            raise InvalidInput(
+                f"manifest: tensor name {name[:80]!r}; it must have 1 to {_MAX_NAME} printable ASCII characters"
+            )
         if name in names:
             raise InvalidInput(f"manifest: tensor {name} occurs twice; send tied weights once")
         names.add(name)
         if tensor.dtype not in ITEM_BYTES:
             raise InvalidInput(f"manifest: tensor {name} has dtype {tensor.dtype!r}; known are {sorted(ITEM_BYTES)}")
         if not all(size >= 1 for size in tensor.shape) or tensor.byte_count > _MAX_BYTES:
-            raise InvalidInput(f"manifest: tensor {name} has shape {tensor.shape}; sizes must be positive and sane")
+            raise InvalidInput(
+                f"manifest: tensor {name} has shape {tensor.shape}; sizes must be positive, with at most 2**50 bytes"
+            )
     if not names:
         raise InvalidInput("manifest: no tensors; there is nothing to send")
 
 
 def _check_shards(shard_bytes: tuple[int, ...]) -> None:
     if not 1 <= len(shard_bytes) <= 65_536 or not all(0 <= size <= _MAX_BYTES for size in shard_bytes):
-        raise InvalidInput(f"manifest: {len(shard_bytes)} shards of {shard_bytes[:8]} bytes; sizes must be sane")
+        raise InvalidInput(
+            f"manifest: {len(shard_bytes)} shards of {shard_bytes[:8]} bytes; allowed are 1 to 65536 shards of at most "
+            f"2**50 bytes"
+        )
 
 
 def _check_tiling(tensors: tuple[TensorSpec, ...], spans: tuple[Span, ...]) -> None:
-    """Every element of every tensor lies in exactly one span, and the spans are in order."""
+    """Check that every element of every tensor lies in exactly one span, and that the spans are sorted."""
     tensor, reached = 0, 0
     for span in spans:
         if not 0 <= span.tensor < len(tensors):
@@ -209,7 +216,7 @@ def _check_tiling(tensors: tuple[TensorSpec, ...], spans: tuple[Span, ...]) -> N
 
 
 def _check_places(manifest: Manifest) -> None:
-    """Every span lies inside its shard, on an element boundary, and no two overlap."""
+    """Check that every span lies inside its shard, on an element boundary, and that no two overlap."""
     ends = [0] * manifest.rank_count
     for span in sorted(manifest.spans, key=lambda s: (s.rank, s.offset)):
         spec = manifest.tensors[span.tensor]
@@ -242,37 +249,41 @@ def _decode(data: bytes) -> Manifest:
     try:
         document = json.loads(data)
     except (ValueError, RecursionError):
-        raise InvalidInput(f"the manifest ({len(data)} bytes) is not JSON; pass GetManifest's bytes on") from None
+        raise InvalidInput(
+            f"the manifest ({len(data)} bytes) is not JSON; pass GetManifest's bytes unchanged"
+        ) from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise InvalidInput(f"the manifest is not of format {FORMAT}; trainer and engine must run the same release")
     try:
         manifest = Manifest(
             tensors=tuple(
-                TensorSpec(name=_text(name), dtype=_text(dtype), shape=tuple(map(_whole, shape)))
+                TensorSpec(name=_string(name), dtype=_string(dtype), shape=tuple(map(_integer, shape)))
                 for name, dtype, shape in document["tensors"]
             ),
             spans=tuple(
                 Span(tensor=t, start=start, count=count, rank=rank, offset=offset)
-                for t, start, count, rank, offset in (map(_whole, span) for span in document["spans"])
+                for t, start, count, rank, offset in (map(_integer, span) for span in document["spans"])
             ),
-            shard_bytes=tuple(map(_whole, document["shard_bytes"])),
+            shard_bytes=tuple(map(_integer, document["shard_bytes"])),
         )
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, InvalidInput):
             raise
-        raise InvalidInput(f"the manifest has a field of a wrong kind ({error}); send GetManifest's bytes") from None
+        raise InvalidInput(
+            f"the manifest has a field of a wrong type ({error}); pass GetManifest's bytes unchanged"
+        ) from None
     if manifest.to_bytes() != data:
-        raise InvalidInput("the manifest is not in canonical form; send GetManifest's bytes unchanged")
+        raise InvalidInput("the manifest is not in canonical form; pass GetManifest's bytes unchanged")
     return manifest
 
 
-def _whole(value: Any) -> int:
+def _integer(value: Any) -> int:
     if type(value) is not int:
-        raise TypeError(f"{value!r} is not a whole number")
+        raise TypeError(f"{value!r} is not an integer")
     return value
 
 
-def _text(value: Any) -> str:
+def _string(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a text")
+        raise TypeError(f"{value!r} is not a string")
     return value

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from fourfold.errors import FourfoldError, Internal, StaleEpoch, WrongState
-from fourfold.weights.apply.reload import Applier, ApplyReport, CannotApply, ModelState
+from fourfold.weights.apply.base import Applier, ApplyReport, CannotApply, ModelState
 from fourfold.weights.consensus import OneWorker, WorkerConsensus
 from fourfold.weights.digest import digest_of, unsummed_digest
 from fourfold.weights.manifest import Manifest, Span

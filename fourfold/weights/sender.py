@@ -1,12 +1,12 @@
-"""The trainer's side of a weight update, one object per trainer rank.
+"""Runs the trainer's side of a weight update, one `WeightSender` per trainer rank.
 
-    make_offer(epoch)  closes what was open, makes a transport; again with group 1, 2, ...: adds one
-    open(epoch)        meets the receivers of all groups
+    make_offer(epoch)  close the open epoch and make a transport; with group 1, 2, ...: add another transport
+    open(epoch)        meet the receivers of all groups
     send(epoch, v)     begin_round -> transports -> sums -> end_round
-    abort(epoch)       from any thread: ends what is under way, closes the epoch
+    abort(epoch)       from any thread: end what is under way and close the epoch
 
-Epochs only grow. A transfer that failed or was aborted closes its epoch: the next one needs
-make_offer with a higher epoch. All methods but `abort` belong to one thread.
+Epochs only grow. A transfer that failed or was aborted closes its epoch, and the next one needs make_offer with a
+higher epoch. All methods but `abort` belong to one thread.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from fourfold.weights.transport.waiting import Deadline, aborted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendResult:
-    """What one rank sent."""
+    """The result of a send on one rank."""
 
     partial_sums: bytes
-    """This rank's share of the digest; `combine_digest` takes those of all ranks. Empty when they were left out."""
+    """Sums of this rank's shard, for `combine_digest`; empty if they were skipped."""
     sent_bytes: int
 
 
 class WeightSender:
-    """Sends one rank's weights."""
+    """Sends the weights of one rank."""
 
     def __init__(self, source: WeightSource, *, rank: int, rank_count: int) -> None:
         """Make the sender of trainer rank `rank`.
@@ -53,25 +53,25 @@ class WeightSender:
             )
         self._rank = rank
         self._spans = self._manifest.spans_of_rank(rank)
-        self._lock = threading.Lock()  # guards the next three against abort
+        self._lock = threading.Lock()  # guards the three below against an abort in another thread
         self._epoch = -1
         self._transports: list[SendTransport] = []
         self._in_use = False
         self._opened = False
 
     def manifest(self) -> Manifest:
-        """Return what will be sent."""
+        """Return the layout of the weights."""
         return self._manifest
 
     def make_offer(self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float) -> bytes:
         """Start an epoch, closing the open one, or add a group of receivers to it; return this rank's offer.
 
         Args:
-            epoch: above every earlier one; for a further group the one that was started last.
-            backend: one of `transport.Backend`.
+            epoch: above every earlier one; for a further group, the epoch started last.
+            backend: one of `transport.base.Backend`.
             receiver_count: workers of all engines of the group together.
             group: 0, then 1, 2, ...
-            timeout: seconds.
+            timeout: in seconds.
 
         Raises:
             StaleEpoch: the epoch or the group is not the next one.
@@ -90,14 +90,14 @@ class WeightSender:
             self.close()
         with self._lock:
             if group:
-                self._check_next_group(epoch, group)  # aborted meanwhile?
+                self._check_next_group(epoch, group)  # again: the epoch may have been aborted meanwhile
             else:
                 self._transports, self._epoch, self._opened = [], epoch, False
             self._transports.append(transport)
         return transport.offer()
 
     def open(self, epoch: int, *, timeout: float) -> None:
-        """Meet all receivers of the epoch. Again: does nothing.
+        """Meet all receivers of the epoch. Idempotent.
 
         Raises:
             StaleEpoch: not the open epoch, or aborted meanwhile.
@@ -113,11 +113,11 @@ class WeightSender:
                 self._opened = True
 
     def send(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> SendResult:
-        """Send the present weights as `policy_version` to all receivers. When it returns, they may change again.
+        """Send the present weights as `policy_version` to all receivers. When this returns, the weights may change.
 
         Raises:
             StaleEpoch: not the open epoch.
-            WrongState: not opened, or the weights are not where the manifest says.
+            WrongState: not opened, or the weights are not where the manifest places them.
             DeadlinePassed, Unavailable: a receiver is too slow or gone; the epoch is closed.
         """
         deadline = Deadline(timeout)
@@ -127,7 +127,7 @@ class WeightSender:
             self._source.begin_round()
             try:
                 sent_bytes = sum([transport.send(policy_version, deadline) for transport in transports])
-                # The receivers are already loading while this rank sums up.
+                # After the transfer, so that the receivers load while this rank computes its sums.
                 parts = () if skip_sums else ((span, self._read(span)) for span in self._spans)
                 sums = b"" if skip_sums else partial_sums(self._manifest, parts)
             finally:
@@ -135,7 +135,7 @@ class WeightSender:
         return SendResult(partial_sums=sums, sent_bytes=sent_bytes)
 
     def abort(self, epoch: int) -> None:
-        """End what is under way in `epoch` and close it. From any thread; does nothing when it is closed already.
+        """Abort `epoch` and close it. From any thread; does nothing if it is closed already.
 
         Raises:
             StaleEpoch: another epoch is open.
@@ -153,7 +153,7 @@ class WeightSender:
                 transport.close()
 
     def close(self) -> None:
-        """Abort whatever is open."""
+        """Abort the open epoch, if any."""
         self.abort(self._epoch)
 
     def _read(self, span: Span) -> torch.Tensor:

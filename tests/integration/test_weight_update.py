@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from fourfold.errors import MODEL_MISMATCH, DeadlinePassed, FourfoldError, Internal, StaleEpoch, WrongState
-from fourfold.weights.apply.reload import VERIFIED_ARCHITECTURES
+from fourfold.weights.apply.base import VERIFIED_ARCHITECTURES
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
 from tests.support.weight_engine import Engine, running_engine

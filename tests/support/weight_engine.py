@@ -199,7 +199,7 @@ class _Serving:
         if what == "repack":
             _patch(vllm_worker, "_repack", lambda layers: None, on)
         elif what == "experts":
-            _patch(vllm_worker, "_without_kernels", lambda model: [], on)
+            _patch(vllm_worker, "_remove_expert_kernels", lambda model: [], on)
         else:
             _patch(vllm_worker.VllmModel, "load", _failing_load, on)
 

@@ -28,7 +28,7 @@ _CPU_BLOCK_TOKENS: Final = 32
 
 
 class ServingEngine:
-    """One vLLM. Made in the main thread before it has others; `local.Engine` for the measuring thread."""
+    """One vLLM. Made in the main thread before it has others; `local.PublishEngine` for the measuring thread."""
 
     def __init__(self, settings: Settings, folder: Path, scratch: Path) -> None:
         """Start vLLM; returns when it can sample."""

@@ -1,1 +1,1 @@
-"""Writes received weights into an engine's model."""
+"""Applies received weights to an engine's model: in place, or with the engine's own loaders."""

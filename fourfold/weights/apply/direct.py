@@ -1,11 +1,12 @@
-"""Weights written straight into the model's parameters: no copy in between, nothing allocated, CUDA graphs stay valid.
+"""Applies weights by writing into the running model's parameters.
 
-What the engine's loaders would copy where is traced once per epoch (`applier.Region`), on tensors
-without memory. It holds when every parameter of the running model still has the shape, strides and
-type that the loader would see, and no layer prepares its weights for its kernels afterwards.
-Otherwise the model is reloaded.
+Nothing is allocated and no address changes, so CUDA graphs stay valid.
 
-Not atomic: from the first element written until the end the weights are mixed, and an error leaves
+The copies that the engine's loaders would make are traced once per epoch (`loader_trace`). They are valid if every
+parameter of the running model still has the shape, strides and dtype that the loader would see, and no layer prepares
+its weights for its kernels afterwards. Otherwise the model must be reloaded.
+
+A direct update is not atomic: from the first element written until `finish` the weights are mixed, and an error leaves
 them "dirty".
 """
 
@@ -18,43 +19,34 @@ from typing import Final, Protocol
 import torch
 
 from fourfold.errors import WrongState
-from fourfold.weights.apply.reload import (
-    ApplyReport,
-    CannotApply,
-    ModelState,
-    NamedTensors,
-    Region,
-    Trace,
-    check_fits,
-    check_verified,
-    meta_tensors,
-)
+from fourfold.weights.apply.base import ApplyReport, CannotApply, ModelState, check_verified
+from fourfold.weights.apply.loader_trace import LoaderTrace, NamedTensors, Region, check_fits, meta_tensors
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source.base import synchronize
 
-# Copies below this are launched together: each costs more to launch than to run.
+# Copies below this size are launched together: one costs more to launch than to run.
 _SMALL_BYTES: Final = 1 << 20
 
 
 class DirectModel(Protocol):
-    """What `DirectApplier` needs of an engine's model."""
+    """The methods of an engine's model that `DirectApplier` calls; see also `ReloadableModel`."""
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """As in `ReloadableModel`."""
+        """Names that must all be verified."""
 
     @property
     def device(self) -> torch.device:
-        """Where its parameters are."""
+        """Device of the parameters."""
 
-    def trace(self, tensors: NamedTensors) -> Trace:
-        """As in `ReloadableModel`."""
+    def trace(self, tensors: NamedTensors) -> LoaderTrace:
+        """Return the effect that loading these meta tensors would have."""
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Return a parameter that a trace names, as the running model has it."""
+        """Return a parameter of the running model that a trace names."""
 
     def obstacle(self) -> str:
-        """Return why weights of this model cannot be written in place, for people; empty: they can."""
+        """Return why the model's weights cannot be written in place; empty: they can."""
 
 
 class DirectApplier:
@@ -63,14 +55,14 @@ class DirectApplier:
     def __init__(self, model: DirectModel) -> None:
         """Wrap a model that holds whole weights now."""
         self._model = model
-        self._regions: list[list[Region]] = []  # of each tensor of the manifest, by source
+        self._regions: list[list[Region]] = []  # of each tensor of the manifest, sorted by source
         self._flat: dict[str, torch.Tensor] = {}
         self._slots: dict[tuple[int, int, int], torch.Tensor | None] = {}
         self._small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._state: ModelState = "clean"
 
     def bake(self, manifest: Manifest) -> ApplyReport:
-        """Trace the loading, and check that it can be done in place.
+        """Trace the loaders, and check that their copies can be repeated in place.
 
         Raises:
             WrongState: the architecture is not verified, or names or shapes do not fit the model.
@@ -92,13 +84,13 @@ class DirectApplier:
         return ApplyReport(direct_tensor_count=len(manifest.tensors), reload_tensor_count=0)
 
     def begin(self, *, stable: bool) -> None:
-        """Wait until the model has done what it was asked for."""
+        """Wait until the device has finished the steps enqueued."""
         if not self._flat:
-            raise WrongState("weights were announced by no manifest; open the epoch first")
+            raise WrongState("no manifest was baked; open the epoch first")
         synchronize(self._model.device)
 
     def slot(self, span: Span) -> torch.Tensor | None:
-        """Return the place of a span that goes into one run of a parameter."""
+        """Return the place of a span whose only copy goes to one contiguous run of a parameter."""
         self._state = "dirty"
         key = (span.tensor, span.start, span.count)
         if key not in self._slots:
@@ -106,18 +98,18 @@ class DirectApplier:
         return self._slots[key]
 
     def take(self, span: Span, values: torch.Tensor) -> None:
-        """Copy the elements to where they belong; those that this worker has no part of are dropped."""
+        """Copy the elements to their places; drop those that belong to other workers (tensor parallelism)."""
         if (slot := self.slot(span)) is not None:
             self._copy(slot, values)
             return
         for region in self._regions[span.tensor]:
-            for piece in pieces(region, span.start, span.start + span.count):
-                shape = (piece.rows, piece.columns)
-                target = self._flat[piece.parameter].as_strided(
-                    shape, (piece.target_stride, 1), self._flat[piece.parameter].storage_offset() + piece.target
+            for part in clip(region, span.start, span.start + span.count):
+                shape = (part.rows, part.columns)
+                target = self._flat[part.parameter].as_strided(
+                    shape, (part.target_stride, 1), self._flat[part.parameter].storage_offset() + part.target
                 )
                 source = values.as_strided(
-                    shape, (piece.source_stride, 1), values.storage_offset() + piece.source - span.start
+                    shape, (part.source_stride, 1), values.storage_offset() + part.source - span.start
                 )
                 target.copy_(source, non_blocking=True)
 
@@ -129,13 +121,13 @@ class DirectApplier:
             self._small = ([], [])
 
     def finish(self) -> None:
-        """Wait until all is written."""
+        """Wait until everything is written."""
         self.flush()
         synchronize(self._model.device)
         self._state = "clean"
 
     def abort(self) -> ModelState:
-        """Tell what the model holds."""
+        """Return the state of the model."""
         self._small = ([], [])
         return self._state
 
@@ -156,10 +148,10 @@ class DirectApplier:
         return None
 
 
-def pieces(region: Region, start: int, stop: int) -> Iterator[Region]:
-    """Yield what a region takes of elements [start, stop) of its tensor, as regions: at most three.
+def clip(region: Region, start: int, stop: int) -> Iterator[Region]:
+    """Yield the part of a region that lies in elements [start, stop) of its tensor, as at most three regions.
 
-    The first and the last row may be taken in part.
+    The first and the last row may be incomplete; the rows between them form one rectangle.
     """
     first, last = max(start, region.source) - region.source, stop - region.source
     row, stride = first // region.source_stride, region.source_stride
@@ -176,7 +168,7 @@ def pieces(region: Region, start: int, stop: int) -> Iterator[Region]:
 
 
 def _rows(region: Region, first: int, stop: int, begin: int, end: int) -> Iterator[Region]:
-    """Yield columns [begin, end) of rows [first, stop) of a region, unless that is nothing."""
+    """Yield columns [begin, end) of rows [first, stop) of a region, unless they are empty."""
     if first < stop and begin < end:
         yield Region(
             tensor=region.tensor,
@@ -191,11 +183,11 @@ def _rows(region: Region, first: int, stop: int, begin: int, end: int) -> Iterat
 
 
 def _overlaps(region: Region, span: Span) -> bool:
-    return any(True for _ in pieces(region, span.start, span.start + span.count))
+    return any(True for _ in clip(region, span.start, span.start + span.count))
 
 
 def _flat(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a parameter as one run, from its first element to its last."""
+    """Return a parameter's memory as a 1-D view, from its first element to its last."""
     parameter = parameter.detach()
     extent = 1 + sum((n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True))
     return parameter.as_strided((extent,), (1,), parameter.storage_offset())

@@ -1,23 +1,20 @@
-"""The engine's side of a weight update, inside vLLM's worker processes. The only vLLM import of the package.
+"""Runs weight updates inside vLLM's worker processes. The only module of the package that imports vLLM.
 
 vLLM mixes `WeightWorker` into its worker class (`worker_extension_cls=
-"fourfold.weights.apply.vllm_worker.WeightWorker"`), and the service calls its verbs with
-`collective_rpc`. The worker does nothing else during a verb, so every wait in here has its
-own deadline. Verbs take and return plain values and never raise: see `fourfold.weights.worker_control`.
+"fourfold.weights.apply.vllm_worker.WeightWorker"`), and the service calls its methods with `collective_rpc`. A worker
+does nothing else during a call, so every wait in here has a deadline of its own. The methods take and return plain
+values and never raise: see `fourfold.weights.worker_control`.
 
-    weights_open       does the manifest fit the model in all workers? then meet the senders
-    weights_receive    the engine must be paused: wait, check, load; returns the digest
-    weights_commit     what was received is what is served
+    weights_open       check the manifest against the model in all workers, then meet the senders
+    weights_receive    the engine must be paused: wait, load, check; returns the digest
+    weights_commit     record that the received version is served
     weights_abort      close the epoch; "clean": the served weights are whole, "dirty": they are not
 
-vLLM's core waits for every verb in the thread that schedules: nothing is sampled until all workers
-have answered. So `weights_open` needs no pause and interrupts no sample, but while it waits for
-senders, with NCCL for all receivers, too, the samples of the engine stand still.
+vLLM's core waits for a `collective_rpc` in the thread that schedules, so the engine samples nothing until all workers
+have replied. `weights_open` therefore needs no pause, but while it waits for senders (with NCCL for all receivers too),
+the engine stands still.
 
-It works with vLLM 0.26 to 0.32, whose layerwise reload has the same names. On CPU vLLM packs
-the weight of a linear layer when it loads it; an output head that shares its weight with the
-embedding is not loaded itself, so its packed copy is made anew here (`_repack`). Experts are
-packed at their first loading alone; every loading is a first one for them (`_without_kernels`).
+This works with vLLM 0.26 to 0.32, whose layerwise reload has the same names.
 """
 
 from __future__ import annotations
@@ -42,7 +39,8 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from fourfold.errors import FourfoldError, Internal
 from fourfold.host.process_tree import die_with, die_with_parent, parent_of
 from fourfold.weights.apply.direct import DirectApplier
-from fourfold.weights.apply.reload import CopyRecorder, NamedTensors, ReloadApplier, Trace, not_fitting
+from fourfold.weights.apply.loader_trace import CopyRecorder, LoaderTrace, NamedTensors, load_refused
+from fourfold.weights.apply.reload import ReloadApplier
 from fourfold.weights.consensus import GroupConsensus, OneWorker, WorkerConsensus
 from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.source.base import synchronize
@@ -51,20 +49,20 @@ from fourfold.weights.worker_control import error_reply
 
 _log = logging.getLogger(__name__)
 _ENGINE_PROCESS: Final = "EngineCore"
-# Methods of layers that compute with the weights as they were loaded.
+# Quantisation methods whose layers compute with the weights as they were loaded.
 _AS_LOADED: Final = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 # Attributes in which layers keep what they computed from their weights (multi-head latent attention).
 _DERIVED: Final = ("W_UV", "W_UK_T", "W_UK", "W_UV_T")
-# vLLM's name for fp8 that it makes itself. By "fp8", 0.26 means this and scales of the cache that nobody sends, and
-# 0.32 a checkpoint that is fp8 already.
+# vLLM's name for weights that it quantises to fp8 itself. "fp8" differs between versions: 0.26 also expects scales of
+# the KV cache, which no update sends; 0.32 expects a checkpoint that is fp8 already.
 _ONLINE_FP8: Final = "fp8_per_tensor"
 
 
 def _die_with_service() -> None:
-    """Let the engine's processes die with the service, which may be killed without a chance to end them.
+    """Make the engine's processes die with the service, also when it is killed.
 
     service -> worker                  in-process engine core: the worker is vLLM's core process, or a child
-    service -> EngineCore -> worker    the core does not import this file: the worker ends it, too
+    service -> EngineCore -> worker    the core does not import this module, so the worker kills it too
     """
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid is None:
@@ -80,7 +78,7 @@ _die_with_service()
 
 
 class VllmModel:
-    """A worker's model, as the appliers need it."""
+    """A worker's model: implements `ReloadableModel` and `DirectModel`."""
 
     def __init__(self, worker: Any) -> None:
         """Wrap the model of a worker that has loaded it and is not loading again."""
@@ -88,15 +86,15 @@ class VllmModel:
         self._device: torch.device = worker.device
         self._model: torch.nn.Module = worker.get_model()
         self._one_stage = self._config.parallel_config.pipeline_parallel_size == 1
-        self._shares = self._config.parallel_config.tensor_parallel_size
-        self._first = worker.rank % self._shares == 0
+        self._tensor_parallel = self._config.parallel_config.tensor_parallel_size
+        self._is_first = worker.rank % self._tensor_parallel == 0
         self._tied = _tied_groups(self._model)
         self._expert_kernels: list[tuple[Any, Any]] = []
-        """While a load is under way: the quantisation methods of experts on a CPU, and what they computed with."""
+        """During a load on a CPU: (quantisation method, its kernel) of all experts, see `_remove_expert_kernels`."""
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """Return the checkpoint's architecture, the class that implements it, and a mark when it is quantised."""
+        """Return the checkpoint's architecture, the class that implements it, and a third name if it is quantised."""
         model_config = self._config.model_config
         names = [*(getattr(model_config.hf_config, "architectures", None) or ()), type(self._model).__name__]
         if model_config.quantization is not None and not self._is_fp8():
@@ -104,9 +102,9 @@ class VllmModel:
         return tuple(dict.fromkeys(names))
 
     def _is_fp8(self) -> bool:
-        """Whether vLLM itself quantises linear layers to fp8 as it loads them: a reload then does the same again.
+        """Return whether vLLM quantises linear layers to fp8 as it loads them; a reload then repeats it.
 
-        Not experts: their kernels keep scales of their own. Not a checkpoint that is fp8 already: it has scales.
+        False for experts, whose kernels keep scales of their own, and for a checkpoint that is fp8 already.
         """
         model_config = self._config.model_config
         online = model_config.quantization == _ONLINE_FP8
@@ -114,8 +112,8 @@ class VllmModel:
         experts = any(hasattr(getattr(m, "quant_method", None), "moe_kernel") for m in self._model.modules())
         return online and not stored and not experts
 
-    def trace(self, tensors: NamedTensors) -> Trace:
-        """Run the model's loader on meta tensors and note what it would copy; takes milliseconds."""
+    def trace(self, tensors: NamedTensors) -> LoaderTrace:
+        """Run the model's loader on meta tensors and record its copies; takes milliseconds."""
         sources = list(tensors)
         destinations: list[tuple[str, torch.Tensor]] = []
         self.begin_load()
@@ -130,9 +128,9 @@ class VllmModel:
             handed_out: list[str] = []
             try:
                 with recorder, set_current_vllm_config(self._config):
-                    self._model.load_weights(_noting(sources, handed_out))  # type: ignore[operator]
+                    self._model.load_weights(_recording(sources, handed_out))  # type: ignore[operator]
             except (AssertionError, KeyError, ValueError, RuntimeError, IndexError) as error:
-                raise not_fitting(handed_out[-1] if handed_out else "the manifest", error) from None
+                raise load_refused(handed_out[-1] if handed_out else "the manifest", error) from None
         finally:
             self.cancel_load()
         missing = {
@@ -142,17 +140,17 @@ class VllmModel:
         }
         for group in self._tied:
             names = {f"{path}.{name}" for path, _, name in group}
-            if names - missing.keys():  # one of them is filled, and so all are
+            if names - missing.keys():  # filling one of the tied parameters fills all
                 missing = {name: counts for name, counts in missing.items() if name not in names}
         unused = tuple(name for name, _ in sources if not recorder.read[name]) if self._one_stage else ()
-        # vLLM's loaders cut what they need out of a larger tensor, without a word. The first worker has the largest
-        # share of each, so all shares together are at most so many times its own.
+        # vLLM's loaders silently cut their part out of a larger tensor. The first worker has the largest share of each,
+        # so all shares together are at most tensor_parallel times its own.
         cut = {
-            name: (recorder.read[name] * self._shares, tensor.numel())
+            name: (recorder.read[name] * self._tensor_parallel, tensor.numel())
             for name, tensor in sources
-            if self._first and self._one_stage and recorder.read[name] * self._shares < tensor.numel()
+            if self._is_first and self._one_stage and recorder.read[name] * self._tensor_parallel < tensor.numel()
         }
-        return Trace(
+        return LoaderTrace(
             unused=unused,
             missing=missing,
             cut=cut,
@@ -162,7 +160,7 @@ class VllmModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         return self._device
 
     def parameter(self, name: str) -> torch.Tensor:
@@ -170,7 +168,7 @@ class VllmModel:
         return self._model.get_parameter(name)
 
     def obstacle(self) -> str:
-        """Return why the parameters cannot be written in place, for people; empty: they can."""
+        """Return why the parameters cannot be written in place; empty: they can."""
         if self._device.type != "cuda":
             return "on a CPU vLLM packs the weights when it loads them"
         if self._config.model_config.quantization is not None:
@@ -184,17 +182,17 @@ class VllmModel:
         return ""
 
     def _changed(self, forms: Mapping[str, str]) -> str:
-        """Return, in words, a parameter that the running model stores otherwise than it was loaded."""
+        """Describe a parameter that the running model stores otherwise than it was loaded; empty: there is none."""
         for name, form in forms.items():
             if (now := _form(self.parameter(name))) != form:
                 return f"{name} is loaded as {form} and kept as {now}"
         return ""
 
     def begin_load(self) -> None:
-        """Put every layer on meta; each one is loaded as soon as its tensors are complete."""
+        """Move every layer to meta; vLLM loads each as soon as its tensors are complete."""
         initialize_layerwise_reload(self._model)
         if self._device.type == "cpu":
-            self._expert_kernels = _without_kernels(self._model)
+            self._expert_kernels = _remove_expert_kernels(self._model)
 
     def load(self, tensors: NamedTensors) -> None:
         """Hand checkpoint tensors to the model's loader."""
@@ -202,27 +200,27 @@ class VllmModel:
             self._model.load_weights(iter(tensors))  # type: ignore[operator]
 
     def finish_load(self) -> None:
-        """Put the kernels' tensors back, now with new values, and pack tied layers anew."""
-        borrowers = [layer for group in self._tied for _, layer, _ in group if _waits_in_vain(layer)]
+        """Put the kernels' tensors back, now with new values, and repack tied layers."""
+        borrowers = [layer for group in self._tied for _, layer, _ in group if _got_no_weights(layer)]
         for layer in borrowers:
-            _put_back(layer)  # it has its tensor from the layer that it is tied to
+            _restore(layer)  # it shares the tensor of the layer that it is tied to
         with set_current_vllm_config(self._config):
             finalize_layerwise_reload(self._model, self._config.model_config)  # type: ignore[no-untyped-call]
             _repack(borrowers)
-        self._put_kernels_back()
-        synchronize(self._device)  # what was loaded from may be overwritten from now on
+        self._restore_expert_kernels()
+        synchronize(self._device)  # from now on the sender may overwrite the memory that was loaded from
 
     def cancel_load(self) -> None:
-        """Put the kernels' tensors back as they are; vLLM has no call for that."""
+        """Put the kernels' tensors back as they are; vLLM has no call that cancels a reload."""
         for layer in self._model.modules():
-            _put_back(layer)
-        self._put_kernels_back()
+            _restore(layer)
+        self._restore_expert_kernels()
         if hasattr(self._model, "_original_do_torchao_reload"):
             self._model._do_torchao_reload = self._model._original_do_torchao_reload
         LOADING_LAYERS.clear()
 
-    def _put_kernels_back(self) -> None:
-        """Let experts that were not loaded compute as before."""
+    def _restore_expert_kernels(self) -> None:
+        """Give experts that were not loaded their kernels back."""
         for method, kernel in self._expert_kernels:
             if method.moe_kernel is None:
                 method.moe_kernel = kernel
@@ -230,13 +228,13 @@ class VllmModel:
 
 
 class WeightWorker:
-    """The verbs that the service calls in every worker. Mixed into vLLM's worker: no state before the first call."""
+    """The methods that the service calls in every worker. Mixed into vLLM's worker, so it has no __init__."""
 
     _fourfold_receiver: WeightReceiver | None = None
 
     def weights_describe(self) -> Any:
         """Return device_type ("cpu" or "cuda"), device_uuids (16 bytes each, none on CPU), backends, architectures."""
-        return _answer(self._fourfold_describe)
+        return _reply(self._fourfold_describe)
 
     def weights_open(
         self,
@@ -247,7 +245,7 @@ class WeightWorker:
         receiver_count: int,
         first_receiver_index: int,
         timeout: float,
-        stop_path: str = "",
+        abort_path: str = "",
     ) -> Any:
         """Join an epoch; return {"direct": tensors written in place, "reload": reloaded, "reason": why}, or an error.
 
@@ -258,14 +256,14 @@ class WeightWorker:
             offers: of all trainer ranks, in rank order.
             receiver_count: receivers of all engines.
             first_receiver_index: index of this engine's first worker among them.
-            timeout: seconds, as in all verbs.
-            stop_path: file of the `AbortFlag` that ends waits of this epoch; empty: none.
+            timeout: in seconds, as in all methods.
+            abort_path: file of the `AbortFlag` that ends waits of this epoch; empty: none.
         """
 
         def run() -> dict[str, Any]:
             index = first_receiver_index + _rank(self)
             report = self._fourfold_weights().open(
-                epoch, backend, manifest, offers, receiver_count, index, timeout, stop_path
+                epoch, backend, manifest, offers, receiver_count, index, timeout, abort_path
             )
             return {
                 "direct": report.direct_tensor_count,
@@ -273,27 +271,27 @@ class WeightWorker:
                 "reason": report.reload_reason,
             }
 
-        return _answer(run)
+        return _reply(run)
 
     def weights_receive(self, epoch: int, policy_version: int, timeout: float, skip_sums: bool = False) -> Any:
         """Receive and load a version; return its digest (32 bytes), or an error. The engine must be paused."""
-        return _answer(lambda: self._fourfold_weights().receive(epoch, policy_version, timeout, skip_sums))
+        return _reply(lambda: self._fourfold_weights().receive(epoch, policy_version, timeout, skip_sums))
 
     def weights_timings(self, epoch: int) -> Any:
-        """Return the seconds that the parts of the last receive took, by name, or an error."""
-        return _answer(lambda: self._fourfold_weights().timings(epoch))
+        """Return the seconds of each part of the last receive, by name, or an error."""
+        return _reply(lambda: self._fourfold_weights().timings(epoch))
 
     def weights_sums(self, epoch: int) -> Any:
-        """Return the per-tensor sums of what was received last (see `fourfold.weights.digest`), or an error."""
-        return _answer(lambda: self._fourfold_weights().sums(epoch))
+        """Return the per-tensor sums of the version received last (see `fourfold.weights.digest`), or an error."""
+        return _reply(lambda: self._fourfold_weights().sums(epoch))
 
     def weights_commit(self, epoch: int, policy_version: int) -> Any:
-        """Note that the received version is served now; return None, or an error."""
-        return _answer(lambda: self._fourfold_weights().commit(epoch, policy_version))
+        """Record that the received version is served; return None, or an error."""
+        return _reply(lambda: self._fourfold_weights().commit(epoch, policy_version))
 
     def weights_abort(self, epoch: int) -> Any:
         """Close the epoch; return "clean" (the served weights are whole) or "dirty", or an error."""
-        return _answer(lambda: self._fourfold_weights().abort(epoch))
+        return _reply(lambda: self._fourfold_weights().abort(epoch))
 
     def _fourfold_weights(self) -> WeightReceiver:
         if self._fourfold_receiver is None:
@@ -315,19 +313,19 @@ class WeightWorker:
         }
 
 
-def _answer(run: Callable[[], Any]) -> Any:
-    """Return what `run` returns, or its error as an answer. The one boundary of this process."""
+def _reply(run: Callable[[], Any]) -> Any:
+    """Return the result of `run`, or its error as a reply. The request boundary of the worker process."""
     try:
         return run()
     except FourfoldError as error:
         return error_reply(error)
     except Exception:
-        _log.exception("a weight update failed in the engine")
+        _log.exception("Weight update failed in the engine")
         return error_reply(Internal("a weight update failed in the engine; its log has the traceback"))
 
 
 def _form(tensor: torch.Tensor) -> str:
-    """Return in words what the place of an element depends on."""
+    """Describe what the place of an element depends on."""
     return f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}"
 
 
@@ -342,15 +340,15 @@ def _workers() -> WorkerConsensus:
     return GroupConsensus(world.cpu_group, world.rank_in_group, world.world_size)
 
 
-def _noting(tensors: NamedTensors, handed_out: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Pass tensors on and note each: the last one is what a loader stumbles over."""
+def _recording(tensors: NamedTensors, handed_out: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield tensors and record each name: the last one is the tensor that a loader fails on."""
     for name, tensor in tensors:
         handed_out.append(f"{name} {tuple(tensor.shape)}")
         yield name, tensor
 
 
 def _tied_groups(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Module, str]]]:
-    """Return the parameters that several layers share: for each the (path, layer, name) of all its owners."""
+    """Return the parameters that several layers share, each as the (path, layer, name) of its owners."""
     owners: dict[int, list[tuple[str, torch.nn.Module, str]]] = {}
     for path, layer in model.named_modules():
         for name, parameter in layer._parameters.items():
@@ -359,14 +357,14 @@ def _tied_groups(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Module
     return [group for group in owners.values() if len(group) > 1]
 
 
-def _waits_in_vain(layer: torch.nn.Module) -> bool:
-    """Whether a layer was set up for loading and nothing came for it."""
+def _got_no_weights(layer: torch.nn.Module) -> bool:
+    """Return whether a layer was prepared for loading and got no tensor."""
     info = LAYERWISE_INFO.get(layer)
     return info is not None and info.can_load() and info.load_numel == 0
 
 
-def _put_back(layer: torch.nn.Module) -> None:
-    """Give a layer its kernel tensors back, unless its loading is complete and it has them."""
+def _restore(layer: torch.nn.Module) -> None:
+    """Put a layer's kernel tensors back, unless its load is complete and did so."""
     info = LAYERWISE_INFO.get(layer)
     if info is not None and info.can_load():
         if info.kernel_tensors is not None:
@@ -375,17 +373,21 @@ def _put_back(layer: torch.nn.Module) -> None:
 
 
 def _repack(layers: list[torch.nn.Module]) -> None:
-    """On CPU, make the packed copies of weights that came through a tied layer; they would stay the old ones."""
+    """On a CPU, repack weights that arrived through a tied layer.
+
+    vLLM packs the weight of a linear layer when it loads that layer. A head that is tied to the embedding gets no
+    weights of its own, so its packed copy would keep the old values, without an error.
+    """
     for layer in layers:
         if hasattr(layer, "cpu_linear"):
             layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr, operator]
 
 
-def _without_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
-    """Take the kernels off all experts and return them with their owners.
+def _remove_expert_kernels(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """Remove the kernels of all experts, and return (quantisation method, kernel) of each.
 
-    On CPU vLLM packs the weights of experts where it makes their kernel, once: with a kernel there, a reload would put
-    weights that are not packed in the place of packed ones, of the same shape and so without an error.
+    On a CPU vLLM packs the weights of experts when it makes their kernel, which it does once. If the kernel existed, a
+    reload would replace packed weights by unpacked ones of the same shape, and so without an error.
     """
     methods: list[Any] = [getattr(layer, "quant_method", None) for layer in model.modules()]
     kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]

@@ -1,1 +1,1 @@
-"""Sources of weights in a trainer: dense, ZeRO-3, LoRA."""
+"""Sources of weights in a trainer: whole parameters, ZeRO-3 partitions, merged LoRA adapters."""

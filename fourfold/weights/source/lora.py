@@ -1,10 +1,10 @@
-"""Weights of a model with LoRA adapters as the engines know it: W + scale * B A, under the names of the base model.
+"""Merges LoRA adapters into the weights sent: engines get W + scale * B A under the names of the base model.
 
-    W [out, in] base weight, frozen    A [r, in], B [out, r] adapter    scale a number
+    W [out, in] base weight, frozen    A [r, in], B [out, r] adapter (Hu et al. 2021, arXiv 2106.09685)   scale a number
 
-The sum is made when it is read, span by span, and never where the base weights lie: these stay as they are for the next
-round. It is computed in float32 from what the forward pass uses and rounded once, to the type that is sent. A span of a
-ZeRO-3 partition may begin and end in the middle of a row: the rows that it touches are computed.
+The sum is computed span by span when it is read, never in place: the base weights stay as they are for the next round.
+It is computed in float32 from the values that the forward pass uses, and rounded once, to the dtype sent. A span of a
+ZeRO-3 partition may begin and end inside a row; whole rows are computed and cut.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from fourfold.errors import WrongState
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source.base import ParameterSource
 
-# Elements whose float32 copies exist at once.
+# Elements whose float32 copies exist at the same time: 64 MiB each.
 _CHUNK_ELEMENTS: Final = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Adapter:
-    """What is added to one weight."""
+    """The adapter of one weight."""
 
     a: Any
-    """[r, in], a parameter; whole on this rank when it is read."""
+    """A: [r, in], a parameter; whole on this rank when it is read."""
     b: Any
-    """[out, r], the same."""
+    """B: [out, r], likewise."""
     scale: float
 
 
@@ -40,10 +40,10 @@ def merged(weight: Tensor, adapter: Adapter, *, start: int = 0, dtype: torch.dty
     """Return elements of W + scale * B A, a new tensor.
 
     Args:
-        weight: [n] elements of W, flattened, from element `start` on.
-        adapter: of W.
-        start: index of the first one in the whole W.
-        dtype: of the result; None: that of `weight`.
+        weight: [n] elements of the flattened W, from element `start` on.
+        adapter: the adapter of W.
+        start: index of the first element in the whole W.
+        dtype: dtype of the result; None: that of `weight`.
     """
     a = adapter.a.detach().float()
     width = a.shape[1]
@@ -51,7 +51,7 @@ def merged(weight: Tensor, adapter: Adapter, *, start: int = 0, dtype: torch.dty
     rows = max(1, _CHUNK_ELEMENTS // width)
     end = start + len(weight)
     for row in range(start // width, -(-end // width), rows):
-        # Flat elements [begin, stop) of W, those of `rows` rows that belong to the span.
+        # Flat elements [begin, stop) of W: the part of the span in these rows.
         begin, stop = max(start, row * width), min(end, (row + rows) * width)
         delta = (adapter.b.detach()[row : -(-stop // width)].float() @ a).mul_(adapter.scale).view(-1)
         delta = delta[begin - row * width : stop - row * width]
@@ -60,7 +60,7 @@ def merged(weight: Tensor, adapter: Adapter, *, start: int = 0, dtype: torch.dty
 
 
 class MergedSource:
-    """A source whose adapters are added to what another one reads."""
+    """Adds adapters to the weights of another source."""
 
     def __init__(
         self, base: ParameterSource, adapters: Mapping[str, Adapter], *, gather: Callable[[], None] | None = None
@@ -68,9 +68,10 @@ class MergedSource:
         """Wrap a source.
 
         Args:
-            base: of the base weights, under the names that are sent.
-            adapters: by the name, without adapters, of the parameter that they belong to.
-            gather: makes all adapters whole on this rank; called on all ranks at once, first now. None: they are.
+            base: source of the base weights, under the names that are sent.
+            adapters: by the name that their parameter has in the model without adapters.
+            gather: makes all adapters whole on this rank. It is called on all ranks at the same time, first in this
+                constructor. None: they are always whole.
 
         Raises:
             WrongState: an adapter belongs to no matrix that is sent; names it.
@@ -95,28 +96,28 @@ class MergedSource:
         self._base.begin_round()
 
     def read(self, span: Span) -> Tensor:
-        """Return the elements of a span; a transport that reads one in parts gets the same tensor again."""
+        """Return the elements of a span, computed once even if a transport reads the span in parts."""
         adapter = self._adapters[span.tensor]
         if adapter is None:
             return self._base.read(span)
         if self._last is None or self._last[0] != span:
-            self._last = None  # before the next one is made
+            self._last = None  # releases its memory before the next one is allocated
             weight, start = self._base.read(span), self._starts[span.tensor] + span.start
             self._last = span, merged(weight, adapter, start=start, dtype=self._dtypes[span.tensor])
         return self._last[1]
 
     def is_view(self, span: Span) -> bool:
-        """Return whether the base's own memory is sent: not where an adapter is added."""
+        """Return whether the base's own memory is sent, which it is not where an adapter is added."""
         return self._adapters[span.tensor] is None and self._base.is_view(span)
 
     def end_round(self) -> None:
-        """Forget what was computed."""
+        """Release the last merged span."""
         self._last = None
         self._base.end_round()
 
 
 def _check(adapters: Mapping[str, Adapter], base: ParameterSource) -> None:
-    """An adapter belongs to a whole matrix; a checkpoint may store its rows as several tensors."""
+    """Check that every adapter belongs to a whole matrix, whose rows a checkpoint may store as several tensors."""
     sent: dict[str, list[tuple[int, ...]]] = {}
     for name, part in base.slices:
         sent.setdefault(name, []).append(part.shape)

@@ -1,23 +1,22 @@
-"""Weights of a DeepSpeed ZeRO-3 engine, straight from each rank's shard: nothing is gathered.
+"""Reads weights straight from each rank's shard of a DeepSpeed ZeRO-3 engine, without a gather.
 
-DeepSpeed keeps the partitions of all trained parameters of a rank in one buffer,
-`optimizer.lp_param_buffer`; each `param.ds_tensor` is a view into it, in the order of the
-optimizer's parameter groups. Partition r of a parameter of n elements over W ranks is its flat
-elements [r * p, min((r + 1) * p, n)) with p = ceil(n / W); what is beyond n is padding.
+DeepSpeed keeps a rank's partitions of all trained parameters in one buffer, `optimizer.lp_param_buffer`. Each
+`param.ds_tensor` is a view into it, in the order of the optimizer's parameter groups. Partition r of a parameter of n
+elements over W ranks holds the flat elements [r * p, min((r + 1) * p, n)) with p = ceil(n / W); the rest is padding.
 
     buffer of rank r   | partition of group 0's 1st | of its 2nd | ... | of group 1's 1st | ...
     shard of rank r    = that buffer, byte for byte, then the frozen parameters; of a model that is all frozen but for
                          its adapters, the frozen parameters alone
 
-A parameter that is several tensors of the checkpoint (experts; see `pieces`) is partitioned as a whole: a rank's
-partition then holds the end of one tensor, some whole ones, and the beginning of another.
+A fused parameter (experts; see `fused_params`) is partitioned as a whole: a rank's partition then holds the end of one
+checkpoint tensor, some whole ones, and the start of another.
 
-An engine that offloads its parameters (`offload_param`) keeps them in main memory instead, pinned, in one buffer per
-group, `optimizer.param_groups_fp16_flat_cpu_memory`; the shard is these, one after another. They are read there.
+An engine that offloads its parameters (`offload_param`) keeps them in main memory, pinned, in one buffer per group,
+`optimizer.param_groups_fp16_flat_cpu_memory`; the shard is these buffers, one after another.
 
-The layout is the same on all ranks, so each of them computes the whole manifest without a
-word to the others. Persistent parameters (small ones that DeepSpeed keeps whole between steps)
-have their partition in the buffer like all others; reading it does not disturb them.
+The layout is the same on all ranks, so each computes the whole manifest without communication. Persistent parameters
+(small ones that DeepSpeed keeps whole between steps) have a partition in the buffer too, and reading it does not change
+their state.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ _UNSUPPORTED: Final = "send from an engine without it, or use ZeRO stage 2"
 
 @dataclass(frozen=True, slots=True)
 class _Partitioned:
-    """One parameter and where its partitions lie."""
+    """One parameter and the place of its partitions."""
 
     name: str
     parameter: Any  # torch.nn.Parameter with DeepSpeed's ds_* attributes
     slices: tuple[ParameterSlice, ...]
     partition_count: int  # elements of each rank's partition, padding included
-    position: int  # first byte in the buffers, one after another; -1: a frozen parameter, outside
+    position: int  # first byte in the concatenated buffers; -1: a frozen parameter, outside of them
     address: int
 
 
@@ -58,12 +57,12 @@ class Zero3Source:
         """Describe the engine's parameters; no communication.
 
         Args:
-            engine: what `deepspeed.initialize` returned, stage 3, with an optimizer.
-            dtype: type to send; None: the one that DeepSpeed keeps the partitions in.
-            rename: names of the checkpoint, where the parameters' are others; None: they are the same.
+            engine: the engine of `deepspeed.initialize`, stage 3, with an optimizer.
+            dtype: type to send; None: the dtype of the partitions.
+            rename: names of the checkpoint where they differ from the parameters'.
 
         Raises:
-            WrongState: not stage 3, or a feature of it whose layout is not known here.
+            WrongState: not stage 3, or a feature with another layout is on.
         """
         self._optimizer = _stage3_optimizer(engine)
         self._device = torch.device(engine.device)
@@ -72,18 +71,17 @@ class Zero3Source:
         self._rank = int(torch.distributed.get_rank(group))
         rank_count = int(torch.distributed.get_world_size(group))
         self._parameters = [self._partitioned(*sent, rank_count) for sent in sent_parameters(engine.module, rename)]
-        self._places = [(owner, part) for owner in self._parameters for part in owner.slices]
-        """Of each tensor."""
+        self._places = [(owner, part) for owner in self._parameters for part in owner.slices]  # of each tensor
         self._manifest = self._lay_out(rank_count, dtype)
 
     @property
     def rank(self) -> int:
-        """This rank among those that share the parameters."""
+        """Index of this rank among those that share the parameters."""
         return self._rank
 
     @property
     def slices(self) -> Sequence[tuple[str, ParameterSlice]]:
-        """The parameter that each tensor is part of, and which part."""
+        """For each tensor of the manifest, the name of its parameter and the slice of it."""
         return [(owner.name, part) for owner, part in self._places]
 
     def manifest(self) -> Manifest:
@@ -91,7 +89,7 @@ class Zero3Source:
         return self._manifest
 
     def begin_round(self) -> None:
-        """Wait for the optimizer, then check that every partition still is where the manifest says.
+        """Wait for the optimizer, then check that every partition is still where the manifest places it.
 
         Raises:
             WrongState: the engine's states are offloaded, or were moved.
@@ -101,7 +99,7 @@ class Zero3Source:
         if any("lp_params" in state for state in offloaded):
             raise WrongState(f"the engine's states {offloaded} are offloaded; call engine.reload_states() first")
         if [buffer.data_ptr() for buffer in self._buffers] != self._pointers:
-            raise WrongState("the engine's parameters were moved, by offload_states perhaps; make a new source")
+            raise WrongState("the engine's parameters were moved, for example by offload_states; make a new source")
         for owner in self._parameters:
             partition, position = owner.parameter.ds_tensor, self._position(owner.parameter)
             there = partition.status is PartitionedParamStatus.AVAILABLE and partition.data_ptr() == owner.address
@@ -112,14 +110,14 @@ class Zero3Source:
                 )
 
     def read(self, span: Span) -> torch.Tensor:
-        """Return the elements of a span: a run of this rank's partition."""
+        """Return the elements of a span, which are contiguous in this rank's partition."""
         owner, part = self._places[span.tensor]
         partition: torch.Tensor = owner.parameter.ds_tensor.detach().reshape(-1)
         begin = part.start + span.start - span.rank * owner.partition_count
         return partition[begin : begin + span.count]
 
     def is_view(self, span: Span) -> bool:
-        """Return whether the partition is on the engine's device and of the type that is sent."""
+        """Return whether the partition is on the engine's device and of the dtype that is sent."""
         owner, _ = self._places[span.tensor]
         partition: torch.Tensor = owner.parameter.ds_tensor
         alike = (
@@ -129,13 +127,13 @@ class Zero3Source:
         return alike and partition.is_contiguous()
 
     def end_round(self) -> None:
-        """Nothing was taken."""
+        """Do nothing: `read` allocates nothing."""
 
     def _partitioned(
         self, name: str, parameter: Any, slices: tuple[ParameterSlice, ...], rank_count: int
     ) -> _Partitioned:
         if not hasattr(parameter, "ds_tensor"):
-            raise WrongState(f"parameter {name} is not partitioned by ZeRO-3; hand the engine that trains it")
+            raise WrongState(f"parameter {name} is not partitioned by ZeRO-3; pass the engine that trains it")
         ranks = torch.distributed.get_world_size(parameter.ds_process_group)
         count = int(parameter.ds_tensor.numel())
         if ranks != rank_count or count != partition_count(int(parameter.ds_numel), rank_count):
@@ -150,13 +148,13 @@ class Zero3Source:
 
     @property
     def _buffers(self) -> list[torch.Tensor]:
-        """What holds the partitions of all trained parameters."""
+        """The buffers with the partitions of all trained parameters."""
         if hasattr(self._optimizer, "lp_param_buffer"):
             return [self._optimizer.lp_param_buffer]
         return list(self._optimizer.param_groups_fp16_flat_cpu_memory)
 
     def _position(self, parameter: Any) -> int:
-        """Return where a partition begins in the buffers, in bytes, or -1 when it is in none."""
+        """Return the first byte of a partition in the concatenated buffers, or -1 if it is in none."""
         partition, begin = parameter.ds_tensor, 0
         for buffer in self._buffers:
             distance, size = partition.data_ptr() - buffer.data_ptr(), buffer.numel() * buffer.element_size()
@@ -169,7 +167,7 @@ class Zero3Source:
     def _lay_out(self, rank_count: int, dtype: torch.dtype | None) -> Manifest:
         as_is = dtype is None or dtype == self._buffers[0].dtype
         as_is = as_is and any(owner.position >= 0 for owner in self._parameters)
-        # A shard in the buffers' own layout can be sent in place; a cast one is written anew.
+        # A shard in the buffers' own layout can be sent in place; one that is cast gets a layout of its own.
         end = 0
         for buffer in self._buffers if as_is else ():
             end = aligned(end + buffer.numel() * buffer.element_size())
@@ -193,11 +191,11 @@ def gathering(engine: Any) -> Iterator[None]:
 
     A pass without gradients leaves parameters in flight: DeepSpeed 0.19.8 prefetches what the recorded trace needs
     next. Gathering skips such a parameter, and partitioning it again fails ("Cannot partition a param in flight").
-    DeepSpeed's own checkpoints make these two calls for that reason: the first waits for what is in flight and
-    partitions everything, the second makes the small ("persistent") parameters whole again. Both are collectives.
+    DeepSpeed's checkpoints make the same two calls: the first waits for parameters in flight and partitions everything,
+    the second makes the small ("persistent") parameters whole again. Both are collectives.
 
     Args:
-        engine: what `deepspeed.initialize` returned, stage 3.
+        engine: the engine of `deepspeed.initialize`, stage 3.
     """
     engine.optimizer.checkpoint_event_prologue()
     try:
@@ -212,7 +210,7 @@ def make_whole(engine: Any, parameters: Sequence[Any]) -> None:
     A collective when there are any; DeepSpeed keeps persistent parameters whole between its steps.
 
     Args:
-        engine: what `deepspeed.initialize` returned, stage 3.
+        engine: the engine of `deepspeed.initialize`, stage 3.
         parameters: of the engine's model; not larger than its persistence threshold.
     """
     if any(p.ds_status is not ZeroParamStatus.AVAILABLE for p in parameters):

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fourfold.errors import WrongState
-from fourfold.weights.apply.direct import DirectApplier, pieces
-from fourfold.weights.apply.reload import CannotApply, CopyRecorder, NamedTensors, Region, Trace, as_rectangle
+from fourfold.weights.apply.base import CannotApply
+from fourfold.weights.apply.direct import DirectApplier, clip
+from fourfold.weights.apply.loader_trace import CopyRecorder, LoaderTrace, NamedTensors, Region, as_rectangle
 from fourfold.weights.manifest import Manifest, Span, TensorSpec, aligned, partition_spans
 
 
@@ -34,7 +35,7 @@ def test_pieces_of_any_cut_are_the_whole_rectangle_once(data: st.DataObject) -> 
     start = 0
     while start < height * width:
         stop = data.draw(st.integers(start + 1, height * width))
-        for piece in pieces(region, start, stop):
+        for piece in clip(region, start, stop):
             assert start <= piece.source < stop
             place = target.as_strided((piece.rows, piece.columns), (piece.target_stride, 1), piece.target)
             assert (place == -1).all()
@@ -81,7 +82,7 @@ class SlicedModel:
         self.hindrance = ""
         self.casts = False
 
-    def trace(self, tensors: NamedTensors) -> Trace:
+    def trace(self, tensors: NamedTensors) -> LoaderTrace:
         sources = dict(tensors)
         like = {name: torch.empty_like(tensor, device="meta") for name, tensor in self.parameters.items()}
         recorder = CopyRecorder(sources.items(), like.items())
@@ -95,7 +96,7 @@ class SlicedModel:
         missing = {n: (recorder.written[n], t.numel()) for n, t in like.items() if recorder.written[n] != t.numel()}
         unused = tuple(n for n in sources if not recorder.read[n])
         irregular = recorder.irregular or ("norm is stored otherwise" if self.casts else "")
-        return Trace(unused=unused, missing=missing, regions=tuple(recorder.copies), irregular=irregular)
+        return LoaderTrace(unused=unused, missing=missing, regions=tuple(recorder.copies), irregular=irregular)
 
     def parameter(self, name: str) -> torch.Tensor:
         return self.parameters[name]

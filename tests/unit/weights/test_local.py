@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from fourfold.errors import FourfoldError, InvalidInput, StaleEpoch
-from fourfold.weights.apply.reload import ApplyReport, ReloadApplier
+from fourfold.weights.apply.base import ApplyReport
+from fourfold.weights.apply.reload import ReloadApplier
 from fourfold.weights.local import Publisher, PublishFailed
 from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.sender import SendResult, WeightSender

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fourfold.errors import WEIGHTS_REFUSED, DeadlinePassed, InvalidInput, StaleEpoch, WrongState
-from fourfold.weights.apply.reload import CopyRecorder, NamedTensors, ReloadApplier, Trace
+from fourfold.weights.apply.loader_trace import CopyRecorder, LoaderTrace, NamedTensors
+from fourfold.weights.apply.reload import ReloadApplier
 from fourfold.weights.digest import combine_digest, differing_tensors
 from fourfold.weights.manifest import Manifest, Span, TensorSpec
 from fourfold.weights.receiver import WeightReceiver
@@ -27,7 +28,7 @@ class PlainModel:
         self.fail_after = -1
         self.fail_finish = False
 
-    def trace(self, tensors: NamedTensors) -> Trace:
+    def trace(self, tensors: NamedTensors) -> LoaderTrace:
         sources = list(tensors)
         destinations = list(self.parameters.items())
         recorder = CopyRecorder(sources, destinations)
@@ -36,7 +37,7 @@ class PlainModel:
                 if name in self.parameters:
                     self.parameters[name].copy_(tensor)
         missing = {n: (recorder.written[n], t.numel()) for n, t in destinations if recorder.written[n] != t.numel()}
-        return Trace(unused=tuple(n for n, _ in sources if not recorder.read[n]), missing=missing)
+        return LoaderTrace(unused=tuple(n for n, _ in sources if not recorder.read[n]), missing=missing)
 
     def begin_load(self) -> None:
         assert not self.loading

@@ -1,0 +1,89 @@
+"""Defines how arrived weights get into an engine's model, and the architectures whose update is verified.
+
+    bake(manifest)   once per epoch: would the model take exactly these tensors? The model does not change
+    begin()          per version; from here on the applier is a sink. The model is untouched until a tensor arrives
+    finish()         the model can run again, with the new weights
+    abort()          at any time: the model can run again, "clean" with the old weights, else "dirty"
+
+`DirectApplier` writes into the model's parameters in place. `ReloadApplier` uses the engine's own loaders; it works on
+every device, quantised or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final, Literal, Protocol
+
+from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, WrongState
+from fourfold.weights.manifest import Manifest
+from fourfold.weights.transport.base import Sink
+
+# tests/integration/test_weight_update.py verifies these end to end: tokens and log-probabilities after an update equal
+# those of an engine started with the new weights. Others are refused: a weight that their loader drops or transforms
+# would stay stale without an error.
+VERIFIED_ARCHITECTURES: Final = frozenset(
+    {
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "GemmaForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "OlmoeForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+    }
+)
+
+ModelState = Literal["clean", "dirty"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyReport:
+    """How an applier will treat the tensors of a manifest."""
+
+    direct_tensor_count: int
+    reload_tensor_count: int
+    reload_reason: str = ""
+    """Why tensors are reloaded on a device whose memory could be written in place."""
+
+
+class CannotApply(Exception):
+    """This applier cannot take the manifest, but another one may; the message gives the reason."""
+
+
+class Applier(Sink, Protocol):
+    """Puts weights into the model of one worker."""
+
+    def bake(self, manifest: Manifest) -> ApplyReport:
+        """Check that the model takes all tensors of `manifest` and needs no others, without a change to the model.
+
+        Raises:
+            WrongState: it does not.
+            CannotApply: this applier cannot do it.
+        """
+
+    def begin(self, *, stable: bool) -> None:
+        """Expect a version. `stable`: the values that `take` gets stay until `finish` or `abort`."""
+
+    def finish(self) -> None:
+        """Make the model run with the weights taken, which must be complete."""
+
+    def abort(self) -> ModelState:
+        """Make the model run again: "clean" if its weights are whole, "dirty" if they may be mixed."""
+
+
+def check_verified(architectures: Iterable[str]) -> None:
+    """Raise WrongState unless the update of every one of a model's architecture names is verified."""
+    unverified = [name for name in architectures if name not in VERIFIED_ARCHITECTURES]
+    if unverified:
+        raise WrongState(
+            f"weight updates of {' / '.join(unverified)} are not verified, so they are refused; verified are "
+            f"{', '.join(sorted(VERIFIED_ARCHITECTURES))}: train one of these, or verify yours in "
+            f"tests/integration/test_weight_update.py",
+            reason=ARCHITECTURE_NOT_VERIFIED,
+        )

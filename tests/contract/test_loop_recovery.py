@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fourfold_coordinator.cli.summary import is_finished
-from fourfold_coordinator.serve import ADDRESS_FILE, main
+from fourfold_coordinator.launch.run_folder import ADDRESS_FILE, is_finished
+from fourfold_coordinator.serve import main
 from tests.fakes.stage import Stage, check_books, fresh_processes, hang_in_step, successor, until, watch_for
 from tests.fakes.toy import write_data
 from tests.fakes.toy_rollout import FakeRollout
@@ -317,4 +317,4 @@ async def test_a_run_does_not_go_on_with_other_data(
     assert await stage.finish() == 1
     # The other services of this stage log JSON to the same stderr.
     said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("{")]
-    assert "the data is not what the run began with" in said[-1]
+    assert "the data differs from the data that the run began with" in said[-1]

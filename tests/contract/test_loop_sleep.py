@@ -116,7 +116,7 @@ async def test_an_engine_that_cannot_sleep_ends_the_run_at_once(
     await stage.start()
     assert await stage.finish() == 1
     assert tries == 1
-    assert "it runs on CPU. The trainer needs its memory; or set rollout.sleep_mode" in capsys.readouterr().err
+    assert "it runs on CPU. The trainer needs this memory; set rollout.sleep_mode = false" in capsys.readouterr().err
 
 
 async def test_people_are_told_of_an_engine_that_does_not_fall_asleep(make_stage: Callable[..., Stage]) -> None:

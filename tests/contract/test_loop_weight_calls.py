@@ -54,7 +54,7 @@ async def test_an_engine_is_busy_with_its_commit_until_it_gives_tokens_out(
     make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broker, "_SLOW_SECONDS", 0.05)
-    monkeypatch.setattr(broker, "_TELL_SECONDS", 0.05)
+    monkeypatch.setattr(broker, "_SHOW_SECONDS", 0.05)
     stage = make_stage(steps=1, weights={"timeout_seconds": 60.0})
     release, lines = stage.rollouts[0].ReleaseWeights, list[str]()
     line = re.compile(r"weights of version 1: commit for \d+ s \(rollout-0\)")
@@ -98,4 +98,4 @@ async def test_a_trainer_that_could_not_abort_is_told_and_no_other(
     await stage.start()
     assert await stage.finish() == 0
     assert stage.rollouts[0].aborts == 1
-    assert ("the trainer could not abort the update" in caplog.text) == refuses
+    assert ("trainer did not abort the update" in caplog.text) == refuses

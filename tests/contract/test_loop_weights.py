@@ -94,7 +94,7 @@ async def test_a_model_that_can_never_take_the_weights_ends_the_run_at_once(
     await stage.start()
     assert await stage.finish(10.0) == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "no engine can take the trainer's weights: rollout-0" in last and "refuses norm.weight (64,)" in last
+    assert "no engine can accept the trainer's weights: rollout-0" in last and "refuses norm.weight (64,)" in last
     assert stage.rollouts[0].opened <= 2, "once, and once more to see whose fault it is"
 
 
@@ -192,7 +192,7 @@ async def test_the_tensor_that_differs_is_named(
     stage.rollouts[0].wrong_digests = 1
     await stage.start()
     assert await stage.finish() == 0
-    assert "the trainer sent" in caplog.text and ": one differs; nothing of them is served" in caplog.text
+    assert "the trainer sent" in caplog.text and ": one differs; the engine does not serve them" in caplog.text
     assert "trainer-0 abort" in stage.trainer.journal and "rollout-0 abort" in stage.rollouts[0].journal
 
 
@@ -278,7 +278,7 @@ async def test_people_are_told_who_waits_for_whom(
     make_stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broker, "_SLOW_SECONDS", 0.05)
-    monkeypatch.setattr(broker, "_TELL_SECONDS", 0.05)
+    monkeypatch.setattr(broker, "_SHOW_SECONDS", 0.05)
     stage = make_stage(rollout={"replicas": 2}, steps=1, weights={"timeout_seconds": 60.0})
     stage.rollouts.append(FakeRollout("rollout-1", stage.config))
     go = asyncio.Event()

@@ -44,9 +44,11 @@ def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[.
     assert stage.descendants() == {}
 
     for name in ("rollout-0", "reward-0", "trainer-0"):
-        assert re.search(rf"\d\d:\d\d:\d\d {name} died \(killed by SIGKILL\); starting it again", output), output
+        assert re.search(rf"\d\d:\d\d:\d\d {name} died \(killed by SIGKILL\); restarting it", output), output
         assert re.search(rf"^{name} is back \(\d+ s\)$", output, re.MULTILINE), output
-    assert re.search(r"^back to step \d: trainer-0 at \S+ is a new process", output, re.MULTILINE), output
+    assert re.search(r"^restored the checkpoint of step \d: trainer-0 at \S+ is a new process", output, re.MULTILINE), (
+        output
+    )
     assert "step 6/6  reward " in output
     assert "toy is done: 6 steps" in output
     assert "Held-out accuracy: " in output and "fourfold chat runs/toy/model" in output
@@ -80,10 +82,10 @@ def test_a_frozen_service_is_told_and_so_is_its_return(make_stage: Callable[...,
     pid = stage.pid_of("rollout")
     os.kill(pid, signal.SIGSTOP)
     try:
-        until(lambda: any(line.startswith("rollout-0 is silent") for line in lines), 15)
+        until(lambda: any(line.startswith("rollout-0 did not renew its lease") for line in lines), 15)
     finally:
         os.kill(pid, signal.SIGCONT)
-    until(lambda: any(line.startswith("rollout-0 is heard of again") for line in lines), 15)
+    until(lambda: any(line.startswith("rollout-0 answered again") for line in lines), 15)
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 130
     reader.join(5)
@@ -99,7 +101,7 @@ def test_interrupt_ends_everything_soon_and_resume_goes_on(make_stage: Callable[
     assert time.monotonic() - began < 5
     assert process.returncode == 130
     assert stage.descendants() == {}
-    assert "Stopped by SIGINT. To go on from the last checkpoint: fourfold run --resume runs/toy" in errors
+    assert "Stopped by SIGINT. To resume from the last checkpoint: fourfold run --resume runs/toy" in errors
     assert "Traceback" not in errors
 
     resumed = stage.start("--resume", "runs/toy")

@@ -137,7 +137,7 @@ class Coordinator:
             self._ledger,
             disk=DiskWriter(ledger.parent, board, wait_seconds=config.retry.service_wait_seconds),
             probe_ids=probe,
-            plane=WeightPlaneStatus(),
+            status=WeightPlaneStatus(),
         )
         self._tokens: dict[str, bytes] = {}
         self._tasks: list[asyncio.Task[None]] = []

@@ -1,20 +1,18 @@
-"""`fourfold serve coordinator`: puts a run together and drives it to its end.
+"""`fourfold serve coordinator`: creates the parts of a run and drives the run to its end.
 
-    listen -> tokenizer -> coordinator.address, so that the services can register
-           -> prompts (seconds, while the services load their models) -> the loop -> exit code
+    listen -> tokenizer -> coordinator.address, so that services can register
+           -> prompts (takes seconds, while the services load their models) -> training loop -> exit code
 
-Exit code 0 when the report is written, or was before; 1 when the run failed; the reason is then the last line
-on stderr, and in the last state that `WatchRun` sends.
+The exit code is 0 when report.json is written, or was before. It is 1 when the run failed: then the reason is the last
+line on stderr, and in the last status that `WatchRun` sends.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import sys
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,8 +32,8 @@ from fourfold.rpc.channel import open_channel
 from fourfold.security.principal import Principal
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 
-from .cli.summary import is_finished
 from .data.prompts import PromptSet, load_prompts
+from .launch.run_folder import ADDRESS_FILE, CONFIG_FILE, REPORT_FILE, is_finished, locked
 from .reporting.run_service import RunServicer
 from .reporting.run_totals import PEAK_MEMORY, MemoryMeter, RunTotals
 from .routing.membership import CertificateMonitor, MembershipServicer
@@ -56,47 +54,39 @@ from .weights.status import WeightPlaneStatus
 
 log = logging.getLogger("fourfold.coordinator")
 
-ADDRESS_FILE: Final = "coordinator.address"
-_CONFIG_FILE: Final = "config.toml"
 _LEDGER_FILE: Final = "ledger.sqlite"
 _LOCK_FILE: Final = "coordinator.lock"
-_PROMPTS: Final = "prompts_sha256"
-# Services load models when they start, and people start them by hand: give them more than a replacement gets.
+_PROMPTS_KEY: Final = "prompts_sha256"
+# Services load models at the start, and users start some of them by hand, so the first wait is longer than later ones.
 _START_SECONDS: Final = 900.0
 _TICK_SECONDS: Final = 0.25
 
 
 def main(options: ServeOptions) -> int:
-    """Run the coordinator; return the exit code. A run that is finished waits for nobody."""
+    """Run the coordinator; return the exit code. A finished run exits at once."""
     folder = options.run_dir or Path("runs") / options.config.name
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
+    with locked(folder / _LOCK_FILE, "coordinator"):
         if is_finished(folder, options.config):
             sys.stdout.write(
-                f"{folder} is finished already: its report is {folder / 'report.json'}. Raise steps to go on with it, "
-                f"or give --run-dir for another run.\n"
+                f"{folder} is finished already: its report is {folder / REPORT_FILE}. Raise steps to train further, or "
+                f"give --run-dir for another run.\n"
             )
             return 0
         if warning := check_room(folder):
             log.warning("%s", warning)
-        if not (folder / _CONFIG_FILE).exists():  # started by hand, not by the launcher
-            write_atomically(folder / _CONFIG_FILE, dump(options.config))
+        if not (folder / CONFIG_FILE).exists():  # started by hand, not by the launcher
+            write_atomically(folder / CONFIG_FILE, dump(options.config))
         return asyncio.run(Coordinator(options, folder).run())
 
 
 class Coordinator:
-    """One coordinator process: its servers, its background tasks and its loop."""
+    """One coordinator process: its server, background tasks and training loop."""
 
     def __init__(self, options: ServeOptions, folder: Path, *, start_seconds: float = _START_SECONDS) -> None:
-        """Prepare; nothing listens yet.
+        """Create the parts that need no service; raise ConfigError when the tokenizer is missing.
 
-        Args:
-            options: from the command line.
-            folder: of the run.
-            start_seconds: longest wait for the services at the start, unless retry.service_wait_seconds is longer.
-
-        Raises:
-            ConfigError: the recipe does not fit together, or the tokenizer is missing.
+        `start_seconds` limits the wait for services at the start, unless retry.service_wait_seconds is longer.
         """
         config = options.config
         self._config, self._folder = config, folder
@@ -105,7 +95,7 @@ class Coordinator:
         self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source))
         self._board = RunBoard(name=config.name, step_count=config.steps)
         self._disk = DiskWriter(folder, self._board, wait_seconds=config.retry.service_wait_seconds)
-        self._plane = WeightPlaneStatus()
+        self._weight_status = WeightPlaneStatus()
         self._registry = Registry(
             clock=SYSTEM_CLOCK, tokenizer_sha256=self._tokenizer.sha256, security=self._host.security
         )
@@ -127,11 +117,11 @@ class Coordinator:
         self._host.server.add(
             run_service_pb2.DESCRIPTOR.services_by_name["RunService"],
             add_RunServiceServicer_to_server,
-            RunServicer(self._board, lambda: self._plane.report(self._replicas())),
+            RunServicer(self._board, lambda: self._weight_status.to_proto(self._replicas())),
         )
 
     def _open_channel(self, member: Member) -> grpc.aio.Channel:
-        """Open a channel to a member; with certificates, nobody else can answer."""
+        """Open a channel to a member; with certificates, only a server with the member's identity is accepted."""
         return open_channel(member.target, self._host.security, server=Principal(member.role_name, member.member_id))
 
     async def run(self) -> int:
@@ -142,7 +132,7 @@ class Coordinator:
         await self._disk.write(write_atomically, self._folder / ADDRESS_FILE, self._host.target + "\n")
 
     async def _drive(self) -> int:
-        """Run the loop to its end, and tell the watchers how it went."""
+        """Run the training loop to its end, and report the outcome to watchers."""
         ledger: Ledger | None = None
         try:
             ledger = await self._disk.write(Ledger, self._folder / _LEDGER_FILE)
@@ -150,11 +140,11 @@ class Coordinator:
         except FourfoldError as error:
             self._board.close(failure=error.message)
             raise
-        except Exception as error:  # the boundary of this process: a bug of ours ends the run with its name
-            log.exception("the loop failed")
+        except Exception as error:  # the one broad handler of this process: a bug ends the run, and watchers see it
+            log.exception("training loop failed")
             self._board.close(failure=f"internal error: {error!r}")
             raise Internal(f"internal error: {error!r}; the log has the traceback") from error
-        except asyncio.CancelledError:  # a signal; the watchers' streams end with this state, and so does the server
+        except asyncio.CancelledError:  # a signal: the watchers' streams end with this status
             self._board.close(failure="the coordinator was stopped")
             raise
         finally:
@@ -187,7 +177,7 @@ class Coordinator:
     async def _assemble(self, ledger: Ledger, memory: MemoryMeter, totals: RunTotals) -> RunContext:
         config = self._config
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer)
-        await self._disk.write(remember, prompts, ledger)
+        await self._disk.write(check_same_data, prompts, ledger)
         sha256 = self._tokenizer.sha256
         session = TrainerSession(self._router, config, tokenizer_sha256=sha256, board=self._board)
         service_calls = ServiceCalls(config, self._router, self._tokenizer, newest_version=ledger.highest_version)
@@ -208,7 +198,7 @@ class Coordinator:
                 ledger,
                 disk=self._disk,
                 probe_ids=prompts.train[0].token_ids,
-                plane=self._plane,
+                status=self._weight_status,
             ),
             service_calls=service_calls,
             evaluator=Evaluator(config, service_calls, session, prompts.held_out),
@@ -227,23 +217,22 @@ class Coordinator:
             await self._router.wait_for_change(timeout=_TICK_SECONDS)
 
 
-def remember(prompts: PromptSet, ledger: Ledger) -> None:
-    """Note what the data is; a position means nothing in other data.
+def check_same_data(prompts: PromptSet, ledger: Ledger) -> None:
+    """Store the digest of the run's data; raise ConfigError when the run began with other data.
 
-    Raises:
-        ConfigError: the run began with other data.
+    The ledger stores a position in the data, which is meaningless in other data.
     """
-    digest, known = prompts.digest(), ledger.get(_PROMPTS)
+    digest, known = prompts.digest(), ledger.get(_PROMPTS_KEY)
     if known and known != digest:
         raise ConfigError(
-            "the data is not what the run began with: files, options, seed, tokenizer or reasoning-gym changed; bring "
-            "it back, or start a new run"
+            "the data differs from the data that the run began with: files, options, seed, tokenizer or reasoning-gym "
+            "changed; restore them, or start a new run"
         )
-    ledger.put({_PROMPTS: digest})
+    ledger.put({_PROMPTS_KEY: digest})
 
 
 async def first_of(main: Coroutine[Any, Any, None], background: Sequence[asyncio.Task[None]]) -> None:
-    """Await `main`; when a background task fails first, cancel `main` and raise that failure."""
+    """Await `main`. When a background task fails first, cancel `main` and raise that error."""
     task = asyncio.ensure_future(main)
     try:
         await asyncio.wait([task, *background], return_when=asyncio.FIRST_COMPLETED)
@@ -257,24 +246,7 @@ async def first_of(main: Coroutine[Any, Any, None], background: Sequence[asyncio
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is never seen half-written."""
+    """Write a file so that readers see the old text or the new one."""
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep every other coordinator away from the run's folder.
-
-    Raises:
-        ConfigError: another one is there.
-    """
-    with (folder / _LOCK_FILE).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{folder}: another coordinator runs there; stop it, or give the run another name"
-            ) from None
-        yield

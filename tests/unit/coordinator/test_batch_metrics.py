@@ -11,7 +11,7 @@ import pytest
 
 from fourfold import metrics as m
 from fourfold.arrays import VersionSpan
-from fourfold.errors import PeerFault, Unavailable, WrongState
+from fourfold.errors import PeerFault, Unavailable
 from fourfold.metrics import METRICS
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
@@ -26,7 +26,6 @@ from fourfold_coordinator.state.samples import (
     check_completions,
     digest,
 )
-from fourfold_coordinator.weights.probe import LogprobProbe
 
 PROMPT = Prompt(
     index=0,
@@ -157,62 +156,3 @@ def test_the_numbers_of_a_batch_are_those_of_all_that_was_generated() -> None:
 def test_groups_of_one_have_nothing_to_differ_from() -> None:
     numbers = compute_batch_metrics(collected(group(1), group(1)), policy_version=2)
     assert not [name for name in numbers if name in ("groups/useful", "groups/all_max", "groups/all_min")]
-
-
-# -- the probe --------------------------------------------------------------------------------------------------------
-
-ENGINE = ("rollout-0", "a" * 32)
-
-
-def logprobs(shift: float, count: int = 4) -> Any:
-    values = np.full(count, -1 - shift, np.float32)
-    values[0] = np.nan
-    return values
-
-
-@pytest.fixture
-def probe() -> LogprobProbe:
-    probe = LogprobProbe(np.arange(4, dtype=np.int32), tolerance=0.1)
-    probe.trainer(1, logprobs(0))
-    probe.trainer(2, logprobs(0.05))
-    return probe
-
-
-def test_a_probe_within_the_tolerance_passes_with_its_distance(probe: LogprobProbe) -> None:
-    assert probe.compare(ENGINE, 1, logprobs(0.02)) == pytest.approx((0.02, 0.02), abs=1e-6)
-
-
-@pytest.mark.parametrize("values", [logprobs(0.5), np.full(4, np.nan, np.float32)])
-def test_a_probe_that_differs_names_the_engine(probe: LogprobProbe, values: Any) -> None:
-    with pytest.raises(WrongState, match=r"rollout-0: after the update to version 1 .* allows 0.1") as error:
-        probe.compare(ENGINE, 1, values)
-    assert error.value.reason == "PROBE_DIFFERS"
-
-
-def test_an_engine_that_did_not_move_with_the_trainer_is_stale(probe: LogprobProbe) -> None:
-    probe.accept(ENGINE, 1, logprobs(0.02))
-    with pytest.raises(WrongState, match=r"bit for bit those of version 1, .* moved by up to 0.05 nats") as error:
-        probe.compare(ENGINE, 2, logprobs(0.02))
-    assert error.value.reason == "STALE_WEIGHTS"
-    probe.compare(ENGINE, 2, logprobs(0.0201))
-
-
-def test_a_change_too_small_to_see_is_only_noted(probe: LogprobProbe, caplog: pytest.LogCaptureFixture) -> None:
-    probe.trainer(3, logprobs(0.0501))
-    probe.accept(ENGINE, 2, logprobs(0.05))
-    probe.compare(ENGINE, 3, logprobs(0.05))
-    assert "stale" in caplog.text
-
-
-def test_a_trainer_that_did_not_move_makes_nobody_stale(probe: LogprobProbe, caplog: pytest.LogCaptureFixture) -> None:
-    probe.trainer(3, logprobs(0.05))
-    probe.accept(ENGINE, 2, logprobs(0.05))
-    probe.compare(ENGINE, 3, logprobs(0.05))
-    assert caplog.text == ""
-
-
-def test_a_probe_of_one_token_is_made_long_enough() -> None:
-    probe = LogprobProbe(np.array([7], np.int32), tolerance=1)
-    assert probe.token_ids.tolist() == [7, 7]
-    assert probe.sample().temperature == 1.0
-    assert len(LogprobProbe(np.arange(500, dtype=np.int32), tolerance=1).token_ids) == 64

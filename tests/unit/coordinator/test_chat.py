@@ -7,7 +7,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from fourfold.model.tokenizer import Tokenizer
-from fourfold_coordinator.cli.chat import Conversation, Words
+from fourfold_coordinator.cli.chat import Conversation, IncrementalDecoder
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}<e>\n{% endfor %}"
@@ -40,7 +40,7 @@ def test_next_prompt_goes_on_from_the_ids_of_the_answer(tokenizer: Tokenizer, en
     first = talk.ask("Hello")
     assert text(tokenizer, first) == "<s>system\nBe brief.<e>\n<s>user\nHello<e>\n<s>assistant\n"
     answer = tokenizer.encode("Hi<e>" if ended else "Hi")
-    talk.answered(first, answer)
+    talk.add_answer(first, answer)
     second = talk.ask("Bye")
     assert second[: len(first) + len(answer)] == [*first, *answer]
     # The end of the turn is there once, whether the model wrote it or was cut off.
@@ -50,14 +50,14 @@ def test_next_prompt_goes_on_from_the_ids_of_the_answer(tokenizer: Tokenizer, en
 def test_asking_does_not_change_the_talk_until_there_is_an_answer(tokenizer: Tokenizer) -> None:
     talk = Conversation(tokenizer)
     assert talk.ask("Hello") == talk.ask("Hello")
-    talk.answered(talk.ask("Hello"), tokenizer.encode("Hi<e>"))
-    talk.forget()
+    talk.add_answer(talk.ask("Hello"), tokenizer.encode("Hi<e>"))
+    talk.clear()
     assert text(tokenizer, talk.ask("Again")) == "<s>user\nAgain<e>\n<s>assistant\n"
 
 
 def test_words_come_whole(tokenizer: Tokenizer) -> None:
-    words = Words(tokenizer)
-    pieces = [words.add([token]) for token in tokenizer.encode("a \u00e9\U0001f600!<e>")]
+    decoder = IncrementalDecoder(tokenizer)
+    pieces = [decoder.add([token]) for token in tokenizer.encode("a \u00e9\U0001f600!<e>")]
     assert "".join(pieces) == "a \u00e9\U0001f600!"
     assert "\ufffd" not in "".join(pieces)
     assert pieces[2] == "" and pieces[3] == "\u00e9"  # two bytes, one character

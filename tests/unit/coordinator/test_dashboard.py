@@ -15,7 +15,7 @@ from rich.console import Console
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.rpc.responses import clean_strings
 from fourfold.text import format_duration
-from fourfold_coordinator.cli.dashboard import Dashboard, Pace, facts, sparkline
+from fourfold_coordinator.cli.dashboard import Dashboard, TimeLeft, panel_rows, sparkline
 
 
 def snapshot(steps: int) -> pb.RunStatus:
@@ -54,7 +54,7 @@ def test_without_a_terminal_each_event_is_one_plain_line_told_once() -> None:
         display.refresh()
         display.update(snapshot(1))
         display.refresh()
-        display.note("12:00:00 rollout-0 died (killed by SIGKILL); starting it again")
+        display.note("12:00:00 rollout-0 died (killed by SIGKILL); restarting it")
         second = snapshot(2)
         second.steps[-1].alarms.extend(["82% of the completions were cut off", "large update"])
         display.update(second)
@@ -63,9 +63,9 @@ def test_without_a_terminal_each_event_is_one_plain_line_told_once() -> None:
     assert output.getvalue().splitlines() == [
         "coordinator-0 is ready (0 s)",
         "step 0: held-out accuracy 0.11 +- 0.14 (160 answers)",
-        "step 1/24  reward 0.10  useful groups 75%  drift 0.0042  lag 0  9.8 s (generate 3.1, train 5.4)",
-        "12:00:00 rollout-0 died (killed by SIGKILL); starting it again",
-        "step 2/24  reward 0.20  useful groups 75%  drift 0.0042  lag 0  9.8 s (generate 3.1, train 5.4)",
+        "step 1/24  reward 0.10  useful groups 75%  logprob mismatch 0.0042  lag 0  9.8 s (generate 3.1, train 5.4)",
+        "12:00:00 rollout-0 died (killed by SIGKILL); restarting it",
+        "step 2/24  reward 0.20  useful groups 75%  logprob mismatch 0.0042  lag 0  9.8 s (generate 3.1, train 5.4)",
         "  ! 82% of the completions were cut off",
         "  ! large update",
     ]
@@ -125,9 +125,9 @@ def test_live_panel_before_anything_is_known_says_starting() -> None:
 
 def test_what_the_run_waits_for_and_why_it_failed_are_shown() -> None:
     waiting = pb.RunStatus(phase=pb.RUN_PHASE_WAITING_FOR_SERVICES, waiting_for="1 rollout service")
-    assert facts(waiting) == [("now", "waiting for services: 1 rollout service")]
+    assert panel_rows(waiting) == [("now", "waiting for services: 1 rollout service")]
     failed = pb.RunStatus(phase=pb.RUN_PHASE_FAILED, failure="no reward service for 120 s")
-    assert facts(failed) == [("now", "failed"), ("failure", "no reward service for 120 s")]
+    assert panel_rows(failed) == [("now", "failed"), ("failure", "no reward service for 120 s")]
 
 
 def test_display_that_breaks_is_switched_off_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -141,21 +141,21 @@ def test_display_that_breaks_is_switched_off_and_raises_nothing(caplog: pytest.L
         display.note("again")
         display.refresh()
     assert [record.message for record in caplog.records] == [
-        "the display failed and is off; the run goes on (fourfold watch shows it)"
+        "display failed and was disabled; the run continues (fourfold watch shows it)"
     ]
 
 
 def test_time_left_follows_the_steps_that_were_seen() -> None:
-    pace = Pace()
-    assert pace.seconds_left(pb.RunStatus(step_count=24)) is None
-    pace.saw(2, 100.0)
-    assert pace.seconds_left(snapshot(2)) == pytest.approx(22 * 9.8)  # from the metrics: one observation
-    pace.saw(3, 110.0)
-    pace.saw(4, 130.0)
-    assert pace.seconds_left(snapshot(4)) == pytest.approx(20 * 15)
-    pace.saw(2, 140.0)  # back to a checkpoint
-    assert pace.seconds_left(snapshot(2)) == pytest.approx(22 * 9.8)
-    assert pace.seconds_left(snapshot(24)) is None
+    time_left = TimeLeft()
+    assert time_left.estimate(pb.RunStatus(step_count=24)) is None
+    time_left.add_step(2, 100.0)
+    assert time_left.estimate(snapshot(2)) == pytest.approx(22 * 9.8)  # from the metrics: one observation
+    time_left.add_step(3, 110.0)
+    time_left.add_step(4, 130.0)
+    assert time_left.estimate(snapshot(4)) == pytest.approx(20 * 15)
+    time_left.add_step(2, 140.0)  # back to a checkpoint
+    assert time_left.estimate(snapshot(2)) == pytest.approx(22 * 9.8)
+    assert time_left.estimate(snapshot(24)) is None
 
 
 @pytest.mark.parametrize(
@@ -174,13 +174,13 @@ def test_clock_reads_like_a_clock() -> None:
 
 def test_engines_say_how_fast_and_how_full_they_are() -> None:
     status = snapshot(1)
-    assert "engines" not in dict(facts(status)), "services that do not tell"
+    assert "engines" not in dict(panel_rows(status)), "services that do not tell"
     status.steps[-1].metrics["rollout/engine_tokens_per_second_min"] = 812.4
     status.steps[-1].metrics["rollout/engine_tokens_per_second_max"] = 812.4
-    assert dict(facts(status))["engines"] == "812 tokens/s each"
+    assert dict(panel_rows(status))["engines"] == "812 tokens/s each"
     status.steps[-1].metrics["rollout/engine_tokens_per_second_max"] = 2400.0
     status.steps[-1].metrics["rollout/kv_cache_use_max"] = 0.354
-    assert dict(facts(status))["engines"] == "812 to 2400 tokens/s each, KV cache 35% full at most"
+    assert dict(panel_rows(status))["engines"] == "812 to 2400 tokens/s each, KV cache 35% full at most"
 
 
 def test_lease_wait_condition_and_return_are_on_the_panel_with_their_times() -> None:
@@ -201,9 +201,9 @@ def test_lease_wait_condition_and_return_are_on_the_panel_with_their_times() -> 
     text = " ".join(output.getvalue().replace("\u2502", "").split())
     for words in (
         r"training 50%: a rollout service \(none has registered\) \(1:3\d min\)",
-        r"coordinator-0, rollout-0 \(no lease\), trainer-0 \(silent for 1:1\d min\), reward-0, reward-7",
+        r"coordinator-0, rollout-0 \(no lease\), trainer-0 \(lease overdue for 1:1\d min\), reward-0, reward-7",
         r"! disk: runs/demo cannot be written \(2:1\d min\)",
-        r"back to step 6: trainer-0 at x:1 is a new process",
+        r"restored the checkpoint of step 6: trainer-0 at x:1 is a new process",
     ):
         assert re.search(words, text), words
 

@@ -82,7 +82,7 @@ def test_a_condition_is_told_when_it_begins_and_when_it_ends() -> None:
     console.status.conditions.add(subject="reward-0", text="passes")
     assert console.after(1) == []
     del console.status.conditions[:]
-    assert console.after(3) == ["disk: right again (5 s)"]
+    assert console.after(3) == ["disk: resolved after 5 s"]
 
 
 def test_a_frozen_service_is_told_and_so_is_its_lease() -> None:
@@ -91,23 +91,25 @@ def test_a_frozen_service_is_told_and_so_is_its_lease() -> None:
     member = console.status.members.add(member_id="rollout-0", state=pb.MEMBER_STATE_LIVE)
     console.after(1)
     member.state = pb.MEMBER_STATE_SILENT
-    assert console.after(5) == ["rollout-0 is silent: its lease is overdue; it hangs, is stopped, or cannot reach us"]
+    assert console.after(5) == [
+        "rollout-0 did not renew its lease: it hangs, is stopped, or cannot reach the coordinator"
+    ]
     del console.status.members[:]
-    assert console.after(5) == ["rollout-0 has lost its lease; the run goes on without it until it registers again"]
+    assert console.after(5) == ["rollout-0 lost its lease; the run continues without it until it registers again"]
     console.status.members.add(member_id="rollout-0", state=pb.MEMBER_STATE_LIVE)
-    assert console.after(2) == ["rollout-0 is heard of again (10 s)"]
+    assert console.after(2) == ["rollout-0 answered again after 10 s"]
 
 
 def test_of_a_dead_process_the_launcher_tells_and_not_its_lease() -> None:
     console = Console()
     console.services = [("coordinator-0", "ready"), ("rollout-0", "starting")]
     console.status.members.add(member_id="rollout-0", state=pb.MEMBER_STATE_SILENT)
-    console.notes = ["rollout-0 died", "rollout-0 is back (12 s)"]
-    assert console.after(2) == ["coordinator-0 is ready (1 s)", "rollout-0 died", "rollout-0 is back (12 s)"]
+    console.notes = ["rollout-0 died", "rollout-0 is ready again after 12 s"]
+    assert console.after(2) == ["coordinator-0 is ready (1 s)", "rollout-0 died", "rollout-0 is ready again after 12 s"]
     console.services = list(READY)
-    console.notes += ["rollout-0 died", "rollout-0 is back (12 s)"]
+    console.notes += ["rollout-0 died", "rollout-0 is ready again after 12 s"]
     del console.status.members[:]
-    assert console.after(2) == ["rollout-0 is ready (3 s)", "rollout-0 died", "rollout-0 is back (12 s)"]
+    assert console.after(2) == ["rollout-0 is ready (3 s)", "rollout-0 died", "rollout-0 is ready again after 12 s"]
 
 
 def test_a_resumed_run_does_not_tell_its_old_steps_again() -> None:
@@ -121,7 +123,7 @@ def test_a_resumed_run_does_not_tell_its_old_steps_again() -> None:
     assert steps_of(console.after(1)) == ["step 5/9", "step 6/9", "step 6"]
     begun = Console()
     begun.goes_on(0)
-    assert begun.after(2) == ["begun again: there was no checkpoint"]
+    assert begun.after(2) == ["restarted at step 0: there was no checkpoint"]
 
 
 def test_a_rollback_says_where_and_why_and_the_steps_after_it_are_told_again() -> None:
@@ -129,14 +131,12 @@ def test_a_rollback_says_where_and_why_and_the_steps_after_it_are_told_again() -
     console.done(1, 2, 3)
     console.after(1)
     console.done(1, 2)
-    console.goes_on(2, "trainer-0 at x:1 is a new process; what it learned since its checkpoint is lost")
-    assert console.after(1) == [
-        "back to step 2: trainer-0 at x:1 is a new process; what it learned since its checkpoint is lost"
-    ]
+    console.goes_on(2, "trainer-0 at x:1 is a new process")
+    assert console.after(1) == ["restored the checkpoint of step 2: trainer-0 at x:1 is a new process"]
     console.done(1, 2, 3)
     assert steps_of(console.after(2)) == ["step 3/9"]
     console.done(1, 2)
     console.goes_on(2, "again")
-    assert console.after(1) == ["back to step 2: again"]
+    assert console.after(1) == ["restored the checkpoint of step 2: again"]
     console.done(1, 2, 3)
     assert steps_of(console.after(1)) == ["step 3/9"]

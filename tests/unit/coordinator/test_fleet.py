@@ -18,10 +18,10 @@ from fourfold.host.clock import Clock, SystemClock
 from fourfold.host.postmortem import Death
 from fourfold.host.process import Command
 from fourfold_coordinator.cli.dashboard import _PHASES
-from fourfold_coordinator.cli.run import make_run_dir
 from fourfold_coordinator.launch.fleet import COORDINATOR, Fleet, launched_services, manual_services
 from fourfold_coordinator.launch.launcher import ServiceSpec
 from fourfold_coordinator.launch.placement import assign_gpus, bundles, check_cluster_fits, shared_gpus
+from fourfold_coordinator.launch.run_folder import make_run_dir
 
 ROOT = Path(__file__).parents[3]
 
@@ -156,8 +156,8 @@ def test_service_that_dies_is_started_again_a_few_times(tmp_path: Path, clock: F
         assert len(notes) == restart and f"{name} died (killed by SIGKILL)" in notes[-1]
     launcher.dying = [death(name, was_ready=False)]
     ending = fleet.tick()
-    assert ending is not None and "started again 2 times already (retry.restarts = 2)" in ending.text
-    assert fleet.earlier == notes
+    assert ending is not None and "restarted 2 times already (retry.restarts = 2)" in ending.text
+    assert fleet.survived_deaths == notes
 
 
 def test_second_restart_waits_a_little(tmp_path: Path, clock: FakeClock) -> None:
@@ -177,7 +177,7 @@ def test_lost_replica_is_given_up_while_another_lives(tmp_path: Path, clock: Fak
     fleet, launcher, notes = started(tmp_path, recipe(rollout={"replicas": 2}, retry={"restarts": 0}), clock)
     launcher.dying = [death("rollout-0")]
     assert fleet.tick() is None
-    assert ("rollout-0", "lost") in fleet.states() and "is given up" in notes[-1]
+    assert ("rollout-0", "lost") in fleet.states() and "continues without it" in notes[-1]
     launcher.dying = [death("rollout-1")]
     ending = fleet.tick()
     assert ending is not None and not ending.done
@@ -188,7 +188,7 @@ def test_coordinator_that_never_listens_is_told(tmp_path: Path, clock: FakeClock
     fleet.start()
     clock.seconds += 1000
     ending = fleet.tick()
-    assert ending is not None and "coordinator-0 does not listen after" in ending.text
+    assert ending is not None and "coordinator-0 did not listen within" in ending.text
 
 
 def test_service_that_never_gets_ready_is_told(tmp_path: Path, clock: FakeClock) -> None:
@@ -274,7 +274,7 @@ def test_cluster_that_is_too_small_is_refused_with_a_table() -> None:
     with pytest.raises(ConfigError) as error:  # 8 GPUs in all, but none has 4 left for the trainer
         check_cluster_fits(services, [{"CPU": 64, "GPU": 3}, {"CPU": 64, "GPU": 3}, {"CPU": 64, "GPU": 2}])
     assert error.value.message.splitlines() == [
-        "trainer-0 finds no place on the cluster.",
+        "trainer-0 fits on no node of the cluster.",
         "                           CPU   GPU",
         "asked  rollout-0             2     2",
         "asked  rollout-1             2     2",
@@ -287,7 +287,7 @@ def test_cluster_that_is_too_small_is_refused_with_a_table() -> None:
         "Lower rollout.replicas, rollout.gpus_per_replica, trainer.ranks or critic.ranks, let services share GPUs "
         "(placement.colocated), or add nodes to the cluster.",
     ]
-    with pytest.raises(ConfigError, match="reward-0 finds no place"):  # CPUs run out
+    with pytest.raises(ConfigError, match="reward-0 fits on no node"):  # CPUs run out
         check_cluster_fits(services, [{"CPU": 8, "GPU": 8}])
 
 
@@ -301,9 +301,9 @@ def test_services_that_share_gpus_are_set_aside_together() -> None:
     assert (together.name, together.gpus, together.cpus) == ("rollout-0, rollout-1, trainer-0", 2, 6)
     assert (alone.name, alone.gpus, alone.shares) == ("rollout-2", 1, False)
     assert (reward.name, reward.gpus) == ("reward-0", 0)
-    assert [together.places_of(service) for service in together.services] == [(0,), (1,), (0, 1)]
+    assert [together.local_indices(service) for service in together.services] == [(0,), (1,), (0, 1)]
     check_cluster_fits(services, [{"CPU": 9, "GPU": 3}])
-    with pytest.raises(ConfigError, match="rollout-0, rollout-1, trainer-0 finds no place"):
+    with pytest.raises(ConfigError, match="rollout-0, rollout-1, trainer-0 fits on no node"):
         check_cluster_fits(services, [{"CPU": 64, "GPU": 1}] * 3)
 
 
@@ -358,7 +358,7 @@ def test_the_return_of_a_service_is_told_with_its_time(tmp_path: Path, clock: Fa
         launcher.ready.add("rollout-0")
         fleet.tick()
         fleet.tick()
-        assert notes[-1] == "rollout-0 is back (12 s)" and len(notes) == 2 * number
+        assert notes[-1] == "rollout-0 is ready again after 12 s" and len(notes) == 2 * number
 
 
 def test_the_line_of_a_death_has_the_cause_in_the_services_own_words(tmp_path: Path, clock: FakeClock) -> None:
@@ -366,4 +366,4 @@ def test_the_line_of_a_death_has_the_cause_in_the_services_own_words(tmp_path: P
     words = "trainer-0-rank-1 died: killed by SIGKILL, by a user (kill -9)"
     launcher.dying = [replace(death("trainer-0"), message=words)]
     fleet.tick()
-    assert f"trainer-0 died (ended with exit code 1: {words}); starting it again" in notes[0]
+    assert f"trainer-0 died (ended with exit code 1: {words}); restarting it" in notes[0]

@@ -10,17 +10,18 @@ import pytest
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import ConfigError
+from fourfold_coordinator.launch.run_folder import locked
 from fourfold_coordinator.reporting.run_totals import MemoryMeter, pss_bytes
 from fourfold_coordinator.routing.registry import Member
-from fourfold_coordinator.serve import locked, write_atomically
+from fourfold_coordinator.serve import write_atomically
 
 
 def test_one_run_folder_has_one_coordinator(tmp_path: Path) -> None:
-    with locked(tmp_path):
-        with pytest.raises(ConfigError, match="another coordinator runs there"):
-            with locked(tmp_path):
+    with locked(tmp_path / "coordinator.lock", "coordinator"):
+        with pytest.raises(ConfigError, match="another coordinator uses this folder"):
+            with locked(tmp_path / "coordinator.lock", "coordinator"):
                 pass
-    with locked(tmp_path):
+    with locked(tmp_path / "coordinator.lock", "coordinator"):
         pass
 
 

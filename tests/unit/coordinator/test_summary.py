@@ -32,22 +32,22 @@ def test_summary_says_what_was_learned_where_it_is_and_what_comes_next(tmp_path:
     assert "8.3 GB of memory (without trainer-0: not on the coord" in "\n".join(summary_lines(away, tmp_path))
     assert "Held-out accuracy: 0.11 +- 0.07 (160 answers) before, 0.63 (160 answers) after training (95 %)." in text
     assert "Dropped samples: 3 REWARD_ERROR" in text
-    assert "What to look at" not in text and "Resumed" not in text and "Started again" not in text
+    assert "Findings" not in text and "Resumed" not in text and "Restarted" not in text
     disturbed = summary_lines({**report, "resumes": 2, "restarts": {"trainer-0": 2, "rollout-0": 1}}, tmp_path)
     assert "Resumed 2 times." in disturbed
-    assert "Started again while the run went on: rollout-0 1x, trainer-0 2x." in disturbed
+    assert "Restarted during the run: rollout-0 1x, trainer-0 2x." in disturbed
     wrong = [
         {"text": "82% were cut off; raise it", "steps": 20, "first": 2, "last": 24},
         {"text": "nothing was learned: every sample scored 0", "steps": 1, "first": 3, "last": 3},
     ]
     lines = summary_lines({**report, "skipped_steps": 1, "diagnosis": wrong}, tmp_path)
-    assert "1 of 24 steps changed nothing." in lines
+    assert "1 of 24 steps did not change the weights." in lines
     assert "  20 steps, 2 to 24: 82% were cut off; raise it" in lines
     assert "  step 3: nothing was learned: every sample scored 0" in lines
-    assert "Against demo-1, the same recipe: the same first step, accuracy -0.02." in text
+    assert "Compared with demo-1, which has the same recipe: the same first step, accuracy -0.02." in text
     assert "What is 3 * 4?" in text and "I think it is 34," in text and "12 *" in text
     assert f"{tmp_path}/curve.png" in text and f"{tmp_path}/metrics.jsonl" not in text
-    assert text.endswith(f"Talk to it: fourfold chat {tmp_path}/model")
+    assert text.endswith(f"Chat with the model: fourfold chat {tmp_path}/model")
 
 
 def test_answers_are_paired_by_prompt() -> None:

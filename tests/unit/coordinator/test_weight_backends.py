@@ -130,7 +130,7 @@ def test_a_backend_that_was_asked_for_is_used_alone() -> None:
     ("wanted", "who", "why"),
     [
         ("nccl", engine("a", 1), f"its GPU {'01' * 16} holds a trainer rank, too: NCCL refuses two ranks on one GPU"),
-        ("nccl", engine("a"), "the engine has only shm, gloo"),
+        ("nccl", engine("a"), "the engine supports shm, gloo"),
         ("nccl", engine("a", backends=ALL), "the engine is not on GPUs"),
         (
             "cuda_ipc",
@@ -144,8 +144,8 @@ def test_a_backend_that_was_asked_for_is_used_alone() -> None:
         ),
         ("cuda_ipc", engine("a", backends=ALL), "the engine is not on GPUs"),
         ("shm", engine("a", host_id="there"), "it is on another host than the trainer, or in another container"),
-        ("gloo", engine("a", backends=["shm"]), "the engine has only shm"),
-        ("gloo", engine("a", backends=[]), "the engine has only none"),
+        ("gloo", engine("a", backends=["shm"]), "the engine supports shm"),
+        ("gloo", engine("a", backends=[]), "the engine supports no backend"),
     ],
 )
 def test_an_engine_that_cannot_have_it_is_refused_by_name(wanted: str, who: DescribedEngine, why: str) -> None:
@@ -162,9 +162,9 @@ def test_two_engines_on_one_gpu_are_refused_with_nccl_alone() -> None:
 def test_an_engine_that_nothing_reaches_is_refused_with_every_reason() -> None:
     message = refusal(trainer(), engine("a", backends=["shm"], host_id="there"))
     assert message == (
-        "no way for weights from the trainer to a at x:1 (cuda_ipc: the trainer does not have it; nccl: the trainer "
-        "does not have it; shm: it is on another host than the trainer, or in another container; gloo: the engine has "
-        "only shm)"
+        "no backend carries weights from the trainer to a at x:1 (cuda_ipc: the trainer does not support it; nccl: the "
+        "trainer does not support it; shm: it is on another host than the trainer, or in another container; gloo: the "
+        "engine supports shm)"
     )
 
 

@@ -31,12 +31,12 @@ class Scene:
         self.replicas = [_Replica("trainer-0", Role.ROLE_TRAINER), *(_Replica(name) for name in ENGINES)]
 
     def begin(self, phase: str, busy: list[str] | None = None) -> None:
-        self.plane.begin(
+        self.plane.begin_phase(
             phase, trainer="trainer-0", engines=ENGINES, busy=[*ENGINES, "trainer-0"] if busy is None else busy
         )
 
     def report(self) -> pb.GetWeightPlaneResponse:
-        return self.plane.report(cast(Any, reversed(self.replicas)))
+        return self.plane.to_proto(cast(Any, reversed(self.replicas)))
 
     def waits(self) -> dict[str, list[str]]:
         return {party.member_id: list(party.waits_for) for party in self.report().parties}
@@ -45,38 +45,38 @@ class Scene:
 def test_between_updates_nobody_waits() -> None:
     scene = Scene()
     for name in ENGINES:
-        scene.plane.state(name, status.SERVING)
+        scene.plane.set_state(name, status.SERVING)
     scene.now = 3.0
     report = scene.report()
     assert (report.phase, report.phase_seconds, report.policy_version) == ("", 0.0, 5)
     assert [p.member_id for p in report.parties] == ["trainer-0", *ENGINES], "the trainer first"
     assert [(p.state, p.state_seconds) for p in report.parties[1:]] == [("serving", 3.0)] * 2
     assert scene.waits() == {"trainer-0": [], "rollout-0": [], "rollout-1": []}
-    assert scene.plane.line() == ""
+    assert scene.plane.describe() == ""
 
 
 def test_in_a_pause_those_who_stopped_wait_for_the_others() -> None:
     scene = Scene()
     scene.begin(status.PAUSE)
     assert scene.waits() == {"trainer-0": ENGINES, "rollout-0": [], "rollout-1": []}
-    scene.plane.answered("rollout-0")
+    scene.plane.mark_done("rollout-0")
     scene.now = 2.4
     assert scene.waits() == {"trainer-0": ["rollout-1"], "rollout-0": ["rollout-1"], "rollout-1": []}
     assert [p.state for p in scene.report().parties] == ["updating", "waiting", "updating"]
-    assert scene.plane.line() == "weights of version 5: pause for 2 s (rollout-1, trainer-0)"
+    assert scene.plane.describe() == "weights of version 5: pause for 2 s (rollout-1, trainer-0)"
 
 
 def test_in_a_transfer_engines_wait_for_the_trainer_and_it_for_them() -> None:
     scene = Scene()
     scene.begin(status.TRANSFER)
     assert scene.waits() == {"trainer-0": ENGINES, "rollout-0": ["trainer-0"], "rollout-1": ["trainer-0"]}
-    scene.plane.answered("rollout-1")
+    scene.plane.mark_done("rollout-1")
     assert scene.waits() == {
         "trainer-0": ["rollout-0"],
         "rollout-0": ["trainer-0"],
         "rollout-1": ["rollout-0", "trainer-0"],
     }
-    scene.plane.answered("trainer-0")
+    scene.plane.mark_done("trainer-0")
     assert scene.waits() == {"trainer-0": ["rollout-0"], "rollout-0": [], "rollout-1": ["rollout-0"]}
 
 
@@ -90,19 +90,19 @@ def test_commits_wait_for_nobody() -> None:
     scene = Scene()
     scene.begin(status.COMMIT, busy=ENGINES)
     assert scene.waits() == {"trainer-0": [], "rollout-0": [], "rollout-1": []}
-    scene.plane.end()
+    scene.plane.end_update()
     assert scene.report().phase == ""
 
 
 def test_an_error_stays_until_the_engine_serves_again() -> None:
     scene = Scene()
-    scene.plane.backend("rollout-0", "nccl")
-    scene.plane.state("rollout-0", status.FENCED, "its probe differs")
+    scene.plane.set_backend("rollout-0", "nccl")
+    scene.plane.set_state("rollout-0", status.FENCED, "its probe differs")
     scene.now = 1.0
-    scene.plane.state("rollout-0", status.UPDATING)
+    scene.plane.set_state("rollout-0", status.UPDATING)
     party = scene.report().parties[1]
     assert (party.state, party.last_error, party.backend) == ("updating", "its probe differs", "nccl")
-    scene.plane.state("rollout-0", status.SERVING)
+    scene.plane.set_state("rollout-0", status.SERVING)
     assert scene.report().parties[1].last_error == ""
     scene.replicas[1].unusable_reason = "not looked at yet"
     assert scene.report().parties[1].state == "waiting", "a new process of that name"

@@ -8,7 +8,7 @@ import pytest
 
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.errors import ConfigError
-from fourfold_coordinator.cli.weights import find, table
+from fourfold_coordinator.cli.weights import find_coordinator, table
 
 
 def test_the_table_says_who_waits_for_whom() -> None:
@@ -35,7 +35,7 @@ def test_the_table_says_who_waits_for_whom() -> None:
     )
     assert table(plane) == [
         "version 12, epoch 7: transfer for 3.2 s",
-        "last update: 0.84 s, engines paused for 0.31 s of it",
+        "last update: 0.84 s, of which engines were paused for 0.31 s",
         "",
         "member      state      since  version  backend  waits for   last error",
         "trainer-0   updating   3.2 s       12  -        rollout-10",
@@ -45,12 +45,12 @@ def test_the_table_says_who_waits_for_whom() -> None:
 
 def test_before_the_first_update_there_is_little_to_say() -> None:
     lines = table(pb.GetWeightPlaneResponse(policy_version=0, epoch=3))
-    assert lines[:2] == ["version 0, epoch 3: no update is under way", ""]
+    assert lines[:2] == ["version 0, epoch 3: no update in progress", ""]
 
 
 def test_it_asks_the_coordinator_of_a_folder_or_at_an_address(tmp_path: Path) -> None:
-    assert find("here:5000", None) == ("here:5000", None)
-    with pytest.raises(ConfigError, match="no run is going on here"):
-        find(str(tmp_path), None)
+    assert find_coordinator("here:5000", None) == ("here:5000", None)
+    with pytest.raises(ConfigError, match="no run was started here"):
+        find_coordinator(str(tmp_path), None)
     with pytest.raises(ConfigError, match="neither a folder of runs/ nor HOST:PORT"):
-        find("runs/nothing", None)
+        find_coordinator("runs/nothing", None)

@@ -1,1 +1,1 @@
-"""Commands: run, watch, chat, weights."""
+"""The commands `fourfold run`, `watch`, `weights` and `chat`."""

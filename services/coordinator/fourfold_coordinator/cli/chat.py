@@ -1,8 +1,8 @@
-"""`fourfold chat MODEL_DIR`: talks to a model through a rollout service, the way any agent does.
+"""`fourfold chat MODEL_DIR`: chats with a model through a rollout service, like any agent.
 
-The service is started for the talk, or is one that runs already (`--target`). Prompts and answers
-travel as token ids: the next prompt is all ids so far plus the ids of the new turn, so that what
-the model once said is never tokenised again.
+The command starts a service for the chat, or uses a running one (`--target`). Prompts and answers travel as token ids:
+the next prompt is all ids so far plus the ids of the new turn. The model's answers are never tokenised again, because
+that could give other ids than the model sampled.
 """
 
 from __future__ import annotations
@@ -42,71 +42,69 @@ _ANSWER_SECONDS: Final = 600.0
 _INFO_SECONDS: Final = 10.0
 _FLUSH_SECONDS: Final = 0.05
 _MAX_CONTEXT: Final = 4096
-_MARK: Final = "\u2042answer\u2042"  # stands for an answer when a template is asked for what follows one
-_HELP: Final = "An empty line or Ctrl-D ends the talk, /new forgets it, Ctrl-C stops an answer."
+_PLACEHOLDER: Final = "\u2042answer\u2042"  # an answer in a rendered template, to find the text that follows it
+_HELP: Final = "An empty line or Ctrl-D ends the chat, /new starts a new one, Ctrl-C stops an answer."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `fourfold chat`."""
     parser.add_argument("model", help="a model folder, such as runs/quickstart/model, or builtin:NAME")
     parser.add_argument("--target", default="", metavar="HOST:PORT", help="a rollout service that runs already")
     parser.add_argument("--ca", type=Path, metavar="FILE", help="ca.pem of that service's deployment")
     parser.add_argument("--token", default="", help="bearer token for its public port")
     parser.add_argument("--system", default="", help="system message")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token")
-    parser.add_argument("--max-tokens", type=int, default=256, help="longest answer")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy decoding")
+    parser.add_argument("--max-tokens", type=int, default=256, help="maximum length of an answer")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Talk until the input ends; return the exit code."""
+    """Chat until the input ends; return the exit code."""
     folder = model_folder.resolve(args.model)
     tokenizer = Tokenizer.load(folder)
     conversation = Conversation(tokenizer, system=args.system)
     security = Security.for_agent(args.ca) if args.ca else None
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
     try:
         if args.target:
-            return _talk(args, conversation, args.target, security)
+            return _chat(args, conversation, args.target, security)
         with _service(folder, args.max_tokens) as target:
-            return _talk(args, conversation, target, None)
+            return _chat(args, conversation, target, None)
     except KeyboardInterrupt:
         print()
         return 0
 
 
 class Conversation:
-    """The token ids of a talk so far."""
+    """The token ids of a chat."""
 
     def __init__(self, tokenizer: Tokenizer, *, system: str = "") -> None:
         self.token_ids: list[int] = []
-        """All of it: prompts, answers, and what the template puts around them."""
-        self._tokenizer = tokenizer
+        """Prompts, answers, and the template's tokens around them."""
+        self.tokenizer = tokenizer
         self._system = [{"role": "system", "content": system}] if system else []
 
     def ask(self, text: str) -> list[int]:
-        """Return the talk with a new turn of the user at its end, opened for the answer; `answered` keeps it."""
+        """Return the prompt that adds a turn of the user; the conversation changes only with `add_answer`."""
         user = {"role": "user", "content": text}
         if not self.token_ids:
-            return self._tokenizer.encode(self._tokenizer.render_chat([*self._system, user]))
-        # A template writes what ends an answer and opens the next turn; it looks the same after any answer.
-        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}, user]
-        rest = self._tokenizer.encode(self._tokenizer.render_chat(turns).rpartition(_MARK)[2])
+            return self.tokenizer.encode(self.tokenizer.render_chat([*self._system, user]))
+        # Render a short chat to get the tokens between an answer and the next one: they are the same for any answer.
+        turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _PLACEHOLDER}, user]
+        rest = self.tokenizer.encode(self.tokenizer.render_chat(turns).rpartition(_PLACEHOLDER)[2])
         last = self.token_ids[-1]
-        if last in self._tokenizer.stop_token_ids and rest[:1] == [last]:
-            rest = rest[1:]  # the model ended its answer itself
+        if last in self.tokenizer.stop_token_ids and rest[:1] == [last]:
+            rest = rest[1:]  # the model has sampled the stop token itself
         return [*self.token_ids, *rest]
 
-    def answered(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Keep a prompt made by `ask` and what was sampled after it."""
+    def add_answer(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Append a prompt from `ask` and the tokens sampled after it."""
         self.token_ids = [*prompt, *answer]
 
-    def forget(self) -> None:
-        """Begin anew."""
+    def clear(self) -> None:
         self.token_ids = []
 
 
-class Words:
-    """Turns token ids into text piece by piece; bytes of an unfinished character are held back."""
+class IncrementalDecoder:
+    """Decodes token ids as they arrive; bytes of an unfinished character are held back."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.token_ids: list[int] = []
@@ -114,23 +112,23 @@ class Words:
         self._shown = ""
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Return the text that the new ids complete."""
+        """Append ids; return the text that they complete."""
         self.token_ids.extend(token_ids)
         text = self._tokenizer.decode(self.token_ids).rstrip("\ufffd")
         new, self._shown = text[len(self._shown) :], text
         return new
 
 
-def _talk(args: argparse.Namespace, conversation: Conversation, target: str, security: Security | None) -> int:
+def _chat(args: argparse.Namespace, conversation: Conversation, target: str, security: Security | None) -> int:
     if sys.stdin.isatty():
         print(_HELP)
-    # One loop for the whole talk, so that the channel lives; it only turns while an answer comes.
+    # One event loop for the whole chat, because the channel belongs to it. It runs only while an answer arrives.
     with asyncio.Runner() as runner:
         session = runner.run(_connect(conversation, target, security, args))
         try:
             for line in _lines():
                 if line == "/new":
-                    conversation.forget()
+                    conversation.clear()
                     continue
                 try:
                     runner.run(session.answer(line))
@@ -143,8 +141,8 @@ def _talk(args: argparse.Namespace, conversation: Conversation, target: str, sec
 
 async def _connect(
     conversation: Conversation, target: str, security: Security | None, args: argparse.Namespace
-) -> Session:
-    session = Session(conversation, target, security, args)
+) -> ChatSession:
+    session = ChatSession(conversation, target, security, args)
     try:
         await session.check()
     except FourfoldError:
@@ -153,7 +151,7 @@ async def _connect(
     return session
 
 
-class Session:
+class ChatSession:
     """A conversation with one rollout service."""
 
     def __init__(
@@ -167,38 +165,33 @@ class Session:
         self._context = 0
 
     async def check(self) -> None:
-        """Ask what the service serves.
-
-        Raises:
-            WrongState: it has another tokenizer than the model folder.
-        """
+        """Check that the service has the tokenizer of the model folder; raise WrongState when it does not."""
         info = await self._client.get_info(timeout=_INFO_SECONDS)
         self._context = info.max_context_tokens
-        if info.tokenizer_sha256 != self._conversation._tokenizer.sha256:
+        if info.tokenizer_sha256 != self._conversation.tokenizer.sha256:
             raise WrongState(
-                f"{self._client.peer} serves {info.model!r}, whose tokenizer is another one; give its model folder"
+                f"{self._client.peer} serves {info.model!r}, which has another tokenizer; give its model folder"
             )
 
     async def answer(self, line: str) -> None:
-        """Print the answer to a line as it comes; what came before a Ctrl-C is kept."""
+        """Print the answer to a line as it arrives. After Ctrl-C the conversation keeps the part that arrived."""
         prompt = self._conversation.ask(line)
         room = self._context - len(prompt)
         if room < 1:
-            print(f"[the context of {self._context} tokens is full; /new begins another talk]")
+            print(f"[the context of {self._context} tokens is full; /new starts a new chat]")
             return
-        words = Words(self._conversation._tokenizer)
+        decoder = IncrementalDecoder(self._conversation.tokenizer)
         try:
             request = self._request(prompt, min(self._max_tokens, room))
             async with aclosing(self._client.generate(request, timeout=_ANSWER_SECONDS)) as chunks:
                 async for chunk in chunks:
                     ids = np.frombuffer(chunk.token_ids, "<i4").tolist()
-                    print(printable(words.add(ids)), end="", flush=True)
+                    print(printable(decoder.add(ids)), end="", flush=True)
             print(flush=True)
         finally:
-            self._conversation.answered(prompt, words.token_ids)
+            self._conversation.add_answer(prompt, decoder.token_ids)
 
     async def close(self) -> None:
-        """Hang up."""
         await self._channel.close()
 
     def _request(self, prompt: Sequence[int], max_tokens: int) -> pb.GenerateRequest:
@@ -215,7 +208,7 @@ class Session:
 
 @contextmanager
 def _service(folder: Path, max_tokens: int) -> Iterator[str]:
-    """Start a rollout service for one model folder; end it with the block."""
+    """Run a rollout service for one model folder within the block; yield its address."""
     with tempfile.TemporaryDirectory(prefix="fourfold-chat-") as temporary:
         recipe = Path(temporary) / "chat.toml"
         recipe.write_text(configuration.dump(_recipe(folder, max_tokens)), encoding="utf-8")
@@ -233,7 +226,7 @@ def _service(folder: Path, max_tokens: int) -> Iterator[str]:
 
 
 def _recipe(folder: Path, max_tokens: int) -> Config:
-    """Return a recipe of which the rollout service reads its part."""
+    """Return a recipe for the rollout service, which ignores the tables of the other services."""
     limit = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings")
     context = min(int(limit or _MAX_CONTEXT), _MAX_CONTEXT)
     if max_tokens >= context:
@@ -250,7 +243,7 @@ def _recipe(folder: Path, max_tokens: int) -> Config:
             "sampling": {"max_new_tokens": max_tokens},
             "rollout": {
                 "gpus_per_replica": 1 if visible_gpus() else 0,
-                "enforce_eager": True,  # one person reads slower than any engine writes; start fast instead
+                "enforce_eager": True,  # one reader needs a fast start more than fast decoding
                 "max_concurrent_samples": 4,
             },
         }
@@ -258,7 +251,7 @@ def _recipe(folder: Path, max_tokens: int) -> Config:
 
 
 def _lines() -> Iterator[str]:
-    """Yield what the user types: until an empty line or the end on a terminal, every line of a pipe."""
+    """Yield the user's lines: on a terminal until an empty line or the end, from a pipe all that are not empty."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
@@ -271,5 +264,5 @@ def _lines() -> Iterator[str]:
         yield line
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
+def _raise_keyboard_interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt

@@ -1,7 +1,6 @@
-"""The display of a run: a live panel on a terminal, one plain line per event everywhere else.
+"""Displays a run from `RunStatus` snapshots: a live panel on a terminal, one plain line per event elsewhere.
 
-It is fed with `RunStatus` snapshots, by `fourfold run` and `fourfold watch` alike, and only looks:
-when drawing fails, the display is switched off and the run goes on.
+`fourfold run` and `fourfold watch` use it. When drawing fails, the display is disabled and the run continues.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _ASCII_BLOCKS: Final = "_.-=+*%#"
 _NOTES: Final = 5
 _ALARMS: Final = 4
 _RECOVERIES: Final = 2
-# What was told longer ago than so many steps is told again if it lasts.
+# The diagnosis repeats an alarm that lasts after this many steps, so that older ones are over.
 _ALARM_STEPS: Final = 50
 _PHASES: Final = {
     pb.RUN_PHASE_WAITING_FOR_SERVICES: "waiting for services",
@@ -51,17 +50,10 @@ _PHASES: Final = {
 
 
 class Dashboard:
-    """Shows one run. A context manager; `refresh` draws."""
+    """Displays one run. Use it as a context manager; `refresh` draws."""
 
     def __init__(self, *, name: str, run_dir: Path, console: Console | None = None, live: bool | None = None) -> None:
-        """Prepare.
-
-        Args:
-            name: of the run.
-            run_dir: named on the display.
-            console: where to draw, default stdout.
-            live: redraw a panel; default: whether the console is a terminal.
-        """
+        """Create the display on `console` (default: stdout); `live` defaults to whether it is a terminal."""
         self._console = console or Console(highlight=False, soft_wrap=False)
         self._blocks = _BLOCKS if "utf" in (self._console.encoding or "").lower() else _ASCII_BLOCKS
         self._is_live = self._console.is_terminal if live is None else live
@@ -74,10 +66,9 @@ class Dashboard:
         self._services: list[tuple[str, str]] = []
         self._notes: list[str] = []
         self._lines = EventLines(self._began)
-        self._pace = Pace()
+        self._time_left = TimeLeft()
 
     def __enter__(self) -> Self:
-        """Begin to draw."""
         if self._is_live:
             self._guarded(self._start_live)
         return self
@@ -85,42 +76,42 @@ class Dashboard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Draw the last state and leave it on the screen."""
+        """Draw the last state, which stays on the screen."""
         self.refresh()
         if self._live is not None:
             self._guarded(self._live.stop)
 
     def abandon(self) -> None:
-        """Give the terminal back at once, from a signal handler: the process is about to exit."""
+        """Restore the terminal's cursor, from a signal handler of a process that is about to exit."""
         if self._live is not None:
             self._guarded(lambda: self._console.show_cursor(True))
 
     def update(self, status: pb.RunStatus) -> None:
-        """Take a snapshot of the run, whose texts the client has made fit for a terminal."""
+        """Set the status of the run. The client has removed control characters from its texts."""
         self._status = status
-        self._pace.saw(status.step, time.monotonic())
+        self._time_left.add_step(status.step, time.monotonic())
 
     def set_services(self, states: Sequence[tuple[str, str]]) -> None:
-        """Take the states of the processes, (name, state)."""
+        """Set the (name, state) of the launcher's processes."""
         self._services = list(states)
 
     def note(self, line: str) -> None:
-        """Take something that happened, such as a restart."""
+        """Add a line about an event, such as a restart."""
         self._notes.append(line)
 
     def refresh(self) -> None:
-        """Draw the panel anew, or print the lines that are new."""
+        """Redraw the panel, or print the new lines."""
         self._guarded(self._draw)
 
     def _guarded(self, action: Callable[[], object]) -> None:
-        # The one boundary of this process: whatever a terminal does to us, training goes on.
+        # A terminal can fail in many ways (closed, resized, encoding). None of them may end the run.
         if self._broken:
             return
         try:
             action()
         except Exception:
             self._broken = True
-            _log.warning("the display failed and is off; the run goes on (fourfold watch shows it)", exc_info=True)
+            _log.warning("display failed and was disabled; the run continues (fourfold watch shows it)", exc_info=True)
 
     def _start_live(self) -> None:
         self._live = Live(self._panel(), console=self._console, auto_refresh=False)
@@ -139,45 +130,46 @@ class Dashboard:
         title = (
             f"{self._name}: step {self._status.step} of {self._status.step_count}" if self._status.name else self._name
         )
-        left = self._pace.seconds_left(self._status)
-        remaining = f", about {format_duration(left)} left" if left is not None else ""
-        footer = f"{format_duration(seconds)} gone{remaining}"
+        left = self._time_left.estimate(self._status)
+        footer = f"{format_duration(seconds)} elapsed" + (
+            f", about {format_duration(left)} left" if left is not None else ""
+        )
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column()
-        for label, value in facts(self._status, self._blocks):
+        for label, value in panel_rows(self._status, self._blocks):
             rows.add_row(label, Text(value))  # a plain str would be read as markup
-        rows.add_row("services", Text(services_line(self._services, self._status)))
+        rows.add_row("services", Text(_services_text(self._services, self._status)))
         rows.add_row("logs", Text(str(self._run_dir / "logs")))
         parts: list[RenderableType] = [rows]
         if self._status.step_count:
             bar = Table.grid(expand=True)  # a bar alone does not end its line
             bar.add_row(ProgressBar(total=self._status.step_count, completed=self._status.step))
             parts.insert(0, bar)
-        parts += [Text(line, style="bold red") for line in condition_lines(self._status)]
-        parts += [Text(line, style="bold yellow") for line in alarm_lines(self._status)[-_ALARMS:]]
+        parts += [Text(line, style="bold red") for line in _condition_lines(self._status)]
+        parts += [Text(line, style="bold yellow") for line in _alarm_lines(self._status)[-_ALARMS:]]
         parts += [Text(recovery_line(r), style="yellow") for r in self._status.recoveries[-_RECOVERIES:]]
         parts += [Text(note, style="yellow") for note in self._notes[-_NOTES:]]
         return Panel(Group(*parts), title=Text(title), subtitle=footer, title_align="left", subtitle_align="left")
 
 
-class Pace:
-    """Estimates the time left from the steps that were seen to end."""
+class TimeLeft:
+    """Estimates the time until the last step from the times at which steps ended."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
         self._last: tuple[int, float] | None = None
 
-    def saw(self, step: int, now: float) -> None:
+    def add_step(self, step: int, now: float) -> None:
         """Note that `step` steps are done at time `now`, in seconds."""
         if self._last is not None and step < self._last[0]:
-            self._first = self._last = None  # the run went back to a checkpoint
+            self._first = self._last = None  # the run restored a checkpoint
         if self._last is None or step > self._last[0]:
             self._last = (step, now)
             self._first = self._first or self._last
 
-    def seconds_left(self, status: pb.RunStatus) -> float | None:
-        """Return seconds until the last step ends; None while nothing is known."""
+    def estimate(self, status: pb.RunStatus) -> float | None:
+        """Return the seconds until the last step ends; None before the first step."""
         remaining = status.step_count - status.step
         if self._first is None or self._last is None or remaining <= 0:
             return None
@@ -189,8 +181,8 @@ class Pace:
         return remaining * sum(times) / len(times) if times else None
 
 
-def facts(status: pb.RunStatus, blocks: str = _BLOCKS) -> list[tuple[str, str]]:
-    """Return the labelled lines of the panel; those without data yet are left out."""
+def panel_rows(status: pb.RunStatus, blocks: str = _BLOCKS) -> list[tuple[str, str]]:
+    """Return (label, text) of the panel's rows; rows without data are left out."""
     phase = _PHASES.get(status.phase, "starting")
     if 0 < status.phase_progress < 1:
         phase += f" {status.phase_progress:.0%}"
@@ -202,21 +194,21 @@ def facts(status: pb.RunStatus, blocks: str = _BLOCKS) -> list[tuple[str, str]]:
         shown = [status.evals[0], *status.evals[1:][-3:]]
         rows.append(("held-out accuracy", " -> ".join(f"{e.mean_score:.2f} (step {e.step})" for e in shown)))
     if status.steps:
-        rows += step_facts(status, blocks)
+        rows += _step_rows(status, blocks)
     if status.failure:
         rows.append(("failure", status.failure))
     return rows
 
 
-def step_facts(status: pb.RunStatus, blocks: str) -> list[tuple[str, str]]:
-    """Return what the last step says, with the history of its main numbers."""
+def _step_rows(status: pb.RunStatus, blocks: str) -> list[tuple[str, str]]:
+    """Return the rows of the last step, with the history of its main metrics."""
     last = status.steps[-1].metrics
     rows = []
     for label, metric, form in (
         ("reward", metrics.REWARD_MEAN, "{:.2f}"),
         ("useful groups", metrics.USEFUL_GROUPS, "{:.0%}"),
         ("entropy", metrics.ENTROPY, "{:.2f}"),
-        ("logprob drift", metrics.MISMATCH_MEAN, "{:.4f}"),
+        ("logprob mismatch", metrics.MISMATCH_MEAN, "{:.4f}"),
         ("effective tokens", metrics.EFFECTIVE_SAMPLE_SIZE, "{:.0%}"),
         ("tokens/s sampled", metrics.ROLLOUT_SPEED, "{:.0f}"),
         ("tokens/s trained", metrics.TRAIN_SPEED, "{:.0f}"),
@@ -226,7 +218,7 @@ def step_facts(status: pb.RunStatus, blocks: str) -> list[tuple[str, str]]:
         if metric in last:
             rows.append((label, f"{form.format(last[metric])}  {sparkline(history, blocks)}"))
     if metrics.ENGINE_SPEED_MIN in last:
-        rows.append(("engines", engines_text(last)))
+        rows.append(("engines", _engine_speeds(last)))
     lag = last.get(metrics.POLICY_LAG_MAX)
     if lag is not None:
         rows.append(("lag", f"{lag:.0f} steps at most, weights version {status.policy_version}"))
@@ -235,8 +227,7 @@ def step_facts(status: pb.RunStatus, blocks: str) -> list[tuple[str, str]]:
     return rows
 
 
-def engines_text(last: Mapping[str, float]) -> str:
-    """Return what the engines say of themselves."""
+def _engine_speeds(last: Mapping[str, float]) -> str:
     slowest, fastest = last[metrics.ENGINE_SPEED_MIN], last.get(metrics.ENGINE_SPEED_MAX, 0.0)
     text = f"{slowest:.0f} to {fastest:.0f} tokens/s each" if fastest > slowest else f"{slowest:.0f} tokens/s each"
     if metrics.KV_CACHE_USE in last:
@@ -244,38 +235,36 @@ def engines_text(last: Mapping[str, float]) -> str:
     return text
 
 
-def alarm_lines(status: pb.RunStatus) -> list[str]:
-    """Return what was found to be wrong not long ago, in order."""
+def _alarm_lines(status: pb.RunStatus) -> list[str]:
+    """Return the diagnosis of the last 50 steps, in order."""
     recent = [record for record in status.steps if record.step > status.step - _ALARM_STEPS]
     return [f"step {record.step}: {text}" for record in recent for text in record.alarms]
 
 
-def services_line(states: Sequence[tuple[str, str]], status: pb.RunStatus) -> str:
-    """Return the processes with what is not normal about them, and members that were started by hand."""
+def _services_text(states: Sequence[tuple[str, str]], status: pb.RunStatus) -> str:
+    """Return the launcher's processes, then members that the user started, each with its state unless it is normal."""
     members = {member.member_id: member for member in status.members}
-    words = [_process_words(name, state, members.pop(name, None), status) for name, state in states]
-    return ", ".join([*words, *map(_member_words, members.values())]) or "none yet"
+    words = [_process_text(name, state, members.pop(name, None), status) for name, state in states]
+    return ", ".join([*words, *map(_member_text, members.values())]) or "none yet"
 
 
-def _process_words(name: str, state: str, member: pb.Member | None, status: pb.RunStatus) -> str:
-    """Return a process with its state; that of a process that lives is the state of its lease."""
+def _process_text(name: str, state: str, member: pb.Member | None, status: pb.RunStatus) -> str:
     if state != "ready":
         return f"{name} ({state})"
     if member is not None:
-        return _member_words(member)
-    # The coordinator is no member of its own run.
+        return _member_text(member)
+    # The coordinator is not a member of its own run, and so has no lease.
     running = status.phase not in (pb.RUN_PHASE_UNSPECIFIED, *OVER)
     return f"{name} (no lease)" if running and name != COORDINATOR else name
 
 
-def _member_words(member: pb.Member) -> str:
+def _member_text(member: pb.Member) -> str:
     if member.state != pb.MEMBER_STATE_SILENT:
         return member.member_id
-    return f"{member.member_id} (silent for {_age(member.state_since)})"
+    return f"{member.member_id} (lease overdue for {_age(member.state_since)})"
 
 
-def condition_lines(status: pb.RunStatus) -> list[str]:
-    """Return what is wrong now, and for how long."""
+def _condition_lines(status: pb.RunStatus) -> list[str]:
     return [f"! {c.subject}: {c.text} ({_age(c.since)})" for c in status.conditions]
 
 
@@ -284,7 +273,7 @@ def _age(since: Timestamp) -> str:
 
 
 def sparkline(values: Sequence[float], blocks: str = _BLOCKS, width: int = 32) -> str:
-    """Draw the last `width` values, from the lowest seen to the highest."""
+    """Draw the last `width` values, scaled from the lowest to the highest of all values."""
     shown = list(values)[-width:]
     if not shown:
         return ""

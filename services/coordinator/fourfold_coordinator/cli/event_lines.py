@@ -1,8 +1,8 @@
-"""What a run tells where there is no terminal, such as CI and nohup: one plain line per event, each told once.
+"""Prints one plain line per event of a run, for consoles without a terminal such as CI and nohup.
 
-An event is the difference between two snapshots: a service got ready, a step or an evaluation was done, the run went
-back to a checkpoint, a member fell silent, something went wrong or is right again, a wait began or ended. Waits and
-troubles are told when they last for some seconds; short ones are in the log.
+An event is a difference between two snapshots of the run's status: a service became ready, a step or an evaluation was
+done, the run restored a checkpoint, a lease became overdue, a problem or a wait began or ended. Problems and waits that
+end within 3 seconds are only in the log.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.text import format_duration
 
 OVER: Final = (pb.RUN_PHASE_DONE, pb.RUN_PHASE_FAILED)
-PATIENCE_SECONDS: Final = 3.0
-# The end of a wait is told when no other one follows at once: callers that wait take turns.
-_SETTLED_SECONDS: Final = 1.0
-# What changes while the run waits for the same thing: reasons in parentheses, and counts.
+_MIN_SECONDS: Final = 3.0
+# Several callers may wait for the same service in turn, so a wait has ended when no other follows within this time.
+_SETTLE_SECONDS: Final = 1.0
+# The parts of a wait's text that change while the run waits for the same thing: reasons in parentheses, and counts.
 _DETAILS: Final = re.compile(r" \([^)]*\)| \d+ of \d+")
-# Metric, word on the display: the parts of a step, in the order in which they happen.
+# Metric and label of each part of a step, in their order.
 _PARTS: Final = (
     (metrics.TIME_GENERATE, "generate"),
     (metrics.TIME_REWARD, "reward"),
@@ -34,155 +34,154 @@ _PARTS: Final = (
     (metrics.TIME_EVALUATE, "evaluate"),
     (metrics.TIME_CHECKPOINT, "checkpoint"),
 )
+_KIND_ORDER: Final = ("step", "alarms", "eval")
 
 
 @dataclass(slots=True, kw_only=True)
-class _Trouble:
-    """A condition or a wait, from when it was first seen."""
+class _OpenEvent:
+    """A problem, an overdue lease or a wait that has begun."""
 
     began: float
     ended: float | None = None
-    told: bool = False
-    what: str = ""
-    """What is waited for, without details."""
+    printed: bool = False
+    subject: str = ""
 
 
 class EventLines:
-    """Compares each snapshot with those before it."""
+    """Compares each snapshot with the earlier ones, and returns the lines of new events."""
 
     def __init__(self, began: float) -> None:
-        """Begin; `began` and all later times are seconds of one monotonic clock."""
+        """Start without events; `began` and later times are seconds of one monotonic clock."""
         self._began = began
-        self._told: set[tuple[str, int]] = set()  # kind and step, or kind and number
+        self._printed: set[tuple[str, int]] = set()  # kind and step
         self._ready: set[str] = set()
-        self._notes = 0
+        self._note_count = 0
         self._recoveries: set[tuple[int, int]] = set()
-        self._conditions: dict[str, _Trouble] = {}
-        self._silent: dict[str, _Trouble] = {}
-        self._wait: _Trouble | None = None
+        self._conditions: dict[str, _OpenEvent] = {}
+        self._overdue: dict[str, _OpenEvent] = {}
+        self._wait: _OpenEvent | None = None
 
     def new(
         self, status: pb.RunStatus, services: Sequence[tuple[str, str]], notes: Sequence[str], now: float
     ) -> list[str]:
-        """Return the lines of what is new.
+        """Return the lines of events since the last call.
 
         Args:
             status: the newest snapshot.
             services: (name, state) of the processes.
-            notes: everything that happened to the processes so far, in order.
+            notes: all lines of the launcher so far, in order.
             now: time.
         """
-        lines = list(self._of_services(services, now))
-        lines += notes[self._notes :]
-        self._notes = len(notes)
-        lines += self._of_members(status, dict(services), now)
-        lines += self._of_conditions(status, now)
-        lines += self._of_waits(status, now)
-        lines += self._of_recoveries(status)
-        return lines + self._of_steps(status)
+        lines = list(self._services(services, now))
+        lines += notes[self._note_count :]
+        self._note_count = len(notes)
+        lines += self._leases(status, dict(services), now)
+        lines += self._condition_changes(status, now)
+        lines += self._waits(status, now)
+        lines += self._checkpoint_restores(status)
+        return lines + self._steps(status)
 
-    def _of_services(self, services: Sequence[tuple[str, str]], now: float) -> Iterator[str]:
-        """Tell who is ready for the first time; returns are notes."""
+    def _services(self, services: Sequence[tuple[str, str]], now: float) -> Iterator[str]:
+        """Yield the first time that each process is ready. For later times the launcher adds a note."""
         for name, state in services:
             if state == "ready" and name not in self._ready:
                 self._ready.add(name)
                 yield f"{name} is ready ({format_duration(now - self._began)})"
 
-    def _of_members(self, status: pb.RunStatus, services: Mapping[str, str], now: float) -> Iterator[str]:
-        """Tell who is not heard of though its process lives; of a dead process a note tells."""
+    def _leases(self, status: pb.RunStatus, services: Mapping[str, str], now: float) -> Iterator[str]:
+        """Yield overdue leases of living processes. For dead processes the launcher adds a note."""
         members = {member.member_id: member.state for member in status.members}
         for name, state in members.items():
             if state == pb.MEMBER_STATE_SILENT and services.get(name, "ready") == "ready":
-                silent = self._silent.setdefault(name, _Trouble(began=now))
-                if not silent.told:
-                    silent.told = True
-                    yield f"{name} is silent: its lease is overdue; it hangs, is stopped, or cannot reach us"
-            elif name in self._silent:
-                yield f"{name} is heard of again ({format_duration(now - self._silent.pop(name).began)})"
-        for name, silent in self._silent.items():
-            if name not in members and silent.ended is None and status.phase not in OVER:
-                silent.ended = now
-                yield f"{name} has lost its lease; the run goes on without it until it registers again"
+                overdue = self._overdue.setdefault(name, _OpenEvent(began=now))
+                if not overdue.printed:
+                    overdue.printed = True
+                    yield f"{name} did not renew its lease: it hangs, is stopped, or cannot reach the coordinator"
+            elif name in self._overdue:
+                yield f"{name} answered again after {format_duration(now - self._overdue.pop(name).began)}"
+        for name, overdue in self._overdue.items():
+            if name not in members and overdue.ended is None and status.phase not in OVER:
+                overdue.ended = now
+                yield f"{name} lost its lease; the run continues without it until it registers again"
 
-    def _of_conditions(self, status: pb.RunStatus, now: float) -> Iterator[str]:
+    def _condition_changes(self, status: pb.RunStatus, now: float) -> Iterator[str]:
         present = {condition.subject: condition.text for condition in status.conditions}
         for subject, text in present.items():
-            trouble = self._conditions.setdefault(subject, _Trouble(began=now))
-            if not trouble.told and now - trouble.began >= PATIENCE_SECONDS:
-                trouble.told = True
+            event = self._conditions.setdefault(subject, _OpenEvent(began=now))
+            if not event.printed and now - event.began >= _MIN_SECONDS:
+                event.printed = True
                 yield f"! {subject}: {text}"
         for subject in self._conditions.keys() - present.keys():
-            trouble = self._conditions.pop(subject)
-            if trouble.told:
-                yield f"{subject}: right again ({format_duration(now - trouble.began)})"
+            event = self._conditions.pop(subject)
+            if event.printed:
+                yield f"{subject}: resolved after {format_duration(now - event.began)}"
 
-    def _of_waits(self, status: pb.RunStatus, now: float) -> Iterator[str]:
-        what, wait = _DETAILS.sub("", status.waiting_for), self._wait
-        if wait is not None and not what and wait.ended is None:
+    def _waits(self, status: pb.RunStatus, now: float) -> Iterator[str]:
+        subject, wait = _DETAILS.sub("", status.waiting_for), self._wait
+        if wait is not None and not subject and wait.ended is None:
             wait.ended = now
         if wait is not None and wait.ended is not None:
-            if not what and now - wait.ended < _SETTLED_SECONDS and status.phase not in OVER:
+            if not subject and now - wait.ended < _SETTLE_SECONDS and status.phase not in OVER:
                 return
-            if what != wait.what:
+            if subject != wait.subject:
                 self._wait = None
-                if wait.told:
-                    yield f"waited {format_duration(wait.ended - wait.began)} for {wait.what}"
-        if what:
-            self._wait = wait = self._wait or _Trouble(began=now, what=what)
+                if wait.printed:
+                    yield f"waited {format_duration(wait.ended - wait.began)} for {wait.subject}"
+        if subject:
+            self._wait = wait = self._wait or _OpenEvent(began=now, subject=subject)
             wait.ended = None
-            if not wait.told and now - wait.began >= PATIENCE_SECONDS:
-                wait.told = True
+            if not wait.printed and now - wait.began >= _MIN_SECONDS:
+                wait.printed = True
                 yield f"waiting for {status.waiting_for}"
 
-    def _of_recoveries(self, status: pb.RunStatus) -> Iterator[str]:
-        """Tell where the run went on; steps up to there are old, and later ones will be new again."""
+    def _checkpoint_restores(self, status: pb.RunStatus) -> Iterator[str]:
+        """Yield restores. Steps up to the checkpoint are not printed again; later ones are, when they are repeated."""
         for recovery in status.recoveries:
             key = (recovery.time.ToNanoseconds(), recovery.step)
             if key in self._recoveries:
                 continue
             self._recoveries.add(key)
-            self._told = {told for told in self._told if told[1] <= recovery.step}
-            self._told |= {key for key, _ in _records(status) if key[1] <= recovery.step}
+            self._printed = {printed for printed in self._printed if printed[1] <= recovery.step}
+            self._printed |= {key for key, _ in _records(status) if key[1] <= recovery.step}
             yield recovery_line(recovery)
 
-    def _of_steps(self, status: pb.RunStatus) -> list[str]:
-        # An evaluation is told after its step, whose record comes a little later.
+    def _steps(self, status: pb.RunStatus) -> list[str]:
+        # An evaluation may arrive before the record of its step, and is printed after it.
         last = status.step_count if status.phase in OVER else max((record.step for record in status.steps), default=0)
         new = []
-        for key, line in sorted(_records(status), key=lambda item: (item[0][1], _ORDER.index(item[0][0]))):
-            if key not in self._told and (key[0] != "eval" or key[1] <= last):
-                self._told.add(key)
+        for key, line in sorted(_records(status), key=lambda item: (item[0][1], _KIND_ORDER.index(item[0][0]))):
+            if key not in self._printed and (key[0] != "eval" or key[1] <= last):
+                self._printed.add(key)
                 new.append(line)
         return new
 
 
-_ORDER: Final = ("step", "alarms", "eval")
-
-
 def _records(status: pb.RunStatus) -> Iterator[tuple[tuple[str, int], str]]:
-    """Yield kind and step of each record, and its line."""
+    """Yield kind, step and line of each record."""
     for record in status.steps:
         yield ("step", record.step), step_line(record, status.step_count)
         if record.alarms:
             yield ("alarms", record.step), "\n".join(f"  ! {text}" for text in record.alarms)
     for evaluation in status.evals:
-        yield ("eval", evaluation.step), eval_line(evaluation)
+        interval = f"{evaluation.mean_score:.2f} +- {evaluation.half_width:.2f}"
+        text = f"step {evaluation.step}: held-out accuracy {interval} ({evaluation.answer_count} answers)"
+        yield ("eval", evaluation.step), text
 
 
 def recovery_line(recovery: pb.Recovery) -> str:
-    """Return the plain line of a return to a checkpoint."""
+    """Return the line of a restored checkpoint."""
     if recovery.reason:
-        return f"back to step {recovery.step}: {recovery.reason}"
-    return f"resumed after step {recovery.step}" if recovery.step else "begun again: there was no checkpoint"
+        return f"restored the checkpoint of step {recovery.step}: {recovery.reason}"
+    return f"resumed after step {recovery.step}" if recovery.step else "restarted at step 0: there was no checkpoint"
 
 
 def step_line(record: pb.StepRecord, step_count: int) -> str:
-    """Return the plain line of a step."""
+    """Return the line of a step."""
     words = [f"step {record.step}/{step_count}"]
     for metric, form in (
         (metrics.REWARD_MEAN, "reward {:.2f}"),
         (metrics.USEFUL_GROUPS, "useful groups {:.0%}"),
-        (metrics.MISMATCH_MEAN, "drift {:.4f}"),
+        (metrics.MISMATCH_MEAN, "logprob mismatch {:.4f}"),
         (metrics.MFU, "MFU {:.0%}"),
         (metrics.POLICY_LAG_MAX, "lag {:.0f}"),
         (metrics.TIME_STEP, "{:.1f} s"),
@@ -193,13 +192,7 @@ def step_line(record: pb.StepRecord, step_count: int) -> str:
     return "  ".join(words) + (f" ({parts})" if parts else "")
 
 
-def eval_line(record: pb.EvalRecord) -> str:
-    """Return the plain line of an evaluation."""
-    interval = f"{record.mean_score:.2f} +- {record.half_width:.2f}"
-    return f"step {record.step}: held-out accuracy {interval} ({record.answer_count} answers)"
-
-
 def phase_times(record: pb.StepRecord) -> str:
-    """Return the seconds of each part of a step; parts that took no time are left out."""
-    named = [(word, record.metrics.get(metric, 0.0)) for metric, word in _PARTS]
-    return ", ".join(f"{word} {seconds:.1f}" for word, seconds in named if seconds >= 0.05)
+    """Return the seconds of each part of a step; parts below 0.05 s are left out."""
+    times = [(label, record.metrics.get(metric, 0.0)) for metric, label in _PARTS]
+    return ", ".join(f"{label} {seconds:.1f}" for label, seconds in times if seconds >= 0.05)

@@ -1,16 +1,15 @@
-"""`fourfold run`: starts every service of a recipe, shows the run, and ends everything again.
+"""`fourfold run`: starts every service of a recipe, shows the run, and stops all services at its end.
 
 recipe -> runs/<name>/config.toml -> model folder -> coordinator -> the other services
                                                          |
-        report <- coordinator exits 0  <-  display  <----'   Ctrl-C, SIGTERM, a failure:
-                                                             everything is stopped, exit code 130 or 1
+      report  <-  coordinator exits 0  <-  display  <----'   Ctrl-C, SIGTERM or a failure:
+                                                             stop all processes, exit code 130, 143 or 1
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
 import os
 import signal
 import sys
@@ -19,7 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO, Final
+from typing import Final
 
 from fourfold import config as configuration
 from fourfold.config import Config
@@ -34,19 +33,20 @@ from fourfold.security.access import VIEWER, Security
 from ..launch.fleet import Fleet, RunOutcome, launched_services, manual_services, serve_arguments
 from ..launch.launcher import Launcher, LocalLauncher
 from ..launch.placement import assign_gpus, shared_gpus
+from ..launch.run_folder import CONFIG_FILE, is_finished, locked, make_run_dir
 from .dashboard import Dashboard
-from .summary import is_finished, report_lines
+from .summary import report_lines
 from .watch import follow
 
 _TICK_SECONDS: Final = 0.1
 _DRAWINGS_PER_SECOND: Final = 2
 _LAST_STATUS_SECONDS: Final = 1.0
+_LOCK_FILE: Final = ".lock"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `fourfold run`."""
     parser.add_argument("recipe", type=Path, nargs="?", help="a TOML file, for example recipes/quickstart.toml")
-    parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="go on with a run from its last checkpoint")
+    parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue a run from its last checkpoint")
     parser.add_argument("--name", default="", help="name of the run's folder under runs/, default that of the recipe")
     parser.add_argument("--launcher", choices=["local", "ray"], default="local", help="where services run")
     parser.add_argument("--ray-address", default="", metavar="ADDRESS", help="a Ray cluster; default: a local one")
@@ -54,37 +54,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--listen",
         default="127.0.0.1:0",
         metavar="HOST:PORT",
-        help="where the coordinator listens; another address than loopback needs [security]",
+        help="address of the coordinator; one beyond loopback needs [security]",
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run a recipe, or go on with a run; return the exit code."""
+    """Run a recipe, or resume a run; return the exit code."""
     if (args.recipe is None) == (args.resume is None):
         print("fourfold run: give a recipe, or --resume RUN_DIR", file=sys.stderr)
         return 2
-    interrupt = Interrupt()
-    with interrupt.installed():
+    signals = SignalHandler()
+    with signals.installed():
         if args.resume is not None:
             run_dir, config = args.resume, _resumed_config(args.resume, args.name)
             _check_room(run_dir)
             check_sequence_parallel(config)
         else:
             config = configuration.load(args.recipe)
+            # Check everything that can be wrong before the run's folder is made.
             _check_room(Path.cwd())
-            model_folder.check(config.model.source)  # a missing model is found before a folder is made
+            model_folder.check(config.model.source)
             check_sequence_parallel(config)
-            adapter_plan(config)  # and so is a layer that it does not have
+            adapter_plan(config)
             if args.launcher == "local":
-                _local_gpus(config)  # and too few GPUs
+                _local_gpus(config)
             run_dir, config = make_run_dir(config, args.name or config.name)
-        with _locked(run_dir):
+        with locked(run_dir / _LOCK_FILE, "`fourfold run`"):
             if args.resume is not None and is_finished(run_dir, config):
-                print(f"{run_dir} is finished already. To go on with it, raise steps in {run_dir / 'config.toml'}.")
+                print(f"{run_dir} is finished already. To train further, raise steps in {run_dir / 'config.toml'}.")
                 return _print_report(run_dir)
             model_folder.resolve(config.model.source)
             launcher = _launcher(args, config, run_dir)
-            return Run(args, config, run_dir, launcher, interrupt).execute()
+            return RunCommand(args, config, run_dir, launcher, signals).execute()
 
 
 def _check_room(folder: Path) -> None:
@@ -92,41 +93,14 @@ def _check_room(folder: Path) -> None:
         print(warning, file=sys.stderr)
 
 
-def make_run_dir(config: Config, name: str, root: Path = Path("runs")) -> tuple[Path, Config]:
-    """Make runs/<name>, or <name>-2, -3 ... when it exists, and write config.toml; return both, under that name.
-
-    Raises:
-        ConfigError: the name cannot be a folder's, or the folder cannot be made.
-    """
-    number = 1
-    while True:
-        candidate = name if number == 1 else f"{name}-{number}"
-        try:
-            named = Config.model_validate({**config.model_dump(), "name": candidate})
-        except ValueError:
-            raise ConfigError(f"name = {candidate!r}: 1 to 64 characters of A-Z a-z 0-9 _ -; choose another") from None
-        try:
-            (root / candidate).mkdir(parents=True)
-            break
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise ConfigError(f"{root / candidate}: cannot make the folder of the run ({error.strerror})") from None
-    try:
-        (root / candidate / "config.toml").write_text(configuration.dump(named), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{root / candidate}: cannot be written ({error.strerror}); make room there") from None
-    return root / candidate, named
-
-
-class Interrupt:
-    """Ctrl-C, SIGTERM and SIGHUP: the first ends the run in order, the second at once."""
+class SignalHandler:
+    """Handles Ctrl-C, SIGTERM and SIGHUP: the first stops the run cleanly, the second kills it."""
 
     def __init__(self) -> None:
         self.number = 0
-        """The signal that came first; 0: none."""
-        self.cooperative = False
-        """Whether somebody looks at `number`; if not, KeyboardInterrupt is raised."""
+        """The first signal; 0: none."""
+        self.polled = False
+        """Whether the main loop polls `number`. Otherwise the handler raises KeyboardInterrupt."""
         self.launcher: Launcher | None = None
         self.dashboard: Dashboard | None = None
 
@@ -149,67 +123,70 @@ class Interrupt:
                 self.dashboard.abandon()
             os._exit(128 + number)
         self.number = number
-        if not self.cooperative:
+        if not self.polled:
             raise KeyboardInterrupt
 
 
-class Run:
+class RunCommand:
     """One execution of `fourfold run`, from the first process to the last."""
 
     def __init__(
-        self, args: argparse.Namespace, config: Config, run_dir: Path, launcher: Launcher, interrupt: Interrupt
+        self, args: argparse.Namespace, config: Config, run_dir: Path, launcher: Launcher, signals: SignalHandler
     ) -> None:
         self._args = args
         self._config = config
         self._run_dir = run_dir
         self._launcher = launcher
-        self._interrupt = interrupt
+        self._signals = signals
         self._security = Security.load(config.security, VIEWER)
         self._dashboard = Dashboard(name=config.name, run_dir=run_dir)
         self._fleet = Fleet(
             config, run_dir=run_dir, launcher=launcher, notify=self._dashboard.note, coordinator_listen=args.listen
         )
-        interrupt.launcher, interrupt.dashboard = launcher, self._dashboard
+        signals.launcher, signals.dashboard = launcher, self._dashboard
 
     def execute(self) -> int:
-        """Run to the end, stop everything, tell how it ended; return the exit code."""
-        ending: RunOutcome | None = None
+        """Supervise the run to its end, stop all processes, and print the outcome; return the exit code."""
+        outcome: RunOutcome | None = None
         print(f"Run folder: {self._run_dir}")
         try:
             with self._dashboard:
-                self._interrupt.cooperative = True
-                ending = asyncio.run(self._supervise())
+                self._signals.polled = True
+                outcome = asyncio.run(self._supervise())
         finally:
             self._launcher.stop()
-            self._interrupt.cooperative = False
-        if ending is None:
-            name = signal.Signals(self._interrupt.number).name
+            self._signals.polled = False
+        if outcome is None:
+            name = signal.Signals(self._signals.number).name
             print(f"Stopped by {name}. {self._next_command()}", file=sys.stderr)
-            return 128 + self._interrupt.number
-        if ending.done:
+            return 128 + self._signals.number
+        if outcome.done:
             return _print_report(self._run_dir)
-        print(f"\nThe run failed. {ending.text}", file=sys.stderr)
-        if self._fleet.earlier:
-            print("\n".join(["Before that:", *(f"  {line}" for line in self._fleet.earlier)]), file=sys.stderr)
+        print(f"\nThe run failed. {outcome.text}", file=sys.stderr)
+        if self._fleet.survived_deaths:
+            print(
+                "\n".join(["Earlier failures:", *(f"  {line}" for line in self._fleet.survived_deaths)]),
+                file=sys.stderr,
+            )
         print(self._next_command(), file=sys.stderr)
         return 1
 
     async def _supervise(self) -> RunOutcome | None:
-        """Tend the processes and the display until the run ends, or a signal comes (None)."""
+        """Drive the fleet and the display until the run ends; return None after a signal."""
         self._fleet.start()
-        watching: asyncio.Task[None] | None = None
-        ticks, over = 0, asyncio.Event()
+        following: asyncio.Task[None] | None = None
+        ticks, ended = 0, asyncio.Event()
         try:
-            while not self._interrupt.number:
-                if (ending := self._fleet.tick()) is not None:
-                    over.set()
-                    if watching is not None:  # the coordinator's last words may be on their way
-                        await asyncio.wait({watching}, timeout=_LAST_STATUS_SECONDS)
-                    return ending
-                if self._fleet.address and watching is None:
-                    self._tell_what_to_start()
-                    watching = asyncio.create_task(
-                        follow(self._fleet.address, self._security, self._dashboard, over=over)
+            while not self._signals.number:
+                if (outcome := self._fleet.tick()) is not None:
+                    ended.set()
+                    if following is not None:  # the coordinator's last status may still arrive
+                        await asyncio.wait({following}, timeout=_LAST_STATUS_SECONDS)
+                    return outcome
+                if self._fleet.address and following is None:
+                    self._show_manual_commands()
+                    following = asyncio.create_task(
+                        follow(self._fleet.address, self._security, self._dashboard, ended=ended)
                     )
                 if ticks % round(1 / _TICK_SECONDS / _DRAWINGS_PER_SECOND) == 0:
                     self._dashboard.set_services(self._fleet.states())
@@ -219,28 +196,24 @@ class Run:
             return None
         finally:
             self._dashboard.set_services([])
-            if watching is not None:
-                watching.cancel()
-                await asyncio.wait({watching}, timeout=_LAST_STATUS_SECONDS)
+            if following is not None:
+                following.cancel()
+                await asyncio.wait({following}, timeout=_LAST_STATUS_SECONDS)
 
-    def _tell_what_to_start(self) -> None:
+    def _show_manual_commands(self) -> None:
         for service in manual_services(self._config):
-            words = serve_arguments(
-                service,
-                recipe=self._run_dir / "config.toml",
-                run_dir=self._run_dir,
-                coordinator=self._fleet.address,
-            )
-            self._dashboard.note(f"start this by hand (replicas = 0): fourfold {' '.join(words)}")
+            words = serve_arguments(service, run_dir=self._run_dir, coordinator=self._fleet.address)
+            self._dashboard.note(f"start this service yourself (replicas = 0): fourfold {' '.join(words)}")
 
     def _next_command(self) -> str:
-        launcher = "" if self._args.launcher == "local" else f" --launcher {self._args.launcher}"
-        address = f" --ray-address {self._args.ray_address}" if self._args.ray_address else ""
+        options = "" if self._args.launcher == "local" else f" --launcher {self._args.launcher}"
+        options += f" --ray-address {self._args.ray_address}" if self._args.ray_address else ""
+        resume = f"fourfold run --resume {self._run_dir}{options}"
         if next((self._run_dir / "checkpoints").glob("step-*"), None) is not None:
-            return f"To go on from the last checkpoint: fourfold run --resume {self._run_dir}{launcher}{address}"
+            return f"To resume from the last checkpoint: {resume}"
         return (
-            f"No checkpoint was written yet. To begin again: fourfold run --resume {self._run_dir}{launcher}{address}; "
-            f"when the recipe was changed: fourfold run RECIPE{launcher}{address}"
+            f"No checkpoint was written yet. To start again: {resume}; with a changed recipe: "
+            f"fourfold run RECIPE{options}"
         )
 
 
@@ -278,10 +251,10 @@ def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launch
 
 
 def _local_gpus(config: Config) -> dict[str, tuple[str, ...]]:
-    """Return the GPUs of this machine that each service gets.
+    """Return the ids of each service's GPUs on this machine.
 
     Raises:
-        ConfigError: there are too few, or they are too small.
+        ConfigError: the machine has too few GPUs, or they have too little memory.
     """
     services = launched_services(config)
     if not any(service.gpus for service in services):
@@ -296,23 +269,10 @@ def _local_gpus(config: Config) -> dict[str, tuple[str, ...]]:
 
 def _resumed_config(run_dir: Path, name: str) -> Config:
     if name:
-        raise ConfigError("--name and --resume exclude each other: a run that goes on keeps its name")
-    if not (run_dir / "config.toml").is_file():
+        raise ConfigError("--name and --resume exclude each other: a resumed run keeps its name")
+    if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(f"{run_dir}: not the folder of a run (no config.toml); give one of runs/")
-    return configuration.load(run_dir / "config.toml")
-
-
-@contextmanager
-def _locked(run_dir: Path) -> Iterator[IO[str]]:
-    """Keep a second `fourfold run` out of the folder; the kernel drops the lock when we die."""
-    with (run_dir / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{run_dir}: another `fourfold run` is at work in this folder; watch it, or end it first"
-            ) from None
-        yield file
+    return configuration.load(run_dir / CONFIG_FILE)
 
 
 def _print_report(run_dir: Path) -> int:

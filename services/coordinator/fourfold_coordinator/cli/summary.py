@@ -1,4 +1,4 @@
-"""What `fourfold run` prints at the end: report.json for people."""
+"""Formats report.json as the summary that `fourfold run` prints at the end."""
 
 from __future__ import annotations
 
@@ -10,46 +10,35 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
-from fourfold.config import Config
 from fourfold.errors import ConfigError
 from fourfold.text import format_duration, printable
+
+from ..launch.run_folder import REPORT_FILE
 
 _SPECIAL: Final = re.compile(r"<\|[^|<>]*\|>|</?s>|<[a-z_]+_of_turn>")
 _ROLES: Final = frozenset({"", "assistant", "model", "user", "system"})
 _WIDTH: Final = 80
 _GAP: Final = "  "
-_FRAME: Final = 200
-_QUESTION: Final = 24
-_RIGHT: Final = 8
-_FINDINGS: Final = 5
-_LINES: Final = 3  # of a prompt, and of an answer
+_MAX_FINDINGS: Final = 5
+# Widths of the table of answers, in characters.
+_FRAME_WIDTH: Final = 200
+_QUESTION_WIDTH: Final = 24
+_RIGHT_WIDTH: Final = 8
+_MAX_LINES: Final = 3  # of a prompt, and of an answer
 _NO_BREAK: Final = "\N{NO-BREAK SPACE}"  # keeps the mark on the answer's last line
 
 
-def is_finished(run_dir: Path, config: Config) -> bool:
-    """Whether the run in `run_dir` has done all steps of `config` and its report is there: nothing is left to do."""
-    try:
-        done = json.loads((run_dir / "report.json").read_text(encoding="utf-8"))["steps"]
-    except (OSError, ValueError, KeyError, TypeError):  # none, or one that must be written again
-        return False
-    return isinstance(done, int) and done >= config.steps
-
-
 def report_lines(run_dir: Path) -> list[str]:
-    """Return the report of a finished run for people.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Return the summary of a finished run; raise ConfigError when its report cannot be read."""
     try:
-        report: dict[str, Any] = json.loads((run_dir / "report.json").read_text(encoding="utf-8"))
+        report: dict[str, Any] = json.loads((run_dir / REPORT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{run_dir / 'report.json'}: the run ended, but its report cannot be read: {error}") from None
+        raise ConfigError(f"{run_dir / REPORT_FILE}: the run ended, but its report cannot be read: {error}") from None
     return summary_lines(report, run_dir)
 
 
 def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
-    """Return the lines: what was learned, sample answers, where things are, and the next command."""
+    """Return the lines: result, problems, sample answers, files, and the next command."""
     lines = ["", _headline(report)]
     before, after = report.get("eval_before"), report.get("eval_after")
     if before and after:
@@ -58,12 +47,11 @@ def summary_lines(report: dict[str, Any], run_dir: Path) -> list[str]:
     if dropped := report.get("dropped"):
         lines.append("Dropped samples: " + ", ".join(f"{count} {reason}" for reason, count in sorted(dropped.items())))
     if twin := report.get("distance"):
-        lines.append(_distance(twin))
+        lines.append(_comparison(twin))
     lines += _diagnosis(report)
     lines += answer_table(report.get("answers_before") or [], report.get("answers_after") or [])
     lines += ["", *_files(run_dir)]
-    lines += ["", f"Talk to it: fourfold chat {run_dir / 'model'}"]
-    return lines
+    return [*lines, "", f"Chat with the model: fourfold chat {run_dir / 'model'}"]
 
 
 def _headline(report: dict[str, Any]) -> str:
@@ -78,23 +66,24 @@ def _headline(report: dict[str, Any]) -> str:
 
 
 def _interruptions(report: dict[str, Any]) -> list[str]:
-    """Return how often a part of the run came back; nothing for a run that nothing disturbed."""
+    """Return how often the run was resumed and its services were restarted; no lines when neither happened."""
     words = [f"{name} {count}x" for name, count in sorted((report.get("restarts") or {}).items())]
     resumes = report.get("resumes") or 0
     lines = [f"Resumed {resumes} time{'s' if resumes > 1 else ''}."] if resumes else []
-    return lines + ([f"Started again while the run went on: {', '.join(words)}."] if words else [])
+    return lines + ([f"Restarted during the run: {', '.join(words)}."] if words else [])
 
 
 def _diagnosis(report: dict[str, Any]) -> list[str]:
-    """Return what was wrong, in words, the most frequent first."""
+    """Return the findings of the diagnosis, the most frequent first."""
     lines = []
     if skipped := report.get("skipped_steps"):
-        lines += ["", f"{skipped} of {report['steps']} steps changed nothing."]
+        lines += ["", f"{skipped} of {report['steps']} steps did not change the weights."]
     if found := report.get("diagnosis"):
-        lines += ["", "What to look at:"]
-        for entry in found[:_FINDINGS]:
-            steps = f"step {entry['first']}" if entry["steps"] == 1 else f"{entry['steps']} steps, {entry['first']} to"
-            when = steps if entry["steps"] == 1 else f"{steps} {entry['last']}"
+        lines += ["", "Findings:"]
+        for entry in found[:_MAX_FINDINGS]:
+            when = f"{entry['steps']} steps, {entry['first']} to {entry['last']}"
+            if entry["steps"] == 1:
+                when = f"step {entry['first']}"
             lines += textwrap.wrap(f"{when}: {entry['text']}", _WIDTH, initial_indent="  ", subsequent_indent="    ")
     return lines
 
@@ -105,24 +94,24 @@ def _interval(evaluation: dict[str, Any]) -> str:
     return f"{evaluation['score']:.2f}{spread} ({evaluation['n']} answers)"
 
 
-def _distance(twin: dict[str, Any]) -> str:
+def _comparison(twin: dict[str, Any]) -> str:
     same = all(twin.get(f"same_first_step_{part}") for part in ("prompts", "seeds", "samples"))
-    first = "the same first step" if same else "another first step"
+    first = "the same first step" if same else "a different first step"
     gap = twin.get("eval_after_difference")
     accuracy = "" if gap is None else f", accuracy {gap:+.2f}"
-    return f"Against {twin['run']}, the same recipe: {first}{accuracy}."
+    return f"Compared with {twin['run']}, which has the same recipe: {first}{accuracy}."
 
 
 def answer_table(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[str]:
-    """Return answers to the same prompts side by side, in at most 80 columns; right ones end with *."""
+    """Return a table of answers to the same prompts before and after training, at most 80 columns wide."""
     later = {row["prompt"]: row for row in after}
     pairs = [(row, later[row["prompt"]]) for row in before if row["prompt"] in later]
     if not pairs:
         return []
     frame, questions = _split([_question(old["prompt"]) for old, _ in pairs])
-    title = f'Answers to the held-out prompts "{_cut(frame, _FRAME)}"' if frame else "Answers to held-out prompts"
-    rights = [_cut(printable(old["answer"]), _RIGHT) for old, _ in pairs]
-    question_width = min(max(len("prompt"), *map(len, questions)), _QUESTION)
+    title = f'Answers to the held-out prompts "{_cut(frame, _FRAME_WIDTH)}"' if frame else "Answers to held-out prompts"
+    rights = [_cut(printable(old["answer"]), _RIGHT_WIDTH) for old, _ in pairs]
+    question_width = min(max(len("prompt"), *map(len, questions)), _QUESTION_WIDTH)
     right_width = max(len("right"), *map(len, rights))
     answer_width = (_WIDTH - question_width - right_width - 3 * len(_GAP)) // 2
     widths = (question_width, right_width, answer_width, answer_width)
@@ -142,24 +131,24 @@ def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Return a text as a few lines; of a long one the beginning and the end, where an answer often is."""
+    """Return a text as at most three lines. A long text keeps its end, because the result is often there."""
     lines = textwrap.wrap(text, width, break_on_hyphens=False)
-    if len(lines) > _LINES:
+    if len(lines) > _MAX_LINES:
         end = text[-(width - len("... ")) :]
-        lines = [*lines[: _LINES - 1], f"... {end.partition(' ')[2] or end}"]
+        lines = [*lines[: _MAX_LINES - 1], f"... {end.partition(' ')[2] or end}"]
     return [line.replace(_NO_BREAK, " ") for line in lines]
 
 
 def _question(prompt: str) -> str:
-    """Return the last line that a person wrote in a rendered prompt."""
+    """Return the last line of the user's message in a rendered prompt."""
     lines = [line.strip() for line in _SPECIAL.sub("\n", prompt).splitlines()]
     return next((line for line in reversed(lines) if line not in _ROLES), "")
 
 
 def _split(texts: list[str]) -> tuple[str, list[str]]:
-    """Return what long texts all begin and end with, said once, and what is left of each: what differs matters."""
+    """Split long texts into the words that all of them begin and end with, and the remaining words of each text."""
     texts = [printable(text) for text in texts]
-    if len(texts) < 2 or max(map(len, texts)) <= _QUESTION:
+    if len(texts) < 2 or max(map(len, texts)) <= _QUESTION_WIDTH:
         return "", texts
     words = [text.split() for text in texts]
     before, after = 0, 0
@@ -168,7 +157,7 @@ def _split(texts: list[str]) -> tuple[str, list[str]]:
         before += 1
     while before + after < shortest - 1 and len({line[-1 - after] for line in words}) == 1:
         after += 1
-    if before + after < 2:  # one word in common is no frame
+    if before + after < 2:  # one common word is too little to print separately
         return "", texts
     first = words[0]
     frame = " ".join([*first[:before], "...", *first[len(first) - after :]])
@@ -189,10 +178,10 @@ def _cut(text: str, width: int) -> str:
 def _files(run_dir: Path) -> list[str]:
     named = (
         ("curve.png", "reward and held-out accuracy over the steps"),
-        ("report.json", "these numbers"),
+        ("report.json", "the numbers above"),
         ("metrics.jsonl", "every metric of every step"),
         ("samples.jsonl", "every trajectory: tokens, log-probabilities, versions, scores"),
         ("model", "the trained model, a Hugging Face folder"),
-        ("model-ema", "the same with the moving average of its weights"),
+        ("model-ema", "the same model with the moving average of the weights"),
     )
     return [f"{run_dir / name!s:36}  {what}" for name, what in named if (run_dir / name).exists()]

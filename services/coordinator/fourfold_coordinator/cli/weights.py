@@ -1,7 +1,7 @@
-"""`fourfold weights RUN_DIR` or `fourfold weights HOST:PORT`: how the weights of a run get to its engines, now.
+"""`fourfold weights RUN_DIR|HOST:PORT`: shows the current weight update of a run and the state of each engine.
 
 version 12, epoch 7: transfer for 3.2 s
-last update: 0.84 s, engines paused for 0.31 s of it
+last update: 0.84 s, of which engines were paused for 0.31 s
 
 member     state     since  version  backend  waits for  last error
 trainer-0  updating  3.2 s       12  -        rollout-1
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -25,39 +24,34 @@ from fourfold.errors import ConfigError
 from fourfold.rpc.channel import open_channel
 from fourfold.security.access import COORDINATOR, VIEWER, Security
 
-from ..launch.fleet import ADDRESS_FILE
+from ..launch.run_folder import CONFIG_FILE, read_address
 
 _TIMEOUT_SECONDS: Final = 10.0
 _HEAD: Final = ("member", "state", "since", "version", "backend", "waits for", "last error")
-_NUMBERS: Final = (2, 3)  # columns that end on the right
+_RIGHT_ALIGNED: Final = (2, 3)  # columns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `fourfold weights`."""
     parser.add_argument("where", help="folder of the run, such as runs/quickstart, or its coordinator's HOST:PORT")
     parser.add_argument("--recipe", type=Path, help="with HOST:PORT of a run with [security]: its TOML file")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the weight plane of a run that is going on."""
-    address, security = find(args.where, args.recipe)
-    plane = asyncio.run(_ask(address, security))
-    sys.stdout.write("\n".join(table(plane)) + "\n")
+    """Print the weight plane of a running run."""
+    address, security = find_coordinator(args.where, args.recipe)
+    print("\n".join(table(asyncio.run(_get_weight_plane(address, security)))))
     return 0
 
 
-def find(where: str, recipe: Path | None) -> tuple[str, Security | None]:
-    """Return the coordinator's address, and what the run says of TLS.
+def find_coordinator(where: str, recipe: Path | None) -> tuple[str, Security | None]:
+    """Return the coordinator's address, and the TLS files of the run.
 
     Raises:
-        ConfigError: neither an address nor the folder of a run that is going on.
+        ConfigError: `where` is neither an address nor the folder of a run that was started.
     """
     folder = Path(where)
     if folder.is_dir():
-        file = folder / ADDRESS_FILE
-        if not file.is_file():
-            raise ConfigError(f"{folder}: no run is going on here (no {ADDRESS_FILE}); give a folder of runs/")
-        address, recipe = file.read_text(encoding="utf-8").strip(), folder / "config.toml"
+        address, recipe = read_address(folder), folder / CONFIG_FILE
     elif re.fullmatch(r"\S+:\d+", where):
         address = where
     else:
@@ -65,7 +59,7 @@ def find(where: str, recipe: Path | None) -> tuple[str, Security | None]:
     return address, Security.load(configuration.load(recipe).security, VIEWER) if recipe else None
 
 
-async def _ask(address: str, security: Security | None) -> pb.GetWeightPlaneResponse:
+async def _get_weight_plane(address: str, security: Security | None) -> pb.GetWeightPlaneResponse:
     channel = open_channel(address, security, server=COORDINATOR)
     try:
         client = AsyncCoordinatorClient(channel, peer=f"coordinator at {address}")
@@ -75,20 +69,20 @@ async def _ask(address: str, security: Security | None) -> pb.GetWeightPlaneResp
 
 
 def table(plane: pb.GetWeightPlaneResponse) -> list[str]:
-    """Return the lines that are printed."""
-    doing = f"{plane.phase} for {plane.phase_seconds:.1f} s" if plane.phase else "no update is under way"
-    lines = [f"version {plane.policy_version}, epoch {plane.epoch}: {doing}"]
+    """Return the printed lines."""
+    phase = f"{plane.phase} for {plane.phase_seconds:.1f} s" if plane.phase else "no update in progress"
+    lines = [f"version {plane.policy_version}, epoch {plane.epoch}: {phase}"]
     if plane.last_update_seconds:
-        paused = f"engines paused for {plane.last_pause_seconds:.2f} s of it"
+        paused = f"of which engines were paused for {plane.last_pause_seconds:.2f} s"
         lines.append(f"last update: {plane.last_update_seconds:.2f} s, {paused}")
-    rows = [_HEAD, *(_row(party) for party in plane.parties)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
     lines.append("")
+    rows = [_HEAD, *(_row(party) for party in plane.parties)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [
-            cell.rjust(width) if column in _NUMBERS else cell.ljust(width)
+        cells = (
+            cell.rjust(width) if column in _RIGHT_ALIGNED else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+        )
         lines.append("  ".join(cells).rstrip())
     return lines
 

@@ -1,1 +1,1 @@
-"""Starts the processes of a run on this machine or through Ray."""
+"""Starts and supervises the processes of a run, on this machine or through Ray."""

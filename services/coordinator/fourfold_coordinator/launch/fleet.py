@@ -1,11 +1,10 @@
-"""The processes of a run: which a recipe asks for, in which order they start, what happens when one dies.
+"""Starts the processes of a run in order, watches them, and restarts those that die.
 
-    coordinator --(coordinator.address)--> rollout, trainer, reward, reference --READY--> the run goes on
+    coordinator --(coordinator.address)--> rollout, trainer, reward, reference --READY--> the run trains
          |                                            | dies
-         '- exits 0: done, else: failed               '- started again, at most retry.restarts times
+         '- exit code 0: done, else: failed           '- restarted, at most retry.restarts times
 
-A process that dies before it was ready for the first time is not started again: the reason is in
-its log and would be the same. Nobody waits here: `tick` looks, acts and returns.
+A service that dies before it was ever ready ends the run: a restart would fail for the same reason.
 """
 
 from __future__ import annotations
@@ -24,34 +23,47 @@ from fourfold.host.process import Command
 from fourfold.text import format_duration
 
 from .launcher import Launcher, ServiceSpec
+from .run_folder import ADDRESS_FILE, CONFIG_FILE
 
 COORDINATOR: Final = "coordinator-0"
-ADDRESS_FILE: Final = "coordinator.address"
 _COORDINATOR_START_SECONDS: Final = 120.0
-# The coordinator waits 900 s for its services and says what is missing; this is for when it cannot.
+# The coordinator itself gives up after 900 s without its services, and names those that are missing. This limit is for
+# a coordinator that hangs.
 _READY_SECONDS: Final = 960.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcome:
-    """How a run ended."""
+    """The end of a run; `text` explains a failure."""
 
     done: bool
     text: str = ""
-    """Why it failed, for people."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A service and the restarts of its process. Times are of the monotonic clock."""
+
+    spec: ServiceSpec
+    restarts: int = 0
+    restart_at: float | None = None
+    died_at: float | None = None
+    """Time of the last death, until the process is ready again."""
+    lost: bool = False
+    """It used up its restarts."""
 
 
 def launched_services(config: Config) -> list[ServiceSpec]:
-    """Return the services that the launcher starts, the slowest to load first; the coordinator is not among them."""
-    return _services(config, by_hand=False)
+    """Return the services that the launcher starts besides the coordinator, the slowest to load first."""
+    return _services(config, manual=False)
 
 
 def manual_services(config: Config) -> list[ServiceSpec]:
-    """Return one service for each needed role of which the recipe says `replicas = 0`."""
-    return _services(config, by_hand=True)
+    """Return one service for each needed role that the recipe leaves to the user with `replicas = 0`."""
+    return _services(config, manual=True)
 
 
-def _services(config: Config, *, by_hand: bool) -> list[ServiceSpec]:
+def _services(config: Config, *, manual: bool) -> list[ServiceSpec]:
     roles = [
         ("rollout", config.rollout.replicas, 2),
         ("trainer", config.trainer.replicas, config.trainer_processes),
@@ -59,19 +71,18 @@ def _services(config: Config, *, by_hand: bool) -> list[ServiceSpec]:
     ]
     if config.needs_reference:
         roles.append(("reference", config.reference.replicas, 1))
-    places, found = gpu_places(config), []
-    for role, replicas, cpus in roles:
-        count = (1 if by_hand else 0) if replicas == 0 else (0 if by_hand else replicas)
-        names = [f"{role}-{index}" for index in range(count)]
-        found += [ServiceSpec(role=role, name=name, place=places.get(name, ()), cpus=cpus) for name in names]
-    return found
+    places = gpu_places(config)
+    return [
+        ServiceSpec(role=role, name=name, place=places.get(name, ()), cpus=cpus)
+        for role, replicas, cpus in roles
+        if (replicas == 0) == manual
+        for name in (f"{role}-{index}" for index in range(replicas or 1))
+    ]
 
 
-def serve_arguments(
-    service: ServiceSpec, *, recipe: Path, run_dir: Path, coordinator: str, listen: str = ""
-) -> list[str]:
-    """Return the words after `fourfold` that start a service."""
-    words = ["serve", service.role, str(recipe), "--member-id", service.name, "--run-dir", str(run_dir)]
+def serve_arguments(service: ServiceSpec, *, run_dir: Path, coordinator: str, listen: str = "") -> list[str]:
+    """Return the arguments of `fourfold` that start a service of the run in `run_dir`."""
+    words = ["serve", service.role, str(run_dir / CONFIG_FILE), "--member-id", service.name, "--run-dir", str(run_dir)]
     if listen:
         words += ["--listen", listen]
     if coordinator:
@@ -92,133 +103,115 @@ class Fleet:
         coordinator_listen: str = "127.0.0.1:0",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """Prepare; nothing is started yet.
+        """Create the fleet; `start` starts the first process.
 
         Args:
             config: of the run.
-            run_dir: holds config.toml already.
-            launcher: where processes run.
-            notify: told of every restart, for people.
+            run_dir: contains config.toml.
+            launcher: starts the processes.
+            notify: receives a line for the user about each death and restart.
             coordinator_listen: host:port.
             clock: times restarts and deadlines.
         """
         self.config = config
         self.address = ""
-        """Of the coordinator; empty until it listens."""
-        self.earlier: list[str] = []
-        """One line for each death that was survived."""
+        """Address of the coordinator; empty until it listens."""
+        self.survived_deaths: list[str] = []
+        """One line for each death that did not end the run."""
         self._run_dir = run_dir
         self._launcher = launcher
         self._notify = notify
         self._coordinator_listen = coordinator_listen
         self._clock = clock
-        self._services = {service.name: service for service in launched_services(config)}
-        self._restarts: dict[str, int] = {}
-        self._due: dict[str, float] = {}  # when to start a dead service again
-        self._lost: set[str] = set()
-        self._away: dict[str, float] = {}  # when a service that is started again died
-        self._deadline = 0.0
+        self._slots = {service.name: _Slot(service) for service in launched_services(config)}
+        self._deadline: float | None = None
 
     def start(self) -> None:
-        """Start the coordinator; `tick` starts the others when it listens."""
+        """Start the coordinator; `tick` starts the services when it listens."""
         (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
         self._deadline = self._clock.monotonic() + _COORDINATOR_START_SECONDS
         self._launch(ServiceSpec(role="coordinator", name=COORDINATOR), listen=self._coordinator_listen)
 
     def tick(self) -> RunOutcome | None:
-        """Look once; return how the run ended, or None while it goes on."""
+        """Handle what happened since the last call, without blocking; return the outcome when the run has ended."""
         for death in self._launcher.deaths():
-            if (ending := self._on_death(death)) is not None:
-                return ending
-        for name, due in list(self._due.items()):
-            if self._clock.monotonic() >= due:
-                del self._due[name]
-                self._launch(self._services[name])
-        self._tell_who_is_back()
+            if (outcome := self._on_death(death)) is not None:
+                return outcome
+        now = self._clock.monotonic()
+        for name, slot in self._slots.items():
+            if slot.restart_at is not None and now >= slot.restart_at:
+                slot.restart_at = None
+                self._launch(slot.spec)
+            elif slot.died_at is not None and self._state(slot) == "ready":
+                self._notify(f"{name} is ready again after {format_duration(now - slot.died_at)}")
+                slot.died_at = None
         if not self.address:
-            self._look_for_coordinator()
-        if self._deadline and self._clock.monotonic() > self._deadline:
-            return self._overdue()
+            self._start_services()
+        if self._deadline is not None and now > self._deadline:
+            return self._on_deadline()
         return None
 
     def states(self) -> list[tuple[str, str]]:
         """Return (name, "starting" | "ready" | "restarting" | "lost") of each process, the coordinator first."""
         if not self.address:
             return [(COORDINATOR, "starting")]
-        return [(COORDINATOR, "ready"), *((name, self._state(name)) for name in self._services)]
+        return [(COORDINATOR, "ready"), *((name, self._state(slot)) for name, slot in self._slots.items())]
 
-    def _state(self, name: str) -> str:
-        if name in self._lost:
+    def _state(self, slot: _Slot) -> str:
+        if slot.lost:
             return "lost"
-        if name in self._due:
+        if slot.restart_at is not None:
             return "restarting"
-        return "ready" if self._launcher.is_ready(name) else "starting"
+        return "ready" if self._launcher.is_ready(slot.spec.name) else "starting"
 
-    def _look_for_coordinator(self) -> None:
+    def _start_services(self) -> None:
+        """Start the services once the coordinator has written its address."""
         path = self._run_dir / ADDRESS_FILE
         if not path.is_file():
             return
         self.address = path.read_text(encoding="utf-8").strip()
-        for service in self._services.values():
-            self._launch(service)
+        for slot in self._slots.values():
+            self._launch(slot.spec)
         self._deadline = self._clock.monotonic() + max(_READY_SECONDS, 2 * self.config.retry.service_wait_seconds)
 
-    def _overdue(self) -> RunOutcome | None:
-        if not self.address:
-            log = self._run_dir / "logs" / f"{COORDINATOR}.log"
-            seconds = f"{_COORDINATOR_START_SECONDS:.0f} s"
-            return RunOutcome(
-                done=False, text=f"{COORDINATOR} does not listen after {seconds}; what it does is in {log}"
-            )
-        late = [name for name in self._services if self._state(name) == "starting"]
-        self._deadline = 0.0
-        if not late:
-            return None
+    def _on_deadline(self) -> RunOutcome | None:
         logs = self._run_dir / "logs"
-        return RunOutcome(done=False, text=f"{', '.join(late)} not ready in time; what it does is in {logs}")
+        if not self.address:
+            seconds = f"{_COORDINATOR_START_SECONDS:.0f} s"
+            log = logs / f"{COORDINATOR}.log"
+            return RunOutcome(done=False, text=f"{COORDINATOR} did not listen within {seconds}; see {log}")
+        self._deadline = None
+        late = [name for name, slot in self._slots.items() if self._state(slot) == "starting"]
+        return RunOutcome(done=False, text=f"{', '.join(late)} not ready in time; see {logs}") if late else None
 
     def _on_death(self, death: Death) -> RunOutcome | None:
         if death.name == COORDINATOR:
             done = death.exit_code == 0 and death.signal == 0
             return RunOutcome(done=done, text="" if done else death.explain())
-        count = self._restarts.get(death.name, 0)
-        at = time.strftime("%H:%M:%S", time.localtime(death.time))
-        self._away[death.name] = self._clock.monotonic()
-        if not death.was_ready and count == 0:
+        slot, now = self._slots[death.name], self._clock.monotonic()
+        slot.died_at = now
+        if not death.was_ready and slot.restarts == 0:
             return RunOutcome(done=False, text=death.explain())
-        if count < self.config.retry.restarts:
-            self._restarts[death.name] = count + 1
-            self._due[death.name] = self._clock.monotonic() + (
-                2.0**count - 1
-            )  # at once, then after 1, 3, 7 ... seconds
-            self._deadline = 0.0  # the coordinator keeps the time from here on
-            self._survived(f"{at} {death.name} died ({death.brief}); starting it again. Its log: {death.log}")
+        died = f"{time.strftime('%H:%M:%S', time.localtime(death.time))} {death.name} died ({death.brief})"
+        if slot.restarts < self.config.retry.restarts:
+            slot.restart_at = now + 2.0**slot.restarts - 1  # at once, then after 1, 3, 7 ... seconds
+            slot.restarts += 1
+            # From here on the coordinator limits the wait: a restart may take longer than the first start.
+            self._deadline = None
+            self._survive(f"{died}; restarting it (log: {death.log})")
             return None
-        role = self._services[death.name].role
-        self._lost.add(death.name)
-        if all(name in self._lost for name, service in self._services.items() if service.role == role):
-            limit = f"It was started again {count} times already (retry.restarts = {self.config.retry.restarts})."
+        slot.lost = True
+        if all(other.lost for other in self._slots.values() if other.spec.role == slot.spec.role):
+            limit = f"It was restarted {slot.restarts} times already (retry.restarts = {self.config.retry.restarts})."
             return RunOutcome(done=False, text=f"{death.explain()}\n{limit}")
-        self._survived(f"{at} {death.name} died again ({death.brief}) and is given up. Its log: {death.log}")
+        self._survive(f"{died}; no restarts are left, the run continues without it (log: {death.log})")
         return None
 
-    def _tell_who_is_back(self) -> None:
-        for name, died in list(self._away.items()):
-            if name not in self._due and name not in self._lost and self._launcher.is_ready(name):
-                del self._away[name]
-                self._notify(f"{name} is back ({format_duration(self._clock.monotonic() - died)})")
-
-    def _survived(self, line: str) -> None:
-        self.earlier.append(line)
+    def _survive(self, line: str) -> None:
+        self.survived_deaths.append(line)
         self._notify(line)
 
     def _launch(self, service: ServiceSpec, *, listen: str = "127.0.0.1:0") -> None:
-        arguments = serve_arguments(
-            service,
-            recipe=self._run_dir / "config.toml",
-            run_dir=self._run_dir,
-            coordinator=self.address,
-            listen=listen,
-        )
+        arguments = serve_arguments(service, run_dir=self._run_dir, coordinator=self.address, listen=listen)
         argv = (sys.executable, "-m", "fourfold", *arguments)
         self._launcher.start(service, Command(name=service.name, argv=argv))

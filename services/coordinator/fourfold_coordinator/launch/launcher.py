@@ -1,4 +1,4 @@
-"""Runs the processes of a run as children on this machine, on loopback, and deals out its GPUs."""
+"""Defines the `Launcher` interface, and the launcher that runs services as child processes on this machine."""
 
 from __future__ import annotations
 
@@ -15,73 +15,56 @@ from fourfold.host.process import Command, Supervisor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSpec:
-    """One process slot of a run."""
+    """A service process that a recipe asks for."""
 
     role: str
     name: str
     """Member id."""
     place: tuple[int, ...] = ()
-    """Its GPUs, by their numbers in the run; services with one number share that GPU."""
+    """Indices of its GPUs within the run. Services with the same index share that GPU."""
     cpus: int = 1
-    """What a cluster scheduler sets aside; nothing is pinned."""
+    """CPUs that a cluster scheduler reserves; no process is pinned."""
 
     @property
     def gpus(self) -> int:
-        """How many it has."""
+        """Return the number of its GPUs."""
         return len(self.place)
 
 
 class Launcher(Protocol):
-    """Where processes run. Calls return at once, except `stop`."""
+    """Starts processes somewhere. No method blocks, except `stop`."""
 
     def start(self, service: ServiceSpec, command: Command) -> None:
-        """Start a process, or start it again."""
+        """Start or restart a process."""
 
     def deaths(self) -> list[Death]:
-        """Return the deaths since the last call, the first one first."""
+        """Return the deaths since the last call, ordered by time."""
 
     def is_ready(self, name: str) -> bool:
         """Return whether the process has printed its READY line."""
 
     def stop(self) -> None:
-        """End everything within 3 seconds, descendants included."""
+        """End all processes and their descendants within 3 seconds."""
 
     def kill(self) -> None:
-        """End everything now."""
+        """Kill all processes and their descendants immediately."""
 
 
 class LocalLauncher:
-    """A `Launcher` of child processes."""
+    """A `Launcher` that starts child processes on loopback."""
 
     def __init__(self, *, run_dir: Path, gpus: Mapping[str, tuple[str, ...]]) -> None:
-        """Prepare; nothing is started yet.
-
-        Args:
-            run_dir: logs go to its folder `logs`.
-            gpus: what `assign_gpus` says.
-        """
+        """Create the launcher; `gpus` has each service's GPU ids, from `assign_gpus`."""
         self._gpus = gpus
         self._supervisor = Supervisor(run_dir / "logs")
+        self.deaths = self._supervisor.deaths
+        self.stop, self.kill = self._supervisor.stop, self._supervisor.kill
 
     def start(self, service: ServiceSpec, command: Command) -> None:
-        """Start a child, or start it again."""
-        # A service that asks for none must not see any: libraries would move to them.
+        # A service without GPUs must see none: libraries would use any that they see.
         env = {**command.env, **gpu_environment(self._gpus.get(service.name, ()))}
         self._supervisor.start(dataclasses.replace(command, env=env))
 
-    def deaths(self) -> list[Death]:
-        """Return the deaths since the last call."""
-        return self._supervisor.deaths()
-
     def is_ready(self, name: str) -> bool:
-        """Return whether the child has printed its READY line."""
         child = self._supervisor.children.get(name)
         return child is not None and child.alive and child.poll_ready()
-
-    def stop(self) -> None:
-        """End all children and their descendants."""
-        self._supervisor.stop()
-
-    def kill(self) -> None:
-        """End them now."""
-        self._supervisor.kill()

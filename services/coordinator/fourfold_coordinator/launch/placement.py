@@ -1,4 +1,4 @@
-"""What a cluster sets aside for the services, and whether it fits, decided before anything waits for it."""
+"""Assigns the GPUs of one machine to services, and checks before a run starts that a cluster has room for them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from fourfold.errors import ConfigError
 
 from .launcher import ServiceSpec
 
-_LABEL: Final = 24
+_LABEL_WIDTH: Final = 24
 
 
 def assign_gpus(
     services: Sequence[ServiceSpec], gpus: Sequence[str], *, colocated: bool | None
 ) -> dict[str, tuple[str, ...]]:
-    """Give each service its GPUs.
+    """Return the ids of each service's GPUs, by service.
 
-    Where `colocated` is None, services also share GPUs when there are fewer than all of them ask for.
+    With `colocated = None`, services share GPUs when the machine has fewer than they ask for together.
 
     Raises:
-        ConfigError: there are fewer than that needs.
+        ConfigError: the machine has too few GPUs.
     """
     for service in services:
         if service.gpus > len(gpus):
@@ -37,11 +37,11 @@ def assign_gpus(
             f"placement.colocated = {str(colocated).lower()}: services {how} and ask for {needed} GPUs, this machine "
             f"offers {len(gpus)}; {fix}, or see `fourfold doctor`"
         )
-    return {s.name: tuple(gpus[number % len(gpus)] for number in s.place) for s in services if s.gpus}
+    return {s.name: tuple(gpus[index % len(gpus)] for index in s.place) for s in services if s.gpus}
 
 
-def shared_gpus(assigned: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
-    """Return the GPUs that several services were given, with those services."""
+def shared_gpus(assigned: Mapping[str, tuple[str, ...]]) -> dict[str, list[str]]:
+    """Return the GPUs that several services use, each with the names of these services."""
     users: dict[str, list[str]] = {}
     for name, ids in assigned.items():
         for gpu in ids:
@@ -51,46 +51,43 @@ def shared_gpus(assigned: dict[str, tuple[str, ...]]) -> dict[str, list[str]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """A service; or several that share GPUs, and so are on one node."""
+    """Services that must be on one node because they share GPUs; or a single service."""
 
     services: tuple[ServiceSpec, ...]
 
     @property
     def name(self) -> str:
-        """Of all services."""
         return ", ".join(service.name for service in self.services)
 
     @property
     def place(self) -> tuple[int, ...]:
-        """GPUs of all of them, by their numbers in the run."""
-        return tuple(sorted({number for service in self.services for number in service.place}))
+        """Return the sorted GPU indices of all its services."""
+        return tuple(sorted({index for service in self.services for index in service.place}))
 
     @property
     def gpus(self) -> int:
-        """How many they are."""
         return len(self.place)
 
     @property
     def cpus(self) -> int:
-        """Of all services."""
         return sum(service.cpus for service in self.services)
 
     @property
     def shares(self) -> bool:
-        """Whether services share its GPUs."""
+        """Return whether several services use its GPUs."""
         return len(self.services) > 1
 
-    def places_of(self, service: ServiceSpec) -> tuple[int, ...]:
-        """Return which of the bundle's GPUs are the service's: indices into `place`."""
-        return tuple(self.place.index(number) for number in service.place)
+    def local_indices(self, service: ServiceSpec) -> tuple[int, ...]:
+        """Return the positions of the service's GPUs in `place`."""
+        return tuple(self.place.index(index) for index in service.place)
 
 
 def bundles(services: Sequence[ServiceSpec]) -> list[Bundle]:
-    """Return the services, together with those that they share GPUs with, in order of the first of each."""
+    """Group services that share GPUs, directly or through others; ordered by the first service of each group."""
     found: list[list[ServiceSpec]] = []
     for service in services:
-        mine = set(service.place)
-        touched = [group for group in found if any(mine & set(other.place) for other in group)]
+        indices = set(service.place)
+        touched = [group for group in found if any(indices & set(other.place) for other in group)]
         merged = [other for group in touched for other in group] + [service]
         if touched:
             found[found.index(touched[0])] = merged
@@ -101,30 +98,30 @@ def bundles(services: Sequence[ServiceSpec]) -> list[Bundle]:
 
 
 def check_cluster_fits(services: Sequence[ServiceSpec], nodes: Sequence[Mapping[str, float]]) -> None:
-    """Check that each bundle of services finds a node with its CPUs and GPUs left, the largest first.
+    """Check that every bundle of services fits on a node, the largest bundle first.
 
     Args:
-        services: all that will be started.
-        nodes: "CPU" and "GPU" of each node.
+        services: all services that will be started.
+        nodes: the numbers "CPU" and "GPU" of each node.
 
     Raises:
-        ConfigError: with a table of what is asked and what is there.
+        ConfigError: with a table of the services' demand and the nodes.
     """
-    left = [{"CPU": node.get("CPU", 0.0), "GPU": node.get("GPU", 0.0)} for node in nodes]
+    free = [{"CPU": node.get("CPU", 0.0), "GPU": node.get("GPU", 0.0)} for node in nodes]
     for bundle in sorted(bundles(services), key=lambda b: (-b.gpus, -b.cpus)):
-        fitting = [node for node in left if node["GPU"] >= bundle.gpus and node["CPU"] >= bundle.cpus]
+        fitting = [node for node in free if node["GPU"] >= bundle.gpus and node["CPU"] >= bundle.cpus]
         if not fitting:
-            raise ConfigError(f"{bundle.name} finds no place on the cluster.\n{table(services, nodes)}")
-        # The node that it fills best: large holes stay for large services.
+            raise ConfigError(f"{bundle.name} fits on no node of the cluster.\n{demand_table(services, nodes)}")
+        # Best fit keeps nodes with many free GPUs for large services.
         best = min(fitting, key=lambda node: (node["GPU"] - bundle.gpus, node["CPU"] - bundle.cpus))
         best["GPU"] -= bundle.gpus
         best["CPU"] -= bundle.cpus
 
 
-def table(services: Sequence[ServiceSpec], nodes: Sequence[Mapping[str, float]]) -> str:
-    """Return what is asked beside what the cluster has, and what to change."""
+def demand_table(services: Sequence[ServiceSpec], nodes: Sequence[Mapping[str, float]]) -> str:
+    """Return a table of the services' demand and the nodes, and what to change in the recipe."""
     asked = bundles(services)
-    width = max(_LABEL, *(len(f"asked  {bundle.name}") + 1 for bundle in asked))
+    width = max(_LABEL_WIDTH, *(len(f"asked  {bundle.name}") + 1 for bundle in asked))
     lines = [f"{'':{width}}{'CPU':>6}{'GPU':>6}"]
     lines += [f"{'asked  ' + bundle.name:{width}}{bundle.cpus:6d}{bundle.gpus:6d}" for bundle in asked]
     lines.append(f"{'asked  together':{width}}{sum(b.cpus for b in asked):6d}{sum(b.gpus for b in asked):6d}")

@@ -1,1 +1,1 @@
-"""Reports on a run: RunService, report.json, diagnosis."""
+"""Computes batch metrics, the diagnosis of each step, and the report of a run; serves the run's status."""

@@ -1,4 +1,4 @@
-"""The numbers of a batch that need no trainer."""
+"""Computes the metrics of a batch that do not need the trainer: rewards, groups, lengths and policy lag."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..state.samples import StepBatch
 
 
 def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str, float]:
-    """Return the metrics of a batch that need no trainer, over all that was generated: before the filter.
+    """Return the metrics over all generated groups of a batch, before the filter.
 
     Args:
-        batch: with at least one group.
-        policy_version: of the weights that the trainer holds.
+        batch: with at least one generated group.
+        policy_version: of the trainer's weights.
     """
     groups = batch.generated()
     scores = [np.array([s.score for s in group.samples], np.float64) for group in groups]
@@ -43,7 +43,7 @@ def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str,
         m.POLICY_LAG_MAX: float(lags.max()),
         m.LAG_SPAN: float(max(spans)),
     }
-    if len(every) > len(groups):  # groups of one cannot differ
+    if len(every) > len(groups):  # in groups of one sample no scores can differ
         result |= {
             m.USEFUL_GROUPS: float(np.mean([s.max() > s.min() for s in scores])),
             m.GROUPS_ALL_MAX: float(np.mean([s.min() == highest for s in scores])),
@@ -54,7 +54,7 @@ def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str,
 
 
 def _turns(sample: Sample) -> int:
-    """Return the number of stretches of sampled tokens."""
+    """Return the number of contiguous spans of sampled tokens."""
     mask = sample.action_mask
     return int(np.count_nonzero(mask[1:] > mask[:-1])) + int(mask[0])
 

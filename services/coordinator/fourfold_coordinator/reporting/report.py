@@ -1,14 +1,12 @@
-"""What a run came to: report.json and curve.png, and how far two runs are apart.
+"""Writes report.json and curve.png, and compares two runs: python -m fourfold_coordinator.reporting.report A B
 
-    python -m fourfold_coordinator.reporting.report runs/A runs/B
-
-report.json, all times in seconds, sizes in bytes:
+report.json (times in seconds, sizes in bytes):
 
     name, seed, steps            of the recipe; steps done
-    seconds                      of the whole run, over all coordinator processes, work that was lost included; of a
-                                 process that was killed all but its last 5 seconds
-    resumes                      coordinator processes that took the run up again (`fourfold run --resume`)
-    restarts                     {service: times}: processes that took the place of a dead one while the run went on
+    seconds                      of the whole run over all coordinator processes, lost work included; the last 5 s of a
+                                 coordinator that was killed are missing
+    resumes                      coordinator processes that resumed the run (`fourfold run --resume`)
+    restarts                     {service: times}: processes that replaced a dead one during the run
     seconds_per_step             mean, from the first prompt of a step to its published weights
     peak_memory_bytes            largest sum of the PSS of the run's processes on the coordinator's machine
     peak_memory_without          services that are not in that sum: on other machines, or in other containers
@@ -16,13 +14,13 @@ report.json, all times in seconds, sizes in bytes:
     evals                        all of them
     first_step                   SHA-256 of its prompts, request seeds and sampled tokens
     answers_before, answers_after  ten sampled answers to the same held-out prompts
-    skipped_steps, dropped       steps that changed nothing; dropped samples by reason
-    faults                       what services did wrong: {"peer", "kind", "count", "first"} each: member, reason in
-                                 UPPER_SNAKE_CASE, number of failed calls and samples, text of the first; over all lives
-    diagnosis                    what was wrong: {"text", "steps", "first", "last"} each, the most frequent first
+    skipped_steps, dropped       steps that did not change the weights; dropped samples by reason
+    faults                       errors of services: {"peer", "kind", "count", "first"} each: member, reason in
+                                 UPPER_SNAKE_CASE, number of failed calls and samples, text of the first
+    diagnosis                    findings: {"text", "steps", "first", "last"} each, the most frequent first
     policy_version, model        of the last weights; folder of the export
     model_ema                    folder of the export of their moving average, or null
-    distance                     to the newest finished run of the same recipe beside this one, or null (`compare`)
+    distance                     from the newest finished run with the same recipe in runs/, or null (`compare`)
 """
 
 from __future__ import annotations
@@ -41,13 +39,13 @@ from fourfold.config import Config
 
 from ..state.ledger import EvalRow, Ledger, StepRow
 from ..state.samples import SampleGroup, digest
-from .diagnosis import history
+from .diagnosis import summarize_findings
 
 FIRST_STEP = "first_step"
 
 
 def first_step_facts(groups: Sequence[SampleGroup]) -> str:
-    """Return, as JSON, digests that are equal for two runs whose first steps are."""
+    """Return digests of the first step's prompts, seeds and samples, as JSON; equal steps have equal digests."""
     ordered = sorted(groups, key=lambda group: group.position)
     trajectories = [t for group in ordered for t in group.trajectories]
     prompts = "\n".join(f"{group.position} {group.trajectories[0].prompt.text}" for group in ordered)
@@ -74,20 +72,7 @@ def build(
     uncounted: Sequence[str] = (),
     faults: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return the report.
-
-    Args:
-        config: of the run.
-        ledger: of the run.
-        seconds: that the run took.
-        peak_memory_bytes: largest sum over its processes.
-        model: folder of the export.
-        restarts: of services, by name.
-        resumes: of the run.
-        model_ema: folder of the export of the average; None: none is kept.
-        uncounted: services whose memory is not in that sum.
-        faults: rows of `FaultLog`.
-    """
+    """Return the report; the module's docstring explains its keys and the arguments of the same names."""
     steps, evals = ledger.steps(), ledger.evals()
     before = next((row for row in evals if row.step == 0), None)
     after = next((row for row in evals if row.step == len(steps)), None)
@@ -108,7 +93,7 @@ def build(
         "skipped_steps": sum(bool(step.skipped_reason) for step in steps),
         "dropped": ledger.dropped(),
         "faults": list(faults),
-        "diagnosis": history(config, steps),
+        "diagnosis": summarize_findings(config, steps),
         "policy_version": steps[-1].policy_version if steps else 0,
         "model": model,
         "model_ema": model_ema,
@@ -118,7 +103,7 @@ def build(
 
 
 def write(folder: Path, report: dict[str, Any], steps: Sequence[StepRow], evals: Sequence[EvalRow]) -> None:
-    """Write curve.png and then report.json, whole or not at all. Takes seconds: call it in a thread."""
+    """Write curve.png and then report.json, each atomically. Takes seconds: call it in a thread."""
     draw_curve(folder / "curve.png", steps, evals, title=report["name"])
     report = {**report, "distance": _distance(folder, report)}
     fresh = folder / "report.json.new"
@@ -127,7 +112,7 @@ def write(folder: Path, report: dict[str, Any], steps: Sequence[StepRow], evals:
 
 
 def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *, title: str) -> None:
-    """Draw training reward and held-out score over the steps."""
+    """Draw the training reward and the held-out score over the steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # without pyplot: no display, no global state
     from matplotlib.figure import Figure
 
@@ -157,7 +142,7 @@ def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *
 
 
 def find_twin(folder: Path) -> Path | None:
-    """Return the newest finished run beside `folder` that has the same recipe, name aside; None when there is none."""
+    """Return the newest finished run beside `folder` whose recipe differs in the name only; None without one."""
     own = _recipe(folder)
     others = [path for path in folder.resolve().parent.glob("*/report.json") if path.parent != folder.resolve()]
     others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
@@ -170,17 +155,17 @@ def _distance(folder: Path, report: dict[str, Any]) -> dict[str, Any] | None:
         return None
     try:
         return {"run": twin.name, **compare(twin, folder, report)}
-    except (OSError, ValueError, KeyError):  # written by another version, or tidied up
+    except (OSError, ValueError, KeyError):  # written by another version, or partly deleted
         return None
 
 
 def compare(first: Path, second: Path, report: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return how far two runs are apart.
+    """Return the differences of two runs in their first step, rewards and final evaluation.
 
     Args:
         first: a run's folder, with report.json, samples.jsonl and metrics.jsonl.
-        second: another one.
-        report: of the second, when it is not written yet.
+        second: another run's folder.
+        report: of the second run, when it is not written yet.
     """
     one = json.loads((first / "report.json").read_text(encoding="utf-8"))
     other = report or json.loads((second / "report.json").read_text(encoding="utf-8"))
@@ -188,7 +173,11 @@ def compare(first: Path, second: Path, report: dict[str, Any] | None = None) -> 
     shared = samples[0].keys() & samples[1].keys()
     gaps = [abs(a - b) for a, b in zip(_rewards(first), _rewards(second), strict=False)]
     after = [run["eval_after"] for run in (one, other)]
-    same = {f"same_first_step_{key}": _fact(one, key) == _fact(other, key) for key in ("prompts", "seeds", "samples")}
+    digests = [run["first_step"] for run in (one, other)]
+    same = {
+        f"same_first_step_{key}": digests[0].get(f"{key}_sha256") == digests[1].get(f"{key}_sha256")
+        for key in ("prompts", "seeds", "samples")
+    }
     return {
         "same_seed": one["seed"] == other["seed"],
         **same,
@@ -199,12 +188,8 @@ def compare(first: Path, second: Path, report: dict[str, Any] | None = None) -> 
     }
 
 
-def _fact(report: dict[str, Any], key: str) -> Any:
-    return report["first_step"].get(f"{key}_sha256")
-
-
 def _recipe(folder: Path) -> dict[str, Any] | None:
-    """Return the run's recipe without its name; None when it cannot be read."""
+    """Return the run's recipe without its name; None when it is not readable."""
     try:
         recipe = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""`RunService`: serves the state of the run to `fourfold watch` and to dashboards."""
+"""`RunService`: serves the status of the run to `fourfold watch` and to dashboards."""
 
 from __future__ import annotations
 
@@ -16,22 +16,20 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class RunServicer(pb_grpc.RunServiceServicer):
-    """Shows the board and the weight plane."""
+    """Serves the run board and the status of the weight plane."""
 
     def __init__(
-        self, board: RunBoard, plane: Callable[[], pb.GetWeightPlaneResponse] = pb.GetWeightPlaneResponse
+        self, board: RunBoard, weight_plane: Callable[[], pb.GetWeightPlaneResponse] = pb.GetWeightPlaneResponse
     ) -> None:
-        self._board, self._plane = board, plane
+        self._board, self._weight_plane = board, weight_plane
 
     async def GetRun(self, request: pb.GetRunRequest, context: Context) -> pb.GetRunResponse:
-        """Report the run once."""
         return pb.GetRunResponse(status=self._board.status)
 
     async def WatchRun(self, request: pb.WatchRunRequest, context: Context) -> AsyncIterator[pb.WatchRunResponse]:
-        """Report the run at once and on every change."""
+        """Yield the status now and after every change."""
         async for status in self._board.changes():
             yield pb.WatchRunResponse(status=status)
 
     async def GetWeightPlane(self, request: pb.GetWeightPlaneRequest, context: Context) -> pb.GetWeightPlaneResponse:
-        """Report how weights get to the engines."""
-        return self._plane()
+        return self._weight_plane()

@@ -1,7 +1,7 @@
-"""How long a run took over all its processes, and how often a part of it came back.
+"""Totals of a run over all its processes: duration, peak memory, resumes and restarts.
 
-The facts are in the ledger, written every few seconds and after every step: a coordinator that is killed loses a few
-seconds of them and no more. `restore` leaves them as they are: time spent on steps that were lost was spent.
+The ledger stores them every few seconds and after every step, so a coordinator that is killed loses a few seconds of
+them. A restored checkpoint does not reset them: time spent on lost steps was spent.
 """
 
 from __future__ import annotations
@@ -26,44 +26,40 @@ from fourfold.rpc.channel import split_target
 from ..routing.registry import Member, MemberChange
 from ..state.ledger import Ledger
 
-SECONDS: Final = "seconds"
+# Keys in the ledger.
+_SECONDS: Final = "seconds"
 PEAK_MEMORY: Final = "peak_memory_bytes"
 _RESUMES: Final = "resumes"
 _RESTARTS: Final = "restarts"
-_PERIOD_SECONDS: Final = 5.0
-# A name is counted as long as there are not more: names come from other processes.
+
+_SAVE_SECONDS: Final = 5.0
+_SAMPLE_SECONDS: Final = 2.0
+# Member ids come from other processes, so their number must be limited.
 _MAX_NAMES: Final = 1000
-_MEMORY_PERIOD_SECONDS: Final = 2.0
 
 
 class RunTotals:
-    """Keeps the time, peak memory, resumes and restarts of one run. Used on one event loop."""
+    """Keeps the duration, peak memory, resumes and restarts of one run. Used on one event loop."""
 
     def __init__(self, ledger: Ledger, memory: MemoryMeter, *, clock: Clock = SYSTEM_CLOCK) -> None:
-        """Go on from what the ledger has.
-
-        Args:
-            ledger: of the run.
-            memory: measures this process's part of the run.
-            clock: time.
-        """
+        """Continue from the ledger; `memory` measures this process's part of the run."""
         self._ledger, self._memory, self._clock = ledger, memory, clock
         self._began = clock.monotonic()
-        known = ledger.get(SECONDS)
-        self._before = float(known or 0.0)
-        self.resumes = int(ledger.get(_RESUMES) or 0) + bool(known)
-        """Coordinator processes that took this run up again."""
+        stored = ledger.get(_SECONDS)
+        self._seconds_before = float(stored or 0.0)
+        self.resumes = int(ledger.get(_RESUMES) or 0) + bool(stored)
+        """Coordinator processes that resumed the run."""
         self.restarts: Counter[str] = Counter(json.loads(ledger.get(_RESTARTS) or "{}"))
-        """Processes that took another one's place while the run went on, by member id."""
-        self._incarnations: dict[str, str] = {}  # seen last, by member id
+        """Processes that replaced another one while the run continued, by member id."""
+        self._incarnations: dict[str, str] = {}  # the last one of each member id
 
     @property
     def seconds(self) -> float:
-        """Of the run so far, lost work included."""
-        return self._before + self._clock.monotonic() - self._began
+        """Return the duration of the run so far, lost work included."""
+        return self._seconds_before + self._clock.monotonic() - self._began
 
     def on_member(self, member: Member, change: MemberChange) -> None:
-        """Count a process that comes in another one's place; a listener of the registry."""
+        """Count a process that replaces another one; a listener of the registry."""
         if change is not MemberChange.JOINED:
             return
         known = self._incarnations.get(member.member_id)
@@ -74,14 +70,10 @@ class RunTotals:
             self.restarts[member.member_id] += 1
 
     def save(self) -> None:
-        """Write everything to the ledger.
-
-        Raises:
-            sqlite3.Error: the disk refuses.
-        """
+        """Write the totals to the ledger; raise sqlite3.Error when that fails."""
         self._ledger.put(
             {
-                SECONDS: repr(self.seconds),
+                _SECONDS: repr(self.seconds),
                 PEAK_MEMORY: str(self._memory.peak_bytes),
                 _RESUMES: str(self.resumes),
                 _RESTARTS: json.dumps(self.restarts),
@@ -89,18 +81,23 @@ class RunTotals:
         )
 
     async def run(self) -> None:
-        """Save every few seconds until cancelled. A full disk is left to the writes that the run needs."""
+        """Save every few seconds until cancelled."""
         while True:
-            await self._clock.sleep(_PERIOD_SECONDS)
+            await self._clock.sleep(_SAVE_SECONDS)
             try:
                 self.save()
             except sqlite3.Error as error:
-                if not is_full(error):
+                if not is_full(error):  # on a full disk the run waits with a write that it needs, not with this one
                     raise
 
 
 class MemoryMeter:
-    """Remembers the largest sum that it saw."""
+    """Samples the sum of the PSS of the run's processes, and keeps its maximum.
+
+    PSS counts a page that k processes share as 1/k in each, so the sum is the memory that the run occupies, weights in
+    shared memory included. It covers the launcher's descendants (without a launcher: the coordinator's), and each
+    member that listens on this machine with its descendants.
+    """
 
     def __init__(
         self,
@@ -109,73 +106,66 @@ class MemoryMeter:
         members: Callable[[], Sequence[Member]] = tuple,
         pss: Callable[[int], int] | None = None,
     ) -> None:
-        """Start with the peak of earlier lives of the run.
-
-        Args:
-            peak_bytes: largest sum so far.
-            members: of the run, now; called on the event loop.
-            pss: bytes of a process; default: `pss_bytes`.
-        """
+        """Continue from `peak_bytes`; `members` returns the present members, `pss` the bytes of a process."""
         self.peak_bytes = peak_bytes
         self._members = members
         self._pss = pss or pss_bytes
         launcher = os.environ.get(PARENT_PID_VARIABLE, "")
         self._root = int(launcher) if launcher.isdecimal() else os.getpid()
-        self._turn = asyncio.Lock()
-        self._pids: dict[Member, int] = {}
-        """Of the members; 0: it is not on this machine, or not ours to look into."""
-        self._seen: dict[str, bool] = {}  # by member_id, whether it was counted
+        self._lock = asyncio.Lock()
+        self._pids: dict[Member, int] = {}  # 0: on another machine, or not readable by this user
+        self._counted: dict[str, bool] = {}  # by member id
 
     @property
     def uncounted(self) -> list[str]:
-        """Names of the members whose memory is in no sum."""
-        return sorted(name for name, counted in self._seen.items() if not counted)
+        """Return the members whose memory no sum contained."""
+        return sorted(name for name, counted in self._counted.items() if not counted)
 
     async def run(self) -> None:
         """Sample until cancelled."""
         while True:
-            await self.look()
-            await asyncio.sleep(_MEMORY_PERIOD_SECONDS)
+            await self.update()
+            await asyncio.sleep(_SAMPLE_SECONDS)
 
-    async def look(self) -> None:
-        """Sample once, besides: a run may be over before the next time."""
-        async with self._turn:
+    async def update(self) -> None:
+        """Sample once."""
+        async with self._lock:
             self.peak_bytes = max(self.peak_bytes, await asyncio.to_thread(self.sample, self._members()))
 
     def sample(self, members: Sequence[Member] = ()) -> int:
-        """Return the sum now, in bytes."""
-        self._find(members)
+        """Return the present sum, in bytes."""
+        self._find_processes(members)
         roots = {self._root, *self._pids.values()} - {0}
         return sum(self._pss(pid) for pid in roots | descendants(roots))
 
-    def _find(self, members: Sequence[Member]) -> None:
-        """Look up the processes of new members, and forget those that are gone: their pids may be another's soon."""
+    def _find_processes(self, members: Sequence[Member]) -> None:
+        # Forget members that left: their pids may belong to other processes soon.
         self._pids = {member: self._pids[member] for member in members if member in self._pids}
         new = [member for member in members if member not in self._pids]
-        listening = listeners() if new else {}
+        listening = _listeners() if new else {}
         for member in new:
             host, port = split_target(member.target)
-            self._pids[member] = listening.get(port, 0) if host in own_hosts() else 0
-            self._seen[member.member_id] = self._pids[member] > 0 or self._seen.get(member.member_id, False)
+            self._pids[member] = listening.get(port, 0) if host in _own_hosts() else 0
+            self._counted[member.member_id] = self._pids[member] > 0 or self._counted.get(member.member_id, False)
 
 
-def listeners() -> dict[int, int]:
-    """Return the process that listens on a port, by port, of those that we may look into."""
+def _listeners() -> dict[int, int]:
+    """Return the pid of the process that listens on each port, as far as this user may see it."""
     try:
         connections = psutil.net_connections("tcp")
-    except (psutil.Error, OSError):  # a measurement never ends the run
+    except (psutil.Error, OSError):  # a measurement must not end the run
         return {}
     return {c.laddr.port: c.pid for c in connections if c.laddr and c.pid and c.status == psutil.CONN_LISTEN}
 
 
-def own_hosts() -> set[str]:
-    """Return the names and addresses under which this machine is dialled."""
+def _own_hosts() -> set[str]:
+    """Return the names and addresses of this machine."""
     addresses = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
     return {"localhost", socket.gethostname(), *addresses}
 
 
 def pss_bytes(pid: int) -> int:
-    """Return the PSS of a process; 0 when it is gone or not ours to read."""
+    """Return the PSS of a process; 0 when it is gone or not readable by this user."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
     except OSError:

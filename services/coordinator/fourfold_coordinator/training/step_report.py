@@ -153,7 +153,7 @@ class StepReporter:
             model_ema: Folder of its moving average; None without one.
         """
         context, totals, memory = self._context, self._context.totals, self._context.memory
-        await memory.look()
+        await memory.update()
         await self._disk.write(totals.save)
         if not await self.close():
             await self._disk.write_in_thread(rewrite_metrics, self._path, self._ledger.steps())

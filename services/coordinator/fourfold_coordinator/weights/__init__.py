@@ -1,1 +1,1 @@
-"""Brokers weight updates between the trainer and the engines."""
+"""Coordinates weight updates from the trainer to the rollout engines."""

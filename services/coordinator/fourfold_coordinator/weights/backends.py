@@ -1,13 +1,13 @@
-"""How the bytes reach each engine: from what trainer and engines say of themselves to groups with one backend each.
+"""Chooses the transport of each engine (CUDA IPC, NCCL, shared memory or gloo) and groups engines by it.
 
-`auto` takes, for each engine, the first of these that goes:
+`weights.backend = "auto"` takes the first of these that can work:
 
-    cuda_ipc   it is on the trainer's host, all its GPUs can read the ranks' memory, and every worker shares its GPU
-               with a rank, or those of the epoch that do not are at most as many as the ranks: each reads all weights
-    nccl       both are on GPUs, none of which they share: NCCL refuses two of its ranks on one GPU
-    cuda_ipc   also with more readers, where NCCL cannot be
-    shm        it is on the trainer's host
-    gloo       by the network, from main memory
+    cuda_ipc   same host, every worker's GPU can read the ranks' memory, and each worker either shares its GPU with a
+               rank or there are at most as many workers on other GPUs as ranks (each of them reads all weights)
+    nccl       trainer and engine are on GPUs and share none
+    cuda_ipc   same host and readable memory, with more workers than ranks, where NCCL cannot work
+    shm        same host
+    gloo       any host, through main memory and the network
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 
 from .fan_out import DescribedEngine, UpdateFailed
 
-# In the order in which the groups of an epoch are served: the fastest first.
+# Fastest first; the trainer sends to the groups of an epoch in this order.
 _ORDER: Final = ("cuda_ipc", "nccl", "shm", "gloo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendGroup:
-    """Engines that get their weights in the same way."""
+    """Engines that receive their weights through the same backend."""
 
     backend: str
     engines: tuple[DescribedEngine, ...]
 
     @property
     def receiver_count(self) -> int:
-        """Workers of all its engines."""
+        """Return the number of workers of all engines in the group."""
         return sum(engine.about.worker_count for engine in self.engines)
 
     def first_receiver(self, engine: DescribedEngine) -> int:
@@ -46,32 +46,32 @@ class BackendGroup:
 def group_by_backend(
     wanted: str, trainer: weight.GetManifestResponse, engines: Sequence[DescribedEngine]
 ) -> list[BackendGroup]:
-    """Return the engines in groups of one backend, the fastest first; within a group in the order given.
+    """Choose a backend for each engine; return one group per backend, the fastest first.
 
     Args:
-        wanted: `weights.backend`: "auto", or the backend of all.
-        trainer: what the trainer says of itself.
-        engines: to be updated, at least one.
+        wanted: `weights.backend`: "auto", or one backend for all engines.
+        trainer: the trainer's host, GPUs and backends.
+        engines: at least one. Their order is kept within each group.
 
     Raises:
-        UpdateFailed: names the engines that cannot be reached, and why; or the trainer, which lacks the backend.
+        UpdateFailed: names each engine that no allowed backend reaches; or the trainer, when it lacks `wanted`.
     """
     if wanted != "auto" and wanted not in trainer.backends:
         raise UpdateFailed(
             {},
             WrongState(
                 f"the trainer cannot send weights by {wanted}, only by {', '.join(trainer.backends)}; set "
-                f'weights.backend = "auto", or give the trainer what {wanted} needs'
+                f'weights.backend = "auto", or install on the trainer what {wanted} needs'
             ),
         )
     chosen: dict[str, list[DescribedEngine]] = {}
     refused: dict[tuple[str, str], FourfoldError] = {}
-    ways = _Ways(trainer, engines)
+    rules = _BackendRules(trainer, engines)
     for engine in engines:
-        hurdles = ways.hurdles(engine, among=chosen.get("nccl", []))
-        backend = wanted if wanted != "auto" else ways.best(engine, hurdles)
-        if hurdles.get(backend, ""):
-            refused[engine.key] = _refusal(engine, wanted, hurdles)
+        obstacles = rules.obstacles(engine, nccl_engines=chosen.get("nccl", []))
+        backend = wanted if wanted != "auto" else rules.best(engine, obstacles)
+        if obstacles.get(backend, ""):
+            refused[engine.key] = _refusal(engine, wanted, obstacles)
         else:
             chosen.setdefault(backend, []).append(engine)
     if refused:
@@ -79,73 +79,75 @@ def group_by_backend(
     return [BackendGroup(backend=name, engines=tuple(chosen[name])) for name in _ORDER if name in chosen]
 
 
-class _Ways:
-    """What stands between the trainer and an engine, by backend."""
+class _BackendRules:
+    """Decides which backends work between one trainer and an engine."""
 
     def __init__(self, trainer: weight.GetManifestResponse, engines: Sequence[DescribedEngine]) -> None:
         self._trainer = trainer
-        self._owned, self._reachable = set(trainer.device_uuids), set(trainer.reachable_device_uuids)
-        far = [engine for engine in engines if not self._ipc_hurdle(engine)]
-        self._readers = sum(len(set(engine.about.device_uuids) - self._owned) for engine in far)
-        """Workers on GPUs without a rank that could read the ranks' memory."""
+        self._trainer_gpus, self._readable_gpus = set(trainer.device_uuids), set(trainer.reachable_device_uuids)
+        readers = [engine for engine in engines if not self._ipc_obstacle(engine)]
+        # Workers that could read the ranks' memory from a GPU without a rank.
+        self._remote_readers = sum(len(set(engine.about.device_uuids) - self._trainer_gpus) for engine in readers)
 
-    def best(self, engine: DescribedEngine, hurdles: Mapping[str, str]) -> str:
-        """Return the backend that `auto` takes."""
-        close = self._owned.issuperset(engine.about.device_uuids) or self._readers <= len(self._trainer.device_uuids)
-        if not hurdles["cuda_ipc"] and (close or hurdles["nccl"]):
+    def best(self, engine: DescribedEngine, obstacles: Mapping[str, str]) -> str:
+        """Return the backend that "auto" takes."""
+        on_rank_gpus = self._trainer_gpus.issuperset(engine.about.device_uuids)
+        # Each remote reader pulls all weights from every rank; with more readers than ranks NCCL's broadcast is faster.
+        ipc_is_fast = on_rank_gpus or self._remote_readers <= len(self._trainer.device_uuids)
+        if not obstacles["cuda_ipc"] and (ipc_is_fast or obstacles["nccl"]):
             return "cuda_ipc"
-        return next((name for name in ("nccl", "shm") if not hurdles[name]), "gloo")
+        return next((name for name in ("nccl", "shm") if not obstacles[name]), "gloo")
 
-    def hurdles(self, engine: DescribedEngine, *, among: Sequence[DescribedEngine]) -> dict[str, str]:
-        """Return why each backend does not go, empty where it does; `among` are the engines that have nccl already."""
+    def obstacles(self, engine: DescribedEngine, *, nccl_engines: Sequence[DescribedEngine]) -> dict[str, str]:
+        """Return, for each backend, why it cannot work; empty when it can. `nccl_engines` use NCCL already."""
         found = {
-            "cuda_ipc": self._ipc_hurdle(engine),
-            "nccl": self._nccl_hurdle(engine, among),
-            "shm": self._host_hurdle(engine),
+            "cuda_ipc": self._ipc_obstacle(engine),
+            "nccl": self._nccl_obstacle(engine, nccl_engines),
+            "shm": self._host_obstacle(engine),
             "gloo": "",
         }
         for name in found:
             if name not in self._trainer.backends:
-                found[name] = "the trainer does not have it"
+                found[name] = "the trainer does not support it"
             elif name not in engine.about.backends:
-                found[name] = f"the engine has only {', '.join(engine.about.backends) or 'none'}"
+                found[name] = f"the engine supports {', '.join(engine.about.backends) or 'no backend'}"
         return found
 
-    def _host_hurdle(self, engine: DescribedEngine) -> str:
+    def _host_obstacle(self, engine: DescribedEngine) -> str:
         if self._trainer.host_id and engine.about.host_id == self._trainer.host_id:
             return ""
         return "it is on another host than the trainer, or in another container"
 
-    def _ipc_hurdle(self, engine: DescribedEngine) -> str:
+    def _gpu_obstacle(self, engine: DescribedEngine) -> str:
         if not self._trainer.device_uuids:
             return "the trainer is not on GPUs"
-        if not engine.about.device_uuids:
-            return "the engine is not on GPUs"
-        lost = [uuid for uuid in engine.about.device_uuids if uuid not in self._reachable]
-        if lost and not self._host_hurdle(engine):
-            return f"its GPU {lost[0].hex()} cannot read the memory of the trainer's GPUs (no peer access, or MIG)"
-        return self._host_hurdle(engine)
+        return "" if engine.about.device_uuids else "the engine is not on GPUs"
 
-    def _nccl_hurdle(self, engine: DescribedEngine, among: Sequence[DescribedEngine]) -> str:
-        if not self._trainer.device_uuids:
-            return "the trainer is not on GPUs"
-        own = list(engine.about.device_uuids)
-        if not own:
-            return "the engine is not on GPUs"
-        for uuid in own:
-            if uuid in self._owned:
+    def _ipc_obstacle(self, engine: DescribedEngine) -> str:
+        if obstacle := self._gpu_obstacle(engine) or self._host_obstacle(engine):
+            return obstacle
+        unreadable = [uuid for uuid in engine.about.device_uuids if uuid not in self._readable_gpus]
+        if not unreadable:
+            return ""
+        return f"its GPU {unreadable[0].hex()} cannot read the memory of the trainer's GPUs (no peer access, or MIG)"
+
+    def _nccl_obstacle(self, engine: DescribedEngine, nccl_engines: Sequence[DescribedEngine]) -> str:
+        if obstacle := self._gpu_obstacle(engine):
+            return obstacle
+        for uuid in engine.about.device_uuids:
+            if uuid in self._trainer_gpus:
                 return f"its GPU {uuid.hex()} holds a trainer rank, too: NCCL refuses two ranks on one GPU"
-            others = [other.key[0] for other in among if uuid in other.about.device_uuids]
+            others = [other.name for other in nccl_engines if uuid in other.about.device_uuids]
             if others:
                 return f"its GPU {uuid.hex()} holds {others[0]}, too: NCCL refuses two ranks on one GPU"
         return ""
 
 
-def _refusal(engine: DescribedEngine, wanted: str, hurdles: Mapping[str, str]) -> WrongState:
-    who = engine.replica.member.peer
+def _refusal(engine: DescribedEngine, wanted: str, obstacles: Mapping[str, str]) -> WrongState:
+    peer = engine.replica.member.peer
     if wanted != "auto":
-        text = f'{who} cannot receive weights by {wanted}: {hurdles[wanted]}; set weights.backend = "auto"'
+        text = f'{peer} cannot receive weights by {wanted}: {obstacles[wanted]}; set weights.backend = "auto"'
     else:
-        every = "; ".join(f"{name}: {hurdles[name]}" for name in _ORDER)
-        text = f"no way for weights from the trainer to {who} ({every})"
+        reasons = "; ".join(f"{name}: {obstacles[name]}" for name in _ORDER)
+        text = f"no backend carries weights from the trainer to {peer} ({reasons})"
     return WrongState(text, reason=NO_BACKEND)

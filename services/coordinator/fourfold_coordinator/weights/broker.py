@@ -1,10 +1,8 @@
-"""Which engines get the trainer's weights, and when: all after a step, one that comes late at once.
+"""Decides which engines receive the trainer's weights, and when: all after a step, late or failed engines at once.
 
-An engine is routed to only while it serves the current version and the broker vouches for it:
-because the broker filled it, or because nothing was published yet and its probe agrees with the
-trainer's. One that fails is fenced: not routed to until it was filled. One whose model can never
-take the weights is not tried again, and when there is no other the run ends. How an update runs
-is in `weight_update.py`.
+The router uses an engine only while it serves the current version and the broker trusts it: the broker updated it, or
+nothing was published yet and its probe agrees with the trainer's. An engine whose update failed is fenced: it gets no
+requests until an update of it succeeds. `update.py` runs the updates.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from ..routing.router import INFO_SECONDS, Router
 from ..routing.trainer_session import TrainerRestarted, TrainerSession
 from ..state.files import DiskFull, DiskWriter
 from ..state.ledger import Ledger
-from .fan_out import DescribedEngine, UpdateFailed, call_all
-from .probe import LogprobProbe, ReplicaKey
+from .fan_out import DescribedEngine, ReplicaKey, UpdateFailed, call_all
+from .probe import LogprobProbe
 from .sleep import EngineSleeper
 from .status import FENCED, REFUSED, SERVING, WeightPlaneStatus
 from .update import WeightUpdater, WeightUpdateResult
@@ -39,20 +37,20 @@ from .update import WeightUpdater, WeightUpdateResult
 log = logging.getLogger("fourfold.coordinator")
 
 _TICK_SECONDS: Final = 0.25
-# An engine whose update failed is tried again after this long, twice as long each time.
-_FIRST_REST_SECONDS: Final = 0.5
-_MAX_REST_SECONDS: Final = 60.0
-# An update that takes longer shows on the display.
+# Back-off of an engine whose update failed; it doubles with each failure in a row.
+_FIRST_BACKOFF_SECONDS: Final = 0.5
+_MAX_BACKOFF_SECONDS: Final = 60.0
+# An update that takes longer appears in the run's status.
 _SLOW_SECONDS: Final = 2.0
-_TELL_SECONDS: Final = 1.0
+_SHOW_SECONDS: Final = 1.0
 
 
 class WeightsRefused(WrongState):
-    """Every engine that is there said that it can never take the trainer's weights; the run cannot go on."""
+    """No engine can ever accept the trainer's weights; the run cannot continue."""
 
 
 class WeightBroker:
-    """Brings every engine to the trainer's weights. `run` keeps it running in a task."""
+    """Keeps every engine on the trainer's current weights. `run` handles late and failed engines."""
 
     def __init__(
         self,
@@ -63,95 +61,93 @@ class WeightBroker:
         *,
         disk: DiskWriter,
         probe_ids: Int32Array,
-        plane: WeightPlaneStatus,
+        status: WeightPlaneStatus,
     ) -> None:
-        """Prepare; nothing is filled before `resync`.
+        """Create the broker; it updates no engine before `resync`.
 
         Args:
             config: of the run.
-            router: knows the engines.
-            session: of the trainer.
-            ledger: keeps the published versions.
-            disk: makes the writes to it.
+            router: lists the engines.
+            session: calls the trainer.
+            ledger: stores the published versions.
+            disk: makes the writes to the ledger.
             probe_ids: int32 [n], n >= 1: tokens whose log-probabilities are compared after each update.
-            plane: told what happens.
+            status: receives every change of phase and state.
         """
         self.lock = asyncio.Lock()
-        """Hold it while the trainer's weights change: nobody is filled meanwhile."""
+        """Hold it while the trainer's weights change; no engine is updated meanwhile."""
         self.version = -1
-        """Version published last; -1 before `resync`."""
+        """Version published last; -1: none, or its trainer died."""
+        self.sleeper = EngineSleeper(config, router, status)
         self._router = router
         self._session = session
         self._ledger, self._disk = ledger, disk
-        probe = LogprobProbe(probe_ids, tolerance=config.weights.probe_tolerance)
-        self._probe = probe
-        self._plane = plane
-        self._updater = WeightUpdater(config, session, probe, plane)
+        self._probe = LogprobProbe(probe_ids, tolerance=config.weights.probe_tolerance)
+        self._status = status
+        self._updater = WeightUpdater(config, session, self._probe, status)
         self._timeout = config.weights.timeout_seconds
-        self.sleeper = EngineSleeper(config, router, plane)
-        """Whom an update wakes."""
         self._step = 0
-        self._failures: dict[ReplicaKey, tuple[int, float]] = {}  # how many in a row, and when to try again
+        self._failures: dict[ReplicaKey, tuple[int, float]] = {}  # failures in a row, monotonic time of the next try
 
     async def resync(self, version: int, *, step: int) -> None:
-        """Take the trainer's `version` as the current one, and check or fill every engine that is there.
-
-        An engine that failed before may have failed with a trainer that is gone: it is as good as the others again.
+        """Take the trainer's `version` as the current one, after a start or a restore, and update every engine.
 
         Raises:
-            TrainerRestarted: the weights are lost.
-            WeightsRefused: no engine can ever take the weights.
+            TrainerRestarted: the trainer lost the weights.
+            WeightsRefused: no engine can ever accept the weights.
             FourfoldError: the trainer cannot send.
         """
         async with self.lock:
+            # A failed update may have been the fault of a trainer that is gone, so back-offs end here. Engines that
+            # refused the model stay out.
             self._failures = {key: failure for key, failure in self._failures.items() if failure[1] == math.inf}
             await self.publish(version, step=step)
 
     async def publish(self, version: int, *, step: int) -> WeightUpdateResult:
-        """Bring all engines to `version`, which the trainer holds. The caller holds `lock`.
+        """Bring all engines to the trainer's `version`. The caller holds `lock`.
 
-        Engines that fail are fenced and left out; sampling waits when none is left.
+        Engines whose update fails are fenced. With no engine left, sampling waits for one.
 
         Raises:
-            TrainerRestarted: the weights are lost.
-            WeightsRefused: no engine can ever take the weights.
+            TrainerRestarted: the trainer lost the weights.
+            WeightsRefused: no engine can ever accept the weights.
             FourfoldError: the trainer cannot send.
         """
-        await self._note(version, step)
-        async with self._telling():
-            return await self._fill(self._next())
+        await self._set_version(version, step)
+        async with self._show_slow_update():
+            return await self._update_or_fence(self._next_engines())
 
     def invalidate(self) -> None:
-        """Publish nothing until `resync`: the present version died with its trainer."""
+        """Update no engine until `resync`: the current version was lost with its trainer."""
         self.version = -1
 
     async def run(self) -> None:
-        """Check or fill engines that come late or failed, until cancelled."""
+        """Update engines that join late or failed, until cancelled."""
         while True:
             await self._router.wait_for_change(timeout=_TICK_SECONDS)
-            if self.version < 0 or not self._unsettled():
+            if self.version < 0 or not self._outdated_engines():
                 continue
             async with self.lock:
-                if self.version < 0:  # its trainer died while the lock was held
+                if self.version < 0:  # invalidated while this task waited for the lock
                     continue
                 try:
-                    await self._fill(self._next())
+                    await self._update_or_fence(self._next_engines())
                 except (DiskFull, WeightsRefused):
-                    raise  # the run's end: no later try can do better
+                    raise  # no later attempt can succeed
                 except TrainerRestarted:
-                    self.invalidate()  # the loop meets it, too, and settles the next version
-                except FourfoldError as error:  # the trainer's trouble: the loop meets it with its next call
-                    log.warning("engines wait for weights: %s", error)
+                    self.invalidate()  # the loop gets the same error, and calls `resync`
+                except FourfoldError as error:  # the loop gets the trainer's error with its next call
+                    log.warning("weight update postponed error=%s", error)
                     await self._router.clock.sleep(1.0)
 
-    async def _note(self, version: int, step: int) -> None:
+    async def _set_version(self, version: int, step: int) -> None:
         if version > 0:
             await self._disk.write(self._ledger.publishing, version, step)
         self.version, self._step = version, step
-        self._plane.policy_version = version
+        self._status.policy_version = version
 
-    def _unsettled(self) -> list[Replica]:
-        """Return the engines that the broker does not vouch for, and that may be tried now."""
+    def _outdated_engines(self) -> list[Replica]:
+        """Return the engines that do not serve the current version and whose back-off is over."""
         now = self._router.clock.monotonic()
         return [
             replica
@@ -161,31 +157,31 @@ class WeightBroker:
             and self._failures.get(replica.key, (0, now))[1] <= now
         ]
 
-    def _next(self) -> list[Replica]:
-        """Return the unsettled engines to be tried together now: the well ones, and each that failed before alone.
+    def _next_engines(self) -> list[Replica]:
+        """Return the engines of the next update: all that did not fail before, else one that did.
 
-        One that hangs takes the others of its group with it, where they all meet (gloo, NCCL), and all of them fail.
+        In gloo and NCCL an engine that hangs makes its whole group fail, so engines that failed are tried alone.
         """
-        unsettled = self._unsettled()
-        well = [replica for replica in unsettled if replica.key not in self._failures]
-        return well or sorted(unsettled, key=lambda replica: self._failures[replica.key][1])[:1]
+        outdated = self._outdated_engines()
+        healthy = [replica for replica in outdated if replica.key not in self._failures]
+        return healthy or sorted(outdated, key=lambda replica: self._failures[replica.key][1])[:1]
 
-    async def _fill(self, replicas: Sequence[Replica]) -> WeightUpdateResult:
-        """Bring replicas to the current version. A failure leaves its engines out and tries the others again.
+    async def _update_or_fence(self, replicas: Sequence[Replica]) -> WeightUpdateResult:
+        """Update replicas; fence those that fail and repeat the update without them.
 
         Raises:
-            TrainerRestarted: the weights are lost.
+            TrainerRestarted: the trainer lost the weights.
         """
         trainer_failed = False
         while replicas := [replica for replica in replicas if not replica.gone]:
             try:
-                return await self._try(replicas)
+                return await self._update(replicas)
             except UpdateFailed as failed:
                 if failed.trainer is not None:
-                    await self._session.ensure_answering()  # a version that died with its trainer is not tried again
-                log.warning("weight update to version %d: %s", self.version, failed)
+                    await self._session.ensure_answering()  # raises when the version died with its trainer
+                log.warning("weight update failed version=%d error=%s", self.version, failed)
                 if failed.trainer is not None and not trainer_failed:
-                    trainer_failed = True  # whose fault it was shows the second time
+                    trainer_failed = True  # the second attempt shows whether the trainer or an engine is to blame
                     continue
                 if not failed.engines:
                     raise failed.trainer or failed from None
@@ -195,61 +191,62 @@ class WeightBroker:
                 replicas = [replica for replica in replicas if replica.key not in failed.engines]
         return WeightUpdateResult()
 
-    async def _try(self, replicas: Sequence[Replica]) -> WeightUpdateResult:
-        engines = await self._describe(replicas)
-        await self._rise_above(engines)
-        trusted = [engine for engine in engines if self._trusted(engine)]
-        others = [engine for engine in engines if engine not in trusted]
-        woken = await self._wake(trusted, others)
-        update = await self._vouch(trusted)
-        if others:
-            for engine in others:
+    async def _update(self, replicas: Sequence[Replica]) -> WeightUpdateResult:
+        """Send weights to the replicas that need them, probe the others, and make all of them usable."""
+        about = await call_all({r.key: r.call(r.control.describe(timeout=INFO_SECONDS)) for r in replicas})
+        engines = [DescribedEngine(replica=replica, about=about[replica.key]) for replica in replicas]
+        await self._outnumber_foreign_versions(engines)
+        current = [engine for engine in engines if self._is_current(engine)]
+        outdated = [engine for engine in engines if engine not in current]
+        wake_seconds = await self._wake(current, outdated)
+        result = await self._accept_current(current)
+        if outdated:
+            for engine in outdated:
                 self._router.set_unusable_reason(engine.replica, f"weights of version {self.version} on their way")
-            filled = await self._updater.run(others, self.version)
-            woken += filled.seconds.get(m.TIME_WAKE, 0.0)
-            update = replace(filled, probe_diffs=(*update.probe_diffs, *filled.probe_diffs))
-        if woken:
-            update = replace(update, seconds={**update.seconds, m.TIME_WAKE: woken})
+            sent = await self._updater.run(outdated, self.version)
+            wake_seconds += sent.seconds.get(m.TIME_WAKE, 0.0)
+            result = replace(sent, probe_diffs=(*result.probe_diffs, *sent.probe_diffs))
+        if wake_seconds:
+            result = replace(result, seconds={**result.seconds, m.TIME_WAKE: wake_seconds})
         for engine in engines:
             self._failures.pop(engine.key, None)
             engine.replica.record_success()
             self._router.set_unusable_reason(engine.replica, "")
-            self._plane.state(engine.name, SERVING)
+            self._status.set_state(engine.name, SERVING)
         self._router.notify()
-        return update
+        return result
 
     @asynccontextmanager
-    async def _telling(self) -> AsyncIterator[None]:
-        """Say who is waited for when the block takes longer than an update should."""
-        task = asyncio.create_task(self._tell())
+    async def _show_slow_update(self) -> AsyncIterator[None]:
+        """Show the update in the run's status when the block takes longer than an update should."""
+
+        async def show() -> None:
+            await self._router.clock.sleep(_SLOW_SECONDS)
+            try:
+                while True:
+                    self._router.on_wait(self._status.describe())
+                    await self._router.clock.sleep(_SHOW_SECONDS)
+            finally:
+                self._router.on_wait("")
+
+        task = asyncio.create_task(show())
         try:
             yield
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _tell(self) -> None:
-        await self._router.clock.sleep(_SLOW_SECONDS)
-        try:
-            while True:
-                self._router.on_wait(self._plane.line())
-                await self._router.clock.sleep(_TELL_SECONDS)
-        finally:
-            self._router.on_wait("")
+    async def _wake(self, current: Sequence[DescribedEngine], outdated: Sequence[DescribedEngine]) -> float:
+        """Wake sleeping engines: all memory of current ones, else the weights' alone; return the seconds it took.
 
-    async def _describe(self, replicas: Sequence[Replica]) -> list[DescribedEngine]:
-        about = await call_all({r.key: r.call(r.control.describe(timeout=INFO_SECONDS)) for r in replicas})
-        return [DescribedEngine(replica=replica, about=about[replica.key]) for replica in replicas]
-
-    async def _wake(self, whole: Sequence[DescribedEngine], for_weights: Sequence[DescribedEngine]) -> float:
-        """Give engines that sleep their memory again, all of it or that of the weights; return the seconds it took."""
+        An outdated engine allocates its KV cache after the commit, when it has weights to sample with.
+        """
         began = time.monotonic()
-        tags: dict[ReplicaKey, tuple[str, ...]] = {e.key: () for e in whole} | {
-            e.key: ("weights",) for e in for_weights
-        }
+        tags: dict[ReplicaKey, tuple[str, ...]] = {e.key: () for e in current}
+        tags |= {e.key: ("weights",) for e in outdated}
         calls = {
             e.key: e.replica.call(e.replica.control.wake(*tags[e.key], timeout=self._timeout))
-            for e in (*whole, *for_weights)
+            for e in (*current, *outdated)
             if e.about.sleeping
         }
         if not calls:
@@ -257,55 +254,59 @@ class WeightBroker:
         await call_all(calls)
         return time.monotonic() - began
 
-    def _trusted(self, engine: DescribedEngine) -> bool:
-        """Whether the engine serves the current version, and these weights for sure."""
-        known = self.version == 0 or self._updater.filled.get(engine.key) == self.version
+    def _is_current(self, engine: DescribedEngine) -> bool:
+        """Return whether the engine serves the current version, and this run's weights under that number."""
+        known = self.version == 0 or self._updater.verified.get(engine.key) == self.version
         clean = engine.about.weight_state == control.WEIGHT_STATE_CLEAN
         return clean and known and engine.about.policy_version == self.version
 
-    async def _rise_above(self, engines: Sequence[DescribedEngine]) -> None:
-        """Give the trainer's weights a higher number when an engine, of another run, holds others under theirs."""
-        strange = [
+    async def _outnumber_foreign_versions(self, engines: Sequence[DescribedEngine]) -> None:
+        """Raise the trainer's version above those of engines that hold weights of another run.
+
+        Versions never decrease on an engine, so it would refuse ours under its own number or a lower one.
+        """
+        foreign = [
             engine.about.policy_version
             for engine in engines
-            if not self._trusted(engine)
+            if not self._is_current(engine)
             and engine.about.policy_version >= self.version
             and engine.about.weight_state != control.WEIGHT_STATE_DIRTY
         ]
-        if strange:
-            version = max(strange) + 1
-            await self._note(await self._session.raise_policy_version(version), self._step)
-            log.warning("an engine holds weights that are not this run's; ours go on as version %d", self.version)
+        if foreign:
+            version = await self._session.raise_policy_version(max(foreign) + 1)
+            await self._set_version(version, self._step)
+            log.warning("Engine holds weights of another run; republishing ours as version %d", self.version)
 
-    async def _vouch(self, engines: Sequence[DescribedEngine]) -> WeightUpdateResult:
-        """Take engines that hold the current version already, after a look at the probe."""
+    async def _accept_current(self, engines: Sequence[DescribedEngine]) -> WeightUpdateResult:
+        """Probe engines that hold the current version already, and trust them when the probe agrees."""
         if not engines:
             return WeightUpdateResult()
-        probes = await self._updater.look(engines, self.version, timeout=INFO_SECONDS * 3)
+        probes = await self._updater.probe_engines(engines, self.version, timeout=INFO_SECONDS * 3)
         for engine in engines:
             engine.replica.version = self.version
-            self._probe.accept(engine.key, self.version, probes[engine.key][2])
+            self._probe.set_engine_logprobs(engine.key, self.version, probes[engine.key][2])
         return WeightUpdateResult(probe_diffs=tuple((mean, largest) for mean, largest, _ in probes.values()))
 
     def _fence(self, replica: Replica, error: FourfoldError) -> None:
-        """Route nothing to an engine until it was filled.
+        """Route nothing to an engine until an update of it succeeds.
 
         Raises:
-            WeightsRefused: it can never be, and no other engine is left to try.
+            WeightsRefused: the engine can never accept the weights, and no other engine is left to try.
         """
-        self._router.faults.record(replica.member.member_id, error.reason, error.message)
+        name = replica.member.member_id
+        self._router.faults.record(name, error.reason, error.message)
         refused = error.reason in WEIGHTS_REFUSED
-        self._plane.state(replica.member.member_id, REFUSED if refused else FENCED, error.message)
+        self._status.set_state(name, REFUSED if refused else FENCED, error.message)
         if refused:
             self._failures[replica.key] = (1, math.inf)
-            self._router.set_unusable_reason(replica, f"it can never take the trainer's weights: {error}")
+            self._router.set_unusable_reason(replica, f"it can never accept the trainer's weights: {error}")
             engines = [r for r in self._router.replicas(Role.ROLE_ROLLOUT) if r.vocabulary_size]
             if all(self._failures.get(engine.key, (0, 0.0))[1] == math.inf for engine in engines):
-                raise WeightsRefused(f"no engine can take the trainer's weights: {error}", reason=error.reason)
-            log.error("%s is left out for good: %s", replica.member.member_id, error)
+                raise WeightsRefused(f"no engine can accept the trainer's weights: {error}", reason=error.reason)
+            log.error("engine excluded for the rest of the run engine=%s error=%s", name, error)
             return
         count = self._failures.get(replica.key, (0, 0.0))[0] + 1
-        rest = min(_FIRST_REST_SECONDS * 2.0 ** (count - 1), _MAX_REST_SECONDS)
-        self._failures[replica.key] = (count, self._router.clock.monotonic() + rest)
+        backoff = min(_FIRST_BACKOFF_SECONDS * 2.0 ** (count - 1), _MAX_BACKOFF_SECONDS)
+        self._failures[replica.key] = (count, self._router.clock.monotonic() + backoff)
         again = f" ({count} times in a row)" if count > 1 else ""
         self._router.set_unusable_reason(replica, f"its weight update failed{again}: {error}")

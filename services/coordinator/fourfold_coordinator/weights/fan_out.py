@@ -1,4 +1,4 @@
-"""Calls to many engines, and the trainer, at the same time; and whose fault it is when one of them fails."""
+"""Calls many engines and the trainer concurrently, and decides which of them caused a failure."""
 
 from __future__ import annotations
 
@@ -12,37 +12,39 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 
 from ..routing.replica import Replica
 from ..routing.trainer_session import TrainerRestarted
-from .probe import ReplicaKey
 
 T = TypeVar("T")
 
-# After the first failure of a phase the others get this long to fail, too: it tells who is to blame.
+ReplicaKey = tuple[str, str]
+"""Member id and incarnation of one engine process."""
+
+# A member that fails makes the others of its NCCL or gloo group fail a moment later. This is how long `call_all`
+# collects further errors after the first, so that the caller can tell the engines that failed from those that are well.
 _BLAME_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DescribedEngine:
-    """A replica and what it says of itself."""
+    """An engine and its answer to `DescribeEngine`."""
 
     replica: Replica
     about: control.DescribeEngineResponse
 
     @property
     def key(self) -> ReplicaKey:
-        """Name and incarnation."""
         return self.replica.key
 
     @property
     def name(self) -> str:
-        """Of the member."""
         return self.replica.member.member_id
 
 
 class UpdateFailed(Exception):
-    """An update was given up, by all or by some.
+    """A weight update failed for all engines or for some.
 
-    `engines` failed, by name and incarnation; `trainer` is its error, when it failed. Engines that are in neither
-    are well.
+    Attributes:
+        engines: the error of each engine that failed. Engines of the update that are not listed are well.
+        trainer: the trainer's error; None when the trainer is not to blame.
     """
 
     def __init__(self, engines: Mapping[ReplicaKey, FourfoldError], trainer: FourfoldError | None = None) -> None:
@@ -54,12 +56,11 @@ class UpdateFailed(Exception):
 async def call_all(
     calls: Mapping[ReplicaKey, Coroutine[Any, Any, T]], *, trainer: Coroutine[Any, Any, object] | None = None
 ) -> dict[ReplicaKey, T]:
-    """Make one call to every engine, and one to the trainer, at the same time; return the engines' answers.
+    """Run one call per engine, and one to the trainer, concurrently; return the engines' answers.
 
     Raises:
-        UpdateFailed: with every call that failed within a second of the first failure; the others were cancelled. The
-            trainer is not to blame for engines that failed while others were served.
-        TrainerRestarted: the trainer is another process.
+        UpdateFailed: with every error that came within a second of the first; calls still running are cancelled.
+        TrainerRestarted: the trainer is a new process.
     """
     tasks = {key: asyncio.ensure_future(call) for key, call in calls.items()}
     sender: asyncio.Future[object] | None = None if trainer is None else asyncio.ensure_future(trainer)
@@ -72,19 +73,20 @@ async def call_all(
         for task in everything:
             task.cancel()
         await asyncio.gather(*everything, return_exceptions=True)
-    failures = {key: error for key, task in tasks.items() if (error := _error(task)) is not None}
-    own = None if sender is None else _error(sender)
-    if isinstance(own, TrainerRestarted):
-        raise own
+    failures = {key: error for key, task in tasks.items() if (error := _service_error(task)) is not None}
+    trainer_error = None if sender is None else _service_error(sender)
+    if isinstance(trainer_error, TrainerRestarted):
+        raise trainer_error
+    # The trainer served at least one engine, so its error is a consequence of the engines that failed.
     if failures and any(task.done() and not task.cancelled() and task.exception() is None for task in tasks.values()):
-        own = None
-    if failures or own is not None:
-        raise UpdateFailed(failures, own)
+        trainer_error = None
+    if failures or trainer_error is not None:
+        raise UpdateFailed(failures, trainer_error)
     return {key: task.result() for key, task in tasks.items()}
 
 
 async def call_trainer(call: Awaitable[T]) -> T:
-    """Make a call to the trainer alone, failing as `call_all` does."""
+    """Call the trainer alone; raise the errors that `call_all` raises."""
     try:
         return await call
     except TrainerRestarted:
@@ -93,8 +95,8 @@ async def call_trainer(call: Awaitable[T]) -> T:
         raise UpdateFailed({}, error) from error
 
 
-def _error(task: asyncio.Future[Any]) -> FourfoldError | None:
-    """Return why a task failed; None when it did not or was cancelled. An error that is no one's raises."""
+def _service_error(task: asyncio.Future[Any]) -> FourfoldError | None:
+    """Return a task's error; None when it succeeded or was cancelled. Re-raise errors that no service caused: bugs."""
     error = None if task.cancelled() else task.exception()
     if error is None or isinstance(error, FourfoldError):
         return error

@@ -1,7 +1,7 @@
-"""The probe: one prompt whose log-probabilities the trainer and every engine must agree on.
+"""Compares log-probabilities of one fixed prompt between the trainer and each engine after a weight update.
 
-A digest says that the bytes arrived. The probe says that they are what the engine computes
-with: a cached, pre-packed or never replaced matrix passes every digest and fails here.
+A digest proves that the bytes arrived. The probe proves that the engine computes with them: a cached, pre-packed or
+never replaced matrix passes every digest and fails the probe.
 """
 
 from __future__ import annotations
@@ -14,77 +14,79 @@ import numpy as np
 from fourfold.arrays import Float32Array, Int32Array, Sample, VersionSpan
 from fourfold.errors import WrongState
 
+from .fan_out import ReplicaKey
+
 log = logging.getLogger("fourfold.coordinator")
 
-ReplicaKey = tuple[str, str]
-
 _MAX_TOKENS: Final = 64
-# An engine cannot miss a larger change of the trainer's log-probabilities, in nats; it may round a smaller one away.
+# In nats. When the trainer's log-probabilities change by more than this, an engine's must change, too. A smaller
+# change can disappear in the engine's rounding.
 _VISIBLE_CHANGE: Final = 1e-3
 
 
 class LogprobProbe:
-    """Compares log-probabilities of a fixed prompt, and remembers those of the version before."""
+    """Holds the prompt, the trainer's log-probabilities of two versions, and the last ones of each engine."""
 
     def __init__(self, token_ids: Int32Array, *, tolerance: float) -> None:
-        """Take the prompt.
+        """Create the probe.
 
         Args:
             token_ids: int32 [n], n >= 1; the first 64 are used.
-            tolerance: largest mean |difference|, in nats.
+            tolerance: largest mean |trainer - engine|, in nats.
         """
         ids = token_ids[:_MAX_TOKENS]
+        # The first token has no log-probability, so the prompt needs at least two.
         self.token_ids: Int32Array = ids if len(ids) > 1 else np.concatenate([ids, ids])
         self._tolerance = tolerance
-        self._trainer: dict[int, Float32Array] = {}  # by version, the newest two
-        self._engines: dict[ReplicaKey, tuple[int, Float32Array]] = {}
+        self._trainer: dict[int, Float32Array] = {}  # by version; the newest two
+        self._engines: dict[ReplicaKey, tuple[int, Float32Array]] = {}  # last accepted version and values
 
     def sample(self) -> Sample:
-        """Return the prompt as the trainer takes it, at temperature 1."""
+        """Return the prompt as a sample for `ComputeLogprobs`, at temperature 1."""
         count = len(self.token_ids)
-        nothing = np.zeros(count, np.bool_)
+        no_tokens = np.zeros(count, np.bool_)
         return Sample(
             sample_id="probe",
             group_id="probe",
             token_ids=self.token_ids,
             behavior_logprobs=np.full(count, np.nan, np.float32),
-            action_mask=nothing,
-            loss_mask=nothing,
+            action_mask=no_tokens,
+            loss_mask=no_tokens,
             version_spans=(VersionSpan(policy_version=-1, token_count=count),),
             temperature=1.0,
         )
 
-    def knows(self, version: int) -> bool:
-        """Whether the trainer was asked at this version."""
+    def has_trainer_logprobs(self, version: int) -> bool:
+        """Return whether the trainer's values at `version` are known."""
         return version in self._trainer
 
-    def trainer(self, version: int, logprobs: Float32Array) -> None:
-        """Remember what the trainer computes at `version`: float32 [n], the first is NaN."""
+    def set_trainer_logprobs(self, version: int, logprobs: Float32Array) -> None:
+        """Store the trainer's values at `version`: float32 [n], the first is NaN."""
         self._trainer[version] = logprobs
         for old in sorted(self._trainer)[:-2]:
             del self._trainer[old]
+
+    def set_engine_logprobs(self, key: ReplicaKey, version: int, logprobs: Float32Array) -> None:
+        """Store an engine's values at a version that it serves now; the next comparison detects stale weights."""
+        self._engines[key] = (version, logprobs)
 
     def compare(self, key: ReplicaKey, version: int, logprobs: Float32Array) -> tuple[float, float]:
         """Return mean and largest |trainer - engine|, in nats, of an engine that holds `version`.
 
         Raises:
-            WrongState: they differ too much (PROBE_DIFFERS), or the engine computes with old weights (STALE_WEIGHTS).
+            WrongState: the difference is too large (PROBE_DIFFERS), or the engine uses old weights (STALE_WEIGHTS).
         """
         self._check_stale(key, version, logprobs)
         difference = np.abs(self._trainer[version][1:].astype(np.float64) - logprobs[1:])
         mean, largest = float(difference.mean()), float(difference.max())
-        if not mean <= self._tolerance:  # NaN, too
+        if not mean <= self._tolerance:  # true for NaN, too
             raise WrongState(
                 f"{key[0]}: after the update to version {version} its log-probabilities of the probe prompt differ "
-                f"from the trainer's by {mean:.3g} nats a token on average; weights.probe_tolerance allows "
+                f"from the trainer's by {mean:.3g} nats per token on average; weights.probe_tolerance allows "
                 f"{self._tolerance:g}: the engine computes with other weights or another precision",
                 reason="PROBE_DIFFERS",
             )
         return mean, largest
-
-    def accept(self, key: ReplicaKey, version: int, logprobs: Float32Array) -> None:
-        """Remember what an engine computes at a version that it serves now."""
-        self._engines[key] = (version, logprobs)
 
     def _check_stale(self, key: ReplicaKey, version: int, logprobs: Float32Array) -> None:
         before, old = self._engines.get(key, (version, logprobs))

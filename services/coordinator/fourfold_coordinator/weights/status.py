@@ -1,13 +1,13 @@
-"""Who waits for whom on the way of the weights, and since when: what `GetWeightPlane` reports.
+"""Tracks the phase of the current weight update and the state of each engine, for `GetWeightPlane`.
 
-The updater and the broker say what happens where it happens; nothing here decides anything.
+The updater and the broker report changes here; this module makes no decisions. Phases of an update:
 
-    join        trainer and engines meet
-    look-up     the trainer computes the probe; nothing is paused
-    pause       engines stop sampling; who has stopped, and the trainer, wait for the others
+    join        trainer and engines open a common epoch
+    look-up     the trainer computes the probe's log-probabilities; engines keep sampling
+    pause       engines stop sampling; those that have stopped, and the trainer, wait for the others
     transfer    engines wait for the trainer, the trainer for the engines
-    commit      each engine on its own: sample again, probe, give tokens out
-    abort       all are told that the update is given up
+    commit      each engine on its own: switch to the new weights, probe, release held tokens
+    abort       trainer and engines give up the update
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fourfold.coordinator.v1.membership_service_pb2 import Role
 
 from ..routing.replica import Replica
 
+# States of an engine.
 SERVING: Final = "serving"
 UPDATING: Final = "updating"
 WAITING: Final = "waiting"
@@ -38,7 +39,7 @@ ABORT: Final = "abort"
 
 
 @dataclass(slots=True, kw_only=True)
-class _Party:
+class _EngineStatus:
     state: str
     since: float
     backend: str = ""
@@ -46,110 +47,114 @@ class _Party:
 
 
 class WeightPlaneStatus:
-    """The present state. Used on one event loop."""
+    """The present state of weight updates. Used on one event loop."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self.policy_version = -1
         """Version published last, or being published."""
         self.epoch = 0
-        """Of the membership."""
         self.last_seconds = self.last_pause_seconds = 0.0
-        """Of the last whole update."""
-        self.current = ""
-        """What the update is doing; empty between updates."""
+        """Duration and longest engine pause of the last complete update."""
+        self.phase = ""
+        """Phase of the current update; empty between updates."""
         self._since = now()
         self._trainer = ""
-        self._engines: set[str] = set()  # of the update
-        self._busy: set[str] = set()  # have not answered in this phase
-        self._parties: dict[str, _Party] = {}
+        self._engines: set[str] = set()  # members of the current update
+        self._busy: set[str] = set()  # members with unfinished work in this phase
+        self._statuses: dict[str, _EngineStatus] = {}
 
-    def begin(self, phase: str, *, trainer: str, engines: Collection[str], busy: Collection[str]) -> None:
-        """Say that a phase of an update of `engines` begins, and which members have something to do in it."""
-        self.current, self._since, self._trainer = phase, self._now(), trainer
+    def begin_phase(self, phase: str, *, trainer: str, engines: Collection[str], busy: Collection[str]) -> None:
+        """Start a phase of an update of `engines`, in which the members `busy` have work to do."""
+        self.phase, self._since, self._trainer = phase, self._now(), trainer
         self._engines, self._busy = set(engines), set(busy)
         for name in engines:
-            self.state(name, UPDATING)
+            self.set_state(name, UPDATING)
 
-    def answered(self, name: str) -> None:
-        """Say that one has done its part of the phase."""
+    def mark_done(self, name: str) -> None:
+        """Note that a member has finished its work in this phase."""
         self._busy.discard(name)
 
-    def end(self) -> None:
-        """Say that no update is under way."""
-        self.current, self._since = "", self._now()
+    def end_update(self) -> None:
+        """Note that no update is in progress."""
+        self.phase, self._since = "", self._now()
         self._engines, self._busy = set(), set()
 
-    def state(self, name: str, state: str, error: str = "") -> None:
-        """Note what an engine does now, and what it failed of; one that serves again is well."""
-        party = self._parties.setdefault(name, _Party(state=state, since=self._now()))
-        if party.state != state:
-            party.state, party.since = state, self._now()
+    def set_state(self, name: str, state: str, error: str = "") -> None:
+        """Set an engine's state and last error. The state `SERVING` clears the error."""
+        engine = self._engine(name, state)
+        if engine.state != state:
+            engine.state, engine.since = state, self._now()
         if error or state == SERVING:
-            party.last_error = error
+            engine.last_error = error
 
-    def backend(self, name: str, backend: str) -> None:
-        """Note how an engine gets its weights in the present epoch."""
-        self._parties.setdefault(name, _Party(state=WAITING, since=self._now())).backend = backend
+    def set_backend(self, name: str, backend: str) -> None:
+        """Set the backend that an engine uses in the present epoch."""
+        self._engine(name, WAITING).backend = backend
 
     @property
     def seconds(self) -> float:
-        """Since the present phase began, or since the last update ended."""
+        """Return the seconds since the phase began, or since the last update ended."""
         return self._now() - self._since
 
     def waits_for(self, name: str) -> list[str]:
         """Return the members whose answers a member waits for."""
-        if not self.current or name not in {*self._engines, self._trainer}:
+        if not self.phase or name not in {*self._engines, self._trainer}:
             return []
         trainer = {self._trainer} & self._busy - {name}
         engines = self._busy - {self._trainer, name}
-        if self.current == LOOK_UP or (self.current in (JOIN, TRANSFER) and name in self._busy - {self._trainer}):
+        if self.phase == LOOK_UP or (self.phase in (JOIN, TRANSFER) and name in self._busy - {self._trainer}):
             return sorted(trainer)
-        if self.current == PAUSE and name != self._trainer:
+        if self.phase == PAUSE and name != self._trainer:
             return [] if name in self._busy else sorted(engines)
-        return [] if self.current in (COMMIT, ABORT) else sorted(trainer | engines)
+        return [] if self.phase in (COMMIT, ABORT) else sorted(trainer | engines)
 
-    def line(self) -> str:
-        """Return one line on the update for people; empty between updates."""
-        if not self.current:
+    def describe(self) -> str:
+        """Return one line about the current update; empty between updates."""
+        if not self.phase:
             return ""
-        slow = f" ({', '.join(sorted(self._busy))})" if self._busy else ""
-        return f"weights of version {self.policy_version}: {self.current} for {self.seconds:.0f} s{slow}"
+        unfinished = f" ({', '.join(sorted(self._busy))})" if self._busy else ""
+        return f"weights of version {self.policy_version}: {self.phase} for {self.seconds:.0f} s{unfinished}"
 
-    def report(self, replicas: Iterable[Replica]) -> pb.GetWeightPlaneResponse:
-        """Return the present state of the trainer and the engines among `replicas`."""
-        response = pb.GetWeightPlaneResponse(
+    def to_proto(self, replicas: Iterable[Replica]) -> pb.GetWeightPlaneResponse:
+        """Return the state of the trainer and the engines among `replicas`, the trainer first."""
+        members = sorted(replicas, key=lambda r: (r.member.role != Role.ROLE_TRAINER, r.member.member_id))
+        return pb.GetWeightPlaneResponse(
             policy_version=self.policy_version,
             epoch=self.epoch,
-            phase=self.current,
-            phase_seconds=self.seconds if self.current else 0.0,
+            phase=self.phase,
+            phase_seconds=self.seconds if self.phase else 0.0,
             last_update_seconds=self.last_seconds,
             last_pause_seconds=self.last_pause_seconds,
+            parties=[
+                self._party(replica)
+                for replica in members
+                if replica.member.role in (Role.ROLE_TRAINER, Role.ROLE_ROLLOUT)
+            ],
         )
-        members = sorted(replicas, key=lambda replica: (replica.member.role, replica.member.member_id))
-        response.parties.extend(self._party(r) for r in members if r.member.role == Role.ROLE_TRAINER)
-        response.parties.extend(self._party(r) for r in members if r.member.role == Role.ROLE_ROLLOUT)
-        return response
+
+    def _engine(self, name: str, initial_state: str) -> _EngineStatus:
+        return self._statuses.setdefault(name, _EngineStatus(state=initial_state, since=self._now()))
 
     def _party(self, replica: Replica) -> pb.WeightParty:
         name = replica.member.member_id
         if replica.member.role == Role.ROLE_TRAINER:
-            busy = bool(self.current) and name == self._trainer
-            state, since, party = UPDATING if busy else SERVING, self._since, None
+            busy = bool(self.phase) and name == self._trainer
+            status = _EngineStatus(state=UPDATING if busy else SERVING, since=self._since)
+            version = self.policy_version
         else:
-            party = self._parties.setdefault(name, _Party(state=WAITING, since=self._now()))
-            state, since = party.state, party.since
-        if state == SERVING and replica.unusable_reason:  # such as a new process of this name
-            state = WAITING
-        waits_for = self.waits_for(name)
-        if state == UPDATING and name not in self._busy and waits_for:
+            status, version = self._engine(name, WAITING), replica.version
+        state, waits_for = status.state, self.waits_for(name)
+        # A new process of this name is not usable yet, and must not show its predecessor's state.
+        replaced = state == SERVING and replica.unusable_reason
+        if replaced or (state == UPDATING and name not in self._busy and waits_for):
             state = WAITING
         return pb.WeightParty(
             member_id=name,
-            backend=party.backend if party else "",
-            policy_version=replica.version if party else self.policy_version,
+            backend=status.backend,
+            policy_version=version,
             state=state,
-            state_seconds=self._now() - since,
+            state_seconds=self._now() - status.since,
             waits_for=waits_for,
-            last_error=party.last_error if party else "",
+            last_error=status.last_error,
         )

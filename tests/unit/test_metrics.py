@@ -1,4 +1,4 @@
-"""Metric names are one table."""
+"""Every metric has a name, a unit and a meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server against its clients on loopback: errors, deadlines, cancellation, health, limits, addresses."""
+"""Server and clients on loopback: errors, deadlines, cancellation, health, limits and addresses."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_an_error_arrives_as_the_class_that_was_raised(serve: Serve, raise
     assert caught.value.retry_after == raised.retry_after
 
 
-async def test_an_unexpected_exception_says_nothing_to_the_caller_and_everything_to_the_log(
+async def test_an_unexpected_exception_is_logged_and_hidden_from_the_caller(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     unsupported = NotImplementedError("a kernel of a library, which is not the generated base class")
@@ -77,7 +77,7 @@ async def test_a_method_that_a_servicer_lacks_is_unimplemented(serve: Serve) -> 
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_a_group_of_user_errors_is_the_first_of_them(serve: Serve) -> None:
+async def test_a_group_of_caller_facing_errors_becomes_the_first_of_them(serve: Serve) -> None:
     raised = ExceptionGroup("tasks", [errors.NotFound("one"), ExceptionGroup("more", [errors.NotFound("two")])])
     client = AsyncRewardClient(await serve(Reward(raises=raised).servicer()), peer="r")
     with pytest.raises(errors.NotFound, match="one"):
@@ -92,7 +92,7 @@ async def test_a_group_of_user_errors_is_the_first_of_them(serve: Serve) -> None
 async def test_a_long_error_text_fits_the_trailers(serve: Serve, letter: str) -> None:
     raised = errors.Overloaded(letter * 20_000, retry_after=2.0, reason="R" * 60)
     client = AsyncRewardClient(await serve(Reward(raises=raised).servicer()), peer="r")
-    for _ in range(20):  # between the soft and the hard limit gRPC drops the status at random
+    for _ in range(20):  # between its soft and hard limit gRPC drops the status at random
         with pytest.raises(errors.Overloaded) as caught:
             await client.score([score_item("a")], timeout=5)
         assert caught.value.retry_after == 2.0
@@ -134,7 +134,7 @@ async def test_watches_and_health_need_no_deadline(serve: Serve) -> None:
     assert response.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_bytes_that_are_no_message_are_invalid(serve: Serve) -> None:
+async def test_malformed_bytes_are_invalid_input(serve: Serve) -> None:
     channel = await serve(Reward().servicer(), Trainer().servicer())
     unary: Any = channel.unary_unary("/fourfold.reward.v1.RewardService/Score")
     stream: Any = channel.stream_unary("/fourfold.trainer.v1.TrainerService/TrainStep")
@@ -180,7 +180,7 @@ async def test_a_servicer_that_writes_faster_than_its_client_reads_is_closed_whe
     assert servicer.how == "GeneratorExit"
 
 
-async def test_the_deadline_ends_a_call_on_both_sides_and_names_itself(serve: Serve) -> None:
+async def test_the_deadline_ends_a_call_on_both_sides(serve: Serve) -> None:
     servicer = Rollout(hang=True)
     client = AsyncRolloutClient(await serve(servicer.servicer()), peer="rollout-0")
     with pytest.raises(errors.DeadlinePassed, match=r"rollout-0: Generate took longer than 1 s"):
@@ -188,7 +188,7 @@ async def test_the_deadline_ends_a_call_on_both_sides_and_names_itself(serve: Se
     await asyncio.wait_for(servicer.closed.wait(), 10)
 
 
-async def test_closing_the_channel_under_a_call_is_an_error_and_no_cancellation(serve: Serve) -> None:
+async def test_closing_the_channel_of_a_running_call_is_an_error_and_no_cancellation(serve: Serve) -> None:
     channel = await serve(Rollout(hang=True).servicer())
     task = asyncio.create_task(AsyncRolloutClient(channel, peer="r").complete(rollout.GenerateRequest(), timeout=20))
     await asyncio.sleep(0.1)
@@ -223,14 +223,14 @@ async def test_only_unavailable_is_retried_and_only_where_the_contract_says_idem
         await AsyncTrainerClient(await serve(training.servicer()), peer="t").train_step(1, [], timeout=5)
 
 
-async def test_nobody_there_is_unavailable_and_names_who(unused_port: int) -> None:
+async def test_an_unreachable_server_is_unavailable_and_named(unused_port: int) -> None:
     channel = open_channel(f"127.0.0.1:{unused_port}", None)
     with pytest.raises(errors.Unavailable, match=r"reward-0, GetInfo: .*refused"):
         await AsyncRewardClient(channel, peer="reward-0").get_info(timeout=10)
     await channel.close()
 
 
-async def test_health_is_live_at_once_and_ready_when_told() -> None:
+async def test_a_server_is_live_at_once_and_ready_on_demand() -> None:
     server = Server(listen="127.0.0.1:0", security=None)
     server.add(*Reward().servicer())
     channel = open_channel(await server.start(), None)
@@ -303,7 +303,7 @@ def test_addresses_that_may_not_be_used_are_refused_before_anything_listens() ->
 
 async def test_an_address_of_another_machine_is_one_clear_error() -> None:
     with pytest.raises(errors.ConfigError, match=r"listen = '127\.0\.0\.1:1'.*"):
-        # Port 1 needs privileges; where the test has them, it is free and nothing is to be shown.
+        # Port 1 needs privileges. A test with privileges can listen there, so there is nothing to check.
         server = Server(listen="127.0.0.1:1", security=None)
         await server.start()
         await server.stop(0)
@@ -316,7 +316,7 @@ def test_every_channel_argument_is_known_to_the_compiled_library() -> None:
     binary = Path(library).read_bytes()
     for key, _ in (*SERVER_OPTIONS, *PUBLIC_SERVER_OPTIONS, *CLIENT_OPTIONS):
         assert key.encode() in binary, f"{key} is not a channel argument of this grpcio"
-    assert b"grpc.http2.min_recv_ping_interval_without_data_ms" not in binary  # so the search can fail
+    assert b"grpc.http2.min_recv_ping_interval_without_data_ms" not in binary  # proves that the search can fail
 
 
 def test_the_retried_methods_exist_and_are_idempotent_in_the_contract() -> None:
@@ -328,5 +328,5 @@ def test_the_retried_methods_exist_and_are_idempotent_in_the_contract() -> None:
         for method in methods:
             comment = re.search(rf"((?:\s*//[^\n]*\n)+)\s*rpc {method}\(", body)
             assert comment, f"{service}/{method} is not in the protos"
-            if method != "KeepAlive":  # extending twice is extending once
+            if method != "KeepAlive":  # repeating it is harmless
                 assert "Idempotent" in comment[1], f"{service}/{method} is not said to be idempotent"

@@ -70,7 +70,7 @@ async def public(folder: tuple[Path, str]) -> AsyncIterator[str]:
     await server.stop(0)
 
 
-async def test_the_coordinator_may_and_others_may_not(folder: tuple[Path, str], internal: str) -> None:
+async def test_only_the_coordinator_may_call_a_reward_service(folder: tuple[Path, str], internal: str) -> None:
     for role in ROLES:
         channel = open_channel(internal, load(folder, role), server=REWARD)
         client = AsyncRewardClient(channel, peer="reward-0")
@@ -80,18 +80,18 @@ async def test_the_coordinator_may_and_others_may_not(folder: tuple[Path, str], 
             with pytest.raises(errors.PermissionDenied, match=rf"{role}-0 may not call fourfold\.reward\.v1"):
                 await client.get_info(timeout=10)
         check = health_pb2.HealthCheckRequest()
-        await health_pb2_grpc.HealthStub(channel).Check(check, timeout=10)  # everybody of ours may
+        await health_pb2_grpc.HealthStub(channel).Check(check, timeout=10)  # open to every member
         await channel.close()
 
 
 class _Asks(Reward):
-    """Answers with the name of its caller."""
+    """Returns the name of its caller."""
 
     async def GetInfo(self, request: reward.GetInfoRequest, context: object) -> reward.GetInfoResponse:
         return reward.GetInfoResponse(name=str(principal.current()))
 
 
-async def test_a_servicer_is_told_who_calls(folder: tuple[Path, str]) -> None:
+async def test_a_servicer_knows_its_caller(folder: tuple[Path, str]) -> None:
     service = reward.DESCRIPTOR.services_by_name["RewardService"]
     for security, expected in ((None, "local"), (load(folder, "reward"), "coordinator/coordinator-0")):
         server = Server(listen="127.0.0.1:0", security=security)
@@ -103,7 +103,7 @@ async def test_a_servicer_is_told_who_calls(folder: tuple[Path, str]) -> None:
     assert principal.current() == principal.LOCAL
 
 
-async def test_who_has_no_certificate_of_ours_does_not_get_in(
+async def test_a_client_without_a_certificate_of_our_ca_is_refused(
     folder: tuple[Path, str], internal: str, tmp_path: Path
 ) -> None:
     certs.make(tmp_path / "other", [])
@@ -116,7 +116,7 @@ async def test_who_has_no_certificate_of_ours_does_not_get_in(
         (grpc.aio.insecure_channel(internal), refused),
         (grpc.aio.secure_channel(internal, stranger, options=name), refused),
         (open_channel(internal, Security.for_agent(folder[0] / "ca.pem"), server=REWARD), refused),
-        # It does not trust the server, either.
+        # This client does not trust the server either.
         (open_channel(internal, other, server=REWARD), "its certificate is not of our CA"),
     ]
     for channel, text in channels:
@@ -125,7 +125,7 @@ async def test_who_has_no_certificate_of_ours_does_not_get_in(
         await channel.close()
 
 
-async def test_a_connection_that_does_not_come_about_is_explained(folder: tuple[Path, str], unused_port: int) -> None:
+async def test_a_failed_connection_is_explained(folder: tuple[Path, str], unused_port: int) -> None:
     ours, plain = load(folder, "coordinator"), Server(listen="127.0.0.1:0", security=None)
     for target, text in (
         (f"127.0.0.1:{unused_port}", r"nothing listens there \(.*Connection refused"),
@@ -138,7 +138,7 @@ async def test_a_connection_that_does_not_come_about_is_explained(folder: tuple[
     await plain.stop(0)
 
 
-async def test_an_agent_comes_with_a_token_and_without_a_certificate(folder: tuple[Path, str], public: str) -> None:
+async def test_an_agent_needs_a_token_and_no_certificate(folder: tuple[Path, str], public: str) -> None:
     agent = Security.for_agent(folder[0] / "ca.pem")
     channel = open_channel(public, agent, server=ROLLOUT, token=folder[1])
     client = AsyncRolloutClient(channel, peer="rollout-0")
@@ -189,7 +189,7 @@ async def test_a_public_port_on_loopback_without_tls_is_plain_and_elsewhere_refu
         [],
         ["https://fourfold/svc/reward/reward-0"],
         ["spiffe://elsewhere/svc/coordinator/coordinator-0"],
-        ["spiffe://fourfold/svc/coordinator"],  # of a version that had one certificate per role
+        ["spiffe://fourfold/svc/coordinator"],  # from an old version with one certificate per role
         ["spiffe://fourfold/svc/coordinator/"],
         ["spiffe://fourfold/svc/coordinator/a/b"],
         ["spiffe://fourfold/svc/coordinator/A"],
@@ -197,12 +197,12 @@ async def test_a_public_port_on_loopback_without_tls_is_plain_and_elsewhere_refu
         ["spiffe://fourfold/svc/coordinator/a", "spiffe://fourfold/svc/trainer/a"],
     ],
 )
-def test_a_certificate_that_names_no_member_or_two_is_nobody_s(uris: list[str]) -> None:
+def test_a_certificate_must_name_exactly_one_member(uris: list[str]) -> None:
     with pytest.raises(errors.Unauthenticated, match="has no URI spiffe://fourfold/svc/ROLE/MEMBER; use one made by"):
         check_identity("fourfold.reward.v1.RewardService", uris)
 
 
-def test_a_service_without_a_row_is_refused_to_everybody() -> None:
+def test_a_service_without_a_row_is_refused_to_every_caller() -> None:
     with pytest.raises(errors.PermissionDenied, match=r"may not call x\.y\.Z; allowed: no role"):
         check_identity("x.y.Z", ["spiffe://fourfold/svc/coordinator/coordinator-0"])
 
@@ -246,7 +246,7 @@ def test_a_machine_without_a_port_for_agents_needs_no_file_of_tokens(folder: tup
         Security.load(SecurityConfig(directory=str(tmp_path)), VIEWER)
 
 
-def test_nothing_of_it_shows_in_a_repr(folder: tuple[Path, str]) -> None:
+def test_no_secret_is_in_a_repr(folder: tuple[Path, str]) -> None:
     security = load(folder, "rollout", tokens=True)
     text = f"{security!r} {security.material!r} {security.tokens['agent']!r}"
     assert "PRIVATE" not in text

@@ -1,4 +1,4 @@
-"""The life of a service process: start, ready, member of a run, drain, end. Real processes, real signals."""
+"""The life cycle of a service process, with real processes and signals: start, ready, member of a run, drain, exit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Start = Callable[..., Awaitable[Process]]
 
 @pytest.fixture
 async def start() -> AsyncIterator[Start]:
-    """Start a service process; what is left at the end is killed."""
+    """Start service processes, and kill the remaining ones after the test."""
     processes: list[Process] = []
 
     async def run(*arguments: str, **environment: str) -> Process:
@@ -59,7 +59,7 @@ async def start() -> AsyncIterator[Start]:
 
 
 async def line(process: Process, begin: str) -> str:
-    """The rest of the next line of stdout, which must begin with `begin`."""
+    """Return the next line of stdout without its prefix `begin`."""
     assert process.stdout
     text = (await asyncio.wait_for(process.stdout.readline(), 20)).decode()
     assert text.startswith(begin), text
@@ -67,7 +67,7 @@ async def line(process: Process, begin: str) -> str:
 
 
 async def end(process: Process) -> tuple[int, str, str]:
-    """Exit code, rest of stdout, stderr."""
+    """Return exit code, remaining stdout, and stderr."""
     out, err = await asyncio.wait_for(process.communicate(), 20)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
@@ -77,7 +77,7 @@ def item(text: str) -> reward.ScoreItem:
     return reward.ScoreItem(experience=Experience(sample_id="a"), prompt_text=text)
 
 
-async def test_a_service_is_ready_drains_on_sigterm_and_finishes_what_it_has_begun(start: Start) -> None:
+async def test_a_service_drains_on_sigterm_and_running_calls_finish(start: Start) -> None:
     process = await start()
     target = await line(process, "READY ")
     assert target.startswith("127.0.0.1:")
@@ -99,7 +99,7 @@ async def test_a_service_is_ready_drains_on_sigterm_and_finishes_what_it_has_beg
     await channel.close()
 
 
-async def test_ctrl_c_while_it_starts_ends_it(start: Start) -> None:
+async def test_ctrl_c_ends_a_starting_service(start: Start) -> None:
     process = await start("--slow-start", "30")
     await line(process, "STARTING")
     process.send_signal(signal.SIGINT)
@@ -112,13 +112,13 @@ def signals_wait(pid: int) -> bool:
     return not re.search(r"^ShdPnd:\s*0+$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
 
 
-async def test_a_second_signal_ends_it_at_once_even_when_the_loop_is_stuck(start: Start) -> None:
+async def test_a_second_signal_ends_a_service_whose_loop_is_stuck(start: Start) -> None:
     process = await start()
     channel = open_channel(await line(process, "READY "), None)
     blocked = asyncio.create_task(AsyncRewardClient(channel, peer="r").score([item("block")], timeout=10))
     await line(process, "BLOCKED")
     process.terminate()
-    async with asyncio.timeout(20):  # two signals that wait are one
+    async with asyncio.timeout(20):  # pending signals of one kind are merged
         while signals_wait(process.pid):
             await asyncio.sleep(0.02)
     await asyncio.sleep(0.3)
@@ -133,7 +133,7 @@ async def test_a_second_signal_ends_it_at_once_even_when_the_loop_is_stuck(start
     await channel.close()
 
 
-async def test_a_slow_drain_and_a_stuck_thread_hold_it_only_so_long(start: Start) -> None:
+async def test_a_slow_drain_and_a_stuck_thread_delay_the_exit_only_briefly(start: Start) -> None:
     process = await start("--slow-drain", "60", "--stuck-thread", "--hasty")
     await line(process, "READY ")
     began = time.monotonic()
@@ -164,7 +164,7 @@ async def test_a_port_in_use_is_one_line(start: Start) -> None:
     await server.stop(0)
 
 
-async def test_an_address_that_is_none_is_refused_before_anything_is_loaded(start: Start) -> None:
+async def test_a_malformed_address_is_refused_before_anything_is_loaded(start: Start) -> None:
     for target, text in (
         ("localhost", "'localhost' is no address; give HOST:PORT, for example 127.0.0.1:50051"),
         ("10.0.0.1:50050", "10.0.0.1:50050: without TLS a service is only called on this machine"),
@@ -195,7 +195,7 @@ async def test_the_result_of_until_is_the_exit_code_and_a_signal_cancels_it(star
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Return whether a process runs; a zombie does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -225,7 +225,7 @@ async def test_a_service_dies_with_its_launcher() -> None:
 
 
 class Coordinator(pb_grpc.MembershipServiceServicer):
-    """Remembers who called; forgets leases when told."""
+    """A coordinator that records its calls; a test may delete its leases."""
 
     def __init__(self, ttl: float = 2.0) -> None:
         self.ttl = Duration()
@@ -281,7 +281,7 @@ async def test_a_member_registers_renews_comes_back_and_leaves(start: Start) -> 
     assert len(first.incarnation) == 32
     coordinator.leases.clear()  # expired, or another coordinator took over
     await coordinator.until(lambda: len(coordinator.registered) == 2)
-    await server.stop(0)  # and it comes back with no memory
+    await server.stop(0)  # the next coordinator starts without state
     await asyncio.sleep(0.4)
     again = Coordinator()
     server, _ = await again.serve(address)
@@ -308,7 +308,7 @@ async def test_a_member_that_is_asked_to_drain_ends_with_0(start: Start) -> None
     await server.stop(0)
 
 
-async def test_a_member_that_will_never_be_accepted_says_why_and_ends(start: Start) -> None:
+async def test_a_member_that_can_never_be_accepted_exits_with_the_reason(start: Start) -> None:
     coordinator = Coordinator()
     coordinator.refuse = errors.WrongState("tokenizer 74 is not the run's; start it with the run's model")
     server, address = await coordinator.serve()

@@ -1,1 +1,1 @@
-"""Attacks: what no client, peer or program may bring about."""
+"""Attacks by clients, peers and sandboxed programs."""

@@ -1,6 +1,6 @@
-"""Calls of every kind that a caller can make, good and bad, made up from the descriptors of the contract.
+"""Generates valid and invalid calls to every method of the contract, from the protobuf descriptors.
 
-The same seed makes the same calls. What a call gets depends on the calls before it, which run a few at a time.
+The same seed generates the same calls. Their results vary, because several calls run at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from google.protobuf import descriptor_pool, message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
 from google.protobuf.message import Message
 
-# Ends of the types, ends of what services allow, and what is small enough to be right now and then.
+# Bounds of the types, bounds of the services, and small values that are sometimes valid.
 _INTEGERS: Final = (0, 1, 2, 3, -1, 127, 4096, 4097, 2**31 - 1, -(2**31), 2**52, 2**53, 2**53 + 1, 2**63 - 1, -(2**63))
 _FLOATS: Final = (0.0, -0.0, 1.0, 0.5, -1.0, 2.0, 1e-45, 1e38, float("inf"), float("-inf"), float("nan"))
 _TEXTS: Final = (
@@ -34,7 +34,7 @@ _LARGE_BYTES: Final = 300_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One call."""
+    """A generated call."""
 
     path: str
     """/package.Service/Method."""
@@ -51,7 +51,7 @@ class Call:
 
 
 class Fuzz:
-    """Makes calls up."""
+    """Generates calls."""
 
     def __init__(
         self, services: Sequence[str], *, seed: int, hints: Mapping[str, Sequence[Any]], good: Mapping[str, Good]
@@ -59,17 +59,17 @@ class Fuzz:
         """Prepare.
 
         Args:
-            services: full names; their descriptors are in the default pool.
-            seed: of everything.
-            hints: by field name: values that a service may take.
-            good: by "Service.Method": makes messages of a call that a service may take.
+            services: full names; the default pool has their descriptors.
+            seed: seed of the generator.
+            hints: values that a service may accept, by field name.
+            good: functions that return the messages of an acceptable call, by "Service.Method".
         """
         pool = descriptor_pool.Default()
         self._methods = [method for name in services for method in pool.FindServiceByName(name).methods]
         self._random, self._hints, self._good = random.Random(seed), hints, good
 
     def calls(self, count: int) -> Iterator[Call]:
-        """Yield so many."""
+        """Yield `count` calls."""
         for _ in range(count):
             yield self._call()
 
@@ -121,7 +121,7 @@ class Fuzz:
         message.ClearField(field.name)
         count = self._random.choice((0, 1, 1, 2, _MOST_REPEATED)) if field.is_repeated else 1
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            return  # of answers alone
+            return  # only responses contain it
         if field.message_type is not None:
             if depth >= _DEEPEST:
                 return
@@ -162,7 +162,7 @@ class Fuzz:
         return pick.choice((bytes(count), b"\xff" * count, pick.randbytes(count)))
 
     def _spoil(self, message: Message) -> None:
-        """Replace some fields of a message, or of one in it."""
+        """Replace some fields of a message or of a submessage."""
         for _ in range(self._random.randrange(1, 3)):
             owner = message
             while self._random.random() < 0.6:
@@ -175,7 +175,7 @@ class Fuzz:
                 self._fill(owner, self._random.choice(fields), 0)
 
     def _damage(self, data: bytes) -> bytes:
-        """Cut, change or extend bytes, also by a length that is not there."""
+        """Truncate, change or extend bytes; one way appends a length prefix without data."""
         pick = self._random
         match pick.randrange(4):
             case 0:
@@ -204,7 +204,7 @@ _RANGES: Final = {
 
 
 def _parts(field: FieldDescriptor, value: Any) -> list[Message]:
-    """Return the messages in a field that is set."""
+    """Return the submessages in a field's value."""
     if field.message_type is None or field.message_type.GetOptions().map_entry:
         return []
     return list(value) if field.is_repeated else [value]

@@ -1,4 +1,4 @@
-"""All services of the contract on one real server, with engines that do nothing for long."""
+"""Starts all services of the contract on one real server, with fast fake engines."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _lookup(module: Any) -> Good:
 
 
 class Live:
-    """Calls that fit the present state of trainer and engine, so that the others meet every state."""
+    """Generates calls that fit the state of trainer and engine, so that the random calls meet every state."""
 
     def __init__(self, core: TrainerCore, trainer: Trainer, weights: WeightController) -> None:
         self.core, self.trainer, self.weights = core, trainer, weights
@@ -133,7 +133,7 @@ class Live:
         return [trainer_pb.TrainStepRequest(step=step, experiences=part) for part in (samples[:cut], samples[cut:])]
 
     def part(self, pick: random.Random) -> list[Message]:
-        if pick.random() < 0.5:  # while a gradient waits no TrainStep is taken
+        if pick.random() < 0.5:  # TrainStep is refused while a gradient waits
             return [trainer_pb.ForwardBackwardRequest()]
         (sample,) = group_of([1], seed=pick.randrange(5))
         weights = np.zeros(len(sample.token_ids), np.float32)
@@ -204,7 +204,7 @@ class Live:
         return [control_pb.ProbeLogprobsRequest(token_ids=pack_ints([1, 2, 3]))]
 
     def good(self) -> dict[str, Good]:
-        """Return what makes them, by service and method."""
+        """Return functions that make acceptable messages, by "Service.Method"."""
         trainer, weight, control = "TrainerService", "TrainerWeightService", "RolloutControlService"
         return {
             "RolloutService.Generate": _generate,
@@ -233,12 +233,12 @@ class Live:
 
 
 class Sampler(FakeSampler):
-    """Samples by itself, and forgets what is finished."""
+    """An engine that samples without ticks and drops finished samples."""
 
     async def sample(self) -> None:
-        """Give every running sample a token, for ever."""
+        """Give every running sample tokens until cancelled."""
         while True:
-            with suppress(AssertionError):  # asleep
+            with suppress(AssertionError):  # the engine sleeps
                 self.tick()
             self.samples = self.running
             self.log.clear()
@@ -247,7 +247,7 @@ class Sampler(FakeSampler):
 
 
 class Trainer(FakeTrainerEngine):
-    """Forgets what tests of the trainer look at."""
+    """A fake trainer that keeps no record of its calls."""
 
     def _enter(self, what: str) -> None:
         super()._enter(what)
@@ -257,7 +257,7 @@ class Trainer(FakeTrainerEngine):
 
 
 class Reference:
-    """A model of nothing."""
+    """A reference model with constant results."""
 
     vocabulary_size = VOCABULARY
     tokens_per_batch = 64
@@ -267,7 +267,7 @@ class Reference:
 
 
 class System:
-    """All services, and what went wrong in them."""
+    """All services, and the errors in them."""
 
     def __init__(self, channel: grpc.aio.Channel, live: Live, fatal: list[str]) -> None:
         self.channel, self.live, self.fatal = channel, live, fatal

@@ -1,4 +1,4 @@
-"""One deployment's certificates, for attack tests."""
+"""Certificates of one deployment, for attack tests."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ MEMBERS = ("coordinator-0", "trainer-0", "reward-0", "reward-1", "rollout-0", "v
 
 
 class Pki:
-    """A folder with an authority, and copies of it as other machines have them."""
+    """A folder with a CA, and copies of it for other machines."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.token = certs.make(folder, [], [certs.parse_member(name) for name in MEMBERS])
 
     def load(self, name: str, *, tokens: bool = False) -> Security:
-        """The material of one member; `tokens` for a public port."""
+        """Load the files of one member; with `tokens`, also the token file of a public port."""
         return self.load_as(Principal(name.partition("-")[0], name), tokens=tokens)
 
     def load_as(self, who: Principal, *, folder: Path | None = None, tokens: bool = False) -> Security:
-        """What a process reads that says it is `who`."""
+        """Load the files as a process that claims to be `who`."""
         used = folder or self.folder
         config = SecurityConfig(directory=str(used), tokens_file=str(used / "tokens.txt") if tokens else "")
         security = Security.load(config, who)
@@ -33,12 +33,12 @@ class Pki:
         return security
 
     def copy(self, folder: Path, *names: str) -> Path:
-        """Another machine's folder with the CA's certificate and some members' files."""
+        """Copy the CA's certificate and some members' files to another machine's folder."""
         folder.mkdir()
         for name in ("ca", *names):
             shutil.copy(self.folder / f"{name}.pem", folder)
         return folder
 
     def agent(self) -> Security:
-        """What an agent outside has."""
+        """Load the CA's certificate, the only file of an agent."""
         return Security.for_agent(self.folder / "ca.pem")

@@ -1,4 +1,4 @@
-"""A process with a public port and nothing else, whose memory and descriptors tests look at.
+"""A process with only a public port, whose memory and file descriptors the tests measure.
 
 Usage: python -m tests.security.public_server CERTIFICATES
 """

@@ -1,4 +1,4 @@
-"""A client that speaks just enough HTTP/2 to leave calls unfinished, which gRPC's own clients cannot."""
+"""A minimal HTTP/2 client that can leave calls unfinished; gRPC's own clients cannot."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _FRAME_BYTES: Final = 16384
 
 
 class RawConnection:
-    """One connection. Everything that it sends honours the server's flow control."""
+    """An HTTP/2 connection that respects the server's flow control."""
 
     def __init__(self, target: str, authority: Path | None = None) -> None:
-        """Connect and greet.
+        """Connect, and exchange the TLS and HTTP/2 handshakes.
 
         Args:
             target: host:port.
@@ -47,7 +47,7 @@ class RawConnection:
         self._socket.setblocking(False)
 
     def open(self, path: str, headers: Mapping[str, str]) -> int:
-        """Begin a call; return the number of its stream."""
+        """Begin a call; return its stream id."""
         stream, self._next = self._next, self._next + 2
         fields = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "localhost", "te": "trailers"}
         fields |= {"content-type": "application/grpc", **headers}
@@ -57,7 +57,7 @@ class RawConnection:
         return stream
 
     def send(self, stream: int, data: memoryview) -> int:
-        """Send what the windows allow, and return how many bytes that was."""
+        """Send as much as the flow-control windows allow; return the number of bytes."""
         count = min(self._window, self._windows[stream], len(data), _FRAME_BYTES)
         if count <= 0 or self.closed or stream in self.ended:
             return 0
@@ -67,7 +67,7 @@ class RawConnection:
         return count
 
     def receive(self, seconds: float = 0.0) -> None:
-        """Take what the server has sent, waiting at most so long for anything."""
+        """Process the server's frames; wait at most `seconds` for the first one."""
         if self.closed or not (_pending(self._socket) or select.select([self._socket], [], [], seconds)[0]):
             return
         try:
@@ -126,15 +126,15 @@ class RawConnection:
 def leave_unfinished(
     connection: RawConnection, path: str, *, calls: int, size: int, headers: Mapping[str, str], seconds: float = 20.0
 ) -> int:
-    """Begin calls whose message lacks its last byte, and return how many bytes the server took.
+    """Begin calls whose message lacks its last byte; return the number of bytes that the server accepted.
 
     Args:
-        connection: where.
-        path: the method.
-        calls: how many.
-        size: bytes of each message, as its prefix says.
-        headers: metadata of the calls.
-        seconds: the attack ends then at the latest; it ends before when nothing has moved for a second.
+        connection: the connection.
+        path: full name of the method.
+        calls: number of calls.
+        size: bytes of each message, according to its prefix.
+        headers: metadata of each call.
+        seconds: time limit; the attack also ends after a second without progress.
     """
     message = memoryview(b"\0" + size.to_bytes(4, "big") + bytes(size - 1))
     connection.receive(1.0)  # the server's settings

@@ -1,7 +1,7 @@
-"""Calls of every kind to every service of the contract: none is answered with INTERNAL or UNKNOWN, and none leaks.
+"""Fuzzes every service of the contract: no call ends with INTERNAL or UNKNOWN, and no call leaks memory.
 
-Real servicers on one real server, with engines that do nothing for long. 4,000 calls in CI; FOURFOLD_FUZZ_CALLS says
-how many (`make soak` makes 100,000) and FOURFOLD_FUZZ_SEED which. README.md has the figures.
+Real servicers on one real server, with fast fake engines. CI makes 4,000 calls; FOURFOLD_FUZZ_CALLS changes
+the number (`make soak` makes 100,000), FOURFOLD_FUZZ_SEED the seed. README.md has the figures.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ SEED: Final = int(os.environ.get("FOURFOLD_FUZZ_SEED", "1"))
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120 + COUNT / 20)]
 
 AT_ONCE: Final = 24
-# After these the caller goes away, when the call has no deadline or a far one; the second is for endless answers.
+# Seconds after which the caller cancels a call with a distant deadline or none; the second is for endless streams.
 PATIENCE_SECONDS: Final = 1.0
 LOOK_SECONDS: Final = 0.03
-# What grpc's Python client says when a call ended while it was still writing (grpc#36066): no answer of a server. What
-# a server answers with INTERNAL is in its log, which is looked at, too.
+# Text of grpc's Python client for a call that ended while the client was writing (grpc#36066), not of a server. A
+# server's INTERNAL error would be in the log, which the test checks too.
 CLIENTS_OWN: Final = "Internal error from Core"
-# Calls that only a service in the right state takes: among so many some are taken, or the others met too few states.
+# Calls that need a service in the right state. If none of them succeeds, the other calls met too few states.
 ENOUGH: Final = 50_000
 DEEP: Final = (
     "/fourfold.trainer.v1.TrainerService/TrainStep",
@@ -65,7 +65,7 @@ DEEP: Final = (
     "/fourfold.reference.v1.ReferenceService/ComputeLogprobs",
     "/fourfold.coordinator.v1.MembershipService/Register",
 )
-# Of the whole process: servers, clients and the engines' stand-ins. gRPC and the allocator keep some.
+# Of the whole process: servers, clients and fake engines. gRPC and the allocator keep some memory.
 GROWTH_BYTES: Final = 48 << 20
 
 
@@ -76,7 +76,7 @@ async def system(serve: Serve, tmp_path: Path) -> AsyncIterator[System]:
 
 
 async def send(channel: grpc.aio.Channel, call: Call) -> tuple[str, str]:
-    """Make a call to its end; return the name of its code, and what was said."""
+    """Make a call; return the name of its status code, and the status text."""
     kinds = {
         (False, False): channel.unary_unary,
         (False, True): channel.unary_stream,
@@ -91,7 +91,7 @@ async def send(channel: grpc.aio.Channel, call: Call) -> tuple[str, str]:
     try:
         async with asyncio.timeout(0.005 if call.cancels else patience):
             if call.streams_requests:
-                with suppress(asyncio.InvalidStateError, ExecuteBatchError):  # answered already
+                with suppress(asyncio.InvalidStateError, ExecuteBatchError):  # the call has ended
                     for message in call.messages:
                         await running.write(message)
                     if call.ends:
@@ -118,7 +118,7 @@ async def send(channel: grpc.aio.Channel, call: Call) -> tuple[str, str]:
 
 
 def resident() -> int:
-    """Return the bytes that this process has in memory, of its own."""
+    """Return the private memory of this process in bytes."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -164,14 +164,14 @@ async def test_no_call_is_answered_with_an_internal_error(system: System, caplog
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Return whether a record tells of an error of ours, and not of a caller that went away."""
+    """Return whether a log record reports an error of ours, not a caller that disconnected."""
     kind = record.exc_info[0] if record.exc_info else None
     gone = kind is not None and kind.__module__.startswith("grpc.")
     return record.name.startswith("fourfold") and record.levelno >= logging.ERROR and not gone
 
 
 async def _everyone_answers(channel: grpc.aio.Channel) -> None:
-    """Each service answers a call that asks for nothing special."""
+    """Check that each service still answers a plain call."""
     await rollout_grpc.RolloutServiceStub(channel).GetInfo(rollout_pb.GetInfoRequest(), timeout=10)
     await control_grpc.RolloutControlServiceStub(channel).DescribeEngine(control_pb.DescribeEngineRequest(), timeout=10)
     await reward_grpc.RewardServiceStub(channel).GetInfo(reward_pb.GetInfoRequest(), timeout=10)

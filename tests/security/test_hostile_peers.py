@@ -1,4 +1,4 @@
-"""Answers of rollout, trainer and reference services that cannot be: another try, named in the report; not the end."""
+"""Impossible responses of rollout, trainer and reference: each is retried and reported, and the run continues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def kinds(stage: Stage, peer: str) -> set[str]:
 
 
 class LyingRollout(FakeRollout):
-    """Answers every second call well."""
+    """A rollout service whose every second response is valid."""
 
     spoil: Callable[[rollout.SampleChunk], None]
 
@@ -81,7 +81,7 @@ def repeated(chunk: rollout.SampleChunk) -> None:
         (repeated, "WRONG_SAMPLE"),
     ],
 )
-async def test_samples_that_cannot_be_are_sampled_again(
+async def test_impossible_samples_are_sampled_again(
     make_stage: Callable[..., Stage], spoil: Callable[[rollout.SampleChunk], None], kind: str
 ) -> None:
     stage = make_stage(steps=1, retry={"infrastructure": 50}, evaluation={"samples_per_prompt": 1})
@@ -123,7 +123,7 @@ async def test_an_engine_that_claims_a_huge_version_is_left_out_and_moves_no_ver
         ({"metrics": {"\x1b[2J": 1.0}}, "BAD_RESPONSE"),
     ],
 )
-async def test_an_answer_to_a_step_that_cannot_be_is_asked_for_again(
+async def test_an_impossible_answer_to_a_step_is_retried(
     make_stage: Callable[..., Stage], changes: dict[str, Any], kind: str
 ) -> None:
     class Lying(FakeTrainer):
@@ -147,7 +147,7 @@ async def test_an_answer_to_a_step_that_cannot_be_is_asked_for_again(
     assert kinds(stage, "trainer-0") == {kind}
 
 
-async def test_a_reference_that_answers_rubbish_is_asked_again(make_stage: Callable[..., Stage]) -> None:
+async def test_an_impossible_answer_of_a_reference_is_retried(make_stage: Callable[..., Stage]) -> None:
     class Lying(FakeReference):
         lies = 3
 
@@ -192,14 +192,14 @@ async def test_a_flood_of_load_reports_is_ended(serve: Serve, clock: FakeClock) 
 
     task = asyncio.create_task(load.watch_load(client, Counting(), clock))
     async with asyncio.timeout(10):
-        while not clock.slept:  # it has given the stream up, and rests before it opens another one
+        while not clock.slept:  # the client has closed the stream and pauses before the next one
             await asyncio.sleep(0.01)
     task.cancel()
     assert len(taken) == 21 and clock.slept == [1.0]
 
 
 @pytest.mark.parametrize("late", [False, True])
-async def test_a_deadline_that_has_not_passed_is_no_deadline(serve: Serve, late: bool) -> None:
+async def test_a_deadline_status_before_the_deadline_is_a_fault_of_the_peer(serve: Serve, late: bool) -> None:
     class Early(Rollout):
         async def GetInfo(self, request: rollout.GetInfoRequest, context: Context) -> rollout.GetInfoResponse:
             if late:

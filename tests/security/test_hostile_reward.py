@@ -1,4 +1,4 @@
-"""Forty steps with a reward service that breaks its contract in twenty ways, two steps each."""
+"""Trains forty steps with a reward service that breaks its contract in twenty ways, two steps each."""
 
 from __future__ import annotations
 

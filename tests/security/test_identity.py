@@ -1,4 +1,4 @@
-"""Members, leases and channels under attack: who registers as whom, where targets lead, and who answers there."""
+"""Attacks on members, leases and channels: false registrations, false targets and false servers."""
 
 from __future__ import annotations
 
@@ -120,12 +120,10 @@ async def _serve(desk: Desk) -> AsyncIterator[Desk]:
     "target",
     ["mymachine:5000", "10.0.0.7:5000", "0.0.0.0:5000", "dns:///x:1", "unix:/tmp/x:1", "127.0.0.1:0", "a b:1", "x\n:1"],
 )
-async def test_a_target_that_may_not_be_dialled_is_refused_and_changes_nothing(
-    desk: Desk, clock: FakeClock, target: str
-) -> None:
+async def test_a_forbidden_target_is_refused_and_changes_nothing(desk: Desk, clock: FakeClock, target: str) -> None:
     client = desk.client(None)
     await desk.register(client, "reward-0")
-    for name in ("reward-0", "reward-1"):  # it neither replaces a member nor joins
+    for name in ("reward-0", "reward-1"):  # it cannot replace a member, and cannot join
         with pytest.raises(errors.InvalidInput, match=f"{name}: target"):
             await desk.register(client, name, target=target, incarnation="b" * 32)
     assert desk.live() == ["reward-0"]
@@ -153,7 +151,7 @@ async def test_the_number_of_members_is_bounded(desk: Desk) -> None:
     client = desk.client(None)
     with pytest.raises(errors.Overloaded, match=f"has {MAX_MEMBERS} members"):
         await desk.register(client, "one-more", "reward")
-    await desk.register(client, "reward-3")  # who is a member may still come back as a new process
+    await desk.register(client, "reward-3")  # a member may still register as a new process
     await desk.register(client, "reward-3", incarnation="b" * 32)
     assert len(desk.live()) == MAX_MEMBERS
 
@@ -210,13 +208,13 @@ def _reward(name: str, incarnation: str = "a" * 32) -> Member:
 
 @pytest.fixture
 def harmless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that leaves this process's logging alone."""
+    """Keep a ServiceHost from changing this process's logging."""
     monkeypatch.setattr("fourfold.service.lifecycle.logs.setup", lambda *_args, **_options: None)
 
 
 @pytest.mark.usefixtures("harmless")
 @pytest.mark.parametrize("advertise", ["mymachine", "10.0.0.7"])
-def test_a_service_that_nobody_may_dial_does_not_start(advertise: str) -> None:
+def test_a_service_that_others_may_not_connect_to_does_not_start(advertise: str) -> None:
     recipe = config.load(QUICKSTART)
     options = ServeOptions(role="reward", recipe=QUICKSTART, config=recipe, member_id="reward-0", advertise=advertise)
     with pytest.raises(
@@ -242,7 +240,7 @@ async def test_a_certificate_registers_only_its_own_member(secured: Desk, pki: P
         await secured.register(secured.client(pki.load(name)), name)
 
 
-async def test_a_lease_is_of_use_only_to_whom_it_was_granted(secured: Desk, pki: Pki) -> None:
+async def test_a_lease_is_valid_only_for_its_member(secured: Desk, pki: Pki) -> None:
     owner, thief = secured.client(pki.load("trainer-0")), secured.client(pki.load("reward-0"))
     lease = await secured.register(owner, "trainer-0")
     with pytest.raises(errors.NotFound):
@@ -291,7 +289,7 @@ async def test_a_service_logs_that_its_certificate_expires_soon(
         ]
 
 
-async def test_who_may_not_be_a_member_may_not_ask(secured: Desk, pki: Pki) -> None:
+async def test_a_role_that_cannot_be_a_member_cannot_call_the_membership_service(secured: Desk, pki: Pki) -> None:
     for name in ("viewer-0", "coordinator-0"):
         with pytest.raises(errors.PermissionDenied, match=f"{name} may not call .*MembershipService"):
             await secured.register(secured.client(pki.load(name)), "reward-0")
@@ -304,8 +302,8 @@ async def _reward_server(security: Security) -> tuple[Server, str]:
 
 
 @pytest.mark.parametrize("impostor", ["reward-1", "trainer-0", "viewer-0", "coordinator-0"])
-async def test_the_coordinator_calls_nobody_but_the_member_that_it_means(pki: Pki, impostor: str) -> None:
-    """As where an address was taken over, or a member registered the target of another process."""
+async def test_the_coordinator_calls_no_other_member_at_an_address(pki: Pki, impostor: str) -> None:
+    """An address may have been taken over, or a member may have registered the target of another process."""
     server, target = await _reward_server(pki.load(impostor))
     async with open_channel(target, pki.load("coordinator-0"), server=Principal("reward", "reward-0")) as channel:
         with pytest.raises(errors.Unavailable, match="another member answers there than the one that is called"):
@@ -313,7 +311,7 @@ async def test_the_coordinator_calls_nobody_but_the_member_that_it_means(pki: Pk
     await server.stop(0)
 
 
-async def test_the_coordinator_calls_the_member_that_it_means(pki: Pki) -> None:
+async def test_the_coordinator_calls_the_expected_member(pki: Pki) -> None:
     server, target = await _reward_server(pki.load("reward-0"))
     for who in (Principal("reward", "reward-0"), Principal("reward")):
         async with open_channel(target, pki.load("coordinator-0"), server=who) as channel:
@@ -321,7 +319,7 @@ async def test_the_coordinator_calls_the_member_that_it_means(pki: Pki) -> None:
     await server.stop(0)
 
 
-async def test_a_service_registers_and_a_viewer_watches_at_a_coordinator_alone(secured: Desk, pki: Pki) -> None:
+async def test_a_service_and_a_viewer_accept_only_a_coordinator(secured: Desk, pki: Pki) -> None:
     server, target = await _reward_server(pki.load("reward-1"))
     refused = "another member answers there than the one that is called"
     async with open_channel(target, pki.load("reward-0"), server=COORDINATOR) as channel:
@@ -334,8 +332,8 @@ async def test_a_service_registers_and_a_viewer_watches_at_a_coordinator_alone(s
 
 
 @pytest.mark.parametrize("checks", ["role", "host"])
-async def test_an_agent_gives_its_token_to_rollout_services_alone(pki: Pki, checks: str) -> None:
-    """Also one whose TLS library checks the name of the host, as any does that nobody has told more."""
+async def test_an_agent_sends_its_token_only_to_rollout_services(pki: Pki, checks: str) -> None:
+    """This includes an agent whose TLS library checks the host name, which is the default of every library."""
     for name in ("reward-0", "rollout-0"):
         security = pki.load("rollout-0", tokens=True)
         security._material = pki.load(name)._material
@@ -374,6 +372,6 @@ async def test_a_refusal_that_quotes_a_caller_is_logged_in_one_short_line(
     assert "/fourfold.reward.v1.RewardService/GetInfo refused to ipv4:127.0.0.1" in text
 
 
-def test_a_secure_channel_to_nobody_in_particular_is_not_opened(pki: Pki) -> None:
+def test_a_secure_channel_needs_an_expected_server(pki: Pki) -> None:
     with pytest.raises(ValueError, match="name the server that must answer there"):
         open_channel("127.0.0.1:5000", pki.load("coordinator-0"))

@@ -1,4 +1,4 @@
-"""Numbers at the ends of int64: refused where they come in, so that no later call fails of them."""
+"""Numbers near the bounds of int64 are refused on arrival, so that no later call fails because of them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def test_no_number_of_a_trainer_call_is_an_internal_error(trainer: Trainer
         assert not isinstance(failed.value, Internal)
 
 
-async def test_a_checkpoint_that_there_cannot_be_is_not_found(trainer: Trainer) -> None:
+async def test_an_impossible_checkpoint_is_not_found(trainer: Trainer) -> None:
     with pytest.raises(NotFound):
         await trainer.client.load_checkpoint(MAX_NUMBER, timeout=SECONDS)
 

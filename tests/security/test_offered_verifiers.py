@@ -1,4 +1,4 @@
-"""Which verifiers a reward service offers to its callers, and where it refuses to run them."""
+"""Verifiers that a reward service offers to its callers, and machines on which it refuses to run them."""
 
 from __future__ import annotations
 

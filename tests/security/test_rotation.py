@@ -1,4 +1,4 @@
-"""CertificateMonitor that are renewed, members that are revoked and tokens that are removed while the services run."""
+"""Renewed certificates, revoked members and removed tokens, while the services run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def pki(tmp_path: Path) -> Pki:
 
 @dataclass
 class Service:
-    """A server, its address and what it reads."""
+    """A server, its address and its certificate folder."""
 
     server: Server
     target: str
@@ -53,7 +53,7 @@ class Service:
 
 @pytest.fixture
 async def service(pki: Pki) -> AsyncIterator[Service]:
-    """A reward service."""
+    """Serve a reward service."""
     security = pki.load("reward-0")
     server = Server(listen="127.0.0.1:0", security=security)
     server.add(*Reward().servicer())
@@ -63,7 +63,7 @@ async def service(pki: Pki) -> AsyncIterator[Service]:
 
 @pytest.fixture
 async def public(pki: Pki) -> AsyncIterator[Service]:
-    """A rollout service's port for agents."""
+    """Serve a rollout service's public port."""
     security = pki.load("rollout-0", tokens=True)
     server = Server(listen="127.0.0.1:0", security=security, public=True)
     server.add(*Rollout().servicer())
@@ -77,7 +77,7 @@ async def test_a_revoked_member_is_refused_on_its_next_call_and_renewed_it_is_no
         client = AsyncRewardClient(channel, peer="reward-0")
         await client.get_info(timeout=10)
         certs.renew(pki.folder, ["coordinator-0"])
-        certs.revoke(pki.folder, ["coordinator-0"])  # the first and the second: each may have been stolen
+        certs.revoke(pki.folder, ["coordinator-0"])  # both certificates so far, either of which may have been stolen
         with pytest.raises(errors.PermissionDenied, match="certificate of coordinator/coordinator-0 is revoked") as no:
             await client.get_info(timeout=10)
         assert no.value.reason == "CERTIFICATE_REVOKED"
@@ -103,7 +103,7 @@ async def test_a_stolen_certificate_stays_revoked_when_its_owner_has_a_new_one(
 
 
 async def test_a_server_shows_its_renewed_certificate_without_a_restart(pki: Pki, service: Service) -> None:
-    """The certificate is read at each handshake; what is under way goes on."""
+    """Each handshake uses the current certificate, and running calls continue."""
     before = service.security.material.certificate
     async with open_channel(service.target, pki.load("coordinator-0"), server=REWARD_0) as old:
         await AsyncRewardClient(old, peer="reward-0").get_info(timeout=10)
@@ -113,7 +113,7 @@ async def test_a_server_shows_its_renewed_certificate_without_a_restart(pki: Pki
 
 
 async def _shown(target: str, pki: Pki) -> bytes:
-    """The certificate that a server shows to a new connection."""
+    """Return the certificate that a server presents to a new connection."""
     context = ssl.create_default_context(cafile=str(pki.folder / "ca.pem"))
     context.load_cert_chain(pki.folder / "coordinator-0.pem")
     context.set_alpn_protocols(["h2"])
@@ -125,7 +125,7 @@ async def _shown(target: str, pki: Pki) -> bytes:
 
 
 class _Slow(Reward):
-    """Answers `Score` when told, and notes which certificates its callers show."""
+    """A reward service that answers `Score` on demand and records its callers' certificates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class _Slow(Reward):
         return reward.GetInfoResponse(name="x@1")
 
 
-async def test_a_client_uses_its_renewed_certificate_and_finishes_what_it_has_begun(pki: Pki) -> None:
+async def test_a_client_uses_its_renewed_certificate_and_running_calls_finish(pki: Pki) -> None:
     servicer, security = _Slow(), pki.load("coordinator-0")
     server = Server(listen="127.0.0.1:0", security=pki.load("reward-0"))
     server.add(*servicer.servicer())
@@ -152,7 +152,7 @@ async def test_a_client_uses_its_renewed_certificate_and_finishes_what_it_has_be
         await servicer.called.wait()
         certs.renew(pki.folder, ["coordinator-0"])
         await client.get_info(timeout=10)
-        gc.collect()  # the old channel goes only with its last call
+        gc.collect()  # grpc destroys the old channel after its last call
         servicer.go.set()
         assert (await begun).name == "x@1"
         assert servicer.shown == [first, security.material.certificate]
@@ -160,7 +160,7 @@ async def test_a_client_uses_its_renewed_certificate_and_finishes_what_it_has_be
     await server.stop(0)
 
 
-async def test_a_renewed_file_that_is_of_no_use_changes_nothing(
+async def test_an_unusable_renewed_file_changes_nothing(
     pki: Pki, service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = service.security.material
@@ -186,7 +186,7 @@ async def test_a_removed_token_is_refused_on_its_next_call_and_a_new_one_is_take
     async with open_channel(public.target, pki.agent(), server=ROLLOUT, token=pki.token) as channel:
         client = AsyncRolloutClient(channel, peer="rollout-0")
         await client.get_info(timeout=10)
-        certs.remove_token(path, "agent")  # the last one of the file: nobody is left
+        certs.remove_token(path, "agent")  # the file is empty now
         with pytest.raises(errors.Unauthenticated, match="unknown bearer token"):
             await client.get_info(timeout=10)
     other = certs.add_token(path, "other")
@@ -194,7 +194,7 @@ async def test_a_removed_token_is_refused_on_its_next_call_and_a_new_one_is_take
         await AsyncRolloutClient(channel, peer="rollout-0").get_info(timeout=10)
 
 
-async def test_a_token_opens_what_its_scopes_say_until_it_expires(pki: Pki, public: Service) -> None:
+async def test_a_token_allows_its_scopes_until_it_expires(pki: Pki, public: Service) -> None:
     path = pki.folder / "tokens.txt"
     tokens = {
         "reader": certs.add_token(path, "reader", scopes=["info"]),
@@ -287,7 +287,7 @@ def test_the_run_tells_which_certificate_expires_soon(pki: Pki, clock: FakeClock
 
 
 def _leaf(pki: Pki, clock: FakeClock, *, days: float) -> bytes:
-    """A certificate that expires so many days after the clock's time."""
+    """Return a certificate that expires `days` after the clock's time."""
     (issued,) = certs.renew(pki.folder, ["reward-0"], days=(clock.now() - time.time()) / 86_400 + days)
     assert issued.who == REWARD_0
     return (pki.folder / "reward-0.pem").read_bytes().partition(b"-----BEGIN PRIVATE")[0]

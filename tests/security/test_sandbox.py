@@ -1,4 +1,4 @@
-"""Attacks from inside of the processes that score: keys, run folders, network, other processes, memory and time."""
+"""Attacks from inside the scoring processes: keys, run folders, network, other processes, memory and time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fourfold_reward.verifiers import GYM_PREFIX, TEXT_TASKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::ResourceWarning")
 
-# Each attack that does not raise has succeeded. The results travel as the text of an exception.
+# An attack that raises no exception has succeeded. The results are sent as the text of an exception.
 ATTACKS = """
 import ctypes, json, mmap, os, resource, signal, socket, subprocess
 from pathlib import Path
@@ -58,7 +58,7 @@ for name, attack in {
         results[name] = "done"
     except MemoryError:
         results[name] = "no memory"
-    except ValueError:  # Python's form of EPERM where a limit is raised
+    except ValueError:  # Python's error for EPERM from setrlimit
         results[name] = "EPERM"
     except OSError as error:
         results[name] = {1: "EPERM", 11: "EAGAIN", 12: "no memory", 13: "EACCES"}.get(error.errno, str(error))
@@ -72,7 +72,7 @@ needs_kernel = pytest.mark.skipif(not sandbox.probe().complete, reason="this mac
 
 @pytest.fixture
 def secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """A key, a run folder and a secret variable; what the attacks call them."""
+    """Return the names and paths of a key, a run folder and a secret variable."""
     (tmp_path / "certs").mkdir()
     (tmp_path / "certs" / "reward-key.pem").write_text("key")
     (tmp_path / "link").symlink_to(tmp_path / "certs" / "reward-key.pem")
@@ -132,7 +132,7 @@ async def score(pool: WorkerPool, completion: str, *, answer: str = "", metadata
 
 
 def evaluated(code: str) -> str:
-    """Return an answer that runs `code` where it is given to eval."""
+    """Return an answer that runs `code` when a scorer evaluates it."""
     return f"[exec({code!r}, {{}})]"
 
 
@@ -183,9 +183,9 @@ async def test_reward_function_reads_data_but_neither_keys_nor_runs(tmp_path: Pa
     )
     async with pool_of(f"{tmp_path}/mine.py:reward", hide(tmp_path, memory_gib=1)) as pool:
         results = report_of(await score(pool, ""))
-    results.pop("kill everything")  # means its own children here
+    results.pop("kill everything")  # only kills its own children here
     done = {name for name, result in results.items() if result == "done"}
-    # It is code of the operator; root may raise limits.
+    # Operators may run their own code as root, which may raise limits.
     assert done - {"higher limits", "outlive the service"} == {
         "file beside",
         "fork",
@@ -253,7 +253,7 @@ async def test_evaluated_answer_changes_the_score_of_no_other_sample(tmp_path: P
     async with pool_of(f"{GYM_PREFIX}n_queens", hide(tmp_path, evaluate=True)) as pool:
         workers = pool.worker_pids()
         for code in (POISON, GARBAGE):
-            await score(pool, evaluated(code), answer="x", metadata=N_QUEENS)  # its own score it may choose
+            await score(pool, evaluated(code), answer="x", metadata=N_QUEENS)  # a program may choose its own score
             for completion, right in (("y", 0.0), ("x", 1.0), ("y", 0.0)):
                 assert await score(pool, completion, answer="x", metadata=N_QUEENS) == Outcome(score=right)
         assert pool.worker_pids() == workers

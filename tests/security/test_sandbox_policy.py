@@ -1,4 +1,4 @@
-"""What a process can still do after `enter`, with and without the help of the kernel."""
+"""The rights of a process after `enter`, on kernels with and without Landlock and seccomp."""
 
 from __future__ import annotations
 

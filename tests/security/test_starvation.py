@@ -1,4 +1,4 @@
-"""Attacks on the room that services have for calls, samples, memory and connections, against real servers."""
+"""Attacks that exhaust calls, samples, memory and connections of real servers."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ ROLLOUT_0 = Principal("rollout", "rollout-0")
 FOUR_TOKENS = rollout.SamplingParams(max_tokens=4)
 GENERATE = "/fourfold.rollout.v1.RolloutService/Generate"
 ROLLOUT = rollout.DESCRIPTOR.services_by_name["RolloutService"]
-# Ours, and what gRPC itself says to streams beyond a connection's limit and to more than 1,000 calls at once.
+# Our status, and those of gRPC for streams above a connection's limit and for more than 1,000 calls at once.
 REFUSED = {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
 
 
 class Ports:
-    """A rollout service with both of its ports, as `fourfold_rollout.serve` builds them in a run."""
+    """A rollout service with an internal and a public port, as in `fourfold_rollout.serve`."""
 
     def __init__(self, *, samples: int, kv_cache_tokens: int, quotas: Quotas) -> None:
         self.engine = FakeEngine(kv_cache_tokens=kv_cache_tokens)
@@ -85,7 +85,7 @@ class Ports:
 async def ports(
     *, samples: int = 80, kv_cache_tokens: int = 100_000, limits: CallerLimits | None = None
 ) -> AsyncIterator[tuple[FakeEngine, AsyncRolloutClient, AsyncRolloutClient]]:
-    """Serve; yields the engine, a client on the internal port and one on the agents' port."""
+    """Serve; yield the engine, a client of the internal port and a client of the public port."""
     quotas = Quotas(limits_by_role(limits or CallerLimits()))
     service = Ports(samples=samples, kv_cache_tokens=kv_cache_tokens, quotas=quotas)
     channels = [open_channel(await server.start(), None) for server in service.servers]
@@ -107,7 +107,7 @@ def generate(client: AsyncRolloutClient, name: str) -> asyncio.Task[Any]:
 async def attack_and_work(
     engine: FakeEngine, coordinator: AsyncRolloutClient, agent: AsyncRolloutClient, calls: int
 ) -> int:
-    """Let an agent make 200 calls, then the coordinator its own; return how many of the agent's were accepted."""
+    """Make 200 calls as an agent, then some as the coordinator; return the number of the agent's accepted calls."""
     attack = [generate(agent, f"attack-{i}") for i in range(200)]
     await until(lambda: engine.running_count + sum(task.done() for task in attack) == 200)
     accepted = engine.running_count
@@ -130,7 +130,7 @@ async def test_200_calls_of_an_agent_leave_the_coordinator_its_samples() -> None
 
 async def test_200_calls_of_an_agent_leave_the_coordinator_its_tokens() -> None:
     tokens = len(request("x").prompt_token_ids) + 4
-    # 80 calls fill twice the cache; samples are plenty.
+    # 80 calls need twice the cache; the limit of samples is not reached.
     async with ports(samples=800, kv_cache_tokens=40 * tokens) as (engine, coordinator, agent):
         assert await attack_and_work(engine, coordinator, agent, 60) == 20
 
@@ -163,7 +163,7 @@ async def test_an_agent_cannot_cancel_a_call_of_the_coordinator_by_its_id() -> N
         call.cancel()
 
 
-async def test_an_agent_cannot_have_a_report_of_the_load_every_few_milliseconds() -> None:
+async def test_the_period_of_load_reports_is_bounded_for_agents() -> None:
     async with ports() as (_, coordinator, agent):
         async with aclosing(coordinator.watch_load(period=0.05)) as loads:
             await anext(loads)
@@ -172,7 +172,7 @@ async def test_an_agent_cannot_have_a_report_of_the_load_every_few_milliseconds(
 
 
 async def watch(stack: AsyncExitStack, method: Any, message: Any, count: int) -> list[grpc.StatusCode | None]:
-    """Begin watches and keep them; return None for each that is served, and the status of each that is refused."""
+    """Begin watches and keep them open; return None for each served one and the status of each refused one."""
 
     async def first(call: Any) -> grpc.StatusCode | None:
         try:
@@ -225,14 +225,14 @@ async def test_1024_watches_do_not_keep_a_lease_from_being_renewed() -> None:
 
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A folder of certificates, and a token."""
+    """Make a folder of certificates and a token."""
     folder = tmp_path_factory.mktemp("starvation") / "pki"
     return folder, Pki(folder).token
 
 
 @asynccontextmanager
 async def public_port(pki: tuple[Path, str]) -> AsyncIterator[str]:
-    """Serve a public port with TLS and tokens; yields its target."""
+    """Serve a public port with TLS and tokens; yield its target."""
     folder = str(pki[0])
     security = Security.load(SecurityConfig(directory=folder, tokens_file=f"{folder}/tokens.txt"), ROLLOUT_0)
     server = Server(listen="127.0.0.1:0", security=security, public=True)
@@ -269,7 +269,7 @@ async def test_1024_watches_without_a_token_do_not_lock_out_an_agent(pki: tuple[
 
 @pytest.fixture
 def process(pki: tuple[Path, str]) -> Iterator[tuple[str, psutil.Process]]:
-    """A public port in a process of its own."""
+    """Start a process with a public port."""
     argv = [sys.executable, "-m", "tests.security.public_server", str(pki[0])]
     child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert child.stdin and child.stdout
@@ -283,7 +283,7 @@ def test_unfinished_messages_hold_no_memory(pki: tuple[Path, str], process: tupl
     target, server = process
 
     def attack(size: int, headers: dict[str, str]) -> float:
-        """Return by how many MiB the server grows."""
+        """Return the growth of the server's memory in MiB."""
         before = server.memory_info().rss
         raw = [RawConnection(target, pki[0] / "ca.pem") for _ in range(2)]
         timeout = {"grpc-timeout": "100S"}
@@ -301,7 +301,7 @@ def test_unfinished_messages_hold_no_memory(pki: tuple[Path, str], process: tupl
 
 
 def closed(connection: socket.socket) -> bool:
-    """Whether the server has closed a connection; takes what it has sent."""
+    """Return whether the server has closed a connection; discard received data."""
     connection.setblocking(False)
     try:
         while connection.recv(1 << 16):
@@ -319,7 +319,7 @@ def connect(target: str, count: int, source: str = "127.0.0.1") -> list[socket.s
 
 
 def use_options(monkeypatch: pytest.MonkeyPatch, **values: int) -> None:
-    """Have public ports use other numbers for some of their options."""
+    """Change some channel options of public ports."""
     changed = {f"grpc.{key}": value for key, value in values.items()}
     assert changed.keys() <= dict(PUBLIC_SERVER_OPTIONS).keys()
     options = tuple((key, changed.get(key, value)) for key, value in PUBLIC_SERVER_OPTIONS)
@@ -356,9 +356,7 @@ async def test_one_address_cannot_hold_all_connections(pki: tuple[Path, str], mo
             connection.close()
 
 
-async def test_a_request_that_does_not_arrive_is_given_up(
-    pki: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_incomplete_request_times_out(pki: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interceptors, "_REQUEST_SECONDS", 0.1)
     monkeypatch.setattr(interceptors, "_PROBE_SECONDS", 0.1)
     headers = {"authorization": f"Bearer {pki[1]}", "grpc-timeout": "100S"}

@@ -1,4 +1,4 @@
-"""Which built-in verifiers run text as code: the committed list is compared with the installed packages."""
+"""Compares the committed list of verifiers that run text as code with the installed packages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RUNS_CODE_MODULES = {
 
 
 def functions_of(task: str) -> Iterator[Callable[..., Any]]:
-    """Yield `score_answer` of a task, and every function of the package that it reaches."""
+    """Yield `score_answer` of a task, and every function of the package that it calls, also indirectly."""
     from reasoning_gym.factory import DATASETS
 
     owner = DATASETS[task][0]
@@ -54,7 +54,7 @@ def of_package(target: Any) -> bool:
 
 
 def targets_of(function: Callable[..., Any], owner: type) -> Iterator[Any]:
-    """Yield what a function calls or names, where that can be found."""
+    """Yield the objects that a function calls or names, as far as they can be resolved."""
     source = inspect.getsource(function)
     tree = ast.parse(f"class _:\n{source}" if source[0].isspace() else source)
     known = {**vars(builtins), **inspect.getclosurevars(function).globals, "self": owner, "cls": owner}
@@ -79,7 +79,7 @@ def resolve(node: ast.expr, known: dict[str, Any]) -> Any:
 
 
 def runs_text(task: str) -> bool:
-    """Whether a score reaches something that runs code, or anything of sympy, which parses texts by `eval`."""
+    """Return whether a scorer reaches code execution, or sympy, which parses texts with `eval`."""
     from reasoning_gym.factory import DATASETS
 
     for function in functions_of(task):
@@ -103,7 +103,7 @@ def test_list_of_tasks_that_run_text_is_that_of_the_installed_package() -> None:
 
 
 def test_math_verify_gives_only_arithmetic_to_sympys_parser(monkeypatch: pytest.MonkeyPatch) -> None:
-    """math_verify calls `parse_expr`, but its pattern lets only digits, spaces and operators through."""
+    """math_verify calls `parse_expr`, but only with texts that match a pattern of digits, spaces and operators."""
     from math_verify import parser
 
     one = parser.parse_expr_cached("1")

@@ -1,4 +1,4 @@
-"""TrainStep against callers that send too much, too slowly, too often, or what the trainer cannot use."""
+"""TrainStep with callers that send too much data, too slowly, too often, or invalid data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def trainer(start_trainer: Start) -> Trainer:
 
 @pytest.fixture
 async def added(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
-    """Return the steps of the messages that the trainer looks into, in order."""
+    """Return the steps of the messages that the trainer decodes, in order."""
     steps: asyncio.Queue[int] = asyncio.Queue()
     loop, add = asyncio.get_running_loop(), batch_stream.Batch.add
 
@@ -61,7 +61,7 @@ async def test_a_batch_of_another_step_is_refused_by_its_first_message(
     assert added.empty(), "nothing of it was looked into"
 
 
-async def test_one_batch_is_read_at_a_time_and_a_broken_one_makes_room(
+async def test_one_batch_is_read_at_a_time_and_a_broken_one_is_dropped(
     trainer: Trainer, added: asyncio.Queue[int]
 ) -> None:
     first = trainer.stub.TrainStep(timeout=SECONDS)
@@ -70,15 +70,15 @@ async def test_one_batch_is_read_at_a_time_and_a_broken_one_makes_room(
     with pytest.raises(Overloaded, match="another TrainStep, of step 1, is being read") as caught:
         await trainer.train(1, USEFUL)
     assert (caught.value.reason, caught.value.retry_after) == ("TRAIN_STEP_RUNNING", 1.0)
-    with pytest.raises(WrongState):  # does not wait for its turn to learn that
+    with pytest.raises(WrongState):  # refused before it waits for its turn
         await trainer.train(5, USEFUL)
     first.cancel()
-    answer = await asyncio.wait_for(_until_admitted(trainer), SECONDS)  # the server learns of it a moment later
+    answer = await asyncio.wait_for(_until_admitted(trainer), SECONDS)  # the server sees the cancellation later
     assert answer.step == 1 and trainer.engine.updates == 1
 
 
 async def test_a_retry_while_the_step_is_trained_gets_the_stored_answer(trainer: Trainer) -> None:
-    """The caller's connection broke in the middle of the training."""
+    """The connection of the first caller breaks during the step."""
     trainer.engine.gate.clear()
     lost = asyncio.create_task(trainer.train(1, USEFUL))
     assert await asyncio.to_thread(trainer.engine.entered.wait, SECONDS)
@@ -100,7 +100,7 @@ async def _until_admitted(trainer: Trainer) -> pb.TrainStepResponse:
             await asyncio.sleep(0.01)
 
 
-async def test_a_stream_that_falls_silent_makes_room_and_learns_why(
+async def test_a_silent_stream_is_ended_with_a_reason(
     trainer: Trainer, added: asyncio.Queue[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_stream, "_IDLE_SECONDS", 0.3)
@@ -145,7 +145,7 @@ async def test_the_last_batch_sent_again_is_not_kept_in_memory(
 
 
 async def test_every_valid_sample_fits(start_trainer: Start) -> None:
-    """All samples as long as the context, each token from a version of its own."""
+    """Every sample is as long as the context, and each token has a version of its own."""
     trainer = await start_trainer()
     long = [
         replace(

@@ -1,4 +1,4 @@
-"""Errors become statuses and come back as themselves."""
+"""Conversion of errors to gRPC statuses and back."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fourfold.rpc.status import from_rpc, to_status
 
 
 def subclasses() -> list[type[errors.FourfoldError]]:
-    # Those that other modules derive never cross the wire.
+    # Subclasses in other modules never cross the wire.
     known = [cls for cls in errors.FourfoldError.__subclasses__() if cls.__module__ == errors.__name__]
     return sorted(known, key=lambda cls: cls.__name__)
 
 
-WIRE = [cls for cls in subclasses() if cls is not errors.ConfigError]  # which never crosses the wire
+WIRE = [cls for cls in subclasses() if cls is not errors.ConfigError]  # ConfigError never crosses the wire
 
 
 def rpc_error(code: grpc.StatusCode, details: str | None, *metadata: tuple[str, Any]) -> grpc.aio.AioRpcError:
@@ -76,7 +76,7 @@ def test_an_error_comes_back_as_the_class_that_was_raised(cls: type[errors.Fourf
         (grpc.StatusCode.DATA_LOSS, errors.Internal),
     ],
 )
-def test_a_status_of_the_transport_or_of_a_stranger_is_an_error_too(
+def test_a_status_of_the_transport_or_of_another_implementation_is_an_error_too(
     code: grpc.StatusCode, cls: type[errors.FourfoldError]
 ) -> None:
     error = from_rpc(rpc_error(code, None), peer="p")
@@ -84,7 +84,7 @@ def test_a_status_of_the_transport_or_of_a_stranger_is_an_error_too(
     assert (error.message, error.reason) == (f"p: {code.name}", code.name)
 
 
-def test_details_that_are_damaged_or_of_another_kind_do_no_harm() -> None:
+def test_malformed_and_unknown_details_are_ignored() -> None:
     other = Status()
     other.details.add().Pack(Status(code=1))
     broken = Status()
@@ -92,7 +92,7 @@ def test_details_that_are_damaged_or_of_another_kind_do_no_harm() -> None:
     for data in (b"\xff\xff", other.SerializeToString(), broken.SerializeToString()):
         error = from_rpc(rpc_error(grpc.StatusCode.NOT_FOUND, "x", ("grpc-status-details-bin", data)), peer="p")
         assert (type(error), error.reason, error.retry_after) == (errors.NotFound, "NOT_FOUND", None)
-    with pytest.raises(DecodeError):  # so that the first really is damaged
+    with pytest.raises(DecodeError):  # proves that the first status is malformed
         Status.FromString(b"\xff\xff")
 
 
@@ -104,7 +104,7 @@ def test_a_text_is_cut_to_what_fits_the_trailers_and_to_whole_letters() -> None:
 
 
 @pytest.mark.parametrize("seconds", [-5, 315_360_000, 2**62])
-def test_a_server_cannot_ask_for_a_pause_without_end(seconds: int) -> None:
+def test_the_pause_that_a_server_asks_for_is_bounded(seconds: int) -> None:
     status = to_status(errors.Overloaded("full"))
     retry = RetryInfo()
     retry.retry_delay.seconds = seconds

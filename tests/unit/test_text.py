@@ -1,4 +1,4 @@
-"""Texts of other processes: what is left of them, and which names pass."""
+"""Cleaning of texts from other processes, and the patterns of names."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from fourfold.text import clean, is_metric_name, is_reason
         ("half \udcff pair", "half  pair"),
     ],
 )
-def test_a_text_is_left_without_what_steers_a_terminal(text: str, left: str) -> None:
+def test_sequences_that_control_a_terminal_are_removed(text: str, left: str) -> None:
     assert clean(text) == left
 
 
 @given(st.text(max_size=300), st.integers(3, 40))
-def test_whatever_comes_can_be_printed_and_fits(text: str, limit: int) -> None:
+def test_every_cleaned_text_is_printable_and_fits(text: str, limit: int) -> None:
     result = clean(text, limit)
     assert len(result) <= limit and result.isprintable()
     assert clean(result, limit) == result
@@ -43,14 +43,14 @@ def test_a_long_text_is_cut() -> None:
     assert len(clean("\x1b[31m" * 1_000_000 + "x", 100)) <= 100
 
 
-def test_names_have_an_alphabet() -> None:
+def test_names_must_match_their_pattern() -> None:
     assert all(map(is_reason, ("RAISED", "A1_B")))
     assert not any(map(is_reason, ("", "raised", "1A", "A B", "A" * 64, "RAISED\n")))
     assert all(map(is_metric_name, ("train/loss", "format ok", "\u00fcbung", "a.b:c@1-2+3")))
     assert not any(map(is_metric_name, ("", " a", "a" * 65, "a\n", "\x1b[2J", "a\u202eb", "a<b>")))
 
 
-def test_every_string_of_a_message_is_cleaned_whereever_it_is() -> None:
+def test_every_string_of_a_message_is_cleaned() -> None:
     status = run.RunStatus(
         failure="a\x1b[2Jb",
         members=[run.Member(member_id="m\x07")],

@@ -1,4 +1,4 @@
-"""The packed form of samples: what goes in comes out, and every malformed message is refused by name."""
+"""Encoding and decoding of samples: round trips, and an error that names each malformed field."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def samples(draw: st.DrawFn) -> Sample:
 
 @settings(deadline=None, max_examples=60)
 @given(samples())
-def test_a_sample_comes_back_bit_by_bit(sample: Sample) -> None:
+def test_a_sample_survives_a_round_trip_bit_by_bit(sample: Sample) -> None:
     back = read(pb.Experience.FromString(encode(sample).SerializeToString()))
     for name in ("token_ids", "behavior_logprobs", "action_mask", "loss_mask", "reference_logprobs", "token_rewards"):
         before, after = getattr(sample, name), getattr(back, name)

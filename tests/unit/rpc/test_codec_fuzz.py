@@ -1,4 +1,4 @@
-"""Samples of any shape survive the wire bit for bit, also with several turns; no bytes can break the reader."""
+"""Property tests of the codec: bitwise round trips of any sample, and damaged messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ids = st.from_regex(codec.ID_PATTERN, fullmatch=True)
 
 
 def spans_of(mask: np.ndarray[Any, Any], versions: list[int]) -> tuple[VersionSpan, ...]:
-    """Spans that fit the mask: -1 where it is 0, the given versions in turn where it is 1."""
+    """Return spans that fit the mask: -1 where it is 0, the given versions in turn where it is 1."""
     spans: list[VersionSpan] = []
     for index, run in enumerate(np.split(mask, np.flatnonzero(np.diff(mask)) + 1)):
         version = versions[index % len(versions)] if run[0] else -1
@@ -35,7 +35,7 @@ def spans_of(mask: np.ndarray[Any, Any], versions: list[int]) -> tuple[VersionSp
 
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
-    """Any sample that the contract allows."""
+    """Draw any sample that the contract allows."""
     n = draw(st.integers(2, 40))
     mask = draw(stn.arrays(np.bool_, n))
     mask[0] = False
@@ -63,7 +63,7 @@ def samples(draw: st.DrawFn) -> Sample:
 
 
 @given(samples())
-def test_what_is_decoded_is_what_was_encoded(sample: Sample) -> None:
+def test_decoding_inverts_encoding(sample: Sample) -> None:
     message = pb.Experience.FromString(encode(sample).SerializeToString())
     result = decode(message, vocabulary_size=VOCABULARY, max_tokens=40)
     for name in Sample.__dataclass_fields__:

@@ -1,4 +1,4 @@
-"""Connections of one address are counted among the sockets of the process, and the newest of too many are closed."""
+"""The limit of connections per address: the newest connections above it are closed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fourfold.rpc.connection_limit import ConnectionLimit
 
 
 class Port:
-    """A port that accepts connections and keeps both ends of each."""
+    """A listening port that keeps both ends of its connections."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -21,7 +21,7 @@ class Port:
         self.ends: list[socket.socket] = []
 
     def connect(self, source: str = "127.0.0.1") -> socket.socket:
-        """Return the client's end."""
+        """Connect, and return the client's socket."""
         client = socket.create_connection(("127.0.0.1", self.number), 5, source_address=(source, 0))
         self.ends += [client, self.listener.accept()[0]]
         return client

@@ -1,4 +1,4 @@
-"""The log of refused calls: bounded in rate, in keys and in length."""
+"""The log of refused calls is bounded in rate, number of entries and length."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ async def test_calls_per_second_may_come_at_once_and_then_at_their_rate(clock: F
     with limited.call(ANNA):
         pass
     refused(limited)
-    await clock.advance(3600)  # an hour of silence saves no more than one second's calls
+    await clock.advance(3600)  # an idle hour allows no more calls than one second's
     for _ in range(4):
         with limited.call(ANNA):
             pass
@@ -158,7 +158,7 @@ async def test_memory_is_bounded_by_active_principals(clock: FakeClock, monkeypa
 def fill(
     stack: ExitStack, slots: CallSlots, service: str, name: str, caller: Principal = LOCAL, most: int = 2000
 ) -> int:
-    """Take slots until one is refused; return how many there were."""
+    """Take slots until one is refused; return their number."""
     for count in range(most):
         try:
             stack.enter_context(slots.enter(service, name, caller))

@@ -1,4 +1,4 @@
-"""`fourfold certs`: its files, and its command line."""
+"""The files and the command line of `fourfold certs`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def names(path: Path) -> tuple[list[str], list[str], set[str]]:
-    """URIs, DNS names and addresses of a certificate."""
+    """Return URIs, DNS names and IP addresses of a certificate."""
     leaf = x509.load_pem_x509_certificate(path.read_bytes())
     found = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     return (
@@ -31,12 +31,12 @@ def names(path: Path) -> tuple[list[str], list[str], set[str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder as the README makes it."""
+    """Make a folder of certificates with the README's command."""
     assert cli_main.main(["certs", str(tmp_path / "certs"), "--host", "trainer.internal", "--host", "10.0.0.5"]) == 0
     return tmp_path / "certs"
 
 
-def test_a_certificate_says_who_its_bearer_is_and_that_of_a_rollout_service_where(folder: Path) -> None:
+def test_certificates_name_the_member_and_those_of_rollout_services_hosts(folder: Path) -> None:
     for role in ROLES:
         who = f"{role}-0"
         uris, dns, addresses = names(folder / f"{who}.pem")
@@ -49,7 +49,7 @@ def test_a_certificate_says_who_its_bearer_is_and_that_of_a_rollout_service_wher
             assert (dns[2:], addresses) == ([], set())
 
 
-def test_who_else_is_on_the_machine_reads_no_key_and_nobody_a_token(
+def test_other_users_cannot_read_keys_and_tokens_are_not_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     token = certs.make(tmp_path / "certs")
@@ -82,7 +82,7 @@ def test_a_malformed_host_is_refused_before_anything_is_written(tmp_path: Path, 
 
 @pytest.mark.parametrize("member", ["rollout", "rollout-", "Rollout-0", "rollout_0", "ca", "reward/ca", "x-0", "x/y-0"])
 def test_a_malformed_member_is_refused(member: str) -> None:
-    if member == "rollout":  # a name like any other
+    if member == "rollout":  # a name may equal a role
         assert certs.parse_member(member) == Principal("rollout", "rollout")
         return
     with pytest.raises(ConfigError, match="give ROLE-NUMBER or ROLE/NAME"):
@@ -203,7 +203,7 @@ def test_files_that_were_edited_and_end_without_a_newline_keep_their_lines(tmp_p
     assert len(read_revoked(folder / "revoked.txt")) == 2
 
 
-def test_a_file_that_is_left_over_is_found_before_anything_is_written(tmp_path: Path) -> None:
+def test_a_left_over_file_is_found_before_anything_is_written(tmp_path: Path) -> None:
     (tmp_path / "tokens.txt").write_text("")
     with pytest.raises(ConfigError, match=r"tokens\.txt: exists"):
         certs.make(tmp_path, [], [Principal("rollout", "rollout-0")])

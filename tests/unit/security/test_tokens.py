@@ -1,4 +1,4 @@
-"""The file of tokens, and what a token opens."""
+"""The token file, and the permissions of a token."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_line_without_options_allows_everything_for_ever() -> None:
         "calls_per_second=0.5",
     ],
 )
-def test_a_line_is_read_and_written_alike(line: str) -> None:
+def test_parsing_and_writing_a_line_are_inverse(line: str) -> None:
     assert parse_grant(line).line() == line
 
 
@@ -93,7 +93,7 @@ def test_the_header_must_hold_a_known_token() -> None:
             check_token(header, "Generate", grants)
 
 
-def test_a_method_outside_of_the_scopes_is_refused_and_an_unknown_one_to_everybody() -> None:
+def test_a_method_outside_of_the_scopes_is_refused_and_an_unknown_one_always() -> None:
     digest = hashlib.sha256(b"t").digest()
     everything = TokenGrant(name="a", digest=digest)
     info = TokenGrant(name="a", digest=digest, scopes=frozenset({"info"}))

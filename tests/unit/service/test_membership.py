@@ -1,4 +1,4 @@
-"""The keep-alive of a member against a fake clock: when it calls, when it backs off, when it gives up."""
+"""Registration and keep-alive of a member with a fake clock: calls, back-off and permanent errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.fakes.clock import FakeClock
 
 
 class Client:
-    """Answers from a script; remembers what was asked and when."""
+    """A scripted client that records its calls and their times."""
 
     def __init__(self, clock: FakeClock) -> None:
         self._clock = clock
@@ -69,7 +69,7 @@ async def stopped(task: asyncio.Task[None]) -> None:
         await task
 
 
-async def test_it_renews_every_third_of_the_lease_that_the_server_chose(clock: FakeClock) -> None:
+async def test_the_lease_is_renewed_after_every_third_of_its_length(clock: FakeClock) -> None:
     client = Client(clock)
     task = asyncio.create_task(member(client, clock, []).run())
     await advance(clock, 16, 16)
@@ -79,7 +79,7 @@ async def test_it_renews_every_third_of_the_lease_that_the_server_chose(clock: F
     await stopped(task)
 
 
-async def test_a_lease_that_is_gone_is_taken_again_at_once(clock: FakeClock) -> None:
+async def test_a_lost_lease_is_replaced_at_once(clock: FakeClock) -> None:
     client = Client(clock)
     task = asyncio.create_task(member(client, clock, []).run())
     await clock.advance(0)
@@ -90,7 +90,7 @@ async def test_a_lease_that_is_gone_is_taken_again_at_once(clock: FakeClock) -> 
     await stopped(task)
 
 
-async def test_a_coordinator_that_is_away_is_asked_again_for_ever_with_growing_random_pauses(
+async def test_registration_is_retried_for_ever_with_growing_random_pauses(
     clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = Client(clock)
@@ -111,7 +111,7 @@ async def test_a_coordinator_that_is_away_is_asked_again_for_ever_with_growing_r
     await stopped(task)
 
 
-async def test_a_failed_renewal_leads_back_to_register_because_the_coordinator_may_have_forgotten(
+async def test_a_failed_renewal_leads_to_a_new_registration(
     clock: FakeClock,
 ) -> None:
     client = Client(clock)
@@ -129,7 +129,7 @@ async def test_a_failed_renewal_leads_back_to_register_because_the_coordinator_m
 @pytest.mark.parametrize(
     "cls", [errors.WrongState, errors.InvalidInput, errors.PermissionDenied, errors.Unauthenticated]
 )
-async def test_an_answer_that_cannot_change_ends_it(clock: FakeClock, cls: type[errors.FourfoldError]) -> None:
+async def test_a_permanent_error_ends_the_membership(clock: FakeClock, cls: type[errors.FourfoldError]) -> None:
     client = Client(clock)
     client.errors["register"] = cls("never")
     with pytest.raises(cls, match="never"):

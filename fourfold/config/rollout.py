@@ -106,6 +106,8 @@ class RolloutConfig(Table):
     public_listen: str = ""
     """host:port of the public port for agents (TLS and a token); empty: none."""
     agents: AgentsConfig = AgentsConfig()
+    disabled_vllm_patches: list[Literal["scheduler", "logprobs", "seeds"]] = Field(default=[])
+    """Patches of vLLM to leave out, for example to find out whether one causes an error. The engine samples slower."""
     vllm: dict[str, Any] = Field(default={})
     """Options of vLLM's engine by their own names, such as `block_size` or `kv_cache_dtype`. Options that Fourfold sets
     are refused. The others are checked against the installed vLLM when the service starts."""

@@ -100,6 +100,7 @@ def engine_settings(config: Config, folder: Path) -> EngineSettings:
         sleep_mode=rollout.sleep_mode,
         quantization=rollout.quantization,
         options=rollout.vllm,
+        disabled_patches=frozenset(rollout.disabled_vllm_patches),
     )
 
 

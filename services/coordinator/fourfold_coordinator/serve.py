@@ -180,7 +180,9 @@ class Coordinator:
         await self._disk.write(check_same_data, prompts, ledger)
         sha256 = self._tokenizer.sha256
         session = TrainerSession(self._router, config, tokenizer_sha256=sha256, board=self._board)
-        service_calls = ServiceCalls(config, self._router, self._tokenizer, newest_version=ledger.highest_version)
+        service_calls = ServiceCalls(
+            config, self._router, self._tokenizer.decode, newest_version=ledger.highest_version
+        )
         self._router.faults.load(ledger)
         return RunContext(
             config=config,

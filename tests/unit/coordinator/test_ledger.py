@@ -74,9 +74,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger.lease(step, ids)
         version = self.highest + data.draw(st.integers(0, 1))
         for _ in range(2):
-            self.ledger.acknowledge(
-                step, policy_version=version, skipped_reason="", data_position=self.position, seconds=1.0
-            )
+            self.ledger.acknowledge(step, policy_version=version, skipped_reason="", data_position=self.position)
         self.steps[step] = version
         for name in ids:
             assert name not in self.trained_in, "a sample enters one step"

@@ -48,19 +48,20 @@ class Router:
         ]
 
 
-class Decoder:
-    def decode(self, token_ids: Any, /) -> str:
-        return ""
+def decode(token_ids: Any) -> str:
+    return ""
 
 
 async def test_a_call_says_what_it_will_take() -> None:
     config = configuration.load(RECIPE)
     router: Any = Router()
-    peers = ServiceCalls(config, router, Decoder())
+    service_calls = ServiceCalls(config, router, decode)
     for samples, length in ((4, 3), (2, 9), (1, 1)):
         router.length = length
         names = [f"s{index}" for index in range(samples)]
-        await peers.generate(PROMPT, group_id="g", sample_ids=names, seed=1, version=0, budget=peers.budget())
+        await service_calls.generate(
+            PROMPT, group_id="g", sample_ids=names, seed=1, version=0, budget=service_calls.budget()
+        )
     longest = min(config.sampling.max_new_tokens, config.model.max_context_tokens - 90)
     assert [(d.samples, d.tokens) for d in router.demands] == [
         (4, 4 * (90 + longest)),  # nothing is known yet
@@ -116,10 +117,10 @@ def _config() -> Config:
 
 async def _ask(router: OneReplica, **more: Any) -> list[Any]:
     asked: Any = router
-    peers = ServiceCalls(_config(), asked, Decoder())
+    service_calls = ServiceCalls(_config(), asked, decode)
     names = ["s0", "s1", "s2"]
-    return await peers.generate(
-        PROMPT, group_id="g", sample_ids=names, seed=40, version=3, budget=peers.budget(), **more
+    return await service_calls.generate(
+        PROMPT, group_id="g", sample_ids=names, seed=40, version=3, budget=service_calls.budget(), **more
     )
 
 
@@ -168,11 +169,11 @@ async def test_a_reference_gives_each_sample_its_row_in_time() -> None:
     router = OneReplica()
     trajectories = await _ask(router)
     asked: Any = router
-    peers = ServiceCalls(_config(), asked, Decoder())
-    found = await peers.reference(trajectories, peers.budget())
+    service_calls = ServiceCalls(_config(), asked, decode)
+    found = await service_calls.reference(trajectories, service_calls.budget())
     assert router.timeouts[-1] == 77.0
     assert [t.sample.sample_id for t in found] == ["s0", "s1", "s2"]
     assert all((t.sample.reference_logprobs == -0.25).all() and len(t.sample.reference_logprobs) == 92 for t in found)
     router.missing = 1
     with pytest.raises(ValueError, match="shorter"):
-        await peers.reference(trajectories, peers.budget())
+        await service_calls.reference(trajectories, service_calls.budget())

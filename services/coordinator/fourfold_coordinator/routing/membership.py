@@ -29,15 +29,7 @@ class CertificateMonitor:
     def __init__(
         self, security: Security | None, registry: Registry, board: RunBoard, *, own: str, clock: Clock = SYSTEM_CLOCK
     ) -> None:
-        """Start with the coordinator's own certificate.
-
-        Args:
-            security: Of the coordinator; None without TLS.
-            registry: Lists the live members.
-            board: Gets the conditions.
-            own: The coordinator's member id.
-            clock: Gives the time of day.
-        """
+        """Start with the certificate of the coordinator, whose member id is `own`; `security` is None without TLS."""
         self._security, self._registry, self._board = security, registry, board
         self._own, self._clock = own, clock
         self._known: dict[str, tuple[bytes, float]] = {}  # certificate and its expiry, by member id

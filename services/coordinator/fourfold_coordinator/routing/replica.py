@@ -152,7 +152,7 @@ class Replica:
         return self._congested_at > 0
 
     def record_success(self) -> None:
-        """Forget earlier failures."""
+        """Note a call that succeeded: earlier failures count no more."""
         self.breaker.record_success()
         self._congested_at = 0
 

@@ -26,7 +26,7 @@ _LENGTHS_REMEMBERED: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Work of one call."""
+    """The work that one call brings to a replica."""
 
     samples: int  # counted against the replica's capacity
     tokens: int = 0  # expected, prompts included; 0 for calls that are not measured in tokens

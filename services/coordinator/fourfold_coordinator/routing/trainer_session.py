@@ -35,17 +35,9 @@ class TrainerRestarted(Unavailable):
 
 
 class TrainerSession:
-    """Calls to one trainer process."""
+    """Calls to one trainer process, which `connect` chooses."""
 
     def __init__(self, router: Router, config: Config, *, tokenizer_sha256: bytes, board: RunBoard) -> None:
-        """Prepare; `connect` chooses the process.
-
-        Args:
-            router: Has the trainer's replica.
-            config: Of the run.
-            tokenizer_sha256: Of the run.
-            board: Shows calls that are repeated.
-        """
         self._router, self._board, self._config = router, board, config
         self._tokenizer_sha256 = tokenizer_sha256
         self.name = ""  # member id of the trainer

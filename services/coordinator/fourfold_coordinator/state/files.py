@@ -53,14 +53,7 @@ class DiskWriter:
     """
 
     def __init__(self, folder: Path, board: RunBoard, *, wait_seconds: float, clock: Clock = SYSTEM_CLOCK) -> None:
-        """Prepare writes.
-
-        Args:
-            folder: Of the run, for messages.
-            board: Shows the condition "disk" while a write waits.
-            wait_seconds: Longest wait of one write.
-            clock: Times the waits.
-        """
+        """Prepare writes that wait for at most `wait_seconds` each; `folder` is for messages."""
         self._folder, self._board = folder, board
         self._wait_seconds, self._clock = wait_seconds, clock
         self._waiting = 0

@@ -72,6 +72,7 @@ CREATE TABLE IF NOT EXISTS evals (
   step INTEGER PRIMARY KEY, score REAL NOT NULL, half_width REAL, answer_count INTEGER NOT NULL,
   missing_count INTEGER NOT NULL, answers TEXT NOT NULL);
 """
+# The fields of the row classes below have the order of their columns.
 _STEP_COLUMNS: Final = "step, policy_version, skipped_reason, data_position, seconds, metrics"
 
 
@@ -83,7 +84,7 @@ class IssuedGroup:
     sample_ids: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StepRow:
     """One trained (or skipped) step."""
 
@@ -95,9 +96,9 @@ class StepRow:
     metrics: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class EvalRow:
-    """One held-out evaluation."""
+    """One evaluation on the held-out prompts."""
 
     step: int
     score: float
@@ -107,7 +108,7 @@ class EvalRow:
     answers: list[dict[str, Any]]  # a few examples
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CheckpointRow:
     """A durable checkpoint of the whole run."""
 
@@ -218,9 +219,7 @@ class Ledger:
                     "UPDATE samples SET state = ?, step = ? WHERE sample_id = ?", (SampleState.LEASED, step, sample_id)
                 )
 
-    def acknowledge(
-        self, step: int, *, policy_version: int, skipped_reason: str, data_position: int, seconds: float = 0.0
-    ) -> None:
+    def acknowledge(self, step: int, *, policy_version: int, skipped_reason: str, data_position: int) -> None:
         """Record that the trainer has done `step`: its LEASED samples become TRAINED. A repeat changes nothing.
 
         Raises:
@@ -238,8 +237,8 @@ class Ledger:
             )
             db.execute(
                 "INSERT INTO steps (step, policy_version, skipped_reason, data_position, seconds) "
-                "VALUES (?, ?, ?, ?, ?)",
-                (step, policy_version, skipped_reason, data_position, seconds),
+                "VALUES (?, ?, ?, ?, 0)",
+                (step, policy_version, skipped_reason, data_position),
             )
 
     def record_metrics(self, step: int, metrics: Mapping[str, Any], *, seconds: float) -> None:
@@ -300,17 +299,7 @@ class Ledger:
         rows = self._db.execute(
             "SELECT step, score, half_width, answer_count, missing_count, answers FROM evals ORDER BY step"
         )
-        return [
-            EvalRow(
-                step=row[0],
-                score=row[1],
-                half_width=row[2],
-                answer_count=row[3],
-                missing_count=row[4],
-                answers=json.loads(row[5]),
-            )
-            for row in rows
-        ]
+        return [EvalRow(*[*row[:-1], json.loads(row[-1])]) for row in rows]
 
     def commit_checkpoint(self, *, step: int, data_position: int, policy_version: int) -> None:
         """Record that the trainer's checkpoint of `step` is durable, and sync the database to the disk.
@@ -334,9 +323,7 @@ class Ledger:
         row = self._db.execute(
             "SELECT step, data_position, policy_version, eval_count FROM checkpoints ORDER BY step DESC LIMIT 1"
         ).fetchone()
-        if row is None:
-            return None
-        return CheckpointRow(step=row[0], data_position=row[1], policy_version=row[2], eval_count=row[3])
+        return None if row is None else CheckpointRow(*row)
 
     def restore(self, step: int) -> int:
         """Go back to the end of `step`; return the number of samples that this dropped.
@@ -375,11 +362,4 @@ class Ledger:
 
 
 def _step_row(row: tuple[Any, ...]) -> StepRow:
-    return StepRow(
-        step=row[0],
-        policy_version=row[1],
-        skipped_reason=row[2],
-        data_position=row[3],
-        seconds=row[4],
-        metrics=json.loads(row[5]) if row[5] else {},
-    )
+    return StepRow(*[*row[:-1], json.loads(row[-1] or "{}")])

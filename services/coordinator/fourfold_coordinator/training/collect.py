@@ -49,7 +49,7 @@ def keep_group(scores: Sequence[float], rule: FilterConfig) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class _GroupDraft:
-    """A group in progress."""
+    """A group whose samples are not all generated and scored."""
 
     prompt: Prompt
     position: int
@@ -87,11 +87,7 @@ class BatchCollector:
         self._baselines = int(algorithm.advantage.needs_greedy_sample)
 
     async def collect(self, step: int, *, version: int) -> StepBatch:
-        """Return the batch of a step.
-
-        Args:
-            step: Number of the step.
-            version: Lowest policy version that may sample.
+        """Return the batch of a step, sampled by policy `version` or later.
 
         Raises:
             WrongState: Every group was lost.

@@ -50,7 +50,7 @@ EMA_FOLDER: Final = "model-ema"
 
 
 class TrainingLoop:
-    """One run."""
+    """Trains one run from start to end, over restarts of its trainer."""
 
     def __init__(self, context: RunContext) -> None:
         self.context, self.config = context, context.config
@@ -112,11 +112,7 @@ class TrainingLoop:
             await self.evaluate(0)
 
     async def run_step(self, step: int) -> None:
-        """Collect, train and publish; evaluate and checkpoint when they are due; report.
-
-        Args:
-            step: Number of the step, from 1.
-        """
+        """Collect, train and publish; evaluate and checkpoint when they are due; report."""
         record = self.reporter.begin(step)
         batch = await self.collect(step)
         async with self.broker.lock:  # no engine may be filled while the trainer's weights change

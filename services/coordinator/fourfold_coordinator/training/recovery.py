@@ -31,7 +31,7 @@ SAMPLES_FILE: Final = "samples.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """Where the run continues."""
+    """The point in the run at which it continues."""
 
     step: int  # steps done
     data_position: int  # prompts drawn
@@ -41,13 +41,6 @@ async def restore(
     config: Config, folder: Path, ledger: Ledger, session: TrainerSession, disk: DiskWriter
 ) -> ResumePoint:
     """Bring trainer, ledger and files back to the last checkpoint.
-
-    Args:
-        config: Of the run.
-        folder: Of the run.
-        ledger: Of the run.
-        session: Connected to the trainer; gets the policy version.
-        disk: Makes the writes.
 
     Raises:
         WrongState: There is no checkpoint, and the trainer is not at its start.

@@ -81,11 +81,7 @@ class Scoring:
         self._all_failed: asyncio.Future[FourfoldError] = asyncio.get_running_loop().create_future()
 
     async def score(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> list[ScoreOutcome]:
-        """Return the outcomes of trajectories, in order.
-
-        Args:
-            trajectories: Of one group.
-            budget: Tries of the group.
+        """Return the outcomes of the trajectories of one group, in order.
 
         Raises:
             GivenUp: The services failed too often.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Protocol
 
 from fourfold.bounds import MAX_NUMBER
 from fourfold.config import Config
@@ -21,14 +20,6 @@ from ..state.samples import Trajectory, build_sample, check_completions, samplin
 from .scoring import ScoreOutcome, Scoring
 
 
-class Decoder(Protocol):
-    """The method of `fourfold.model.tokenizer.Tokenizer` that is used here."""
-
-    def decode(self, token_ids: Sequence[int], /) -> str:
-        """Return the text of token ids without special tokens."""
-        ...
-
-
 class ServiceCalls:
     """Calls to the services of a run; each spends tries of its group's budget."""
 
@@ -36,19 +27,17 @@ class ServiceCalls:
         self,
         config: Config,
         router: Router,
-        decoder: Decoder,
+        decode: Callable[[Sequence[int]], str],
         *,
         newest_version: Callable[[], int] = lambda: MAX_NUMBER,
     ) -> None:
         """Prepare calls to the replicas of a router.
 
         Args:
-            config: Of the run.
-            router: Chooses the replicas.
-            decoder: The run's tokenizer.
+            decode: Returns the text of token ids, without special tokens.
             newest_version: Returns the highest policy version that an engine may have received.
         """
-        self._config, self._router, self._decoder = config, router, decoder
+        self._config, self._router, self._decode = config, router, decode
         self._newest_version = newest_version
         self._scoring = Scoring(config, router)
         self._lengths = CompletionLengths()
@@ -127,7 +116,7 @@ class ServiceCalls:
         # Engines report the log-probabilities of greedy tokens at temperature 1.
         temperature = 1.0 if greedy else self._config.sampling.temperature
         sample = build_sample(prompt, completion, sample_id=sample_id, group_id=group_id, temperature=temperature)
-        return Trajectory(prompt=prompt, sample=sample, completion=self._decoder.decode(completion.token_ids.tolist()))
+        return Trajectory(prompt=prompt, sample=sample, completion=self._decode(completion.token_ids.tolist()))
 
     async def score(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> list[ScoreOutcome]:
         """Return the outcomes of scoring trajectories, in order; see `Scoring.score`."""

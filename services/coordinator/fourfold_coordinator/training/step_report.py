@@ -88,12 +88,7 @@ class StepReporter:
     ) -> None:
         """Add the metrics of a step whose weights are published.
 
-        Args:
-            record: Of the step.
-            batch: Of the step.
-            measured: The coordinator's own metrics of the batch.
-            trained: The trainer's response.
-            update: The weight update that followed.
+        `measured` has the coordinator's own metrics of the batch.
         """
         record.seconds = time.monotonic() - record.began
         record.skipped_reason = trained.skipped_reason

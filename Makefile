@@ -1,5 +1,5 @@
 # Commands for users and developers. `make quickstart` needs only Python 3.11 or 3.12 and g++.
-.PHONY: quickstart setup test test-slow test-again soak mutants check proto fmt constraints clean
+.PHONY: quickstart setup test test-slow test-again soak mutants check docs proto fmt constraints clean
 bin := .venv/bin
 
 quickstart:  ## set up the environment, then train the recipe of the README
@@ -28,8 +28,11 @@ mutants:  ## insert small faults into the central modules and list those that th
 	@scripts/setup mutants
 	nice -n 10 $(bin)/python -m tests.mutants
 
-check: setup  ## check format, lint, types, import rules and protos
+check: setup  ## check format, lint, types, import rules, docs and protos
 	@scripts/check
+
+docs: setup  ## build/site: the pages of docs/ and the docstrings
+	$(bin)/mkdocs build --strict
 
 proto: setup  ## lint the contract and regenerate the stubs
 	$(bin)/buf lint proto

@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
         case "add":
             members = [certs.parse_member(text) for text in args.member]
             certs.add(directory, members, args.host, days=args.days)
-            print(f"Written: {', '.join(f'{directory / who.name}.pem' for who in members)}")
+            print(f"Written: {', '.join(f'{directory / member.name}.pem' for member in members)}")
         case "renew":
             for issued in certs.renew(directory, args.member, days=args.days):
                 print(f"{directory / issued.who.name}.pem: valid until {issued.expires:%Y-%m-%d}")

@@ -102,7 +102,7 @@ class DataConfig(Table):
 
     @property
     def held_out(self) -> bool:
-        """Whether the recipe has evaluation data."""
+        """True if the recipe has evaluation data."""
         return self.eval is not None or self.holdout is not None
 
 
@@ -294,22 +294,22 @@ class Config(Table):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the algorithm uses the reference policy."""
+        """True if the algorithm uses the reference policy."""
         return self.algorithm.kl.coef > 0
 
     @property
     def reference_on_gpus(self) -> bool:
-        """Whether the run has reference services, each on a GPU."""
+        """True if the run has reference services, each on a GPU."""
         return self.needs_reference and self.reference.device == "cuda"
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether the trainer frees GPU memory between its steps, because other services need it."""
+        """True if the trainer frees GPU memory between its steps, because other services need it."""
         return self.trainer.device == "cuda" and (bool(self.placement.colocated) or self.rollout.sleep_mode)
 
     @property
     def critic_apart(self) -> bool:
-        """Whether the run has a critic with ranks of its own."""
+        """True if the run has a critic with ranks of its own."""
         return self.algorithm.needs_critic and self.critic.ranks > 0
 
     @property
@@ -324,7 +324,7 @@ class Config(Table):
 
     @property
     def weights_stay_on_gpus(self) -> bool:
-        """Whether new weights can go from GPU to GPU without main memory."""
+        """True if new weights can go from GPU to GPU without main memory."""
         on_gpus = self.trainer.device == "cuda" and self.rollout.gpus_per_replica > 0
         return on_gpus and "parameters" not in self.trainer.offload and self.weights.backend not in ("shm", "gloo")
 

@@ -84,7 +84,7 @@ class ChildProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not ended yet."""
+        """True until the process has ended."""
         return self.death is None
 
     def poll_ready(self) -> bool:

@@ -46,7 +46,7 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     tied: bool
-    """Whether the output projection is the embedding matrix."""
+    """True if the output projection is the embedding matrix."""
     parameter_count: int
     """Parameters of the model; a tied matrix counts once."""
 

@@ -1,1 +1,1 @@
-"""`fourfold plan`: derives from a recipe what a run does and what it needs."""
+"""Derives from a recipe the sizes, limits, memory and description of a run, for `fourfold plan` and the services."""

@@ -23,13 +23,13 @@ _COLUMNS: Final = ("weights", "gradients", "optimizer", "activations", "kv_cache
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `fourfold plan`."""
-    parser.add_argument("recipe", type=Path)
+    """Add the arguments of `fourfold plan`."""
+    parser.add_argument("recipe", type=Path, help="TOML file of the run")
     parser.add_argument("--resolved", action="store_true", help="print the recipe with every default written out")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the plan of a recipe."""
+    """Print the plan of a recipe, or the recipe with all defaults."""
     config = configuration.load(args.recipe)
     print(configuration.dump(config) if args.resolved else describe(config), end="")
     return 0
@@ -46,7 +46,8 @@ def describe(config: Config) -> str:
     shape = sizes.policy
     rows = memory_plan(config, shape, sizes.critic, trained=sizes.trained)
     on_gpus = gpu_plan(config, rows)
-    sentences = [
+    # Label and paragraph; further paragraphs of a label have an empty one.
+    paragraphs = [
         ("model", _model(config, shape)),
         *([("lora", _lora(config, shape, sizes.adapters))] if sizes.adapters else []),
         ("data", _data(config)),
@@ -65,7 +66,7 @@ def describe(config: Config) -> str:
     ]
     title = f"{config.name}: {config.steps} steps of {config.algorithm.preset} on {config.model.source}"
     lines = [title, ""]
-    for label, text in sentences:
+    for label, text in paragraphs:
         lines += textwrap.wrap(
             text, _WIDTH, initial_indent=label.ljust(_LABEL), subsequent_indent=" " * _LABEL, break_on_hyphens=False
         )
@@ -109,34 +110,30 @@ def _held_out(config: Config, plan: BatchPlan) -> str:
     if not plan.evaluations:
         return "nothing, so no accuracy is measured; add [data.holdout] or [data.eval] to measure it."
     if (rule := config.data.holdout) is not None:
-        same = (
-            f"the same numbers in `{rule.field}`, in any order,"
-            if rule.unordered_numbers
-            else f"the same `{rule.field}`"
+        key = f"`{rule.field}`"
+        if rule.unordered_numbers:
+            key = f"numbers in {key}, in any order,"
+        rows = (
+            f"{rule.groups} groups of rows, drawn with seed {config.seed} and never trained on; rows with the same "
+            f"{key} form one group."
         )
-        what = (
-            f"{rule.groups} groups of rows, drawn with seed {config.seed} and never trained on; rows with {same} form "
-            f"one group."
-        )
+        prompts = "each of their distinct prompts"
     else:
         assert config.data.eval is not None
-        what = f"{_source(config.data.eval)}."
-    each = "each of their distinct prompts" if config.data.holdout else "each of their prompts"
+        rows, prompts = f"{_source(config.data.eval)}.", "each of their prompts"
     if config.evaluation.max_prompts:
-        each = f"the first {config.evaluation.max_prompts:,} of their prompts"
-    answers = config.evaluation.samples_per_prompt
-    last = ", ".join(str(step) for step in plan.evaluations[1:][:6])
+        prompts = f"the first {config.evaluation.max_prompts:,} of their prompts"
+    answers = _count(config.evaluation.samples_per_prompt, "sampled answer")
+    steps = ", ".join(str(step) for step in plan.evaluations[1:7])
     more = f", ... {plan.evaluations[-1]}" if len(plan.evaluations) > 7 else ""
-    word = "answer" if answers == 1 else "answers"
-    return f"{what} {answers} sampled {word} to {each} before step 1 and after steps {last}{more}."
+    return f"{rows} {answers} to {prompts} before step 1 and after steps {steps}{more}."
 
 
 def _step(config: Config, plan: BatchPlan) -> str:
     batch = config.batch
-    prompts = f"{batch.prompts_per_step} {'prompt' if batch.prompts_per_step == 1 else 'prompts'}"
-    samples = f"{batch.group_size} {'sample' if batch.group_size == 1 else 'samples'}"
     return (
-        f"{prompts} x {samples} = {plan.samples_per_step:,} trajectories of at most "
+        f"{_count(batch.prompts_per_step, 'prompt')} x {_count(batch.group_size, 'sample')} = "
+        f"{plan.samples_per_step:,} trajectories of at most "
         f"{config.model.max_context_tokens:,} tokens, {config.sampling.max_new_tokens:,} of them sampled: at most "
         f"{plan.tokens_per_step:,} tokens, {plan.sampled_tokens_per_step:,} to train on, {_updates(config, plan)}."
     )
@@ -149,54 +146,48 @@ def _updates(config: Config, plan: BatchPlan) -> str:
     each = f"{plan.samples_per_mini_batch:,} samples"
     if batch.samples_per_step % batch.mini_batches_per_step:
         each = f"at most {each}"
-    if batch.epochs_per_step == 1:
-        return f"in {batch.updates_per_step} optimizer steps of {each}"
-    passes = f"{batch.epochs_per_step} times over all of them"
-    return f"in {batch.updates_per_step} optimizer steps of {each}, {passes}"
+    epochs = f", {batch.epochs_per_step} times over all of them" if batch.epochs_per_step > 1 else ""
+    return f"in {batch.updates_per_step} optimizer steps of {each}{epochs}"
 
 
 def _run(config: Config, plan: BatchPlan, checkpoint: int) -> str:
     size, kept = f"{checkpoint / GIB:.1f} GiB", config.checkpoint
     best = f" and the {kept.keep_best} with the best held-out score" if kept.keep_best else ""
     return (
-        f"{config.steps} steps = {plan.samples_in_run:,} trajectories. {len(plan.checkpoints)} "
-        f"{'checkpoint' if len(plan.checkpoints) == 1 else 'checkpoints'} of about {size}; the newest "
-        f"{kept.keep}{best} stay in runs/{config.name}/checkpoints."
+        f"{config.steps} steps = {plan.samples_in_run:,} trajectories. {_count(len(plan.checkpoints), 'checkpoint')} "
+        f"of about {size}; the newest {kept.keep}{best} stay in runs/{config.name}/checkpoints."
     )
 
 
 def _trainer(config: Config, plan: BatchPlan) -> str:
-    trainer = config.trainer
-    where = "started by hand, " if trainer.replicas == 0 else ""
+    trainer, tokens = config.trainer, config.batch.tokens_per_micro_batch
+    by_hand = "started by hand, " if trainer.replicas == 0 else ""
     device = "GPU" if trainer.device == "cuda" else "CPU"
-    ranks = f"{trainer.ranks} {'rank' if trainer.ranks == 1 else 'ranks'}"
-    shared = trainer.sequence_parallel_size > 1
-    owner = f"group of {trainer.sequence_parallel_size} ranks" if shared else "rank"
-    each = f", {plan.samples_per_rank:,} per {owner}," if trainer.ranks > 1 else ""
-    slices = (
-        f" The {trainer.sequence_parallel_size} ranks of a group share every micro-batch (sequence parallelism): each "
-        f"holds at most {-(-config.batch.tokens_per_micro_batch // trainer.sequence_parallel_size):,} tokens of it."
-        if shared
-        else ""
-    )
-    both = " for policy and critic" if config.algorithm.needs_critic else ""
+    models = " for policy and critic" if config.algorithm.needs_critic else ""
     if config.critic_apart:
-        own = f"{config.critic.ranks} {'rank' if config.critic.ranks == 1 else 'ranks'}"
-        both = f" for the policy, and {own} for the critic at the same time"
-    ema = (
-        f" A moving average of the weights (decay {trainer.ema_decay:g} per optimizer step) is exported as "
-        f"runs/{config.name}/model-ema, too."
-        if trainer.ema_decay
-        else ""
-    )
+        models = f" for the policy, and {_count(config.critic.ranks, 'rank')} for the critic at the same time"
+    size = trainer.sequence_parallel_size
+    owner = f"group of {size} ranks" if size > 1 else "rank"
+    each = f", {plan.samples_per_rank:,} per {owner}," if trainer.ranks > 1 else ""
+    exception = " except the routers' loss" if trainer.router_aux_loss_coef else ""
     passes = "pass" if plan.micro_batches_per_step == 1 else "passes"
-    split = " except the routers' loss" if trainer.router_aux_loss_coef else ""
-    return (
-        f"{where}{ranks} on {device}{both}, ZeRO stage {trainer.zero_stage}. The {plan.samples_per_step:,} "
-        f"trajectories{each} are packed into micro-batches of at most {config.batch.tokens_per_micro_batch:,} tokens: "
+    text = (
+        f"{by_hand}{_count(trainer.ranks, 'rank')} on {device}{models}, ZeRO stage {trainer.zero_stage}. The "
+        f"{plan.samples_per_step:,} trajectories{each} are packed into micro-batches of at most {tokens:,} tokens: "
         f"{plan.samples_per_micro_batch:,} of full length, so at most {plan.micro_batches_per_step:,} {passes}. The "
-        f"packing does not change the result{split}.{slices}{ema}"
+        f"packing does not change the result{exception}."
     )
+    if size > 1:
+        text += (
+            f" The {size} ranks of a group share every micro-batch (sequence parallelism): each holds at most "
+            f"{-(-tokens // size):,} tokens of it."
+        )
+    if trainer.ema_decay:
+        text += (
+            f" A moving average of the weights (decay {trainer.ema_decay:g} per optimizer step) is exported as "
+            f"runs/{config.name}/model-ema, too."
+        )
+    return text
 
 
 def _optimizer(config: Config) -> list[str]:
@@ -226,7 +217,7 @@ def _learning_rate(table: TrainerConfig | CriticConfig, steps: int) -> str:
     """Return learning rate, weight decay and gradient clipping of a model."""
     warmup = ""
     if table.warmup_steps:
-        warmup = f", reached after {table.warmup_steps} {'step' if table.warmup_steps == 1 else 'steps'}"
+        warmup = f", reached after {_count(table.warmup_steps, 'step')}"
     if table.schedule == "constant":
         schedule = "constant" if not warmup else "constant from then on"
     else:
@@ -300,7 +291,7 @@ _WEIGHT_PAUSES: Final = {
 
 
 def _weights(config: Config, shape: ModelShape) -> list[str]:
-    """Return how the weights travel, and how running samples are treated and the transfer is verified."""
+    """Return a paragraph on the transport of new weights, and one on running samples and verification."""
     weights = config.weights
     path = _WEIGHT_PATHS.get(weights.backend)
     if path is None and config.weights_stay_on_gpus:
@@ -325,28 +316,28 @@ def _weights(config: Config, shape: ModelShape) -> list[str]:
 
 
 def _services(replicas: int) -> str:
-    if replicas == 0:
-        return "started by hand"
-    return "1 service" if replicas == 1 else f"{replicas} services"
+    return _count(replicas, "service") if replicas else "started by hand"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def memory_table(rows: list[MemoryRow]) -> list[str]:
     """Return the lines of the memory table, one per role, and the sum of the main memory."""
-    head = ["GiB each", "number", *(name.replace("_", " ") for name in _COLUMNS), "total"]
-    table = [head]
+    table = [["GiB each", "number", *(name.replace("_", " ") for name in _COLUMNS), "total"]]
     for row in rows:
         where = f"{row.role}, per GPU" if row.on_gpu else row.role
         cells = [_gib(getattr(row, name)) for name in _COLUMNS]
         total = f"{row.share_of_gpu:.0%} of GPU" if row.share_of_gpu else _gib(row.total)
         table.append([where, str(row.count), *cells, total])
-    widths = [max(len(line[i]) for line in table) for i in range(len(head))]
-    lines = []
-    for line in table:
-        cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        lines.append("  ".join([line[0].ljust(widths[0]), *cells]))
-    cpu = sum(row.total * row.count for row in rows if not row.on_gpu)
-    lines.append(f"Main memory in total: about {cpu / GIB:.1f} GiB.")
-    return lines
+    first, *widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join([head.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
+        for head, *cells in table
+    ]
+    main_memory = sum(row.total * row.count for row in rows if not row.on_gpu)
+    return [*lines, f"Main memory in total: about {main_memory / GIB:.1f} GiB."]
 
 
 def _gib(size: int) -> str:

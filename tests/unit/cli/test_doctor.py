@@ -1,4 +1,4 @@
-"""What the doctor says about this machine, and about machines that lack something."""
+"""The doctor on this machine, and on machines that lack something."""
 
 from __future__ import annotations
 

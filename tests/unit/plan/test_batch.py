@@ -1,4 +1,4 @@
-"""What is derived from the batch knobs, and the memory formulas."""
+"""Sizes of a step that follow from the batch keys, and the memory formulas."""
 
 from __future__ import annotations
 

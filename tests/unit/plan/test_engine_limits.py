@@ -1,4 +1,4 @@
-"""What an engine does at once, derived from the recipe; and the options of vLLM that a recipe may not give."""
+"""Limits of an engine that follow from the recipe, and the options of vLLM that a recipe may not set."""
 
 from __future__ import annotations
 

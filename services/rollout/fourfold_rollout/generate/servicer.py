@@ -53,7 +53,7 @@ class ServedModel:
 
 
 class RolloutServicer(RolloutServiceServicer):
-    """Serves one engine."""
+    """Samples from one engine. The proto documents the methods."""
 
     def __init__(self, model: ServedModel, engine: RolloutEngine, weights: WeightController, quotas: Quotas) -> None:
         self._model = model
@@ -65,7 +65,6 @@ class RolloutServicer(RolloutServiceServicer):
         self._draining = False
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
-        """Describe the model, its limits, and the version it serves."""
         limits = self._model.limits
         return pb.GetInfoResponse(
             model=self._model.name,
@@ -77,7 +76,6 @@ class RolloutServicer(RolloutServiceServicer):
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """Sample completions. A caller that leaves early aborts its samples."""
         if self._draining:
             raise _draining()
         call = parse(request, self._model.limits, principal.current())
@@ -99,7 +97,6 @@ class RolloutServicer(RolloutServiceServicer):
                     work.exception()  # retrieved, or asyncio would log it where the caller has left
 
     async def WatchLoad(self, request: pb.WatchLoadRequest, context: Context) -> AsyncIterator[pb.WatchLoadResponse]:
-        """Report the load at once and then every period."""
         period = _LOAD_PERIOD_SECONDS
         if request.HasField("period"):
             period = request.period.ToNanoseconds() / 1e9

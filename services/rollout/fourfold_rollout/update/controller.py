@@ -27,10 +27,11 @@ drops them.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Final
+from typing import Any, Final, TypeVar, cast
 
 from fourfold.errors import DeadlinePassed, FourfoldError, StaleEpoch, WrongState
 from fourfold_rollout.engine import EpochTerms, OpenReport, RolloutEngine
@@ -44,6 +45,19 @@ _log = logging.getLogger(__name__)
 
 # A live coordinator aborts first: its own limit is `weights.timeout_seconds`.
 _WATCHDOG_EXTRA_SECONDS: Final = 5.0
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Awaitable[Any]])
+
+
+def _in_order(method: _Method) -> _Method:
+    """Run a method after the calls before it and to its end; it gets the seconds left of its `timeout` at its start."""
+
+    @functools.wraps(method)
+    async def call(self: WeightController, *args: Any, timeout: float, **kwargs: Any) -> Any:
+        return await self._calls.run(lambda left: method(self, *args, timeout=left, **kwargs), timeout)
+
+    return cast(_Method, call)
 
 
 class WeightController:
@@ -122,18 +136,19 @@ class WeightController:
             InvalidInput, WrongState: the manifest does not fit the model; the open epoch stays open.
             DeadlinePassed, Unavailable: a sender is unreachable; no epoch is open.
         """
-
-        async def job(left: float) -> OpenReport:
-            self._epochs.check_new(terms.epoch)
-            if self.updating:
-                await self._give_up("a new epoch was opened")
-            return await self._epochs.join(terms, left)
-
         self._epochs.check_new(terms.epoch)
         if self.updating:
             self._epochs.stop(self._epochs.open)
-        return await self._calls.run(job, timeout)
+        return await self._open(terms, timeout=timeout)
 
+    @_in_order
+    async def _open(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
+        self._epochs.check_new(terms.epoch)  # again: another epoch may have been opened meanwhile
+        if self.updating:
+            await self._give_up("a new epoch was opened")
+        return await self._epochs.join(terms, timeout)
+
+    @_in_order
     async def begin(self, *, epoch: int, policy_version: int, mode: PauseMode, timeout: float) -> None:
         """Close the gate and stop sampling. A repetition with the same version does nothing.
 
@@ -142,31 +157,28 @@ class WeightController:
             WrongState: the version is not above the served one, another update is open, or the weights sleep.
             DeadlinePassed: samples still run; they continue, and the gate is open again.
         """
+        self._epochs.check(epoch)
+        update = self._update
+        if update.phase in (UpdatePhase.PAUSED, UpdatePhase.RECEIVED) and policy_version == update.version:
+            return
+        update.check_may_begin(policy_version, served=None if self._sampling.dirty else self.policy_version)
+        if self._sampling.sleep_state.weights_asleep:
+            raise WrongState('the engine sleeps and has no memory for weights; wake "weights" first')
+        update.version = policy_version
+        update.enter(UpdatePhase.PAUSING)
+        self._sampling.close_gate(f"the weights are being updated to version {policy_version}")
+        paused = False
+        try:
+            await self._sampling.stop(PauseMode.ABORT if self._sampling.dirty else mode, timeout)
+            paused = True
+        finally:
+            if not paused:
+                self._end_update(dirty=self._sampling.dirty)
+        self.token_hold.end_drop()
+        update.enter(UpdatePhase.PAUSED)
+        self._start_watchdog(epoch, self._update_timeout + _WATCHDOG_EXTRA_SECONDS)
 
-        async def job(left: float) -> None:
-            self._epochs.check(epoch)
-            update = self._update
-            if update.phase in (UpdatePhase.PAUSED, UpdatePhase.RECEIVED) and policy_version == update.version:
-                return
-            update.check_may_begin(policy_version, served=None if self._sampling.dirty else self.policy_version)
-            if self._sampling.sleep_state.weights_asleep:
-                raise WrongState('the engine sleeps and has no memory for weights; wake "weights" first')
-            update.version = policy_version
-            update.enter(UpdatePhase.PAUSING)
-            self._sampling.close_gate(f"the weights are being updated to version {policy_version}")
-            paused = False
-            try:
-                await self._sampling.stop(PauseMode.ABORT if self._sampling.dirty else mode, left)
-                paused = True
-            finally:
-                if not paused:
-                    self._end_update(dirty=self._sampling.dirty)
-            self.token_hold.end_drop()
-            update.enter(UpdatePhase.PAUSED)
-            self._start_watchdog(epoch, self._update_timeout + _WATCHDOG_EXTRA_SECONDS)
-
-        await self._calls.run(job, timeout)
-
+    @_in_order
     async def receive(self, *, epoch: int, policy_version: int, skip_sums: bool = False, timeout: float) -> bytes:
         """Load a version; return its digest (32 bytes). A repetition after a success returns the same digest.
 
@@ -175,27 +187,24 @@ class WeightController:
             WrongState: no such update has begun, or it has failed already.
             DeadlinePassed, Unavailable: the transfer failed; an abort returns the state of the weights.
         """
-
-        async def job(left: float) -> bytes:
-            self._check_update(epoch, policy_version)
-            update = self._update
-            if update.phase is UpdatePhase.COMMITTED:
-                raise WrongState(f"version {policy_version} is committed already; release or abort it")
-            if update.phase is UpdatePhase.RECEIVED:
-                return update.digest
-            update.enter(UpdatePhase.RECEIVING)
-            end = UpdatePhase.FAILED
-            try:
-                update.digest = await self._engine.receive_weights(
-                    epoch=epoch, policy_version=policy_version, skip_sums=skip_sums, timeout=left
-                )
-                end = UpdatePhase.RECEIVED
-            finally:
-                update.enter(end)
+        self._check_update(epoch, policy_version)
+        update = self._update
+        if update.phase is UpdatePhase.COMMITTED:
+            raise WrongState(f"version {policy_version} is committed already; release or abort it")
+        if update.phase is UpdatePhase.RECEIVED:
             return update.digest
+        update.enter(UpdatePhase.RECEIVING)
+        end = UpdatePhase.FAILED
+        try:
+            update.digest = await self._engine.receive_weights(
+                epoch=epoch, policy_version=policy_version, skip_sums=skip_sums, timeout=timeout
+            )
+            end = UpdatePhase.RECEIVED
+        finally:
+            update.enter(end)
+        return update.digest
 
-        return await self._calls.run(job, timeout)
-
+    @_in_order
     async def commit(self, *, epoch: int, policy_version: int, hold: bool = False, timeout: float) -> float:
         """Sample with the received version; with `hold`, keep its tokens back until `release`.
 
@@ -206,29 +215,26 @@ class WeightController:
             StaleEpoch: not the open epoch.
             WrongState: that version was not received, or is held already.
         """
+        if self._is_served(epoch, policy_version):
+            return 0.0
+        self._check_update(epoch, policy_version)
+        update, paused = self._update, 0.0
+        update.check_may_commit(held=self.token_hold.holding, hold=hold)
+        if update.phase is UpdatePhase.RECEIVED:
+            update.served_before = self.policy_version
+            self._sampling.commit(policy_version)
+            if hold:
+                self.token_hold.hold()
+            update.enter(UpdatePhase.COMMITTED)
+            # Resume before the call to the workers (`_serve`): until here nothing is sampled.
+            await self._sampling.resume()
+            update.end_pause()
+            paused = update.pause_seconds
+        if not hold:
+            await self._serve(epoch)
+        return paused
 
-        async def job(_left: float) -> float:
-            if self._is_served(epoch, policy_version):
-                return 0.0
-            self._check_update(epoch, policy_version)
-            update, paused = self._update, 0.0
-            update.check_may_commit(held=self.token_hold.holding, hold=hold)
-            if update.phase is UpdatePhase.RECEIVED:
-                update.served_before = self.policy_version
-                self._sampling.commit(policy_version)
-                if hold:
-                    self.token_hold.hold()
-                update.enter(UpdatePhase.COMMITTED)
-                # Resume before the call to the workers (`_serve`): until here nothing is sampled.
-                await self._sampling.resume()
-                update.end_pause()
-                paused = update.pause_seconds
-            if not hold:
-                await self._serve(epoch)
-            return paused
-
-        return await self._calls.run(job, timeout)
-
+    @_in_order
     async def release(self, *, epoch: int, policy_version: int, timeout: float) -> None:
         """Deliver the tokens that a commit with hold kept back. A repetition does nothing.
 
@@ -236,16 +242,12 @@ class WeightController:
             StaleEpoch: not the open epoch.
             WrongState: that version was not committed.
         """
-
-        async def job(_left: float) -> None:
-            if self._is_served(epoch, policy_version):
-                return
-            self._check_update(epoch, policy_version)
-            if self._update.phase is not UpdatePhase.COMMITTED:
-                raise WrongState(f"version {policy_version} is not committed; call CommitWeights first")
-            await self._serve(epoch)
-
-        await self._calls.run(job, timeout)
+        if self._is_served(epoch, policy_version):
+            return
+        self._check_update(epoch, policy_version)
+        if self._update.phase is not UpdatePhase.COMMITTED:
+            raise WrongState(f"version {policy_version} is not committed; call CommitWeights first")
+        await self._serve(epoch)
 
     async def abort(self, *, epoch: int, timeout: float) -> bool:
         """Give up the epoch and its update; return whether the weights are clean. Idempotent.
@@ -253,19 +255,20 @@ class WeightController:
         Raises:
             StaleEpoch: another epoch is open.
         """
-
-        async def job(_left: float) -> bool:
-            if self._epochs.open is not None:
-                self._epochs.check(epoch)
-                await self._give_up("aborted")
-            elif epoch > self._epochs.last:
-                raise StaleEpoch(f"epoch {epoch} was never opened; the last one is {self._epochs.last}")
-            return not self._sampling.dirty
-
-        # The workers cannot be called while they receive. Stop the transfer first, or the job waits for its deadline.
+        # The workers cannot be called while they receive. Stop the transfer first, or the abort waits for its deadline.
         self._epochs.stop(epoch)
-        return await self._calls.run(job, timeout)
+        return await self._abort(epoch, timeout=timeout)
 
+    @_in_order
+    async def _abort(self, epoch: int, *, timeout: float) -> bool:
+        if self._epochs.open is not None:
+            self._epochs.check(epoch)
+            await self._give_up("aborted")
+        elif epoch > self._epochs.last:
+            raise StaleEpoch(f"epoch {epoch} was never opened; the last one is {self._epochs.last}")
+        return not self._sampling.dirty
+
+    @_in_order
     async def probe(self, token_ids: Sequence[int], *, timeout: float) -> list[float]:
         """Return the log-probabilities of the given tokens under the loaded weights, committed or not.
 
@@ -274,26 +277,20 @@ class WeightController:
             Unavailable: the weights are dirty.
             DeadlinePassed: no answer in time.
         """
+        self._check_probe()
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._engine.prompt_logprobs(token_ids)
+        except TimeoutError:
+            raise DeadlinePassed(f"the probe of {len(token_ids)} tokens took longer than {timeout:.1f} s") from None
 
-        async def job(left: float) -> list[float]:
-            self._check_probe()
-            try:
-                async with asyncio.timeout(left):
-                    return await self._engine.prompt_logprobs(token_ids)
-            except TimeoutError:
-                raise DeadlinePassed(f"the probe of {len(token_ids)} tokens took longer than {left:.1f} s") from None
-
-        return await self._calls.run(job, timeout)
-
+    @_in_order
     async def sums(self, *, epoch: int, timeout: float) -> bytes:
         """Return the sums of the tensors received last; raises StaleEpoch if `epoch` is not open."""
+        self._epochs.check(epoch)
+        return await self._engine.weight_sums(epoch=epoch)
 
-        async def job(_left: float) -> bytes:
-            self._epochs.check(epoch)
-            return await self._engine.weight_sums(epoch=epoch)
-
-        return await self._calls.run(job, timeout)
-
+    @_in_order
     async def sleep(self, level: int, *, timeout: float) -> None:
         """Make new requests wait and free memory. A repetition at the same level does nothing.
 
@@ -301,23 +298,16 @@ class WeightController:
             InvalidInput: no such level.
             WrongState: the engine cannot sleep, samples run, an update is open, or it sleeps at another level.
         """
+        if self.updating:
+            raise WrongState(f"an update to version {self._update.version} is open; end it before the sleep")
+        await self._sampling.sleep(level, timeout)
 
-        async def job(left: float) -> None:
-            if self.updating:
-                raise WrongState(f"an update to version {self._update.version} is open; end it before the sleep")
-            await self._sampling.sleep(level, left)
-
-        await self._calls.run(job, timeout)
-
+    @_in_order
     async def wake(self, tags: Sequence[str], *, timeout: float) -> None:
         """Allocate all memory or the parts in `tags`; admit requests when all is there. Raises InvalidInput: no tag."""
-
-        async def job(left: float) -> None:
-            await self._sampling.wake(tags, left)
-            if self._update.phase in (UpdatePhase.READY, UpdatePhase.COMMITTED):
-                self._sampling.open_gate()
-
-        await self._calls.run(job, timeout)
+        await self._sampling.wake(tags, timeout)
+        if self._update.phase in (UpdatePhase.READY, UpdatePhase.COMMITTED):
+            self._sampling.open_gate()
 
     async def close(self) -> None:
         """Stop the watchdog and cancel all calls, without waiting."""

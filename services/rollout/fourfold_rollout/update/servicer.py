@@ -44,7 +44,7 @@ class EngineIdentity:
 
 
 class RolloutControlServicer(RolloutControlServiceServicer):
-    """Controls the weights and the sleep of one engine."""
+    """Controls the weights and the sleep of one engine. The proto documents the methods."""
 
     def __init__(
         self, identity: EngineIdentity, engine: RolloutEngine, weights: WeightController, *, update_timeout: float
@@ -55,7 +55,6 @@ class RolloutControlServicer(RolloutControlServiceServicer):
         self._update_timeout = update_timeout
 
     async def DescribeEngine(self, request: pb.DescribeEngineRequest, context: Context) -> pb.DescribeEngineResponse:
-        """Describe the engine and the state of its weights."""
         engine = self._engine.description
         phase, seconds = self._weights.phase
         return pb.DescribeEngineResponse(
@@ -74,7 +73,6 @@ class RolloutControlServicer(RolloutControlServiceServicer):
         )
 
     async def OpenWeights(self, request: pb.OpenWeightsRequest, context: Context) -> pb.OpenWeightsResponse:
-        """Join a weight epoch."""
         _check_open(request, self._engine)
         terms = EpochTerms(
             epoch=request.epoch,
@@ -92,7 +90,6 @@ class RolloutControlServicer(RolloutControlServiceServicer):
         )
 
     async def BeginWeights(self, request: pb.BeginWeightsRequest, context: Context) -> pb.BeginWeightsResponse:
-        """Stop sampling for an update."""
         mode = _PAUSE_MODES.get(request.pause_mode)
         if mode is None:
             names = ", ".join(pb.PauseMode.Name(known) for known in _PAUSE_MODES)
@@ -106,7 +103,6 @@ class RolloutControlServicer(RolloutControlServiceServicer):
         return pb.BeginWeightsResponse()
 
     async def ReceiveWeights(self, request: pb.ReceiveWeightsRequest, context: Context) -> pb.ReceiveWeightsResponse:
-        """Receive and apply the weights."""
         digest = await self._weights.receive(
             epoch=request.epoch,
             policy_version=request.policy_version,
@@ -118,7 +114,6 @@ class RolloutControlServicer(RolloutControlServiceServicer):
         return pb.ReceiveWeightsResponse(weights_digest=digest)
 
     async def CommitWeights(self, request: pb.CommitWeightsRequest, context: Context) -> pb.CommitWeightsResponse:
-        """Serve the received version."""
         seconds = await self._weights.commit(
             epoch=request.epoch,
             policy_version=request.policy_version,
@@ -128,36 +123,30 @@ class RolloutControlServicer(RolloutControlServiceServicer):
         return pb.CommitWeightsResponse(pause_seconds=seconds)
 
     async def ReleaseWeights(self, request: pb.ReleaseWeightsRequest, context: Context) -> pb.ReleaseWeightsResponse:
-        """Deliver the tokens that a commit with hold kept back."""
         await self._weights.release(
             epoch=request.epoch, policy_version=request.policy_version, timeout=self._timeout(context)
         )
         return pb.ReleaseWeightsResponse()
 
     async def AbortWeights(self, request: pb.AbortWeightsRequest, context: Context) -> pb.AbortWeightsResponse:
-        """Give up the update and its epoch."""
         await self._weights.abort(epoch=request.epoch, timeout=self._timeout(context))
         return pb.AbortWeightsResponse(weight_state=self._weight_state())
 
     async def ProbeLogprobs(self, request: pb.ProbeLogprobsRequest, context: Context) -> pb.ProbeLogprobsResponse:
-        """Compute the log-probabilities of given tokens."""
         ids = self._probe_ids(request.token_ids)
         logprobs = await self._weights.probe(ids, timeout=self._timeout(context))
         return pb.ProbeLogprobsResponse(logprobs=pack_floats(np.asarray(logprobs, np.float32)))
 
     async def GetWeightSums(self, request: pb.GetWeightSumsRequest, context: Context) -> pb.GetWeightSumsResponse:
-        """Return the checksums of every tensor."""
         return pb.GetWeightSumsResponse(
             sums=await self._weights.sums(epoch=request.epoch, timeout=self._timeout(context))
         )
 
     async def SleepEngine(self, request: pb.SleepEngineRequest, context: Context) -> pb.SleepEngineResponse:
-        """Free the engine's GPU memory."""
         await self._weights.sleep(request.level, timeout=self._timeout(context))
         return pb.SleepEngineResponse()
 
     async def WakeEngine(self, request: pb.WakeEngineRequest, context: Context) -> pb.WakeEngineResponse:
-        """Allocate freed GPU memory again."""
         await self._weights.wake(tuple(request.tags), timeout=self._timeout(context))
         return pb.WakeEngineResponse()
 

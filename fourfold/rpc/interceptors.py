@@ -49,12 +49,12 @@ _PROBE_BYTES: Final = 1024
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+# Takes a service's full name, a method's name and a call's context; returns the caller or raises FourfoldError.
 Authorize = Callable[[str, str, Context], Principal]
-"""Takes a service's full name, a method's name and a call's context; returns the caller or raises FourfoldError."""
+# Admits a call, holds its slots while the block runs, and turns an exception of the block into a status.
 Guard = Callable[[Context], AbstractAsyncContextManager[None]]
-"""Admits a call, holds its slots while the block runs, and turns an exception of the block into a status."""
+# Takes the request iterator and the context of a call; returns the servicer's first argument.
 ReadRequest = Callable[[Any, Context], Awaitable[Any]]
-"""Takes the request iterator and the context of a call; returns the servicer's first argument."""
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -132,6 +132,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 except grpc.aio.AbortError:
                     raise
                 except Exception as error:  # the request boundary; CancelledError is no Exception and passes
+                    # The slot is still held, so that a slow sender counts towards the limits.
                     if drain and admitted:
                         await _read_to_the_end(context)
                     await self._abort(method, context, error)

@@ -97,6 +97,7 @@ class CallSlots:
                 if not self._watches[principal]:  # callers without watches must take no memory
                     del self._watches[principal]
 
+    # Watches come first: health and reflection have methods of that kind too.
     def _kind(self, service: str, name: str) -> tuple[str, int]:
         if is_watch(name):
             return _WATCHES, MAX_WATCHES
@@ -137,10 +138,8 @@ def limits_by_role(
 class _Usage:
     """Current usage of one principal; `allowance` is a token bucket of calls."""
 
-    allowance: float
-    """Calls that may start at once; grows by `calls_per_second` up to one second's worth."""
-    updated: float
-    """Monotonic time of `allowance`."""
+    allowance: float  # calls that may start at once; grows by `calls_per_second` up to one second's worth
+    updated: float  # monotonic time of `allowance`
     calls: int = 0
     tokens: int = 0
 
@@ -175,7 +174,7 @@ class Quotas:
             Overloaded: the principal has too many calls in flight, or made too many in the last second.
         """
         limits = self._limits(principal)
-        if limits == UNLIMITED:
+        if limits == UNLIMITED:  # no entry in memory for the coordinator and local callers
             yield
             return
         usage = self._find(principal, limits)

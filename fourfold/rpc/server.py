@@ -118,7 +118,7 @@ class Server:
             names = [service.full_name for service, _, _ in self._servicers]
             reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         port = self._bind(server)
-        await self._health.set("", _SERVING)
+        await self._health.set("", _SERVING)  # the process lives, whether or not its services are ready
         await self._set_health(self._ready)
         await server.start()
         self._server = server

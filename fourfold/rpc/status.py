@@ -73,6 +73,7 @@ def from_rpc(error: grpc.aio.AioRpcError, *, peer: str) -> FourfoldError:
         peer: the called service, for the message, e.g. "rollout-0 at 127.0.0.1:5000".
     """
     code = error.code()
+    # A server that shuts down cancels its calls; another replica can serve them.
     cls = Unavailable if code is grpc.StatusCode.CANCELLED else BY_CODE.get(code.name, Internal)
     text = _explain(clean(error.details() or code.name))
     reason, retry_after = _read_details(error)

@@ -149,6 +149,7 @@ class Security:
 
         An internal port requires a certificate of our CA from every caller; a public one does not.
         """
+        # gRPC calls `changed` at each handshake.
         used = self.material
 
         def configuration() -> grpc.ServerCertificateConfiguration:

@@ -326,6 +326,7 @@ def _builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: float
 ) -> x509.CertificateBuilder:
     begin = _now() - datetime.timedelta(minutes=5)  # clocks of other machines may be behind
+    # The minimum keeps the begin before the end for `days` <= 0, with which tests make expired certificates.
     return (
         x509.CertificateBuilder()
         .subject_name(subject)

@@ -74,7 +74,7 @@ class WatchedFiles(Generic[T]):
         self._value = read()
 
     def get(self) -> T:
-        """Return the current content."""
+        """Return the current content, read again if a file has changed."""
         stamps = self._current_stamps()
         if stamps != self._stamps:
             with self._lock:
@@ -158,6 +158,7 @@ def read_lines(path: Path, hint: str = "") -> Iterator[tuple[int, str]]:
 
 def _check_usable(authority: bytes, path: Path, who: Principal) -> float:
     """Check a certificate with a TLS handshake in memory; return its expiry in seconds since the epoch."""
+    # The standard library cannot parse or verify a certificate outside of a handshake, and `cryptography` is optional.
     try:
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.load_cert_chain(path, password="")  # without a password OpenSSL prompts on the terminal

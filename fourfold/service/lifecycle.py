@@ -106,7 +106,7 @@ class ServiceHost:
         )
         self.on_drain: list[Callable[[], Awaitable[None]]] = []
         self.target = ""
-        """"host:port" for other services; set when the server listens."""
+        """host:port for other services; set when the server listens."""
         self._servers = [self.server]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
@@ -223,7 +223,7 @@ class ServiceHost:
         self._set_ready(False)
         if self._signal is not None or (self._fatal and PARENT_PID_VARIABLE in os.environ):
             self._exit_later(1 if self._signal is None else 128 + self._signal)
-        if member is not None:
+        if member is not None:  # first, so that the coordinator sends no more work
             await member.leave(timeout=_DEREGISTER_SECONDS)
         for step in self.on_drain:
             # gather returns the error of a step, so that the other steps run.

@@ -119,7 +119,7 @@ class Membership:
                 timeout=_CALL_TIMEOUT_SECONDS,
             )
             log.info("registered", extra={"target": self._target, "ttl_seconds": self._lease.ttl_seconds})
-            return self._lease.ttl_seconds / 3
+            return self._lease.ttl_seconds / 3  # the lease survives two lost calls
         timeout = min(self._lease.ttl_seconds / 3, _CALL_TIMEOUT_SECONDS)
         ttl, drain = await self._client.keep_alive(self._lease.token, timeout=timeout)
         if drain:
@@ -133,7 +133,7 @@ class Membership:
         if was_member or self._failures == 1:  # log only the first of a series, which may last for hours
             state = "lost the lease" if was_member else "registration failed"
             log.warning("%s; retrying until the coordinator accepts: %s", state, error)
-        if was_member and isinstance(error, NotFound):
+        if was_member and isinstance(error, NotFound):  # the coordinator is there but restarted: register at once
             return 0.0
         limit = min(_FIRST_BACKOFF_SECONDS * 2.0 ** min(self._failures - 1, 10), _MAX_BACKOFF_SECONDS)
         return limit * self._random.uniform(0.5, 1.0)

@@ -1,4 +1,4 @@
-"""Aggregation: how much each token counts in the loss. numpy float64, over the whole optimizer step.
+"""Computes the weight of each token in the loss. numpy float64, over the whole optimizer step.
 
     B        samples of the step, over all ranks and micro-batches
     n_i      action tokens of sample i, may be 0
@@ -6,8 +6,8 @@
     B'       samples with n_i > 0
     lengths  [B]  n_i
 
-The loss is the plain sum of c_i * loss_t over all tokens. N and B' are known before the first
-backward pass, so that the gradient does not depend on how the step is split.
+The loss is the sum of c_i * loss_t over all tokens. N and B' are known before the first backward pass, so the gradient
+does not depend on how the step is split.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final, Literal, assert_never
 
 if TYPE_CHECKING:
     from fourfold.algorithm.packed import Float64Array, Int64Array
-
 
 Mode = Literal["token-mean", "sequence-mean", "sequence-sum", "constant-length"]
 

@@ -1,15 +1,14 @@
-"""Corrections: the engine that sampled is not the policy that learns. torch, inside the update.
+"""Corrects the policy loss for the logprob mismatch between the engine that sampled and the trainer.
 
-    k           tokens of a micro-batch, all samples one after another
-    s           samples of it
-    old o       [k]  log-probability under the trainer's policy when the update began
-    behavior u  [k]  the same as the engine reported it when it sampled
-    d           [k]  o - u: how much likelier the token is for the trainer
+    k           loss tokens of a micro-batch, all samples one after another
+    s           samples of the micro-batch
+    old o       [k]  log-probability under the trainer's policy before the step
+    behavior u  [k]  log-probability that the engine reported when it sampled the token
+    d           [k]  o - u
     segments    int64 [k]  sample of each token, 0 to s - 1
 
-A correction multiplies a token's policy loss with a weight, or rejects the token. What is rejected
-still counts in N and B' (aggregation.py). Comparisons are made on the logs; nothing is a product
-with a mask, because a rejected weight may be infinite.
+A correction multiplies a token's policy loss by a weight, or rejects the token. A rejected token still counts in N and
+B' (aggregation.py).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Kind = Literal["tis", "icepop", "sequence-mask", "sequence-mask-tis"]
 DEFAULT_BOUNDS: Final[dict[Kind, tuple[float, float]]] = {
     "tis": (0.0, 2.0),
     "icepop": (0.5, 5.0),
-    # Of the geometric mean of a whole sample, which moves much less than a token's ratio.
+    # These bound the geometric mean of a sample, which differs from 1 much less than a token's ratio.
     "sequence-mask": (0.999, 1.002),
     "sequence-mask-tis": (0.999, 1.002),
 }
@@ -36,14 +35,14 @@ DEFAULT_BOUNDS: Final[dict[Kind, tuple[float, float]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Correction:
-    """What the policy loss of every token is multiplied with: where(rejected, 0, weights * loss)."""
+    """Factor of every token's policy loss: where(rejected, 0, weights * loss)."""
 
     weights: Tensor
     """[k], detached, finite; exactly 0 where rejected."""
     rejected: Tensor
     """bool [k]."""
     truncated: Tensor
-    """bool [k]: kept with another weight than its ratio, because of the bounds."""
+    """bool [k]: the weight is a bound in place of the ratio."""
 
 
 def correct(
@@ -56,8 +55,8 @@ def correct(
         sequence-mask      1; a sample whose geometric mean e^(mean d) is outside of [low, high] is rejected
         sequence-mask-tis  e^d with that same rejection, and no other bound but that of d, +-20
 
-    The last is OpenRLHF's seq-mask-tis. A token whose u is not finite is rejected by itself, and is no
-    part of its sample's mean.
+    The last is OpenRLHF's seq-mask-tis. A token whose u is not finite is rejected alone, and left out of its sample's
+    mean.
 
     Args:
         o: [k].
@@ -65,12 +64,12 @@ def correct(
         segments: int64 [k].
         segment_count: s.
         kind: see above.
-        low: bounds of the ratio itself; 0 for no lower one,
-        high: and inf for no upper one.
+        low: lower bound of the ratio; 0 for none.
+        high: upper bound of the ratio; inf for none.
     """
     o, u = o.detach(), u.detach()
     known = u.isfinite()
-    d = o - u  # not a number where both are infinite, but only known tokens are selected
+    d = o - u  # NaN where both are infinite, but only known tokens are selected
     weights = clamp(d).exp()
     truncated = known.new_zeros(known.shape)
     match kind:
@@ -87,6 +86,7 @@ def correct(
             kept = known & _within(segment_mean(d, segments, segment_count, known), low, high)[segments]
         case _:
             assert_never(kind)
+    # A selection, not a product with a mask: a rejected weight may be infinite, and inf * 0 is NaN.
     return Correction(weights=weights.masked_fill(~kept, 0.0), rejected=~kept, truncated=truncated)
 
 

@@ -1,7 +1,7 @@
-"""KL: how far the policy is from the reference. torch, except for the controller.
+"""Estimates the KL divergence of the policy to the reference, and controls its coefficient.
 
-    current p    [k]  log-probability of each token under the policy; carries the gradient if it is a loss
-    reference f  [k]  the same under the frozen reference policy
+    current p    [k]  log-probability of each token under the policy; carries the gradient in the loss
+    reference f  [k]  log-probability under the frozen reference policy
     d            [k]  p - f
 
 Each token was sampled by the policy, so the mean over tokens estimates KL(policy || reference)
@@ -30,9 +30,10 @@ FORMULAS: Final[dict[Kind, str]] = {
     "k3": "exp(f - {p}) - 1 - (f - {p})",
 }
 
-# A token that the reference finds impossible would otherwise outweigh the whole batch.
+# Without a bound, one token that is impossible under the reference would outweigh the whole batch.
 _MAX_KL: Final = 10.0
-_MAX_ERROR: Final = 0.2
+MAX_ERROR: Final = 0.2
+"""Largest relative change of the adaptive coefficient per horizon."""
 
 
 def estimate(p: Tensor, f: Tensor, kind: Kind) -> Tensor:
@@ -40,7 +41,7 @@ def estimate(p: Tensor, f: Tensor, kind: Kind) -> Tensor:
 
     Args:
         p: [k].
-        f: [k]; its gradient is cut.
+        f: [k]; detached here.
         kind: see above.
     """
     d = clamp(p - f.detach())
@@ -59,7 +60,7 @@ def estimate(p: Tensor, f: Tensor, kind: Kind) -> Tensor:
 def k3(log_ratio: Tensor) -> Tensor:
     """Return exp(x) - 1 - x for each x, at least 0, without clamps: for metrics.
 
-    `expm1` keeps small values exact, where exp(x) - 1 has lost them.
+    `expm1` keeps small values exact, where exp(x) - 1 rounds them to 0.
     """
     return log_ratio.expm1() - log_ratio
 
@@ -70,11 +71,11 @@ def adapted_coef(coef: float, kl: float, *, target: float, horizon: int, sample_
     arXiv 1909.08593, section 2.2: coef * (1 + clip(kl / target - 1, +-0.2) * sample_count / horizon).
 
     Args:
-        coef: that of the step that was made.
-        kl: mean over its samples of each sample's token mean.
+        coef: coefficient of this step.
+        kl: mean over the samples of this step of each sample's mean per token.
         target: above 0.
         horizon: in samples; more than 0.2 * sample_count, or the coefficient could fall to 0.
         sample_count: samples of the step.
     """
-    error = min(max(kl / target - 1, -_MAX_ERROR), _MAX_ERROR)
+    error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)
     return coef * (1 + error * sample_count / horizon)

@@ -1,11 +1,9 @@
-"""Ratios of probabilities, and means over samples. torch, inside the update.
+"""Bounds ratios of probabilities and averages tokens over samples.
 
-    k              tokens of a micro-batch; samples are never split over micro-batches
-    s              samples of it
-    segments       int64 [k]  sample of each token, 0 to s - 1
-    log-ratio d    [k]  difference of two log-probabilities of the same token
-
-A log-ratio beyond +-20 is one of +-20: neither its exp nor its gradient may take part in a sum.
+k              tokens of a micro-batch; samples are never split over micro-batches
+s              samples of the micro-batch
+segments       int64 [k]  sample of each token, 0 to s - 1
+log-ratio d    [k]  difference of two log-probabilities of the same token
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from torch import Tensor
 
+# exp of a larger log-ratio, or its gradient, would outweigh every other token of a sum.
 MAX_LOG_RATIO: Final = 20.0
 
 
@@ -26,15 +25,13 @@ def clamp(log_ratio: Tensor) -> Tensor:
 def segment_mean(values: Tensor, segments: Tensor, segment_count: int, selected: Tensor | None = None) -> Tensor:
     """Return the mean of each sample's values, float64 [s]; 0 for a sample without any.
 
-    Sums in float64: a thousand float32 differences of 1e-4 leave few digits, and the clip range of
-    GSPO is as small as that.
-
     Args:
         values: [k].
         segments: int64 [k].
         segment_count: s.
         selected: bool [k]; the tokens that count, None for all.
     """
+    # float64: the sum of a thousand float32 differences of 1e-4 has few digits, and GSPO clips at 1 +- 3e-4.
     counted = (values.new_ones(values.shape) if selected is None else selected).double()
     chosen = (values if selected is None else values.masked_fill(~selected, 0.0)).double()
     empty = chosen.new_zeros(segment_count)

@@ -1,13 +1,14 @@
-"""Rewards: from the scores of a batch to the reward of every token. numpy float64, over the whole batch.
+"""Turns the scores of a batch into the reward of every token. numpy float64, over the whole batch.
 
     B        samples
     k        action tokens of all samples, packed: one sample after another
-    score r  [B]  number of the scorer; every function below returns new ones
-    lengths  [B]  action tokens of each sample (text of the environment is not counted)
-    stream   [k]  rewards of single tokens or turns, already on the last action of what they judge
+    score r  [B]  returned by the scorer, then changed by the functions below
+    lengths  [B]  action tokens of each sample; text of the environment is not counted
+    stream   [k]  rewards of single tokens or turns, each on the last action that it is for
     kl       [k]  estimate of KL(old || reference) per token
 
-In this order: normalise, overlong, stop properly, then the group's baseline (advantages.py), and last
+The order is: normalisation (state.py), `overlong_penalty`, `stop_properly`, the comparison with other samples
+(advantages.py), and last `token_rewards`:
 
     R_t = - kl_coef * kl_t + stream_t + [t is the sample's last action] * outcome
 """
@@ -20,15 +21,15 @@ from fourfold.algorithm.packed import BoolArray, Float64Array, Int64Array, last_
 
 
 def overlong_penalty(lengths: Int64Array, *, max_tokens: int, buffer_tokens: float, factor: float) -> Float64Array:
-    """Return what is added to each score, [B], at most 0: a ramp down to -factor over the last `buffer_tokens`.
+    """Return the number to add to each score, [B], at most 0: a ramp down to -factor over the last `buffer_tokens`.
 
-    DAPO, arXiv 2503.14476, eq. 13, with its cap: longer than max_tokens costs no more than max_tokens.
+    DAPO, arXiv 2503.14476, eq. 13, with its cap: the penalty of a longer sample is that of `max_tokens`.
 
     Args:
         lengths: int64 [B].
-        max_tokens: where the whole penalty is reached.
-        buffer_tokens: the penalty begins that much earlier; at least 1.
-        factor: the whole penalty.
+        max_tokens: length at which the penalty is -factor.
+        buffer_tokens: length of the ramp in tokens; at least 1.
+        factor: largest penalty.
     """
     excess = np.clip(lengths - (max_tokens - buffer_tokens), 0, buffer_tokens)
     return -factor * excess / buffer_tokens
@@ -37,12 +38,12 @@ def overlong_penalty(lengths: Int64Array, *, max_tokens: int, buffer_tokens: flo
 def stop_properly(scores: Float64Array, truncated: BoolArray, *, coef: float) -> Float64Array:
     """Return the scores, [B], with truncated samples at r * coef, or at coef itself where coef is below 0.
 
-    The penalty of ProRL v2, as OpenRLHF has it. With scores below 0, r * coef makes a bad answer
-    better: use a coef below 0 then.
+    The penalty of ProRL v2 as implemented in OpenRLHF. With scores below 0, r * coef makes a bad answer better: use a
+    coef below 0 then.
 
     Args:
         scores: float64 [B].
-        truncated: bool [B]; a budget ended the sample.
+        truncated: bool [B]; a length limit ended the sample.
         coef: at most 1.
     """
     return np.where(truncated, scores * coef if coef >= 0 else coef, scores)
@@ -58,15 +59,15 @@ def token_rewards(
 ) -> Float64Array:
     """Return the reward R of every token, float64 [k].
 
-    The outcome sits on the last action, not on the last position, which may be text of the
-    environment. A sample without actions gets nothing.
+    The outcome is added to the last action, not to the last position, which may be text of the environment. A sample
+    without actions has no rewards.
 
     Args:
-        outcomes: float64 [B]; the score after shaping and after the group's baseline.
+        outcomes: float64 [B]; the score after shaping and after the comparison with other samples.
         lengths: int64 [B].
         stream: float64 [k], or None.
-        kl: float64 [k], or None where KL is no part of the reward.
-        kl_coef: what one nat costs.
+        kl: float64 [k], or None where KL is not part of the reward.
+        kl_coef: penalty per nat.
     """
     rewards = np.zeros(int(lengths.sum()), np.float64)
     if stream is not None:

@@ -27,7 +27,7 @@ class RunningMoments:
         """Return the moments of the scores so far together with these, [B]."""
         if not len(scores):
             return self
-        # Relative to one of the scores, equal scores have exactly that mean and no spread.
+        # Relative to the first score, so that equal scores have exactly that mean and no spread.
         mean = float(scores[0] + (scores - scores[0]).mean())
         m2 = float(np.square(scores - mean).sum())
         count = self.count + len(scores)
@@ -51,6 +51,5 @@ class AlgorithmState:
     """State of an algorithm between two steps."""
 
     kl_coef: float | None = None
-    """Where the controller has moved the coefficient; None: the recipe's."""
+    """KL coefficient of the next step; None: the recipe's."""
     scores: RunningMoments = field(default_factory=RunningMoments)
-    """Of all scores so far."""

@@ -1,12 +1,12 @@
-"""The algorithm's tables: a preset gives every key its value, and a recipe may change any of them.
+"""Defines the algorithm's tables of a recipe. A preset gives every key its value, and a recipe may change any of them.
 
-[algorithm]              preset, how token losses are added up
-[algorithm.advantage]    estimator of the advantages: `kind` and its keys (fourfold/algorithm/advantages.py)
+[algorithm]              preset, aggregation of token losses, whitening, entropy bonus
+[algorithm.advantage]    advantage estimator: `kind` and its keys (fourfold/algorithm/advantages.py)
 [algorithm.loss]         policy loss: `kind` and its keys (fourfold/algorithm/losses.py)
 [algorithm.kl]           distance to the reference policy
-[algorithm.correction]   difference between the policy that sampled and the one that is trained
-[algorithm.shaping]      what happens to a score before it becomes an advantage
-[algorithm.filter]       groups that others replace because they teach nothing
+[algorithm.correction]   correction of the logprob mismatch between engine and trainer
+[algorithm.shaping]      changes of a score before it becomes an advantage
+[algorithm.filter]       replacement of groups without a learning signal
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from fourfold.algorithm.losses import AnyPolicyLoss, PpoLoss
 from fourfold.config.presets import PRESETS
 from fourfold.table import Table
 
-_KL_STEP: Final = 0.2  # of the adaptive controller, per horizon
-# Of presets that name none.
+# Kinds of a preset that sets none.
 _KINDS: Final = {"advantage": {"kind": "grpo"}, "loss": {"kind": "ppo"}}
 
 
@@ -37,9 +36,9 @@ class KlConfig(Table):
     """loss: a term of the loss, computed anew in every update. reward: subtracted from each token's reward."""
     estimator: kl.Kind = "k3"
     target: float = Field(default=0.0, ge=0)
-    """Nats per token that the coefficient is steered to (arXiv 1909.08593); 0: it stays as it is."""
+    """Distance in nats per token to which the coefficient is adapted (arXiv 1909.08593); 0: coef is constant."""
     horizon: int = Field(default=10_000, ge=1)
-    """Samples in which a distance twice the target changes the coefficient by a fifth."""
+    """Number of samples after which a distance of twice the target has raised the coefficient by a fifth."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -50,22 +49,23 @@ class KlConfig(Table):
             )
         if self.target and not self.coef:
             raise ValueError(
-                f"target = {self.target} steers coef, and coef = 0 stays 0 whatever multiplies it; set coef above 0 to "
-                f"begin with, such as 0.001, or target = 0"
+                f"target = {self.target} needs coef > 0: an adaptive coefficient of 0 never changes; set coef above 0, "
+                f"such as 0.001, or target = 0"
             )
         return self
 
 
 class CorrectionConfig(Table):
-    """Weight or rejection of tokens that the engine sampled from another distribution than the trainer computes."""
+    """Correction of the policy loss for tokens whose log-probabilities differ between engine and trainer."""
 
     kind: Literal["none", corrections.Kind] = "none"
-    """tis: weight = clip(ratio, low, high). icepop: weight = ratio, outside of [low, high] the token is rejected.
+    """tis: weight = clip(ratio, low, high). icepop: weight = ratio; a token outside of [low, high] is rejected.
     sequence-mask: a sample is rejected when the geometric mean of its ratios is outside of [low, high].
-    sequence-mask-tis: the same, and its other tokens are weighted by their ratio."""
+    sequence-mask-tis: the same, and the tokens of the other samples are weighted by their ratio."""
     low: float = Field(default=0.0, ge=0)
-    """Bounds; the defaults are those of the kind (`fourfold/algorithm/corrections.py`)."""
+    """Lower bound; the default depends on the kind (`fourfold/algorithm/corrections.py`)."""
     high: float = Field(default=2.0, gt=0)
+    """Upper bound; the default depends on the kind."""
 
     @model_validator(mode="before")
     @classmethod
@@ -83,7 +83,7 @@ class CorrectionConfig(Table):
 
 
 class ShapingConfig(Table):
-    """What happens to a score, in the order of the keys."""
+    """Changes of a score, in the order of the keys."""
 
     normalize: bool = False
     """Subtract the running mean of all scores and divide by their running standard deviation."""
@@ -91,22 +91,22 @@ class ShapingConfig(Table):
     """Share of sampling.max_new_tokens at its end in which the penalty grows from 0 to overlong_penalty (DAPO)."""
     overlong_penalty: float = Field(default=1.0, ge=0)
     truncated: float | None = Field(default=None, le=1)
-    """Of a truncated sample: in [0, 1] its score is multiplied by this, below 0 its score becomes this."""
+    """In [0, 1]: the score of a truncated sample is multiplied by this. Below 0: its score is set to this."""
     mask_truncated: bool = False
     """Leave truncated samples out of the loss; their scores stay in the group's statistics."""
     clip: float = Field(default=0.0, ge=0)
-    """Largest absolute value of the shaped score, after the comparison in the group; 0: any."""
+    """Largest absolute value of the shaped score, after the comparison in the group; 0: no limit."""
 
 
 class FilterConfig(Table):
-    """Dynamic sampling: groups that teach nothing are replaced by new ones, so that the batch keeps its size."""
+    """Dynamic sampling: groups without a learning signal are replaced by new ones, so that the batch keeps its size."""
 
     keep: Literal["all", "varied", "mean-inside"] = "all"
-    """varied: groups whose scores differ (DAPO). mean-inside: groups whose mean score is inside (low, high)."""
+    """varied: groups whose scores differ (DAPO). mean-inside: groups whose mean score is in (low, high)."""
     low: float = 0.0
     high: float = 1.0
     max_rounds: int = Field(default=10, ge=1)
-    """Most prompts drawn for one step, in multiples of prompts_per_step; then the step trains on what it has."""
+    """Most prompts drawn for one step, in multiples of prompts_per_step; then the step trains on the groups it has."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
@@ -116,15 +116,15 @@ class FilterConfig(Table):
 
 
 class AlgorithmConfig(Table):
-    """What the trainer minimises. Losses and advantage estimators are registered in `fourfold/algorithm/`."""
+    """The objective of the trainer. Losses and advantage estimators are registered in `fourfold/algorithm/`."""
 
     preset: str = "grpo"
     advantage: AnyAdvantage = Grpo()
     whiten: Literal["off", "center", "full"] = "off"
-    """Of the advantages over all tokens of the batch."""
+    """Whitening of the advantages over the batch's tokens. center: subtract the mean. full: divide by the std, too."""
     loss: AnyPolicyLoss = PpoLoss()
     aggregation: Mode = "token-mean"
-    """How token losses become one number; constant-length divides by sampling.max_new_tokens."""
+    """Reduction of token losses to one number; constant-length divides by sampling.max_new_tokens."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     kl: KlConfig = KlConfig()
@@ -134,7 +134,7 @@ class AlgorithmConfig(Table):
 
     @property
     def compares_samples(self) -> bool:
-        """Whether an advantage needs at least two samples of a prompt."""
+        """Whether the advantage estimator needs at least two samples of a prompt."""
         return self.advantage.compares_samples
 
     @property
@@ -159,8 +159,8 @@ class AlgorithmConfig(Table):
             shaping.normalize or shaping.overlong_buffer or shaping.truncated is not None
         ):
             raise ValueError(
-                f"shaping.normalize, shaping.overlong_buffer and shaping.truncated change a sample's score, but not "
-                f"that of the greedy answer which advantage.kind = `{self.advantage.kind}` compares it with; remove "
+                f"shaping.normalize, shaping.overlong_buffer and shaping.truncated change a sample's score, not the "
+                f"score of the greedy answer that advantage.kind = `{self.advantage.kind}` compares it with; remove "
                 f"them, or choose another kind"
             )
         return self
@@ -177,11 +177,11 @@ class AlgorithmConfig(Table):
                 f"batch.group_size = {group_size}, but algorithm.filter.keep = `varied` keeps groups whose scores "
                 f"differ; raise it to at least 2, or use keep = `mean-inside` or `all`"
             )
-        step = _KL_STEP * samples_per_step / self.kl.horizon
+        step = kl.MAX_ERROR * samples_per_step / self.kl.horizon
         if self.kl.target and not step < 1:
             raise ValueError(
                 f"algorithm.kl.horizon = {self.kl.horizon} is too short for {samples_per_step} samples a step: the "
-                f"coefficient could turn negative; raise it above {math.ceil(_KL_STEP * samples_per_step)}"
+                f"coefficient could turn negative; raise it above {math.ceil(kl.MAX_ERROR * samples_per_step)}"
             )
 
 
@@ -196,6 +196,6 @@ def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in given.items():
         below = base.get(key)
         if isinstance(value, Mapping) and isinstance(below, Mapping):
-            # The other keys belong to their kind: bounds of one correction have no meaning for another.
+            # The bounds of one correction, or the keys of one loss, have no meaning for another.
             result[key] = merged(below, value) if value.get("kind", below.get("kind")) == below.get("kind") else value
     return result

@@ -1,7 +1,7 @@
-"""Algorithms by name: the values that a preset gives to the keys of [algorithm]. What it leaves out keeps its default.
+"""Defines the presets: values of the keys of [algorithm], by name. A key that a preset does not set has its default.
 
-`openrlhf-*` compute what OpenRLHF computes with its defaults, term by term; the others follow the paper,
-or where it is silent what has become usual.
+The `openrlhf-*` presets compute the same terms as OpenRLHF with its defaults. The others follow their papers, and
+common practice where a paper gives no value.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
         "aggregation": "sequence-sum",
         "kl": {"coef": 0.03, "placement": "reward", "estimator": "k1"},
     },
-    # arXiv 2402.03300 with DAPO's token mean and without its KL term: what most people mean by GRPO today.
+    # arXiv 2402.03300 with DAPO's token mean and without its KL term, as GRPO is commonly used today.
     "grpo": {},
     "grpo-paper": {
         "aggregation": "sequence-mean",
@@ -58,7 +58,7 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     # arXiv 2507.18071.
     "gspo": {"loss": {"kind": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, "aggregation": "sequence-mean"},
-    # arXiv 2506.13585; the bound of the ratio and the correction as in ScaleRL, 2510.13786.
+    # arXiv 2506.13585; bound of the ratio and correction from ScaleRL, 2510.13786.
     "cispo": {"loss": {"kind": "cispo", "ratio_max": 5.0}, "correction": {"kind": "tis", "high": 2.0}},
     # arXiv 2511.20347.
     "sapo": {"loss": {"kind": "sapo"}, "aggregation": "sequence-mean"},

@@ -196,7 +196,7 @@ def test_values_never_change(tmp_path: Path) -> None:
         (
             "[sampling]",
             "[algorithm.kl]\ntarget = 0.1\n[sampling]",
-            "algorithm.kl: target = 0.1 steers coef, and coef = 0 stays 0 whatever multiplies it; set coef above 0",
+            "algorithm.kl: target = 0.1 needs coef > 0: an adaptive coefficient of 0 never changes; set coef above 0",
         ),
         (
             'path = "train.jsonl"',
@@ -212,7 +212,7 @@ def test_values_never_change(tmp_path: Path) -> None:
         (
             "[sampling]",
             '[algorithm]\nadvantage.kind = "remax"\nshaping.normalize = true\n[sampling]',
-            "not that of the greedy answer which advantage.kind = `remax` compares it with; remove",
+            "score of the greedy answer that advantage.kind = `remax` compares it with; remove",
         ),
         (
             "[sampling]",

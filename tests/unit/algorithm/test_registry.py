@@ -1,0 +1,176 @@
+"""One definition is enough: a loss of another distribution is parsed, planned, trained and documented."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fourfold import config as configuration
+from fourfold.algorithm import tables
+from fourfold.algorithm.advantages import ADVANTAGES
+from fourfold.algorithm.losses import LOSSES
+from fourfold.algorithm.registry import Definition
+from fourfold.algorithm.state import AlgorithmState
+from fourfold.cli.main import main
+from fourfold.errors import ConfigError
+from fourfold_trainer.step.train_step import train_step
+from tests.fakes.toy_engine import ToyEngine
+from tests.fakes.trainer_engine import group_of
+
+ROOT = Path(__file__).parents[3]
+DOCS = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
+DEFINITIONS = [*LOSSES.definitions().values(), *ADVANTAGES.definitions().values()]
+RECIPE = """\
+name = "toy"
+steps = 3
+[model]
+source = "builtin:smollm2-135m-instruct"
+max_context_tokens = 64
+[data.train]
+path = "train.jsonl"
+[batch]
+prompts_per_step = 2
+group_size = 4
+[sampling]
+max_new_tokens = 16
+[algorithm.loss]
+kind = "quadratic"
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Install the example of the docs as a distribution; return its entry points."""
+    site = tmp_path / "site"
+    metadata = site / "my_losses-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (site / "my_losses.py").write_text(re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)[0])
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my_losses\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[fourfold.losses]\nquadratic = my_losses:Quadratic\n")
+    monkeypatch.syspath_prepend(str(site))
+    importlib.invalidate_caches()
+    yield metadata / "entry_points.txt"
+    sys.modules.pop("my_losses", None)
+
+
+def write(folder: Path, text: str = RECIPE) -> Path:
+    path = folder / "recipe.toml"
+    path.write_text(text)
+    return path
+
+
+# A definition of another distribution
+
+
+def test_a_recipe_selects_a_loss_of_another_distribution(installed: Path, tmp_path: Path) -> None:
+    config = configuration.load(write(tmp_path, RECIPE + "penalty = 0.5\n"))
+    assert config.algorithm.loss.model_dump() == {"kind": "quadratic", "penalty": 0.5}
+    assert configuration.load(write(tmp_path, configuration.dump(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("penalty = -1.0", ":15  algorithm.loss.penalty = -1.0: input should be greater than or equal to 0"),
+        ("clip_low = 0.1", "clip_low: no such key for kind = 'quadratic'. Its keys: penalty."),
+    ],
+)
+def test_its_keys_have_rules(installed: Path, tmp_path: Path, keys: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        configuration.load(write(tmp_path, f"{RECIPE}{keys}\n"))
+
+
+def test_the_plan_prints_its_formula(installed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(write(tmp_path))]) == 0
+    assert "loss of a token: l = -A p + 0.1 (p - o)^2." in capsys.readouterr().out
+
+
+def test_the_trainer_minimises_it(installed: Path, tmp_path: Path) -> None:
+    text = RECIPE.replace("group_size = 4", "group_size = 2\nepochs_per_step = 2")
+    config = configuration.load(write(tmp_path, text + "[trainer]\nlearning_rate = 20.0\n"))
+    engine, state = ToyEngine(config), AlgorithmState()
+    samples = [*group_of([0, 1], group="a"), *group_of([3, 1], group="b")]
+    for step in (1, 2, 3):
+        table = engine.policy.detach().clone()
+        old = torch.log_softmax(table, 0).float()
+        result = train_step(engine, samples, config, step=step, state=state)  # type: ignore[arg-type]
+        state = result.algorithm_state
+        assert result.policy_updates == 2 and not torch.equal(engine.policy, table)
+        advantages = result.targets.advantages[::2].tolist()  # all samples have two action tokens
+        for gradient in engine.gradients[-2:]:  # the second update is pulled back to the policy before the step
+            table.requires_grad_()
+            loss = torch.zeros((), dtype=torch.float64)
+            for one, advantage in zip(samples, advantages, strict=True):
+                ids = torch.from_numpy(one.token_ids[one.loss_mask]).long()
+                p = torch.log_softmax(table, 0)[ids]
+                loss = loss + (-advantage * p + 0.1 * (p - old[ids]).square()).sum() / 8
+            (wanted,) = torch.autograd.grad(loss, table)
+            torch.testing.assert_close(gradient, wanted, atol=1e-6, rtol=1e-5)
+            table = table.detach() - 20.0 * gradient
+
+
+def test_it_is_documented(installed: Path) -> None:
+    assert "| `quadratic` | l = -A p + 0.1 (p - o)^2 | `penalty` 0.1 | docs/algorithms.md |\n" in tables.markdown()
+
+
+def test_an_entry_point_that_is_no_definition_is_named(installed: Path, tmp_path: Path) -> None:
+    installed.write_text("[fourfold.advantages]\nwrong = my_losses:Quadratic\n")
+    text = RECIPE.replace("[algorithm.loss]", "[algorithm.advantage]").replace("quadratic", "wrong")
+    with pytest.raises(ConfigError, match=r"fourfold.advantages: wrong = my_losses:Quadratic is no AdvantageEstimator"):
+        configuration.load(write(tmp_path, text))
+
+
+def test_without_the_distribution_the_known_kinds_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="kind = 'quadratic' is unknown; choose one of ppo, gspo, cispo, sapo, rein"):
+        configuration.load(write(tmp_path))
+
+
+# The definitions of Fourfold
+
+
+@pytest.mark.parametrize("definition", DEFINITIONS, ids=lambda d: d.__name__)
+def test_every_definition_is_complete(definition: type[Definition]) -> None:
+    kind = definition.model_fields["kind"].default
+    found = definition.model_validate({"kind": kind})
+    assert found.formula() and found.source and definition.__doc__
+    assert all(not field.is_required() for field in definition.model_fields.values())
+
+
+def test_kinds_are_compared_nowhere_else() -> None:
+    """The name of a loss or estimator decides nothing outside of its definition and the presets."""
+    kinds = [str(d.model_fields["kind"].default) for d in DEFINITIONS]
+    comparison = re.compile(rf"""(==|!=|\bin|\bcase) \(?"({"|".join(map(re.escape, kinds))})\"""")
+    sources = [*ROOT.glob("fourfold/**/*.py"), *ROOT.glob("services/*/fourfold_*/**/*.py")]
+    assert [str(p) for p in sources if comparison.search(p.read_text(encoding="utf-8"))] == []
+
+
+def test_the_docs_have_the_tables() -> None:
+    begin, end = "<!-- begin tables -->\n", "<!-- end tables -->"
+    written = DOCS.partition(begin)[2].partition(end)[0]
+    assert written.strip() == tables.markdown().strip(), "paste the output of `python -m fourfold.algorithm.tables`"
+
+
+# Reading a step
+
+STEP: dict[str, str] = {
+    "services/coordinator/fourfold_coordinator/training/loop.py": "train_step(",
+    "services/trainer/fourfold_trainer/step/train_step.py": "engine.update_policy(",
+    "services/trainer/fourfold_trainer/step/optimizer_step.py": "policy.optimizer_step(",
+}
+
+
+def test_a_step_is_read_in_three_files() -> None:
+    texts: dict[str, Any] = {path: (ROOT / path).read_text(encoding="utf-8") for path in STEP}
+    assert sum(len(text.splitlines()) for text in texts.values()) <= 700
+    assert all(call in texts[path] for path, call in STEP.items())
+    optimizer_step = texts["services/trainer/fourfold_trainer/step/optimizer_step.py"]
+    order = ["policy.logprobs(", "policy.backward(", "policy.optimizer_step("]
+    assert [optimizer_step.index(call) for call in order] == sorted(optimizer_step.index(call) for call in order)
+    assert "algorithm.loss.compute(inputs)" in optimizer_step and "inputs = LossInputs(" in optimizer_step

@@ -42,7 +42,7 @@ from .routing.replica import Replica
 from .routing.router import Router
 from .routing.trainer_session import TrainerSession
 from .state.faults import FaultLog
-from .state.files import DiskWriter
+from .state.files import DiskWriter, replace_file
 from .state.ledger import Ledger
 from .state.run_board import RunBoard
 from .training.context import RunContext
@@ -76,7 +76,7 @@ def main(options: ServeOptions) -> int:
         if warning := check_room(folder):
             log.warning("%s", warning)
         if not (folder / CONFIG_FILE).exists():  # started by hand, not by the launcher
-            write_atomically(folder / CONFIG_FILE, dump(options.config))
+            replace_file(folder / CONFIG_FILE, [dump(options.config)])
         return asyncio.run(Coordinator(options, folder).run())
 
 
@@ -129,7 +129,7 @@ class Coordinator:
         return await self._host.run(start=self._announce, until=self._drive())
 
     async def _announce(self) -> None:
-        await self._disk.write(write_atomically, self._folder / ADDRESS_FILE, self._host.target + "\n")
+        await self._disk.write(replace_file, self._folder / ADDRESS_FILE, [self._host.target + "\n"])
 
     async def _drive(self) -> int:
         """Run the training loop to its end, and report the outcome to watchers."""
@@ -245,10 +245,3 @@ async def first_of(main: Coroutine[Any, Any, None], background: Sequence[asyncio
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that readers see the old text or the new one."""
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(path)

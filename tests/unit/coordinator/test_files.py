@@ -17,7 +17,7 @@ import pytest
 from fourfold.host import disk as host_disk
 from fourfold.metrics import REWARD_MEAN
 from fourfold_coordinator.state import files
-from fourfold_coordinator.state.files import DiskFull, DiskWriter, MetricsWriter
+from fourfold_coordinator.state.files import DiskFull, DiskWriter, MetricsWriter, replace_file
 from fourfold_coordinator.state.ledger import Ledger, SampleState
 from fourfold_coordinator.state.run_board import RunBoard
 from tests.fakes.clock import FakeClock
@@ -117,6 +117,14 @@ async def test_a_ledger_without_room_changes_nothing_and_goes_on_with_it(
     assert ledger.counts() == {SampleState.ISSUED: 5002}
     ledger.move(issued.sample_ids, SampleState.RUNNING)
     ledger.close()
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "coordinator.address"
+    replace_file(path, ["127.0.0.1:1\n"])
+    replace_file(path, ["127.0.0.1:2\n"])
+    assert path.read_text() == "127.0.0.1:2\n"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def lines(path: Path) -> list[dict[str, object]]:

@@ -13,7 +13,6 @@ from fourfold.errors import ConfigError
 from fourfold_coordinator.launch.run_folder import locked
 from fourfold_coordinator.reporting.run_totals import MemoryMeter, pss_bytes
 from fourfold_coordinator.routing.registry import Member
-from fourfold_coordinator.serve import write_atomically
 
 
 def test_one_run_folder_has_one_coordinator(tmp_path: Path) -> None:
@@ -23,14 +22,6 @@ def test_one_run_folder_has_one_coordinator(tmp_path: Path) -> None:
                 pass
     with locked(tmp_path / "coordinator.lock", "coordinator"):
         pass
-
-
-def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    path = tmp_path / "coordinator.address"
-    write_atomically(path, "127.0.0.1:1\n")
-    write_atomically(path, "127.0.0.1:2\n")
-    assert path.read_text() == "127.0.0.1:2\n"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_memory_is_the_sum_over_the_processes_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from typing import Any
 from fourfold import metrics as m
 from fourfold.config import Config
 
+from ..state.files import replace_file
 from ..state.ledger import EvalRow, Ledger, StepRow
 from ..state.samples import SampleGroup, digest
 from .diagnosis import summarize_findings
@@ -106,9 +107,7 @@ def write(folder: Path, report: dict[str, Any], steps: Sequence[StepRow], evals:
     """Write curve.png and then report.json, each atomically. Takes seconds: call it in a thread."""
     draw_curve(folder / "curve.png", steps, evals, title=report["name"])
     report = {**report, "distance": _distance(folder, report)}
-    fresh = folder / "report.json.new"
-    fresh.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    fresh.replace(folder / "report.json")
+    replace_file(folder / "report.json", [json.dumps(report, indent=2, ensure_ascii=False) + "\n"])
 
 
 def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *, title: str) -> None:

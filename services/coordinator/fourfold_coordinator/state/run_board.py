@@ -40,10 +40,10 @@ class RunBoard:
         self._change = asyncio.Event()
         self._wait_began, self._wait_ended = Timestamp(), -math.inf
 
-    def set_phase(self, phase: pb.RunPhase.ValueType, *, progress: float = 0.0) -> None:
-        """Set the phase that the run is in, and its progress."""
+    def set_phase(self, phase: pb.RunPhase.ValueType) -> None:
+        """Set the phase that the run is in; its progress starts at 0."""
         self.status.phase = phase
-        self.set_progress(progress)
+        self.set_progress(0.0)
 
     def set_progress(self, share: float) -> None:
         """Set the share of the present phase that is done, in [0, 1]."""

@@ -21,7 +21,7 @@ READ_MEMORY = hardware.available_memory
 
 @pytest.fixture(autouse=True)
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests may be using this machine's memory and disk."""
+    """Fake memory and disk: other tests may use those of this machine."""
     monkeypatch.setattr(doctor, "available_memory", lambda: 16 << 30)
     monkeypatch.setattr(doctor, "RUN_GIB", 0)
 
@@ -68,7 +68,7 @@ def test_sandbox_of_the_machine_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
     assert check.fix.startswith("the machine has no Landlock (Linux 5.13 or newer")
 
 
-def test_optional_package_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_optional_package_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     found = doctor.version_of
     monkeypatch.setattr(doctor, "version_of", lambda name: "" if name == "ray" else found(name))
     ray = next(check for check in doctor.extras() if "--launcher ray" in check.text)
@@ -77,18 +77,18 @@ def test_optional_package_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("version", "state"), [("0.25.1", "missing"), ("0.26.0", "ok"), ("0.33.0", "missing")])
-def test_vllm_outside_the_supported_range_is_told(monkeypatch: pytest.MonkeyPatch, version: str, state: str) -> None:
+def test_an_unsupported_vllm_is_reported(monkeypatch: pytest.MonkeyPatch, version: str, state: str) -> None:
     monkeypatch.setattr(doctor, "version_of", lambda name: version if name == "vllm" else "1.0")
     assert next(iter(doctor.services())).state == state
 
 
-def test_a_missing_compiler_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
     check = doctor._compiler()
     assert check.state == "missing" and "no g++" in check.text and "apt install g++" in check.fix
 
 
-def test_little_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "available_memory", lambda: 3 << 30)
     check = doctor._memory()
     assert check.state == "missing" and "3.0 GiB of memory free; the quickstart needs up to" in check.text

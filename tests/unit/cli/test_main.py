@@ -1,4 +1,4 @@
-"""The command line: what it imports, what it refuses, and its exit codes."""
+"""The command line: its imports, its errors and its exit codes."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_reader_who_has_read_enough_is_no_error() -> None:
+def test_a_closed_pipe_is_no_error() -> None:
     """As with `fourfold plan RECIPE | head`."""
     reader, writer = os.pipe()
     os.close(reader)

@@ -1,4 +1,4 @@
-"""Recipes: every mistake is named with file, line, rule and fix, and dump is the inverse of load."""
+"""Loading of recipes: errors give file, line, rule and fix, and dump is the inverse of load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Appends are whole or not there, a full disk is told from other errors, and a run is refused where it cannot begin."""
+"""Appends write all lines or none, errors of a full disk are recognised, and a run needs free space to start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_lines_are_appended_after_the_last_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     append_lines(path, b"1\n2\n", sync=True)
     with path.open("ab") as file:
-        file.write(b"torn" * 40_000)  # by a process that was killed; longer than one look back
+        file.write(b"torn" * 40_000)  # by a process that was killed; longer than one block of the search
     append_lines(path, b"3\n")
     assert path.read_bytes() == b"1\n2\n3\n"
     path.write_bytes(b"torn from the start")
@@ -72,7 +72,7 @@ def sqlite_error(code: int) -> sqlite3.OperationalError:
         (ValueError(), False),
     ],
 )
-def test_a_full_disk_is_told_from_other_errors(error: Exception, full: bool) -> None:
+def test_errors_of_a_full_disk_are_recognised(error: Exception, full: bool) -> None:
     assert is_full(error) is full
 
 

@@ -21,7 +21,7 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three GPUs, the last one small."""
+    """Provide three GPUs; the last one is small."""
     monkeypatch.setitem(sys.modules, "pynvml", pynvml)
     monkeypatch.setenv("FAKE_GPUS", "H200 141, H200 141, T400 4")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -30,7 +30,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def without_nvml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The kernel's driver lists two GPUs by their addresses alone."""
+    """Remove NVML; the kernel's driver lists two GPUs by their addresses."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(hardware, "_DRIVER", tmp_path)
     for name in ("0000:4b:00.0", "0000:05:00.0"):
@@ -151,7 +151,7 @@ def test_the_quickstart_needs_no_such_processor(
 
 
 def launch(name: str, dtype: str = "") -> None:
-    """Make the launcher of a recipe, perhaps in another dtype."""
+    """Make the launcher of a recipe, optionally in another dtype."""
     config = configuration.load(RECIPES / f"{name}.toml")
     if dtype:
         config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})

@@ -16,7 +16,7 @@ from fourfold.host import logs
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A text stream that is a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def restore() -> Iterator[None]:
-    """Leave the root logger as it was."""
+    """Restore the root logger after each test."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
@@ -38,7 +38,7 @@ def records(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-def test_where_no_person_reads_a_record_is_one_json_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_record_is_one_json_line_if_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "stderr", err := io.StringIO())
     logs.setup("rollout-0", run_dir=tmp_path)
     logs.setup("rollout-0", run_dir=tmp_path)  # twice is once
@@ -79,7 +79,7 @@ def test_a_traceback_stays_in_its_record(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_secrets_do_not_show(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+def test_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
     monkeypatch.setattr(sys, "stderr", err := Terminal() if terminal else io.StringIO())
     logs.setup("m")
     secret = "hunter2"

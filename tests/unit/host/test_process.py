@@ -67,7 +67,7 @@ def test_first_death_is_explained_with_exit_code_and_last_lines(supervisor: Supe
     assert text.splitlines()[-1] == "  | the reason"
     assert len(first.last_lines) == 30
     assert first.log in text
-    assert supervisor.deaths() == []  # each is told once
+    assert supervisor.deaths() == []  # each is returned once
 
 
 def running_in_group(group: int) -> list[str]:
@@ -83,7 +83,7 @@ def running_in_group(group: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("oom_kills", "words"), [(0, "by a user (kill -9)"), (1, "out-of-memory killer struck")])
-def test_sigkill_is_named_and_told_from_running_out_of_memory(
+def test_sigkill_is_named_and_an_out_of_memory_kill_recognised(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, oom_kills: int, words: str
 ) -> None:
     child = supervisor.start(shell("trainer-0", "echo READY a:1; sleep 60"))
@@ -239,7 +239,7 @@ def test_stop_ends_all_at_once_and_kills_what_ignores_it(supervisor: Supervisor,
     deaths = {death.name: death for death in supervisor.deaths()}
     assert deaths["polite"].exit_code == 0 and not deaths["polite"].signal
     assert deaths["deaf"].signal == signal.SIGKILL
-    wait_for(lambda: not is_running(detached))  # another session: found by the tag
+    wait_for(lambda: not is_running(detached))  # it is in another session, and found by its tag
     assert running_in_group(supervisor.children["deaf"].pid) == []
     with pytest.raises(Unavailable, match="being stopped"):
         supervisor.start(shell("late", "true"))

@@ -53,7 +53,7 @@ def test_a_child_dies_with_its_parent() -> None:
         assert _are_gone(processes)
 
 
-def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
+def test_a_child_whose_parent_has_ended_ends_at_once() -> None:
     code = "print(os.getpid(), flush=True); sys.stdin.readline(); die_with_parent(999999999); " + _SLEEP
     child = subprocess.Popen(
         [sys.executable, "-c", _HEAD + code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True

@@ -1,4 +1,4 @@
-"""Folders for a process's own use: nothing piles up, and nobody's living folder is taken away."""
+"""Scratch folders of dead processes are removed, and those of running processes are kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOLD = (
 
 
 def hold() -> tuple[subprocess.Popen[str], Path]:
-    """A process that holds a folder, and the folder."""
+    """Start a process that holds a folder; return it and the folder."""
     process = subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     return process, Path(process.stdout.readline().strip())
@@ -28,7 +28,7 @@ def end(process: subprocess.Popen[str]) -> None:
         process.kill()
 
 
-def test_what_killed_processes_left_goes_and_what_living_ones_hold_stays(
+def test_folders_of_killed_processes_are_removed_and_those_of_running_ones_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -44,8 +44,8 @@ def test_what_killed_processes_left_goes_and_what_living_ones_hold_stays(
     old.mkdir()
     os.utime(old, (0, 0))
     mine = Scratch("test")
-    assert not left.exists(), "nobody holds it any more, however young it is"
-    assert not old.exists(), "of a process that was killed before it had its lock"
+    assert not left.exists(), "its process is dead, so its age does not matter"
+    assert not old.exists(), "its process was killed before it took the lock"
     assert held.exists() and young.exists() and other.exists()
     assert mine.path.parent == tmp_path and mine.path.stat().st_mode & 0o777 == 0o700
     mine.remove()

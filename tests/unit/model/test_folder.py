@@ -1,4 +1,4 @@
-"""Model sources: what is refused, the built-in model's table, and its one conversion."""
+"""Model sources: errors, sizes, and the conversion of the built-in model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCE = f"builtin:{NAME}"
 
 
 def write_model(folder: Path, *, without: str = "") -> Path:
-    """A folder with the files of a model: 2 tensors of 6 and 4 parameters."""
+    """Write a folder with the files of a model: 2 tensors of 6 and 4 parameters."""
     folder.mkdir()
     config = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
     config |= {"vocab_size": 32, "num_key_value_heads": 1, "tie_word_embeddings": True}
@@ -128,7 +128,7 @@ def _check_tokenizer(folder: Path) -> None:
 def test_unpermute_undoes_the_row_order_of_gguf() -> None:
     heads, rows, columns = 3, 24, 2
     original = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)
-    # What llama.cpp does to a Hugging Face projection when it writes the file.
+    # llama.cpp permutes a Hugging Face projection so when it writes the file.
     permuted = original.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
     assert not np.array_equal(permuted, original)
     assert np.array_equal(convert_gguf._unpermute(permuted, heads), original)

@@ -1,4 +1,4 @@
-"""Chat templates and token ids of a tiny tokenizer that is made here."""
+"""Chat templates and token ids, with a tiny tokenizer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ USER = [{"role": "user", "content": " 3 * 4 <b> "}]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A byte-level tokenizer with three special tokens, a template, and its configuration files."""
+    """Write a byte-level tokenizer with three special tokens, a template and configuration files."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     library = Library(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -68,7 +68,7 @@ def test_ids_come_back_as_text_without_special_tokens(folder: Path) -> None:
     text = "<|start|>user\n\u00e9\u4e2d \U0001f600  x<|end|>" + "long" * 50
     ids = tokenizer.encode(text)
     assert ids[0] == 256
-    assert len(ids) > 200, "neither truncated nor padded, whatever the file says"
+    assert len(ids) > 200, "neither truncated nor padded, although the file asks for both"
     assert tokenizer.decode(ids) == "user\n\u00e9\u4e2d \U0001f600  x" + "long" * 50
     assert tokenizer.encode("x", add_special=True) == [258, *tokenizer.encode("x")]
     assert tokenizer.encode("") == []

@@ -42,7 +42,7 @@ def test_batches_are_split_over_ranks_and_micro_batches() -> None:
     assert plan.samples_in_run == 200
 
 
-def test_ranks_that_share_rows_are_one_to_the_batch() -> None:
+def test_a_group_of_ranks_counts_as_one_rank() -> None:
     trainer = {"ranks": 6, "sequence_parallel_size": 2}
     assert batch_plan(recipe(trainer=trainer)) == batch_plan(recipe(trainer={"ranks": 3}))
     assert activation_bytes(recipe(trainer=trainer), SHAPE) == activation_bytes(recipe(), SHAPE) / 2
@@ -71,7 +71,7 @@ def test_evaluations_begin_before_the_first_step_and_need_data() -> None:
     ("stage", "weights", "gradients", "optimizer"),
     [(0, 2, 2, 16), (1, 2, 4, 16 / 4), (2, 2, 4 / 4, 16 / 4), (3, 2 / 4 + 2, 4 / 4, 16 / 4)],
 )
-def test_zero_stages_divide_what_they_say(stage: int, weights: float, gradients: float, optimizer: float) -> None:
+def test_each_zero_stage_divides_its_state(stage: int, weights: float, gradients: float, optimizer: float) -> None:
     config = recipe(trainer={"ranks": 4, "zero_stage": stage})
     trainer = memory_plan(config, SHAPE)[0]
     million = SHAPE.parameter_count
@@ -112,7 +112,7 @@ def test_an_average_is_a_fourth_float32_copy_of_the_policy_alone() -> None:
         (3, "optimizer+parameters", (2, 0, 0), (2 / 4, 4 / 4, 16 / 4)),
     ],
 )
-def test_offloading_moves_what_it_says(
+def test_offloading_moves_its_state_to_main_memory(
     stage: int, offload: str, on_gpu: tuple[float, ...], in_main_memory: tuple[float, ...]
 ) -> None:
     tables: dict[str, Any] = {"ranks": 4, "zero_stage": stage, "device": "cuda", "offload": offload}
@@ -154,7 +154,7 @@ def test_rollout_on_a_gpu_takes_its_share_and_on_a_cpu_its_cache() -> None:
     assert (row.on_gpu, row.count, row.share_of_gpu, row.weights) == (True, 4, 0.85, SHAPE.parameter_count)
 
 
-def test_weights_on_their_way_are_counted_once_and_by_gloo_in_every_engine_worker() -> None:
+def test_weights_in_transfer_are_counted_once_and_for_gloo_in_every_engine_worker() -> None:
     for backend, workers in (("auto", 1), ("shm", 1), ("gloo", 6)):
         config = recipe(rollout={"replicas": 3, "gpus_per_replica": 2}, weights={"backend": backend})
         (row,) = [row for row in memory_plan(config, SHAPE) if row.role == "transfer"]

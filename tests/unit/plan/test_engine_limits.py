@@ -46,7 +46,7 @@ def test_the_share_is_bounded_below_for_agents_and_groups_and_above_by_the_devic
     assert samples(batch=big) == 256
 
 
-def test_an_evaluation_counts_as_far_as_the_recipe_says_how_large_it_is() -> None:
+def test_an_evaluation_counts_if_the_recipe_gives_its_size() -> None:
     data = {"eval": {"path": "e.jsonl"}}
     gpus = {"gpus_per_replica": 1}
     small = {"prompts_per_step": 1}
@@ -157,7 +157,7 @@ def test_without_held_out_data_no_evaluation_is_too_large(limit: dict[str, int])
         ("cudagraph_capture_sizes", [1, [2]], "or a list of these"),
     ],
 )
-def test_what_fourfold_sets_itself_is_refused(name: str, value: Any, message: str) -> None:
+def test_options_that_fourfold_sets_are_refused(name: str, value: Any, message: str) -> None:
     with pytest.raises(pydantic.ValidationError) as caught:
         recipe(rollout={"vllm": {name: value}})
     assert message in str(caught.value)

@@ -33,7 +33,7 @@ def chosen(*targets: str) -> list[str]:
     return select_adapter_layers(NAMES, LoraConfig(rank=4, target_modules=targets))
 
 
-def test_layers_are_meant_by_the_ends_of_their_names() -> None:
+def test_layers_are_selected_by_the_ends_of_their_names() -> None:
     assert chosen("all-linear") == NAMES
     assert chosen("q_proj") == [NAMES[0], NAMES[3]]
     assert chosen("0.attn.q_proj", "up_proj") == [NAMES[0], NAMES[2]]
@@ -49,7 +49,7 @@ def test_layers_are_meant_by_the_ends_of_their_names() -> None:
         ("1.attn.v_proj", "'v_proj'?"),
     ],
 )
-def test_a_layer_that_is_not_there_is_refused(target: str, hint: str) -> None:
+def test_an_unknown_layer_is_refused(target: str, hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         chosen("q_proj", target)
     message = caught.value.message
@@ -77,7 +77,7 @@ def test_the_built_in_model_has_the_tensors_that_its_size_says() -> None:
     assert count == model_folder.shape(source).parameter_count
 
 
-def test_the_plan_says_how_much_is_trained() -> None:
+def test_the_plan_counts_the_trained_parameters() -> None:
     said = " ".join(report.describe(recipe(rank=16)).split())
     # A layer: q 576+576, k and v 192+576 each, o 576+576, gate, up and down 576+1536 each; times 16, times 30.
     assert 16 * 30 * (2 * 1152 + 2 * 768 + 3 * 2112) == 4_884_480

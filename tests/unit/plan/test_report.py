@@ -1,4 +1,4 @@
-"""The text of `fourfold plan`: what a newcomer reads before the first run."""
+"""The text of `fourfold plan`."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ Main memory in total: about 10.7 GiB.
 
 
 def in_bfloat16() -> dict[str, Any]:
-    """The quickstart's tables in bfloat16, which has masters to count."""
+    """Return the quickstart's tables in bfloat16, which needs float32 masters."""
     data = configuration.load(QUICKSTART).model_dump()
     data["model"]["dtype"] = "bfloat16"
     return data
 
 
 def changed(**tables: dict[str, Any]) -> str:
-    """Their plan with some keys changed, on one line per sentence."""
+    """Return the plan with some keys changed, as one line."""
     data = in_bfloat16()
     for name, table in tables.items():
         keep = {} if "preset" in table else data[name]  # every key is written out, and would win over the preset's
@@ -120,7 +120,7 @@ _SHARED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_plan_says_who_is_on_which_gpu() -> None:
+def test_plan_lists_the_services_on_each_gpu() -> None:
     shared = changed(**_SHARED, placement={"colocated": True})
     assert "placement 2 GPUs, shared: GPU 0: rollout-0, trainer-0, reference-0; GPU 1: rollout-1, trainer-0." in shared
     assert "with the engine asleep" in shared
@@ -158,7 +158,7 @@ def test_plan_of_ranks_that_share_micro_batches() -> None:
         changed(trainer={"ranks": 6, "sequence_parallel_size": 2})
 
 
-def test_plan_tells_what_is_started_by_hand_and_the_reference() -> None:
+def test_plan_names_services_started_by_hand_and_the_reference() -> None:
     text = changed(rollout={"replicas": 0}, algorithm={"kl": {"coef": 0.01}})
     assert "rollout started by hand on CPU" in text
     assert "reference 1 service on CPU, with the frozen weights of builtin:smollm2-135m-instruct." in text
@@ -172,7 +172,7 @@ def test_plan_of_files() -> None:
     assert "held out nothing, so no accuracy is measured" in changed(data={"holdout": None})
 
 
-def test_plan_tells_how_a_batch_is_used() -> None:
+def test_plan_describes_the_updates_of_a_batch() -> None:
     four = changed(batch={"mini_batches_per_step": 4})
     assert "1,536 to train on, in 4 optimizer steps of 24 samples." in four
     assert "16 of full length, so at most 8 passes" in four
@@ -182,7 +182,7 @@ def test_plan_tells_how_a_batch_is_used() -> None:
     assert "one step 1 prompt x 1 sample = 1 trajectories" in one
 
 
-def test_plan_tells_what_is_kept() -> None:
+def test_plan_describes_checkpoints_and_the_average() -> None:
     best = changed(checkpoint={"keep": 1, "keep_best": 3})
     assert "the newest 1 and the 3 with the best held-out score stay in runs/quickstart/checkpoints." in best
     average = changed(trainer={"ema_decay": 0.992})
@@ -193,7 +193,7 @@ def test_plan_tells_what_is_kept() -> None:
     assert "3 checkpoints of about 2.0 GiB" in average and "trainer 1 0.50 0.50 2.51" in average
 
 
-def test_plan_tells_the_optimizers_and_their_learning_rates() -> None:
+def test_plan_describes_optimizers_and_learning_rates() -> None:
     table = {"optimizer": "muon", "schedule": "cosine", "warmup_steps": 3, "final_learning_rate_share": 0.1}
     text = changed(trainer={**table, "weight_decay": 0.1}, algorithm={"preset": "ppo"}, critic={"warmup_steps": 1})
     assert (
@@ -204,7 +204,7 @@ def test_plan_tells_the_optimizers_and_their_learning_rates() -> None:
     )
 
 
-def test_plan_tells_what_is_offloaded() -> None:
+def test_plan_describes_offloading() -> None:
     for offload, device, sentence in (
         ("optimizer", "cuda", "norm of 1. Masters and moments stay in main memory, and the CPU updates them. rollout"),
         (
@@ -231,7 +231,7 @@ def test_plan_counts_the_critic() -> None:
     assert changed(critic={"ranks": 2}) == plain
     with pytest.raises(ConfigError, match="no such folder"):
         changed(algorithm={"preset": "ppo"}, critic={"source": "no/such/folder"})
-    assert changed(critic={"source": "no/such/folder"}) == plain, "there is none to load"
+    assert changed(critic={"source": "no/such/folder"}) == plain, "the recipe has no critic"
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_plan_counts_the_critic() -> None:
         ({"verify_first": 0, "verify_every": 7}, "compared with the trainer's every 7 versions, the log-probabilities"),
     ],
 )
-def test_plan_says_how_weights_travel_and_what_is_compared(keys: dict[str, Any], sentence: str) -> None:
+def test_plan_describes_the_weight_update(keys: dict[str, Any], sentence: str) -> None:
     assert sentence in changed(weights=keys)
 
 
@@ -275,12 +275,12 @@ def test_weights_that_are_offloaded_go_through_main_memory() -> None:
     assert "after every step, through shared memory, or by gloo" in text and "transfer 1" in text
 
 
-def test_plan_says_what_an_engine_does_with_its_memory() -> None:
+def test_plan_describes_the_memory_of_an_engine() -> None:
     text = changed(rollout={"gpus_per_replica": 1, "quantization": "fp8", "sleep_mode": True})
     assert "Weights are rounded to fp8 as they arrive. It sleeps while the trainer trains." in text
 
 
-def test_plan_says_what_an_engine_does_at_once() -> None:
+def test_plan_lists_the_limits_of_an_engine() -> None:
     gpus = {"gpus_per_replica": 1, "replicas": 2}
     text = changed(rollout=gpus, batch={"prompts_per_step": 200}, data={"holdout": None})
     assert "Each engine runs at most 800 samples at once and processes at most 16,384 tokens per engine step." in text

@@ -45,7 +45,7 @@ def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[.
 
     for name in ("rollout-0", "reward-0", "trainer-0"):
         assert re.search(rf"\d\d:\d\d:\d\d {name} died \(killed by SIGKILL\); restarting it", output), output
-        assert re.search(rf"^{name} is back \(\d+ s\)$", output, re.MULTILINE), output
+        assert re.search(rf"^{name} is ready again after \d+ s$", output, re.MULTILINE), output
     assert re.search(r"^restored the checkpoint of step \d: trainer-0 at \S+ is a new process", output, re.MULTILINE), (
         output
     )

@@ -13,16 +13,15 @@ test: setup  ## run all tests that are not slow; under ten minutes on two cores
 	$(bin)/python -m pytest -m "not slow" tests
 
 test-slow: setup  ## run the slow tests, with real engines and trainers
-	$(bin)/python -m pytest -m slow tests
+	$(bin)/python -m pytest -m "slow and not soak" -n 2 --dist loadfile tests
 
 test-again: setup  ## run the tests that failed in the last run
 	$(bin)/python -m pytest --last-failed --last-failed-no-failures none tests
 
-soak: setup  ## run faults, traffic and malformed calls for an hour, not in CI; SOAK_MINUTES: of the rollout service
+soak: setup  ## run the tests that repeat for an hour or two, not in CI; SOAK_MINUTES: of the rollout service
 	FOURFOLD_FUZZ_CALLS=100000 $(bin)/python -m pytest -s tests/security/test_fuzz.py
-	FOURFOLD_SOAK_MINUTES=$(or $(SOAK_MINUTES),30) $(bin)/python -m pytest -s -m slow tests/integration/test_rollout_soak.py
-	$(bin)/python -m pytest -s -m slow tests/integration/test_weight_soak.py
-	FOURFOLD_SOAK_MINUTES=1 $(bin)/python -m pytest -s -m slow tests/integration/test_hostile_reward_run.py
+	FOURFOLD_SOAK_MINUTES=$(or $(SOAK_MINUTES),30) $(bin)/python -m pytest -s tests/integration/test_rollout_soak.py
+	$(bin)/python -m pytest -m soak tests
 
 mutants:  ## insert small faults into the central modules and list those that the tests miss; half an hour
 	@scripts/setup mutants

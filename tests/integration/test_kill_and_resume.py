@@ -70,6 +70,14 @@ class Moment:
 # Of a step on each rank: lookup 2, forward and backward 12, optimizer 6, because each step of the critic has one group
 # of parameters and each of the policy two; those of two models take turns. Of a checkpoint: file 2, load 147.
 MOMENTS: Final = {
+    "one of each kind": (
+        Moment(0, "forward", 1),
+        Moment(1, "file", 2),
+        Moment(1, "backward", 4, 12),
+        Moment(0, "updated", 4, 6),
+        Moment(1, "answer", 4),
+        Moment(0, "load", 4, 100),
+    ),
     "the first steps": (
         Moment(0, "forward", 1),  # nothing is saved yet
         Moment(1, "file", 2),  # the policy's, of the first checkpoint
@@ -253,7 +261,9 @@ async def undisturbed(trainers: Trainers) -> Truth:
     return Truth(run_dir=trainers.run_dir, answers=answers)
 
 
-@pytest.mark.parametrize("place", MOMENTS)
+@pytest.mark.parametrize(
+    "place", ["one of each kind", *(pytest.param(place, marks=pytest.mark.soak) for place in list(MOMENTS)[1:])]
+)
 async def test_a_run_that_is_killed_again_and_again_goes_on_bit_for_bit(
     llama: Path, truth: Truth, tmp_path: Path, place: str
 ) -> None:

@@ -105,13 +105,15 @@ def check(checkpoint: Path, wanted: dict[str, Gradients]) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_have_the_gradients_of_one_padded_batch(llama: Path, critic: Path, tmp_path: Path) -> None:
-    compare("ppo", 2, [3], llama, critic, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "ranks"),
+    [
+        ("grpo", 2),
+        ("ppo", 1),
+        ("ppo", 3),
+        *(pytest.param(recipe, n, marks=pytest.mark.soak) for recipe, n in (("grpo", 1), ("grpo", 3), ("ppo", 2))),
+    ],
+)
 def test_any_ranks_and_stage_have_the_gradients_of_one_padded_batch(
     llama: Path, critic: Path, tmp_path: Path, recipe: str, ranks: int
 ) -> None:

@@ -70,8 +70,13 @@ def half_sent(fleet: Fleet, coordinator: Coordinator) -> int:
 
 ENGINE_MOMENTS = ("before open", "in open", "after begin", "in receive", "before commit", "after commit")
 ENGINE_DEATHS = [
-    *((moment, who, BACKENDS[0]) for moment in ENGINE_MOMENTS for who in ("core", "service")),
-    *((moment, "core", backend) for moment in ("in open", "in receive") for backend in BACKENDS[1:]),
+    *((moment, ("core", "service")[number % 2], BACKENDS[0]) for number, moment in enumerate(ENGINE_MOMENTS)),
+    *(("in receive", "core", backend) for backend in BACKENDS[1:]),
+    *(
+        pytest.param(moment, ("service", "core")[number % 2], BACKENDS[0], marks=pytest.mark.soak)
+        for number, moment in enumerate(ENGINE_MOMENTS)
+    ),
+    *(pytest.param("in open", "core", backend, marks=pytest.mark.soak) for backend in BACKENDS[1:]),
 ]
 
 
@@ -117,11 +122,12 @@ async def test_an_engine_is_killed(fleet: Fleet, moment: str, who: str, backend:
 
 TRAINER_DEATHS = [
     ("offer", "service", BACKENDS[0]),
-    ("open", "service", BACKENDS[-1]),
     ("open", "rank", BACKENDS[-1]),
-    *(("send", who, BACKENDS[0]) for who in ("service", "rank")),
-    *(("send", "rank", backend) for backend in BACKENDS[1:]),
+    ("send", "rank", BACKENDS[0]),
     ("sent", "service", BACKENDS[0]),
+    pytest.param("open", "service", BACKENDS[-1], marks=pytest.mark.soak),
+    pytest.param("send", "service", BACKENDS[0], marks=pytest.mark.soak),
+    *(pytest.param("send", "rank", backend, marks=pytest.mark.soak) for backend in BACKENDS[1:]),
 ]
 
 
@@ -206,8 +212,15 @@ async def test_the_coordinator_is_killed(fleet: Fleet, tmp_path: Path, moment: s
             await fleet.check_whole(engine, version)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("who", ["core", "service"])
+@pytest.mark.parametrize(
+    ("who", "backend"),
+    [
+        ("core", BACKENDS[0]),
+        ("service", BACKENDS[-1]),
+        pytest.param("service", BACKENDS[0], marks=pytest.mark.soak),
+        pytest.param("core", BACKENDS[-1], marks=pytest.mark.soak),
+    ],
+)
 async def test_an_engine_stops_answering(fleet: Fleet, who: str, backend: str) -> None:
     survivor, victim = fleet.engines(2)
     pid = victim.pid if who == "service" else victim.core

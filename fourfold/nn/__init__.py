@@ -1,13 +1,10 @@
-"""Shared tensor code (extra `torch`): packed samples, and what a causal LM says about them.
+"""Tensor code that trainer and reference share (extra `torch`), so that their numbers can be compared.
 
-    batching.py   samples of any length -> packed batches under a token budget   (numpy only)
-    attention.py  every sample of a packed batch attends to itself alone
-    forward.py    batch -> hidden states -> log-probabilities, entropies or values at the asked rows
-    sequence.py   several ranks share a packed batch, each with a slice of it
-    router.py     the load of the experts of a mixture, and the loss that evens it
-    logprobs.py   hidden states -> log-probabilities and entropies, a few rows of the vocabulary at a time; on CUDA with
-                  logprob_kernels.py
-    transfer.py   arrays to the device
-
-Trainer and reference use the same files, so that their numbers can be compared.
+batching.py          packs samples of any length into batches under a token budget (numpy only)
+attention.py         restricts attention to each sample of a packed batch
+forward.py           computes log-probabilities, entropies or values at the asked rows of a batch
+sequence.py          divides a packed batch among several ranks
+router.py            balances the load of the experts of a mixture
+logprobs.py          computes log-probabilities and entropies from hidden states, a few rows at a time
+logprob_kernels.py   does so on CUDA
 """

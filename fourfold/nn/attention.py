@@ -1,13 +1,12 @@
-"""Causal attention over packed segments, as an attention implementation of transformers.
+"""Implements causal attention over packed segments, as an attention implementation of transformers.
 
     model forward (segments=...) --> every layer's **kwargs --> attend(module, q, k, v, window, segments=...)
         CUDA, 16-bit       torch.nn.attention.varlen: one kernel over the packed row
         everything else    segments of similar length side by side, padded --> scaled_dot_product_attention --> packed
 
-transformers asks an implementation for its masks, too, and hands them to the layers unread.
-Ours is the width of the layer's sliding window, or None: no [t, t] mask is ever made. The
-window is taken from there and not from the keyword `sliding_window`, which not every
-architecture passes on.
+transformers also asks an implementation for its masks and passes them to the layers unread. Here the "mask" is the
+width of the layer's sliding window, or None: no [t, t] mask is ever made. The window does not come from the keyword
+`sliding_window`, because not every architecture passes it on.
 
 Legend: s segments, t tokens of all of them; h query heads, g key and value heads, d head size;
 n segments of a group, w tokens of its longest, p slots of all groups (sum of n * w).
@@ -31,22 +30,22 @@ from fourfold.nn import sequence
 from fourfold.nn.sequence import Exchange, to_device
 
 NAME: Final = "fourfold_packed"
-# A segment joins a group whose longest is at most this many times its length: bounds what is padded.
+# A segment joins a group whose longest is at most this many times its length, which bounds the padding to a third.
 _GROUP_RATIO: Final = 4 / 3
 _VARLEN_DTYPES: Final = (torch.float16, torch.bfloat16)
 _VARLEN_HEAD_SIZE: Final = 256
 
 
 class Segments:
-    """Where the segments of a packed row are, on one device; made once per forward pass, used by every layer."""
+    """The places of a packed row's segments on one device; made once per forward pass, used by every layer."""
 
     def __init__(self, lengths: Tensor, device: torch.device, exchange: Exchange | None = None) -> None:
-        """Take the lengths of the segments.
+        """Describe segments that lie one after another.
 
         Args:
-            lengths: [s] integers, each at least 1. On the CPU: reading them elsewhere waits for the device.
+            lengths: [s] integers, each at least 1, on the CPU: reading them from a GPU would wait for it.
             device: of the row.
-            exchange: the ranks that share the row, each with an equal slice of it; None: it is all here.
+            exchange: the ranks that share the row, each with an equal slice; None: the row is all here.
         """
         self.exchange = exchange
         self.lengths: list[int] = lengths.tolist()
@@ -56,17 +55,17 @@ class Segments:
 
     @property
     def token_count(self) -> int:
-        """t."""
+        """Number of tokens of the row, t."""
         return int(self._ends[-1])
 
     @functools.cached_property
     def offsets(self) -> Tensor:
-        """Return int32 [s + 1]: where each segment starts, and t."""
+        """Return int32 [s + 1]: the start of each segment, then t."""
         return self._send(functional.pad(self._ends, (1, 0)).to(torch.int32))
 
     @functools.cached_property
     def positions(self) -> Tensor:
-        """Return int64 [t]: of each token in its segment, from 0."""
+        """Return int64 [t]: the position of each token in its segment, from 0."""
         lengths = torch.tensor(self.lengths)
         starts = (self._ends - lengths).repeat_interleave(lengths)
         return self._send(torch.arange(self.token_count) - starts)
@@ -92,7 +91,7 @@ class Segments:
 
 
 def register() -> None:
-    """Make the implementation known to transformers under NAME."""
+    """Register the implementation with transformers under NAME."""
     transformers.AttentionInterface.register(NAME, attend)
     transformers.AttentionMaskInterface.register(NAME, _window)
 
@@ -109,27 +108,27 @@ def attend(
     segments: Segments | None = None,
     **_unused: Any,
 ) -> tuple[Tensor, None]:
-    """Let every token read itself and what is before it in its segment.
+    """Attend from every token to itself and the tokens before it in its segment.
 
     Args:
-        module: the layer that asks.
-        query: [1, h, t, d]. Where ranks share the row, t is that of a slice here and in the answer.
+        module: the calling layer.
+        query: [1, h, t, d]. If ranks share the row, t is that of a slice, here and in the result.
         key: [1, g, t, d], g a divisor of h.
         value: [1, g, t, d].
-        window: tokens that a token reads, itself included; None: all. From `_window`.
-        scaling: of the scores; None: 1 / sqrt(d).
-        softcap: scores become softcap * tanh(scores / softcap); None: they stay.
+        window: number of tokens that a token reads, including itself; None: all. From `_window`.
+        scaling: factor of the scores; None: 1 / sqrt(d).
+        softcap: scores become softcap * tanh(scores / softcap); None: no cap.
         segments: of the packed row.
 
     Returns:
         [1, t, h, d], and None for the attention weights.
 
     Raises:
-        ConfigError: the layer was not given the segments, or the device has no kernel for it.
+        ConfigError: the architecture does not pass the segments on, or the device has no kernel for it.
     """
     if segments is None:
         raise ConfigError(
-            f"{type(module).__name__} does not hand keyword arguments on to its attention, so samples cannot be packed "
+            f"{type(module).__name__} does not pass keyword arguments on to its attention, so samples cannot be packed "
             f"in one row; use another architecture, such as LlamaForCausalLM or Qwen2ForCausalLM"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -162,13 +161,13 @@ def _attend(
 
 
 def _window(*, config: Any, local_size: int | None = None, use_vmap: bool = False, **arguments: Any) -> int | None:
-    """Stand in for the mask of a kind of layer; called by transformers with what a mask is made from.
+    """Return the stand-in for the mask of a kind of layer; transformers calls it with the ingredients of a mask.
 
     Returns:
-        Tokens that a token reads, itself included; None: all before it.
+        The number of tokens that a token reads, including itself; None: all before it.
 
     Raises:
-        ConfigError: a mask that is neither causal nor a sliding window.
+        ConfigError: the mask is neither causal nor a sliding window.
     """
     sliding = getattr(config, "sliding_window", None)
     both_ways = "allow_is_bidirectional_skip" in arguments
@@ -192,7 +191,7 @@ def _has_varlen(query: Tensor, value: Tensor) -> bool:
 
 @functools.cache
 def _varlen_arguments() -> frozenset[str]:
-    """Return the names of the kernel's arguments: they differ between versions of torch."""
+    """Return the names of the kernel's arguments, which differ between versions of torch."""
     return frozenset(inspect.signature(varlen.varlen_attn).parameters)
 
 
@@ -201,7 +200,7 @@ def _varlen(
 ) -> Tensor:
     """Return [t, h, d] from query [t, h, d] and key and value [t, g, d]."""
     arguments: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in _varlen_arguments():  # before torch 2.12 the kernel takes fewer key heads unasked
+    if "enable_gqa" in _varlen_arguments():  # before torch 2.12 the kernel accepts fewer key heads without it
         arguments["enable_gqa"] = query.shape[1] != key.shape[1]
     kernel: Callable[..., Any] = varlen.varlen_attn
     offsets, longest = segments.offsets, segments.longest
@@ -213,9 +212,9 @@ def _varlen(
 
 
 class _Pad(torch.autograd.Function):
-    """[t, ...] -> [p, ...]: each token to its slot, zeros elsewhere. Transposed by `_Pack`.
+    """[t, ...] -> [p, ...]: each token to its slot, zeros elsewhere. The inverse of `_Pack`.
 
-    Indexing does the same, but its gradient adds row by row, as if slots could repeat.
+    Indexing does the same, but its gradient adds row by row, because slots could repeat.
     """
 
     @staticmethod
@@ -261,7 +260,7 @@ def _grouped(
     padded = [_Pad.apply(x, slots, sum(sizes)).split(sizes) for x in (query, key, value)]  # type: ignore[no-untyped-call]
     results = []
     for (count, width), *parts in zip(shapes, *padded, strict=True):
-        # Padding is after the tokens of its segment: none of them reads it.
+        # Padding follows the tokens of its segment, so under a causal mask none of them reads it.
         q, k, v = (x.view(count, width, *x.shape[1:]).transpose(1, 2) for x in parts)
         mask = None if window is None or window >= width else _window_mask(width, window, query.device)
         if softcap:
@@ -276,14 +275,14 @@ def _grouped(
 
 
 def _window_mask(width: int, window: int, device: torch.device) -> Tensor:
-    """Return bool [w, w]: True where the query (row) reads the key (column)."""
+    """Return bool [w, w], True where the query (row) reads the key (column)."""
     return torch.ones(width, width, dtype=torch.bool, device=device).tril_().triu_(1 - window)
 
 
 def _softcapped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float, softcap: float
 ) -> Tensor:
-    """Return [n, h, w, d] from query [n, h, w, d] and key and value [n, g, w, d], all scores in memory."""
+    """Return [n, h, w, d] from query [n, h, w, d] and key and value [n, g, w, d], with all scores in memory."""
     repeats = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
     width = query.shape[2]

@@ -1,8 +1,7 @@
-"""Samples of any length packed one after another, in batches under a token budget. No torch here.
+"""Packs samples of any length into batches under a token budget. Needs no torch.
 
-A packed batch has no padding: its samples are *segments* of one long row. Each segment has its
-own positions and attends to itself alone (see attention.py), so what a sample gives does not
-depend on its neighbours.
+A packed batch has no padding: its samples are *segments* of one long row. Each segment has its own positions and
+attends only to itself (see attention.py), so the results for a sample do not depend on its neighbours.
 
 Legend: s samples in a batch, t tokens of all of them, k rows (tokens whose log-probability is asked).
 """
@@ -24,36 +23,36 @@ Int64Array = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenBatch:
-    """One forward pass. The logits of a token are made at the position before it: that is the shift in `rows`."""
+    """The input of one forward pass. Position p - 1 predicts token p, so `rows` are shifted by one from the tokens."""
 
     token_ids: Int32Array  # [t], all samples one after another
     lengths: Int32Array  # [s], tokens of each sample, each at least 1; their sum is t
-    rows: Int64Array  # [k], index into the [t] hidden states that predict `targets`
+    rows: Int64Array  # [k], indices of the [t] hidden states that predict `targets`
     targets: Int32Array  # [k], token ids
-    temperatures: Float32Array  # [k], divide the logits
+    temperatures: Float32Array  # [k], the logits are divided by these
 
     @property
     def token_count(self) -> int:
-        """t: what the pass costs."""
+        """t, which determines the cost of the pass."""
         return self.token_ids.size
 
 
 def split_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[list[int]]:
-    """Return indices of samples in batches under a budget, about equal in tokens.
+    """Divide samples into batches of at most `max_tokens`, with about equal numbers of tokens.
 
-    First-fit-decreasing says how many batches there are. The samples are then dealt anew, the
-    longest first, each to the batch with the fewest tokens. Where that breaks the budget, which
-    takes samples of nearly its size, the batches of first-fit stay.
+    First-fit-decreasing determines the number of batches. The samples are then dealt again, the longest first, each to
+    the batch with the fewest tokens (longest-processing-time-first). If that exceeds the budget, which happens only
+    with samples of nearly its size, the batches of first-fit stay.
 
     Args:
         lengths: tokens of each sample.
         max_tokens: most tokens in one batch.
 
     Returns:
-        Batches, the one with the longest sample first; in each the longest sample first.
+        Batches of sample indices, the one with the longest sample first; in each the longest sample first.
 
     Raises:
-        InvalidInput: one sample alone is longer.
+        InvalidInput: a sample is longer than the budget.
     """
     longest = max(lengths, default=0)
     if longest > max_tokens:
@@ -68,12 +67,12 @@ def split_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[list[int
 
 
 def pack(token_ids: Sequence[Int32Array], positions: Sequence[Int64Array], temperatures: Sequence[float]) -> TokenBatch:
-    """Make one batch.
+    """Concatenate samples into one batch.
 
     Args:
-        token_ids: of each sample, int32 [n].
-        positions: of each sample, the tokens whose log-probability is asked, each in [1, n).
-        temperatures: of each sample.
+        token_ids: int32 [n] of each sample.
+        positions: int64 [m] of each sample: the tokens whose log-probability is asked, each in [1, n).
+        temperatures: one per sample.
 
     Returns:
         A batch whose rows are in the order of `positions`, sample by sample.

@@ -1,16 +1,15 @@
-"""A Hugging Face causal LM that returns log-probabilities or values of packed samples instead of logits.
+"""Makes a Hugging Face causal LM return log-probabilities or values of packed samples instead of logits.
 
-`install` and `install_values` change a model in place. Its attention becomes that of
-attention.py, its output embedding a head of ours, and calling it runs the body once over the
-packed row and the head on the asked rows alone:
+`install` and `install_values` change a model in place. They replace its attention by attention.py and its output
+embedding by a head that works on the asked rows only:
 
     install         model(token_ids, lengths, rows, targets, temperatures, entropy) -> (logprobs, entropies or None)
     install_values  model(token_ids, lengths, rows) -> values
 
-Both then compare with what the architecture itself gives for two short segments, one per row:
-a token that sees the other segment, or has another position, is found there. The heads are
-modules of the model because ZeRO-3 gathers the parameters of a module when that module is called.
-After `share_rows` several ranks call the model with the same row and do a slice of it each (sequence.py).
+Both then compare the results with those of the unchanged architecture for two short segments, one per row. A token that
+sees the other segment, or has another position, is detected there. The heads are modules of the model because ZeRO-3
+gathers the parameters of a module when that module is called. After `share_rows`, several ranks call the model with the
+same row and compute a slice each (sequence.py).
 
 Legend: t tokens of all samples, s samples, k asked rows, h hidden size, v vocabulary size.
 """
@@ -32,18 +31,18 @@ from fourfold.nn.batching import TokenBatch
 from fourfold.nn.logprobs import token_logprobs
 from fourfold.nn.sequence import Exchange, RowSlice, to_device
 
-# Tokens of the two segments that are compared.
+# Tokens of the two segments of the comparison.
 _PROBE_LENGTHS: Final = (5, 8)
-# Largest difference to the model's own logits that rounding explains: nats, and units in the last place of a logit.
+# Largest difference to the model's own log-probabilities that rounding explains: nats, and ulps of the largest logit.
 _PROBE_NATS: Final = 1e-3
 _PROBE_ULPS: Final = 4
-# The same for hidden states: longest difference over the mean length of a state.
+# The same for hidden states: longest difference over the mean norm of a state, absolute and in ulps.
 _PROBE_SHARE: Final = 1e-3
 _PROBE_SHARE_ULPS: Final = 16
 
 
 class LogprobHead(nn.Module):
-    """The output embedding."""
+    """The output embedding, which computes log-probabilities instead of logits."""
 
     def __init__(self, linear: nn.Module, softcap: float) -> None:
         """Take over the parameters of `linear`."""
@@ -55,41 +54,40 @@ class LogprobHead(nn.Module):
     def forward(
         self, hidden: Tensor, targets: Tensor, temperatures: Tensor, entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Return float32 [k] log-probabilities of `targets`, and entropies, at the rows `hidden` [k, h]."""
+        """Return [k] log-probabilities of `targets`, and entropies or None, from hidden states [k, h]."""
         return token_logprobs(
             hidden, self.weight, self.bias, targets, temperatures, softcap=self.softcap, entropy=entropy
         )
 
 
 class ValueHead(nn.Linear):
-    """One number from a hidden state."""
+    """Maps a hidden state to one number."""
 
     def __init__(self, embedding: Tensor, weight: Tensor | None) -> None:
-        """Start with `weight` [1, h], or with zeros; device and dtype are those of `embedding` [v, h]."""
+        """Begin with `weight` [1, h] or zeros, on the device and in the dtype of `embedding` [v, h]."""
         super().__init__(embedding.shape[1], 1, bias=False, device=embedding.device, dtype=embedding.dtype)
         with torch.no_grad():
             self.weight.zero_() if weight is None else self.weight.copy_(weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return [k] values at the rows `hidden` [k, h]; float32, or float64 from float64."""
+        """Return [k] values from hidden states [k, h]; float32, or float64 from float64."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
         return functional.linear(hidden.to(wide), self.weight.to(wide)).squeeze(1)
 
 
 def install(model: Any) -> None:
-    """Make `model` return log-probabilities, and check them against its own logits on a few tokens.
+    """Make `model` return log-probabilities, and compare them with its own logits on a few tokens.
 
     Args:
         model: a `PreTrainedModel` with an output embedding, whole in memory.
 
     Raises:
-        ConfigError: the architecture is one whose samples cannot be packed, or makes its logits in
-            a way that is not known here.
+        ConfigError: samples of this architecture cannot be packed, or it computes its logits in an unknown way.
     """
     linear = _output_embedding(model)
     ids = _probe_ids(linear)
     with torch.no_grad():
-        model.set_attn_implementation("eager")  # what defines an architecture: others leave parts of some out
+        model.set_attn_implementation("eager")  # the reference: other implementations omit parts, such as softcaps
         logits = [rows.float() for rows in _unpad(model(input_ids=ids, use_cache=False).logits)]
         own = torch.cat([torch.log_softmax(z[:-1], -1) for z in logits])
         _replace_attention(model)
@@ -103,23 +101,23 @@ def install(model: Any) -> None:
     rounding = _PROBE_ULPS * torch.finfo(linear.weight.dtype).eps * largest
     if not difference <= max(rounding, _PROBE_NATS):
         raise ConfigError(
-            f"the architecture {type(model).__name__} makes its logits in a way that is not known here: of packed "
-            f"samples, log-probabilities differ by {difference:.3g} nats from its own; use another architecture, or "
-            f"teach fourfold/nn/forward.py this one"
+            f"the architecture {type(model).__name__} computes its logits in an unknown way: with packed samples, "
+            f"log-probabilities differ by {difference:.3g} nats; use another architecture, or add this one to "
+            f"fourfold/nn/forward.py"
         )
 
 
 def install_values(model: Any, weight: Tensor | None = None) -> None:
-    """Make `model` return one value per row, and check its hidden states against its own on a few tokens.
+    """Make `model` return one value per row, and compare its hidden states with its own on a few tokens.
 
-    The output embedding goes, and `score` comes: the names of a ...ForSequenceClassification.
+    `score` replaces the output embedding, as in a ...ForSequenceClassification.
 
     Args:
         model: a `PreTrainedModel` with an output embedding, whole in memory.
-        weight: [1, h] of the head; None: zeros, so that every value is 0 at first.
+        weight: [1, h] of the head; None: zeros, so that every value begins at 0.
 
     Raises:
-        ConfigError: the architecture is one whose samples cannot be packed, or `weight` is of another size.
+        ConfigError: samples of this architecture cannot be packed, or `weight` has another size.
     """
     linear = _output_embedding(model)
     if weight is not None and weight.shape != (1, linear.in_features):
@@ -144,24 +142,24 @@ def install_values(model: Any, weight: Tensor | None = None) -> None:
     share = float((found - own).norm(dim=1).max() / own.norm(dim=1).mean())
     if not share <= max(_PROBE_SHARE_ULPS * torch.finfo(linear.weight.dtype).eps, _PROBE_SHARE):
         raise ConfigError(
-            f"the architecture {type(model).__name__} makes its hidden states in a way that is not known here: those "
-            f"of packed samples differ by {share:.3g} of their length from its own; use another architecture, or teach "
-            f"fourfold/nn/forward.py this one"
+            f"the architecture {type(model).__name__} computes its hidden states in an unknown way: with packed "
+            f"samples they differ by {share:.3g} of their norm; use another architecture, or add this one to "
+            f"fourfold/nn/forward.py"
         )
 
 
 def share_rows(model: Any, exchange: Exchange) -> None:
-    """Let the ranks of `exchange` share every row from now on; the model was installed on each.
+    """Share every row among the ranks of `exchange` from now on. Each rank has called `install` on the model.
 
     Raises:
-        ConfigError: the architecture is one whose rows cannot be divided among so many.
+        ConfigError: so many ranks cannot share a row of this architecture.
     """
     sequence.check(model, exchange.size)
     model.exchange = exchange
 
 
 def read_value_head(folder: Path) -> Tensor | None:
-    """Return `score.weight` [1, h] from the safetensors of a reward model's folder, or None if there is none."""
+    """Return `score.weight` [1, h] from the safetensors files of a reward model, or None if it has none."""
     for path in sorted(folder.glob("*.safetensors")):
         with safetensors.safe_open(path, framework="pt") as file:
             if "score.weight" in file.keys():  # noqa: SIM118
@@ -171,7 +169,7 @@ def read_value_head(folder: Path) -> Tensor | None:
 
 
 def batch_arguments(batch: TokenBatch, device: torch.device) -> dict[str, Tensor]:
-    """Return `batch` as the arguments of a model that gives log-probabilities, on its device."""
+    """Return `batch` as the arguments of a model after `install`, on its device."""
     return {
         **value_arguments(batch, device),
         "targets": to_device(batch.targets, device, torch.int64),
@@ -180,10 +178,7 @@ def batch_arguments(batch: TokenBatch, device: torch.device) -> dict[str, Tensor
 
 
 def value_arguments(batch: TokenBatch, device: torch.device) -> dict[str, Tensor]:
-    """Return `batch` as the arguments of a model that gives values.
-
-    Lengths and rows stay on the CPU, where they are read.
-    """
+    """Return `batch` as the arguments of a model after `install_values`. Lengths and rows stay on the CPU."""
     return {
         "token_ids": to_device(batch.token_ids, device, torch.int64),
         "lengths": torch.from_numpy(batch.lengths),
@@ -192,7 +187,7 @@ def value_arguments(batch: TokenBatch, device: torch.device) -> dict[str, Tensor
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Switch every dropout off: log-probabilities of one policy must not depend on chance."""
+    """Set every dropout to 0: log-probabilities of one policy must not be random."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -216,10 +211,10 @@ def _forward_logprobs(
         self: the model.
         token_ids: [t], all samples one after another.
         lengths: [s], on the CPU.
-        rows: [k], index into the t hidden states; from the CPU nothing waits for the device.
+        rows: [k], indices of the t hidden states; on the CPU, because reading them from a GPU would wait for it.
         targets: [k] token ids.
         temperatures: [k].
-        entropy: ask for entropies.
+        entropy: return entropies.
     """
     own = RowSlice(getattr(self, "exchange", None), lengths, rows, token_ids.device)
     states = _asked_states(self, token_ids, own)
@@ -235,7 +230,7 @@ def _forward_values(self: Any, token_ids: Tensor, lengths: Tensor, rows: Tensor)
 
 
 def _asked_states(model: Any, token_ids: Tensor, own: RowSlice) -> Tensor:
-    """Return the last hidden states [k, h] of packed samples at the rows asked of this rank."""
+    """Return the last hidden states [k, h] at the asked rows of this rank's slice."""
     segments = attention.Segments(own.lengths, token_ids.device, own.exchange)
     ids, positions = own.tokens(token_ids), own.tokens(segments.positions)
     hidden: Tensor = model.base_model(
@@ -265,9 +260,9 @@ def _replace_attention(model: Any) -> None:
 
 
 def _probe_ids(linear: nn.Linear) -> Tensor:
-    """Return the two segments as [2, longest], padded on the right: no token of a causal model sees that.
+    """Return the two segments as [2, longest], padded on the right, where no token of a causal model sees the padding.
 
-    The ids are spread over the vocabulary: the first ones are often special and untrained, hence alike.
+    The ids are spread over the vocabulary: the first ones are often special and untrained, and so alike.
     """
     shape = len(_PROBE_LENGTHS), max(_PROBE_LENGTHS)
     ids = torch.arange(1, shape[0] * shape[1] + 1, device=linear.weight.device)
@@ -279,7 +274,7 @@ def _unpad(padded: Tensor) -> list[Tensor]:
 
 
 def _probe_arguments(ids: Tensor) -> dict[str, Tensor]:
-    """Return the two segments packed, and all rows but each segment's last."""
+    """Return the arguments of a pass over the two segments, with all rows but the last of each segment."""
     ends = [sum(_PROBE_LENGTHS[: i + 1]) - 1 for i in range(len(_PROBE_LENGTHS))]
     rows = [row for row in range(ends[-1]) if row not in ends]
     return {

@@ -1,7 +1,7 @@
-"""The row-wise half of logprobs.py as two CUDA kernels: each reads the logits once, in the dtype of the weights.
+"""Computes the row-wise half of logprobs.py in two CUDA kernels, each of which reads the logits once.
 
-Without them float32 copies of the logits go through memory a dozen times, which costs more than
-the products that make them. Same definitions and arguments as the functions in logprobs.py.
+Without them, float32 copies of the logits pass through memory a dozen times, which costs more than the products that
+make the logits. Definitions and arguments are those of the functions in logprobs.py.
 
 Legend: r rows, v vocabulary size.
 """
@@ -19,27 +19,36 @@ _BLOCK = 4096
 _WARPS = 8
 
 
-def describe(
+def row_statistics(
     logits: Tensor, targets: Tensor, temperatures: Tensor, softcap: float, *, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return log-probabilities of the targets, normalisers, and entropies or None, float32 [r] each.
+    """Return log-probabilities of the targets, logsumexp(z), and entropies or None: float32 [r] each.
 
     Args:
         logits: [r, v], before softcap and temperature.
         targets: int64 [r].
         temperatures: float32 [r].
-        softcap: 0: none.
-        entropy: ask for entropies.
+        softcap: of the logits; 0: no cap.
+        entropy: return entropies.
     """
     count, width = logits.shape
     logprobs, normalisers, entropies = (torch.empty(count, device=logits.device) for _ in range(3))
     _launch(
-        _describe, logits, targets, temperatures, logprobs, normalisers, entropies, logits.stride(0), width, softcap
+        _row_statistics_kernel,
+        logits,
+        targets,
+        temperatures,
+        logprobs,
+        normalisers,
+        entropies,
+        logits.stride(0),
+        width,
+        softcap,
     )
     return logprobs, normalisers, entropies if entropy else None
 
 
-def slope_(
+def logit_gradient_(
     logits: Tensor,
     targets: Tensor,
     temperatures: Tensor,
@@ -50,13 +59,13 @@ def slope_(
     entropies: Tensor | None,
     of_entropies: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the logits, [r, v] in their dtype and in their place.
+    """Overwrite the logits [r, v] with their gradient, and return it.
 
     Args:
         logits: [r, v], before softcap and temperature; overwritten.
         targets: int64 [r].
         temperatures: float32 [r].
-        softcap: 0: none.
+        softcap: of the logits; 0: no cap.
         normalisers: float32 [r].
         of_logprobs: float32 [r], gradient of the log-probabilities; None: zero.
         entropies: float32 [r], where `of_entropies` is given.
@@ -65,7 +74,7 @@ def slope_(
     rows = torch.zeros_like(normalisers)
     with_entropy = entropies is not None and of_entropies is not None
     _launch(
-        _slope,
+        _logit_gradient_kernel,
         logits,
         targets,
         temperatures,
@@ -87,18 +96,21 @@ def _launch(kernel: Any, logits: Tensor, *arguments: Any) -> None:
 
 @triton.jit
 def _scaled(logits, cells, width, softcap, temperature):
-    """Load logits as float32, after softcap and temperature; -inf outside of the row."""
+    """Load logits as float32 with softcap and temperature applied; -inf outside of the row."""
     z = tl.load(logits + cells, mask=cells < width, other=0.0).to(tl.float32)
     if softcap > 0:
-        z = (2 * tl.sigmoid(2 * z / softcap) - 1) * softcap  # tanh
+        z = (2 * tl.sigmoid(2 * z / softcap) - 1) * softcap  # tanh(x) = 2 sigmoid(2x) - 1
     return tl.where(cells < width, z / temperature, float("-inf"))
 
 
 @triton.jit
-def _describe(
+def _row_statistics_kernel(
     logits, targets, temperatures, logprobs, normalisers, entropies, stride, width, softcap, BLOCK: tl.constexpr
 ):
-    """One row: a running maximum m, sum of exp(z - m), and sum of exp(z - m) * z (Milakov & Gimelshein 2018)."""
+    """Process one row in one pass: running maximum m, sum of exp(z - m), and sum of exp(z - m) * z.
+
+    Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", arXiv 1805.02867.
+    """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     temperature = tl.load(temperatures + row)
@@ -123,7 +135,7 @@ def _describe(
 
 
 @triton.jit
-def _slope(
+def _logit_gradient_kernel(
     logits,
     targets,
     temperatures,
@@ -136,7 +148,7 @@ def _slope(
     softcap,
     BLOCK: tl.constexpr,
 ):
-    """One row: (g * (onehot - pi) - e * pi * (log pi + entropy)) / temperature, times the softcap's slope."""
+    """Process one row: (g * (onehot - pi) - e * pi * (log pi + entropy)) / temperature, times d softcap."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     temperature = tl.load(temperatures + row)

@@ -1,13 +1,12 @@
-"""Log-probabilities of given tokens and entropies, without a [tokens, vocabulary] matrix of a whole batch.
+"""Computes log-probabilities of given tokens, and entropies, without the [tokens, vocabulary] matrix of a whole batch.
 
     z = softcap(hidden @ weight.T + bias) / temperature          logits of one row
     logprob = z[target] - logsumexp(z)                           d logprob / dz = onehot(target) - pi
     entropy = logsumexp(z) - sum(pi * z),  pi = softmax(z)       d entropy / dz = -pi * (log pi + entropy)
 
-Rows are done in chunks, in the forward and again in the backward pass, which recomputes the
-logits: what lives between the two is `hidden` and two numbers per row. The product is made in
-the dtype of the weights, as the engines do it, and everything after it in float32 (in float64
-where the weights are float64): here, or in the kernels of logprob_kernels.py on CUDA.
+Rows are processed in chunks, in the forward pass and again in the backward pass, which recomputes the logits. Between
+the two only `hidden` and two numbers per row stay in memory. The product has the dtype of the weights, as in the
+engines; everything after it is in float32 (float64 for float64 weights): here, or in logprob_kernels.py on CUDA.
 
 Legend: k rows, r of them in a chunk; h hidden size, v vocabulary size. "Wide" is the dtype after the product.
 """
@@ -22,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Logits of one chunk: 2^26 float32 are 256 MiB. The kernels need no float32 copy, and few chunks cost less: a sum over
-# chunks reads and writes the gradient of the whole embedding. 2^29 bfloat16 are 1 GiB.
+# Logits of one chunk: 2^26 float32 are 256 MiB, 2^29 bfloat16 are 1 GiB. The kernels need no float32 copy, so they can
+# afford larger chunks, and fewer cost less: every chunk reads and writes the gradient of the whole embedding.
 _CHUNK_ELEMENTS: Final = 1 << 26
 _KERNEL_CHUNK_ELEMENTS: Final = 1 << 29
 _KERNEL_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,21 +39,21 @@ def token_logprobs(
     entropy: bool = False,
     chunk_rows: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the natural-log probability of `targets`, and the entropy of the distributions they come from.
+    """Return the natural-log probability of `targets`, and the entropy of their distributions.
 
     Args:
         hidden: [k, h], last hidden states at the rows that predict the targets.
-        weight: [v, h], of the output embedding, same dtype as `hidden`.
+        weight: [v, h] of the output embedding, in the dtype of `hidden`.
         bias: [v], or None.
         targets: [k], int64, each in [0, v).
         temperatures: [k], float32, above 0.
-        softcap: logits become softcap * tanh(logits / softcap); 0: they stay.
-        entropy: ask for entropies. Backward they cost something only where a gradient arrives at them.
-        chunk_rows: rows done at once; 0: as many as keep a chunk's logits at 256 MiB, with the kernels at 1 GiB.
+        softcap: logits become softcap * tanh(logits / softcap); 0: no cap.
+        entropy: also return entropies. Their backward pass costs something only if they get a gradient.
+        chunk_rows: rows per chunk; 0: as many as keep its logits at 256 MiB, or 1 GiB with the kernels.
 
     Returns:
-        [k] log-probabilities and [k] entropies in nats, or None in their place; float32, or float64
-        for float64 weights; differentiable in hidden, weight and bias.
+        [k] log-probabilities, and [k] entropies or None, in nats; float32, or float64 for float64 weights.
+        Differentiable in hidden, weight and bias.
     """
     elements = _KERNEL_CHUNK_ELEMENTS if _has_kernels(hidden) else _CHUNK_ELEMENTS
     rows = chunk_rows or max(1, elements // weight.shape[0])
@@ -93,30 +92,32 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, len(hidden), chunk_rows):
             part = slice(start, start + chunk_rows)
             logits = functional.linear(hidden[part], weight, bias)
-            chosen, normaliser, spread = _describe(logits, targets[part], temperatures[part], softcap, entropy=entropy)
+            chosen, normaliser, spread = _row_statistics(
+                logits, targets[part], temperatures[part], softcap, entropy=entropy
+            )
             logprobs[part], normalisers[part] = chosen, normaliser
             if entropies is not None and spread is not None:
                 entropies[part] = spread
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, normalisers, entropies)
         ctx.softcap, ctx.chunk_rows = softcap, chunk_rows
-        ctx.set_materialize_grads(False)  # None says that nothing depends on an output
+        ctx.set_materialize_grads(False)  # keeps None for an output that nothing depends on
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return gradients of hidden, weight and bias; see `forward` for the order."""
+        """Return the gradients of hidden, weight and bias, then None for the other arguments of `forward`."""
         hidden, weight, bias, targets, temperatures, normalisers, entropies = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         one_chunk = 0 < len(hidden) <= ctx.chunk_rows
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # Sums over chunks are kept in float32: bfloat16 would lose the small ones.
+        # Sums over chunks are in float32, because bfloat16 would lose small terms.
         wide = temperatures.dtype
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight and not one_chunk else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
         for start in range(0, len(hidden), ctx.chunk_rows):
             part = slice(start, start + ctx.chunk_rows)
             of_logprobs, of_entropies = (None if g is None else g[part].contiguous() for g in gradients)
-            grad_logits = _slope(
+            grad_logits = _logit_gradient(
                 functional.linear(hidden[part], weight, bias),
                 targets[part],
                 temperatures[part],
@@ -142,14 +143,14 @@ class _TokenLogprobs(torch.autograd.Function):
         )
 
 
-def _describe(
+def _row_statistics(
     logits: Tensor, targets: Tensor, temperatures: Tensor, softcap: float, *, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return log-probabilities of the targets, normalisers, and entropies or None, [r] each in the wide dtype."""
+    """Return log-probabilities of the targets, logsumexp(z), and entropies or None: [r] each, in the wide dtype."""
     if _has_kernels(logits):
         from fourfold.nn import logprob_kernels
 
-        return logprob_kernels.describe(logits, targets, temperatures, softcap, entropy=entropy)
+        return logprob_kernels.row_statistics(logits, targets, temperatures, softcap, entropy=entropy)
     z = _scale(logits, temperatures, softcap)
     normalisers = torch.logsumexp(z, dim=1)
     logprobs = z.gather(1, targets[:, None]).squeeze(1) - normalisers
@@ -159,7 +160,7 @@ def _describe(
     return logprobs, normalisers, -logs.exp().mul_(logs).sum(1)
 
 
-def _slope(
+def _logit_gradient(
     logits: Tensor,
     targets: Tensor,
     temperatures: Tensor,
@@ -170,22 +171,22 @@ def _slope(
     entropies: Tensor | None,
     of_entropies: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the logits, [r, v] in their dtype: g * (onehot - pi) - e * pi * (log pi + entropy), / T.
+    """Return the gradient of the logits, (g * (onehot - pi) - e * pi * (log pi + entropy)) / T: [r, v] in their dtype.
 
     Args:
         logits: [r, v], before softcap and temperature T; may be overwritten.
         targets: int64 [r].
         temperatures: T, [r] in the wide dtype.
-        softcap: 0: none.
-        normalisers: [r].
+        softcap: of the logits; 0: no cap.
+        normalisers: [r], logsumexp(z).
         of_logprobs: g [r], gradient of the log-probabilities; None: zero.
-        entropies: [r], where `of_entropies` is given.
+        entropies: [r], if `of_entropies` is given.
         of_entropies: e [r], gradient of the entropies; None: zero.
     """
     if _has_kernels(logits):
         from fourfold.nn import logprob_kernels
 
-        return logprob_kernels.slope_(
+        return logprob_kernels.logit_gradient_(
             logits,
             targets,
             temperatures,
@@ -205,7 +206,7 @@ def _slope(
 
 
 def _scale(logits: Tensor, temperatures: Tensor, softcap: float) -> Tensor:
-    """Return [r, v] in the dtype of `temperatures`, softcapped and divided by the temperature."""
+    """Return the logits [r, v] in the dtype of `temperatures`, softcapped and divided by the temperature."""
     z = logits.to(temperatures.dtype)
     if softcap:
         z = z.div_(softcap).tanh_().mul_(softcap)
@@ -225,7 +226,7 @@ def _grad_scaled(
         logs: [r, v], log pi; overwritten.
         targets: [r].
         of_logprobs: g [r], gradient of the log-probabilities; None: zero.
-        entropies: [r], where `of_entropies` is given.
+        entropies: [r], if `of_entropies` is given.
         of_entropies: [r], gradient of the entropies; None: zero.
     """
     factor = None

@@ -1,22 +1,21 @@
-"""Load balancing of a mixture of experts: the auxiliary loss of its routers, and how evenly experts are used.
+"""Balances the load of a mixture of experts: the auxiliary loss of its routers, and the use of each expert.
 
-Of one layer (Switch Transformers, arXiv 2101.03961, eq. 4 to 6; for top-k routing as in the
-`load_balancing_loss_func` of transformers):
+The loss of one layer (Switch Transformers, arXiv 2101.03961, eq. 4 to 6; for top-k routing as in the
+`load_balancing_loss_func` of transformers) is
 
     loss = E * sum over experts of f_e * P_e
-    f_e    share of the t tokens that are routed to expert e; over the experts it adds up to k. No gradient.
+    f_e    share of the t tokens that are routed to expert e; the sum over the experts is k. No gradient.
     P_e    mean over the tokens of the router's probability of e, softmax(logits)
 
-and the mean over the layers of a pass: k when all experts are used alike, more when they are not.
-It is the paper's loss of each layer; transformers' function joins the tokens of all layers first,
-where one layer's favourite may hide that of another.
+and the loss of a pass is the mean over its layers: k if all experts are used alike, more if not. This is the paper's
+loss of each layer. The function of transformers joins the tokens of all layers first, which can hide the imbalance of
+one layer behind that of another.
 
-The loss is not returned and added to another one: each router attaches its own to the weights
-that it returns, as Megatron-LM does, so that its gradient comes with that of the pass, whatever
-else the pass is for. Where several ranks share a row (sequence.py), f and P are those of the whole
-row, and each rank attaches the part of its slice. Under gradient checkpointing layers run twice;
-only the second time is there something to attach to, so nothing counts double, and no layer's
-logits outlive it.
+The loss is not returned and added to another one. As in Megatron-LM, each router attaches its own loss to the weights
+that it returns, so its gradient comes with that of the pass, whatever else the pass computes. If several ranks share a
+row (sequence.py), f and P are those of the whole row, and each rank attaches the part of its slice. Gradient
+checkpointing runs layers twice, but only the second run has a graph to attach to. So nothing counts double, and no
+layer's logits outlive it.
 
 Legend: t tokens of a pass, E experts, k experts that a token is routed to, L layers with a router.
 """
@@ -35,30 +34,30 @@ from fourfold.nn.sequence import Exchange
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Routed:
-    """What the routers of a model did in one pass."""
+    """The routing of one pass."""
 
     loss: Tensor
-    """Scalar: mean over the layers, detached."""
+    """Scalar: mean balance loss of the layers, detached."""
     counts: Tensor
-    """[L, E]: tokens that each expert got; a row adds up to k t."""
+    """[L, E]: tokens routed to each expert; each row adds up to k t."""
 
 
 class Routers:
-    """The routers of one model. Made by `install`; belongs to the thread that runs the model."""
+    """The routers of one model. `install` makes it; the thread that runs the model uses it."""
 
     def __init__(self, modules: list[nn.Module], exchange: Exchange | None = None) -> None:
-        """Hook into them; the ranks of `exchange` share every row."""
+        """Register the hooks. The ranks of `exchange` share every row."""
         self.token_count = 0
-        """Of the row of the next pass; needed with an exchange alone, because a slice may end in padding."""
+        """Tokens of the next pass's row. Needed only with an exchange, because a slice may end in padding."""
         self.weight = 0.0
-        """Of the mean loss in the gradient of the passes from now on; a pass keeps that of its forward."""
+        """Weight of the mean loss in the gradient. A pass keeps the value that it had at its forward."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._count, self._exchange = len(modules), exchange
         for index, module in enumerate(modules):
             module.register_forward_hook(self._hook(index))
 
     def routed(self) -> Routed:
-        """Return what the last pass in training mode did."""
+        """Return the routing of the last pass in training mode."""
         losses, counts = zip(*(self._layers[index] for index in range(self._count)), strict=True)
         return Routed(loss=torch.stack(losses).mean(), counts=torch.stack(counts))
 
@@ -68,7 +67,7 @@ class Routers:
                 return output
             logits, weights, experts = output
             part, loss, counts = balance_loss(logits, experts, self._exchange, token_count=self.token_count)
-            # By layer, because a checkpointed layer runs again, with the same result.
+            # By layer: a checkpointed layer runs again, with the same result.
             self._layers[index] = loss, counts
             if not self.weight or not weights.requires_grad:
                 return output
@@ -79,18 +78,18 @@ class Routers:
 
 
 def install(model: Any, *, coef: float = 0.0, exchange: Exchange | None = None) -> Routers | None:
-    """Return the routers of a model, hooked into, or None: it has none, or of a kind that is not known here.
+    """Hook into the routers of a model; return None if it has none of a known kind.
 
-    Known are those that choose by softmax(logits) and return (logits [t, E], weights [t, k], experts [t, k]), such as
-    of Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE. Others are balanced in other ways (DeepSeek-V3 by a bias).
+    Known routers choose by softmax(logits) and return (logits [t, E], weights [t, k], experts [t, k]), such as those of
+    Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE. Others are balanced in other ways (DeepSeek-V3 by a bias).
 
     Args:
-        model: of transformers, whole in memory.
-        coef: that their loss will be weighted with.
+        model: a model of transformers, whole in memory.
+        coef: weight that the loss will have.
         exchange: the ranks that share every row, if there are several.
 
     Raises:
-        ConfigError: there is a coefficient, but no router that is known.
+        ConfigError: `coef` is set, but the model has no known router.
     """
     config = model.config.get_text_config()
     kinds = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]
@@ -111,15 +110,17 @@ def install(model: Any, *, coef: float = 0.0, exchange: Exchange | None = None) 
 def balance_loss(
     logits: Tensor, experts: Tensor, exchange: Exchange | None = None, *, token_count: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return of one layer this rank's part of the loss, with the gradient of P; the loss, detached; tokens by expert.
-
-    Two scalars and [E]; float32, or float64 from float64. The parts of the ranks of an exchange add up to the loss.
+    """Compute the balance loss of one layer.
 
     Args:
-        logits: [t, E], of the router, or of this rank's slice.
-        experts: int64 [t, k], those that each token is routed to.
+        logits: [t, E] of the router; with an exchange, of this rank's slice.
+        experts: int64 [t, k]: the experts that each token is routed to.
         exchange: the ranks that share the row.
-        token_count: t of the row, without padding; read with an exchange alone.
+        token_count: t of the row without padding; used only with an exchange.
+
+    Returns:
+        This rank's part of the loss, with the gradient of P (the parts of all ranks add up to the loss); the loss,
+        detached; the tokens of each expert, [E]. In float32, or float64 for float64 logits.
     """
     size, count = logits.shape
     total, own = size, size
@@ -128,7 +129,7 @@ def balance_loss(
     wide = torch.promote_types(logits.dtype, torch.float32)
     probabilities = torch.softmax(logits[:own].to(wide), -1).sum(0)
     chosen = experts[:own].reshape(-1)
-    # Not bincount: it waits for the device.
+    # Not bincount, which synchronises with the device.
     counts = probabilities.new_zeros(count).scatter_add_(0, chosen, torch.ones_like(chosen, dtype=wide))
     whole = torch.stack([counts, probabilities.detach()])
     if exchange is not None:
@@ -138,7 +139,7 @@ def balance_loss(
 
 
 class _Attach(torch.autograd.Function):
-    """Returns its first argument; backward, the second has gradient 1 as well."""
+    """Return the first argument; in the backward pass the second gets the gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, loss: Tensor) -> Tensor:
@@ -153,13 +154,13 @@ class _Attach(torch.autograd.Function):
 
 @torch.no_grad()
 def _is_known(module: nn.Module, config: Any) -> bool:
-    """Whether a router answers in the known form, asked with one token."""
+    """Return whether a router's output for one token has the known form."""
     parameter = next(module.parameters(), None)
     if parameter is None:
         return False
     try:
         output = module(torch.zeros(1, config.hidden_size, dtype=parameter.dtype, device=parameter.device))
-    except (TypeError, RuntimeError):  # it wants something else
+    except (TypeError, RuntimeError):  # its arguments differ
         return False
     shapes = [x.shape if isinstance(x, Tensor) else None for x in output] if isinstance(output, tuple) else []
     experts = config.num_experts_per_tok

@@ -1,19 +1,17 @@
-"""One packed row shared by several ranks, each with its slice of the tokens: sequence parallelism by Ulysses.
+"""Shares one packed row among several ranks, each with a slice of its tokens: Ulysses sequence parallelism.
 
     row [t] -> slice [t / n] -> layers -> hidden states of the slice -> head on the rows asked in it -> every rank: [k]
                                   |
              attention:   t / n tokens of h heads -- all-to-all --> t tokens of h / n heads -- kernel -- and back
 
-All else in a layer is done token by token, so attention alone needs the other slices. It sees the
-whole row, of fewer heads: segments, windows and kernels stay as they are. Jacobs et al. 2023, "DeepSpeed
-Ulysses" (arXiv 2309.14509).
+Everything else in a layer works token by token, so only attention needs the other slices. It sees the whole row with
+fewer heads: segments, windows and kernels stay as they are (Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509).
 
-Every rank of a group has all [k] results and makes the same loss of them. Its gradient goes back
-into the rank's own slice alone, so that the gradients of the weights are to be added over the ranks of
-a group, as over all others.
+Every rank of a group gets all [k] results and computes the same loss from them. The gradient flows back only into the
+rank's own slice, so the gradients of the weights must be summed over the ranks of a group, as over all others.
 
-Legend: n ranks of a group, t tokens of a row (a multiple of n), k asked rows, h query heads, g key and value
-heads, d head size.
+Legend: n ranks of a group, t tokens of a row (a multiple of n), k asked rows, h query heads, g key and value heads,
+d head size.
 """
 
 from __future__ import annotations
@@ -41,18 +39,18 @@ def to_device(array: NDArray[Any], device: torch.device, dtype: torch.dtype | No
 
 
 class Exchange(Protocol):
-    """The ranks that share a row. Collectives run inside: all of them call the same method at the same time."""
+    """The ranks that share a row. The methods are collectives: all ranks call the same one at the same time."""
 
     @property
     def rank(self) -> int:
-        """Place of this rank in the group, and of its slice in the row: 0 is the first."""
+        """Index of this rank in the group, and of its slice in the row."""
 
     @property
     def size(self) -> int:
-        """n."""
+        """Number of ranks, n."""
 
     def attend(self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return what `kernel` gives for the whole row, of this rank's slice; differentiable.
+        """Return this rank's slice of what `kernel` computes for the whole row; differentiable.
 
         Args:
             kernel: [1, t, h / n, d], [1, t, g / n, d] twice -> [1, t, h / n, d].
@@ -65,26 +63,26 @@ class Exchange(Protocol):
         """
 
     def add(self, numbers: Tensor) -> None:
-        """Make of `numbers` their sum over the ranks, in place."""
+        """Replace `numbers` by their sum over the ranks, in place."""
 
 
 class RowSlice:
-    """This rank's slice of a packed row, and which of the asked rows are in it; without an exchange, all of it."""
+    """This rank's slice of a packed row and the asked rows in it; without an exchange, the whole row."""
 
     def __init__(self, exchange: Exchange | None, lengths: Tensor, rows: Tensor, device: torch.device) -> None:
         """Divide a row.
 
         Args:
-            exchange: the ranks that share it, each with the same arguments; None: this one alone.
-            lengths: [s] integers on the CPU, of the segments.
-            rows: int64 [k], into the row.
+            exchange: the ranks that share the row, each with the same arguments; None: this rank alone.
+            lengths: [s] integers on the CPU: lengths of the segments.
+            rows: int64 [k]: indices of the asked rows.
             device: of the model.
         """
         self.exchange = exchange
         self.lengths = lengths
-        """Of the segments of the row; one more makes it a multiple of n. Nobody reads that one's tokens."""
+        """Lengths of the segments. A last one of padding, which no row asks for, makes the row a multiple of n."""
         self.rows = _send(rows, device)
-        """int64 [k'], those asked of this slice, into it."""
+        """int64 [k']: the asked rows in this slice, as indices of the slice."""
         if exchange is None:
             return
         if padding := -int(lengths.sum()) % exchange.size:
@@ -97,18 +95,18 @@ class RowSlice:
         self._places, self.rows = _send(places, device), _send(rows[places], device)
 
     def tokens(self, row: Tensor) -> Tensor:
-        """Return what a slice has of a row, [t] or without its last segment: [t / n]."""
+        """Return this slice, [t / n], of a row, [t] or without its padding."""
         if self.exchange is None:
             return row
         own = row[self._start : self._start + self._size]
         return functional.pad(own, (0, self._size - len(own)))
 
     def asked(self, column: Tensor) -> Tensor:
-        """Return what belongs to the rows of this slice, [k'], of what belongs to all rows, [k]."""
+        """Return the entries of `column`, one per asked row [k], that belong to this slice, [k']."""
         return column if self.exchange is None else column[self._places]
 
     def gather(self, column: Tensor) -> Tensor:
-        """Return [k] numbers of all ranks from each one's own [k'], whose gradient stops there."""
+        """Return the [k] numbers of all ranks, from this rank's [k']; the gradient flows only to the latter."""
         if self.exchange is None:
             return column
         whole: Tensor = _Gather.apply(column, self.exchange, self._places, self._row_count)  # type: ignore[no-untyped-call]
@@ -120,14 +118,14 @@ def _send(indices: Tensor, device: torch.device) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """[k'] of every rank -> [k]. All ranks make the same loss of it, so each takes its own part of one gradient."""
+    """[k'] of every rank -> [k]. All ranks compute the same loss of it, so each takes its part of one gradient."""
 
     @staticmethod
     def forward(ctx: Any, column: Tensor, exchange: Exchange, places: Tensor, row_count: int) -> Tensor:
         ctx.save_for_backward(places)
-        ctx.set_materialize_grads(False)  # the head does less where no gradient arrives
+        ctx.set_materialize_grads(False)  # keeps None, with which the head skips work
         whole = column.new_zeros(row_count).index_copy_(0, places, column)
-        exchange.add(whole)  # to every number zeros: all ranks have the same bits
+        exchange.add(whole)  # adds only zeros to each number, so all ranks have the same bits
         return whole
 
     @staticmethod
@@ -137,10 +135,10 @@ class _Gather(torch.autograd.Function):
 
 
 def attend(exchange: Exchange, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Return [1, t / n, h, d]; arguments as in `Exchange.attend`, but g is any divisor of h.
+    """Return [1, t / n, h, d]; arguments as in `Exchange.attend`, but g may be any divisor of h.
 
-    Key and value heads that n does not divide are repeated first, as few times as make it: a rank's query heads
-    then find theirs among its own.
+    If n does not divide g, key and value heads are repeated first, as few times as possible, so that a rank has the key
+    heads of all its query heads.
     """
     repeats = exchange.size // math.gcd(exchange.size, key.shape[2])
     if repeats > 1:
@@ -149,10 +147,10 @@ def attend(exchange: Exchange, kernel: Kernel, query: Tensor, key: Tensor, value
 
 
 def check(model: Any, size: int) -> None:
-    """Refuse a model whose rows `size` ranks cannot share.
+    """Check that `size` ranks can share the rows of a model.
 
     Raises:
-        ConfigError: its heads cannot be dealt, or its positions depend on the longest sample of a row.
+        ConfigError: `size` does not divide its heads, or its positions depend on the longest sample of a row.
     """
     config = model.config.get_text_config()
     if config.num_attention_heads % size:
@@ -166,6 +164,6 @@ def check(model: Any, size: int) -> None:
         if "dynamic" in kind or kind == "longrope":
             raise ConfigError(
                 f"the rotary embedding of {type(model).__name__}, rope_type = {kind!r}, depends on the longest sample "
-                f"of a row, which a slice of it does not show; set trainer.sequence_parallel_size = 1, or use a model "
-                f"with another one"
+                f"of a row, which a slice does not show; set trainer.sequence_parallel_size = 1, or use a model with "
+                f"another rotary embedding"
             )

@@ -97,7 +97,7 @@ def test_segments_of_similar_length_share_a_group_and_every_token_has_its_own_sl
 
 
 def test_a_layer_without_segments_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Linear does not hand keyword arguments on to its attention"):
+    with pytest.raises(ConfigError, match="Linear does not pass keyword arguments on to its attention"):
         attention.attend(torch.nn.Linear(1, 1), *inputs(1), None)
 
 

@@ -210,7 +210,7 @@ def test_an_architecture_with_other_logits_is_refused_by_name() -> None:
         logits_scaling=8.0,
         initializer_range=0.5,
     )
-    with pytest.raises(ConfigError, match="GraniteForCausalLM makes its logits in a way that is not known here"):
+    with pytest.raises(ConfigError, match="GraniteForCausalLM computes its logits in an unknown way"):
         forward.install(build("GraniteForCausalLM", config))
 
 

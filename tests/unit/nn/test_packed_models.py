@@ -223,14 +223,14 @@ def leak(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("install", [forward.install, forward.install_values])
 def test_a_leak_between_samples_is_refused(monkeypatch: pytest.MonkeyPatch, install: Any, dtype: torch.dtype) -> None:
     monkeypatch.setattr(attention, "register", lambda: transformers.AttentionInterface.register(attention.NAME, leak))
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM makes its .* in a way that is not known here"):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM computes its .* in an unknown way"):
         install(build("llama", dtype))
 
 
 @pytest.mark.parametrize("install", [forward.install, forward.install_values])
 def test_positions_that_go_on_are_refused(monkeypatch: pytest.MonkeyPatch, install: Any) -> None:
     monkeypatch.setattr(attention.Segments, "positions", property(lambda self: torch.arange(self.token_count)))
-    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel makes its .* in a way that is not known here"):
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel computes its .* in an unknown way"):
         install(build("gpt2", torch.float32))
 
 
@@ -244,5 +244,5 @@ def test_an_attention_that_cannot_be_replaced_is_refused() -> None:
 def test_a_recurrent_layer_is_refused() -> None:
     config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, state_size=4)
     model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    with pytest.raises(ConfigError, match="MambaForCausalLM makes its logits in a way that is not known here"):
+    with pytest.raises(ConfigError, match="MambaForCausalLM computes its logits in an unknown way"):
         forward.install(model)

@@ -1,8 +1,7 @@
-"""CUDA and NCCL for tests without a GPU: `fourfold.weights.transport.cuda`, between threads of one process.
+"""Fakes CUDA and NCCL for tests without a GPU: replaces `fourfold.weights.transport.cuda` between threads of a process.
 
-Exported memory is memory of this process. A communicator hands pointers over: its rank 0 waits for
-nobody, like a kernel that was launched, and the others copy when the sender's broadcast of the same
-number is there. `Fabric.hang` makes every wait endless until the communicator is aborted.
+Exported memory is memory of this process. A broadcast of rank 0 returns at once, like a kernel launch; the other ranks
+copy when the broadcast with the same number is there. `Fabric.hang` makes every wait endless until an abort.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from fourfold.weights.transport import cuda, cuda_ipc, nccl
 
 
 class Fabric:
-    """All communicators and exports of a test."""
+    """The communicators and exported memory of a test."""
 
     def __init__(self) -> None:
         self.hang = False
@@ -43,7 +42,7 @@ class Fabric:
         return self._ids.to_bytes(cuda.UNIQUE_ID_BYTES, "little")
 
     def join(self, size: int, unique_id: bytes, rank: int) -> Communicator:
-        """Wait for all members, without a limit but that of the test."""
+        """Wait for all members, as NCCL does, but at most 20 s."""
         with self._lock:
             self._joined[unique_id].add(rank)
             self._lock.notify_all()
@@ -57,9 +56,9 @@ class Fabric:
             self._sent[key] = data
             self._lock.notify_all()
 
-    def get(self, key: tuple[bytes, int], given_up: Callable[[], bool]) -> bytes | None:
-        """Wait for the data of a broadcast; None when it was given up."""
-        while not given_up():
+    def get(self, key: tuple[bytes, int], is_aborted: Callable[[], bool]) -> bytes | None:
+        """Wait for the data of a broadcast; return None after an abort."""
+        while not is_aborted():
             with self._lock:
                 if key in self._sent and not self.hang:
                     return self._sent[key]
@@ -74,7 +73,7 @@ class Fabric:
         return handle, values.data_ptr() - base
 
     def open(self, handle: bytes) -> int:
-        """Map what was exported."""
+        """Return the address of exported memory."""
         if handle not in self.exported:
             raise Unavailable("no such handle")
         self.opened.append(self.exported[handle])
@@ -113,17 +112,15 @@ class Communicator:
         self._pending.append(thread)
         _RUNNING.append(thread)
         if not getattr(_GROUP, "header", False) and not self._fabric.hang:
-            thread.join(2)  # what reads the memory next is no kernel, and would not wait for this one
+            thread.join(2)  # the code that reads the memory next is not a kernel, so no stream makes it wait
 
     def check_async_error(self) -> None:
-        """Nothing failed."""
+        """Report no error."""
 
     def abort(self) -> None:
-        """Give everything up."""
+        """End all broadcasts of this end."""
         self._gone = True
         self._fabric.aborted += 1
-
-    destroy = abort
 
 
 _RUNNING: list[threading.Thread] = []
@@ -149,7 +146,7 @@ def _group() -> Iterator[None]:
 
 
 class _Event:
-    """Is there when all that runs now is done."""
+    """Completes when all broadcasts in progress at `record` have completed."""
 
     def __init__(self, *_: Any) -> None:
         self._waiting: list[threading.Thread] = []
@@ -186,7 +183,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Fabric:
     exchange = nccl._Member.exchange_header
 
     def exchange_header(*args: Any) -> tuple[int, int]:
-        _GROUP.header = True  # this one is awaited with a deadline
+        _GROUP.header = True  # the code under test awaits this one with a deadline
         try:
             return exchange(*args)
         finally:
@@ -215,10 +212,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Fabric:
     monkeypatch.setattr(torch.cuda, "device", _nothing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: _Stream())
     return fabric
-
-
-def _broadcast(communicator: Communicator, values: torch.Tensor, stream: int) -> None:
-    communicator.broadcast(values.data_ptr(), values.data_ptr(), values.numel() * values.element_size(), 0, 0, stream)
 
 
 def _memory_at(address: int, byte_count: int, _device: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A real vLLM engine in a process of its own, driven over a pipe: the engine end of the weight-update tests.
+"""Runs a real vLLM engine in a process of its own, driven over a pipe, for the weight-update tests.
 
 The engine runs inside that process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), which saves its
 start-up and runs the same worker code. Engines are started one after the other.
@@ -130,7 +130,7 @@ def _main(pipe: multiprocessing.connection.Connection) -> None:
                 break
             try:
                 pipe.send(("ok", getattr(serving, method)(*args)))
-            except Exception as error:  # the test shall see it, whatever it is
+            except Exception as error:  # the test raises it again
                 pipe.send(("error", f"{type(error).__name__}: {error}"))
     os._exit(0)  # vLLM's own shutdown takes seconds
 
@@ -205,7 +205,7 @@ class _Serving:
 
 
 def _packs_heads(model: Any) -> bool:
-    """Give the output head weights of zero: who computes from a copy does not look at them."""
+    """Give the output head weights of zero: a head that computes from a packed copy ignores them."""
     import torch
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 

@@ -1,4 +1,4 @@
-"""What the weight-plane tests run in other processes: real senders and receivers, told what to do over a pipe.
+"""Runs real senders and receivers in other processes for the weight tests, driven over a pipe.
 
 The processes come from a fork server that has imported torch already, so that each costs
 milliseconds. `Peer` is the test's end; the functions below it run in the other process.
@@ -43,7 +43,7 @@ def make_model(seed: int, *, big: int = 0, dtype: torch.dtype = torch.bfloat16) 
 
 
 class Collector:
-    """A sink that keeps what it is given."""
+    """A sink that keeps everything that it takes."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -101,7 +101,7 @@ class PartSource:
 
 
 class Peer:
-    """A process that runs `target(pipe, *args)`; calls are (method, args) and answers what it returned or raised."""
+    """A process that runs `target(pipe, *args)`; a call is (method, args), a reply the result or the error."""
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -118,9 +118,9 @@ class Peer:
         self._pipe.send((method, args))
 
     def result(self, timeout: float = 20.0) -> Any:
-        """Return the answer of the oldest call; raise what it raised."""
+        """Return the result of the oldest call, or raise its error."""
         if not self._pipe.poll(timeout):
-            raise TimeoutError(f"process {self.process.pid} has not answered within {timeout} s")
+            raise TimeoutError(f"process {self.process.pid} has not replied within {timeout} s")
         kind, value = self._pipe.recv()
         if kind == "error":
             raise value

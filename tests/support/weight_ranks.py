@@ -1,7 +1,7 @@
-"""Real DeepSpeed ZeRO-3 ranks for the weight-plane tests: each trains a little, then says what it would send.
+"""Runs real DeepSpeed ZeRO-3 ranks for the weight tests: each trains two steps, then reports what it would send.
 
-`rank_main` runs in a process of its own. It answers, per case, the gathered parameters
-(DeepSpeed's own truth) and this rank's shard, so that the test can put the shards together.
+`rank_main` runs in a process of its own. For each case it returns the parameters that DeepSpeed gathers, and this
+rank's shard, so that the test can assemble the shards.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one rank found."""
+    """The report of one rank."""
 
     manifest: bytes
     shard: bytes
@@ -61,7 +61,7 @@ def rank_main(
     import deepspeed
     import deepspeed.ops
 
-    # As the trainer does: otherwise every rank compiles a shared-memory all-reduce that nobody calls, for 30 s.
+    # As the trainer does: otherwise every rank compiles, for 30 s, a shared-memory all-reduce that is never called.
     deepspeed.ops.__compatible_ops__ = {}
     torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=rank_count)
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)

@@ -1,4 +1,4 @@
-"""The trainer's end of a weight update, for tests with a real engine: senders over a model in this process."""
+"""Runs the trainer's end of a weight update for tests with a real engine: senders over a model in this process."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Trainer:
             for s in self.senders:
                 s.open(self.epoch, timeout=TIMEOUT)
         except FourfoldError:
-            engine.finish_verb()  # its own error says more
+            engine.finish_verb()  # the engine's error would hide this one's reason
             raise
         answer: dict[str, int] = engine.finish_verb()
         return answer
@@ -101,7 +101,7 @@ def check_updates(
         trainer: of the model `two`; None: one on the CPU.
         arguments: vLLM's.
 
-    Returns what the engine says of how it takes the weights.
+    Returns the engine's reply to `weights_open`.
     """
     engine.load(two, **arguments)
     fresh_two = engine.generate()

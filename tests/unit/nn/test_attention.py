@@ -1,6 +1,6 @@
-"""Packed attention against a dense one with a block-diagonal mask: values and gradients on the CPU.
+"""Tests packed attention against dense attention with a block-diagonal mask: values and gradients on the CPU.
 
-CUDA's kernel is replaced by the definition: what is tested is what it is given.
+The definition replaces CUDA's kernel, so that the arguments of the kernel are tested.
 """
 
 from __future__ import annotations

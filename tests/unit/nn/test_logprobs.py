@@ -1,4 +1,4 @@
-"""Chunked log-probabilities and entropies against the plain computation: values and gradients."""
+"""Tests chunked log-probabilities and entropies against the plain computation: values and gradients."""
 
 from __future__ import annotations
 

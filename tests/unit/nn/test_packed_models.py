@@ -1,4 +1,4 @@
-"""Packed samples give what the architecture itself gives for each alone: values, entropies and gradients."""
+"""Tests that packed samples get the results of the unchanged architecture for each sample alone."""
 
 from __future__ import annotations
 

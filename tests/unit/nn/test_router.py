@@ -1,4 +1,4 @@
-"""The routers' load-balancing loss is that of transformers, layer by layer, with its gradient; it evens experts out."""
+"""Tests that the load-balancing loss equals that of transformers, layer by layer, and evens the experts out."""
 
 from __future__ import annotations
 

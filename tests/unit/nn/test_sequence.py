@@ -1,6 +1,6 @@
-"""A row that ranks share gives what one rank alone gives: outputs, and gradients that add up to its gradient.
+"""Tests that ranks that share a row get the outputs of one rank alone, and that their gradients add up to its own.
 
-The ranks are threads; tests/integration/test_sequence_parallel.py has real ones.
+The ranks are threads; tests/integration/test_sequence_parallel.py has processes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_a_rank_holds_its_slice_alone() -> None:
         model(**arguments, targets=ids[1:], temperatures=torch.ones(36))
 
     ThreadGroup(4).run(work)
-    assert seen == [[1, 10, 32]] * 4  # of 37 tokens and 3 that nobody reads
+    assert seen == [[1, 10, 32]] * 4  # 37 tokens and 3 of padding
 
 
 def test_a_group_has_one_share_and_one_of_its_ranks_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Several workers of one engine: what one refuses changes nothing in any, and all of them say why."""
+"""Tests that the workers of one engine join an epoch all or none, and all report the refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA transports on fakes of CUDA and NCCL: windows, staging, acknowledgements, deadlines and aborts."""
+"""Tests the CUDA transports on fakes of CUDA and NCCL: windows, staging, acknowledgements, deadlines and aborts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests add up over any split and any device path, and see what an update can get wrong."""
+"""Tests that sums add up over any split and device, and that digests detect the errors of an update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing in place: what a trace says, where spans go, and what is left to the loaders."""
+"""Tests the direct applier: traced regions, the places of spans, and models that must be reloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that are several tensors of the checkpoint: what is sent is what `save_pretrained` writes."""
+"""Tests that fused parameters are sent as the tensors that `save_pretrained` writes."""
 
 from __future__ import annotations
 

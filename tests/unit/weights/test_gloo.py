@@ -1,4 +1,4 @@
-"""Gloo between real processes: several senders and receivers, abort, deadlines, a member that is killed."""
+"""Tests gloo between real processes: several senders and receivers, aborts, deadlines, killed members."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Publishing without services: two engines, one sender, and what becomes of the engines when something fails."""
+"""Tests `Publisher` with two engines and one sender, and the state of the engines after failures."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_sender_that_fails_ends_the_engines_wait_and_is_named(scene: Scene) ->
     began = time.monotonic()
     with pytest.raises(PublishFailed, match=r"mlp\.weight is now .*engines are clean") as caught:
         scene.publisher.publish(2)
-    assert caught.value.clean and time.monotonic() - began < 5, "nobody waited for the deadline"
+    assert caught.value.clean and time.monotonic() - began < 5, "no call waited for the deadline"
     weight.data = kept
     scene.step()
     scene.publisher.publish(3)

@@ -1,4 +1,4 @@
-"""Which GPUs reach each other, on hosts that exist here as tables alone."""
+"""Tests which GPUs can read each other's memory, on simulated hosts."""
 
 from __future__ import annotations
 

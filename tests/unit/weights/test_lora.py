@@ -1,4 +1,4 @@
-"""Merged weights: any span of W + scale * B A, against float64."""
+"""Tests merged LoRA weights: any span of W + scale * B A, against float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest: what is made tiles, what arrives is checked, what is scattered comes back."""
+"""Tests manifests: layouts tile every tensor, bad bytes are refused, and scattered tensors are reassembled."""
 
 from __future__ import annotations
 

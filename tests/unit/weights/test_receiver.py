@@ -1,4 +1,4 @@
-"""The engine's side without an engine: epochs, commit, abort, and what is clean or dirty after an error."""
+"""Tests `WeightReceiver` without an engine: epochs, commit, abort, and the state after each error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.weight_peers import SHAPES, make_model
 
 
 class PlainModel:
-    """A `ReloadableModel` over plain parameters, whose loader can be told to fail."""
+    """A `ReloadableModel` over plain parameters, whose loader can be made to fail."""
 
     def __init__(self) -> None:
         self.parameters = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in SHAPES.items()}
@@ -159,18 +159,18 @@ def test_the_parts_of_a_receive_are_timed(pair: Pair) -> None:
 def test_the_applier_is_told_whether_the_memory_stays(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, stable: bool
 ) -> None:
-    told: list[bool] = []
+    seen: list[bool] = []
     begin = ReloadApplier.begin
 
     def note(self: ReloadApplier, *, stable: bool) -> None:
-        told.append(stable)
+        seen.append(stable)
         begin(self, stable=stable)
 
     monkeypatch.setattr(ReloadApplier, "begin", note)
     monkeypatch.setattr("fourfold.weights.transport.shm.ShmReceiver.stable", stable)
     pair.open(1)
     pair.update(1, 1)
-    assert told == [stable] and pair.holds(1)
+    assert seen == [stable] and pair.holds(1)
 
 
 def test_nothing_arrived_leaves_the_old_weights_clean(pair: Pair) -> None:

@@ -1,4 +1,4 @@
-"""Shared memory between real processes: what arrives, what is refused, who is noticed to be gone."""
+"""Tests shared memory between real processes: arrival, refusals, and processes that end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer rank that stops without dying: nobody waits beyond the deadline, and what it does later does no harm."""
+"""Tests a trainer rank that is stopped: no wait exceeds its deadline, and the rank does no harm when it continues."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_a_rank_that_wakes_up_after_the_deadline_does_no_harm(backend: str) -> N
             peer.result()
         assert time.monotonic() - began < _DEADLINE + 5.0
         peer.call("close")
-        senders[0].result()  # its half went out
+        senders[0].result()  # its half was sent
         for one in senders:
             one.start("abort", 1)
             one.start("reseed", 5)
         os.kill(stopped, signal.SIGCONT)
         with suppress(FourfoldError):
-            senders[1].result()  # its send, when it was over: to nobody, or refused
+            senders[1].result()  # its send ended after the receiver was gone, or was refused
         for one in senders:
             one.result()
             one.result()

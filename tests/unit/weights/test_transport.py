@@ -1,4 +1,4 @@
-"""Offers, deadlines, host facts and answers: everything of a transfer that needs no second process."""
+"""Tests offers, deadlines, host ids, replies and senders: everything of a transfer that needs no second process."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_replies_carry_errors_as_what_they_were() -> None:
         assert caught.value.reason == error.reason
 
 
-# The sender's rules, with a transport that needs nobody else.
+# The sender's rules, with a transport that needs no receiver.
 
 
 def _sender(rank_count: int = 1) -> WeightSender:

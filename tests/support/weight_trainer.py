@@ -69,7 +69,7 @@ class Trainer:
             for s in self.senders:
                 s.open(self.epoch, timeout=TIMEOUT)
         except FourfoldError:
-            engine.finish_verb()  # the engine's error would hide this one's reason
+            engine.finish_verb()  # raises the engine's error, if any: it is more specific
             raise
         answer: dict[str, int] = engine.finish_verb()
         return answer

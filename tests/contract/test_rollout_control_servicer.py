@@ -1,4 +1,4 @@
-"""RolloutControlService on a loopback server: weight updates and each status code, with an engine moved by hand."""
+"""RolloutControlService on a loopback server: weight updates and each status code, with a fake engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates that do not wait for running samples, over gRPC: what becomes of the samples, and of tokens that are held."""
+"""Updates over gRPC that do not wait for running samples: the samples continue, and held tokens wait or are dropped."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TestKeep:
             await service.control.probe([1, 2], timeout=2)
         answer.cancel()
 
-    async def test_who_is_on_the_way_in_comes_before_the_pause(
+    async def test_a_call_that_is_being_submitted_comes_before_the_pause(
         self, service: Service, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         may_enter, submit = asyncio.Event(), service.engine.submit
@@ -236,7 +236,7 @@ class TestHold:
 
 
 class TestOtherCalls:
-    async def test_phase_for_people(self, service: Service) -> None:
+    async def test_phase_is_described_as_text(self, service: Service) -> None:
         async def phase() -> str:
             return (await service.control.describe(timeout=2)).update_phase
 

@@ -1,4 +1,4 @@
-"""RolloutService on a loopback server: what it answers, each status code, and callers that leave."""
+"""RolloutService on a loopback server: its responses, each status code, and callers that leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that samples what a test tells it to, one token per sample and tick, on the event loop alone."""
+"""A fake engine on the event loop: it samples one token per sample when the test calls `tick`."""
 
 from __future__ import annotations
 
@@ -29,16 +29,13 @@ SUMS = b"s" * 16
 
 
 class NullSink:
-    """Takes outputs that a test does not look at."""
+    """A sink that ignores its outputs."""
 
-    def put(self, index: int, output: SampleOutput) -> None:
-        """Forget it."""
+    def put(self, index: int, output: SampleOutput) -> None: ...
 
-    def boundary(self, index: int, token_count: int) -> None:
-        """Forget it."""
+    def boundary(self, index: int, token_count: int) -> None: ...
 
-    def fail(self, error: FourfoldError) -> None:
-        """Forget it."""
+    def fail(self, error: FourfoldError) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -46,26 +43,23 @@ class FakeSample:
     """One sample: token i is 10 + i with log-probability -(i + 1)."""
 
     request: SampleRequest
-    versions: list[int] = field(default_factory=list)
-    """Of the weights that sampled each token, in truth."""
-    given: int = 0
-    asked: bool = False
-    """Whether the next tokens are handed over as they come."""
+    versions: list[int] = field(default_factory=list)  # of the weights that really sampled each token
+    given: int = 0  # tokens put into the sink
+    asked: bool = False  # put the next tokens as they come
     finish: Finish | None = None
 
     @property
     def tokens(self) -> int:
-        """How many."""
         return len(self.versions)
 
     def flush(self) -> None:
-        """Hand over the new tokens, or the next."""
+        """Put the tokens that were not put yet, or else the next ones."""
         self.asked = self.tokens == self.given
         if self.finish is None and not self.asked:
             self.put()
 
     def put(self) -> None:
-        """Hand over what there is, and the end if it is there."""
+        """Put the new tokens, and the end if the sample has ended."""
         first, self.given = self.given, self.tokens
         output = SampleOutput(
             token_ids=np.arange(10 + first, 10 + self.tokens, dtype=np.int32),
@@ -76,7 +70,7 @@ class FakeSample:
 
 
 class FakeEngine:
-    """Implements `Engine`. Nothing moves until `tick`."""
+    """Implements `RolloutEngine`. It samples only in `tick`."""
 
     def __init__(self, *, kv_cache_tokens: int = 0, device_type: str = "cpu", sleep_mode: bool = False) -> None:
         self.description = EngineDescription(
@@ -91,32 +85,25 @@ class FakeEngine:
             kv_cache_tokens=kv_cache_tokens,
         )
         self.samples: list[FakeSample] = []
-        self.batches: list[list[str]] = []
-        """Keys of the requests of every submission."""
+        self.batches: list[list[str]] = []  # keys of the requests of each `submit`
         self.log: list[str] = []
         self.open_error: FourfoldError | None = None
         self.receive_error: FourfoldError | None = None
-        self.receive_gate = asyncio.Event()
-        """Cleared by a test that wants a transfer to take time; a stopped transfer ends."""
+        self.receive_gate = asyncio.Event()  # a test clears it to make a transfer last until it is stopped
         self.receive_gate.set()
-        self.open_gate = asyncio.Event()
-        """Cleared by a test that wants the senders not to come."""
+        self.open_gate = asyncio.Event()  # a test clears it to make the senders unreachable
         self.open_gate.set()
         self.stopped_epoch = -1
-        self.timeouts: dict[str, float] = {}
-        """Deadline that the last call of each kind was given, in seconds."""
+        self.timeouts: dict[str, float] = {}  # the timeout of the last call of each kind, in seconds
         self.pause_seconds = 0.0
         self.paused = False
-        self.loaded = 0
-        """Version of the weights that it samples with."""
+        self.loaded = 0  # version of the weights that it samples with
         self.commit_error: FourfoldError | None = None
         self.settle_seconds = 0.0
         self.abort_is_clean = True
         self.dead: Unavailable | None = None
-        self.asleep: set[str] = set()
-        """Memory that it has not got."""
-        self.late: FourfoldError | None = None
-        """Raised by sleep and wake when they have done what they were asked for."""
+        self.asleep: set[str] = set()  # tags of freed memory
+        self.late: FourfoldError | None = None  # sleep and wake raise it after they have done their work
 
     @property
     def running(self) -> list[FakeSample]:
@@ -125,11 +112,10 @@ class FakeEngine:
 
     @property
     def running_count(self) -> int:
-        """How many."""
         return len(self.running)
 
     def load(self) -> EngineLoad:
-        """Of all samples; one that was dropped keeps what it had."""
+        """Count the tokens of all samples, including those of abandoned ones."""
         return EngineLoad(
             running_samples=self.running_count,
             sampled_tokens=sum(s.tokens for s in self.samples),
@@ -137,7 +123,6 @@ class FakeEngine:
         )
 
     async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[EngineSample]:
-        """Note the batch."""
         if self.dead is not None:
             raise self.dead
         self.batches.append([r.key for r in requests])
@@ -146,14 +131,12 @@ class FakeEngine:
         return new
 
     async def abandon(self, samples: Sequence[EngineSample]) -> None:
-        """Drop them."""
         for sample in samples:
             if isinstance(sample, FakeSample) and sample.finish is None:
                 self.log.append(f"abandon {sample.request.key}")
                 sample.finish = Finish.ABORTED
 
     async def pause(self) -> None:
-        """Let `tick` do nothing."""
         await asyncio.sleep(self.pause_seconds)
         self.log.append("pause")
         self.paused = True
@@ -161,7 +144,6 @@ class FakeEngine:
             sample.request.sink.boundary(sample.request.index, sample.tokens)
 
     async def resume(self) -> None:
-        """Let `tick` work."""
         self.log.append("resume")
         self.paused = False
 
@@ -173,17 +155,15 @@ class FakeEngine:
             self._end(sample, Finish.ABORTED)
 
     async def settle(self) -> None:
-        """Nothing runs."""
         await asyncio.sleep(self.settle_seconds)
         self.log.append("settle")
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """-token / 10 each."""
         self.log.append("probe")
         return [math.nan, *(-token / 10 for token in token_ids[1:])]
 
     async def open_weights(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
-        """Note it, or raise `open_error`."""
+        """Log the epoch, or raise `open_error`."""
         self.timeouts["open"] = timeout
         if self.open_error is not None:
             raise self.open_error
@@ -194,7 +174,7 @@ class FakeEngine:
         return OpenReport(direct_tensor_count=0, reload_tensor_count=7, reload_reason="it is a fake")
 
     async def receive_weights(self, *, epoch: int, policy_version: int, skip_sums: bool, timeout: float) -> bytes:
-        """Note it when the gate opens, or raise `receive_error`."""
+        """Load the version when `receive_gate` is set, or raise `receive_error`."""
         self.timeouts["receive"] = timeout
         assert not self.running or self.paused, "weights change under running samples"
         assert "weights" not in self.asleep, "weights are written to memory that is not there"
@@ -221,11 +201,9 @@ class FakeEngine:
         self.open_gate.set()
 
     async def weight_sums(self, *, epoch: int) -> bytes:
-        """Of one tensor."""
         return SUMS
 
     async def sleep(self, level: int, *, timeout: float) -> None:
-        """Give all memory up."""
         self.timeouts["sleep"] = timeout
         assert not self.running
         self.log.append(f"sleep {level}")
@@ -234,7 +212,7 @@ class FakeEngine:
             raise self.late
 
     async def wake(self, tags: Sequence[str], *, timeout: float) -> None:
-        """Take memory again; as vLLM, none when a part of it is awake already."""
+        """Allocate memory; like vLLM, none if a part of it is awake already."""
         self.timeouts["wake"] = timeout
         self.log.append(f"wake {' '.join(tags)}")
         if self.asleep.issuperset(tags):
@@ -243,7 +221,6 @@ class FakeEngine:
             raise self.late
 
     async def abort_weights(self, *, epoch: int) -> bool:
-        """Note it."""
         self.log.append(f"abort {epoch}")
         return self.abort_is_clean
 

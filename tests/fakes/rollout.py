@@ -1,4 +1,4 @@
-"""A rollout service on a loopback server, with an engine that a test moves by hand."""
+"""A rollout service on a loopback server, with a fake engine that samples when the test ticks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers of the engines that `logprob_driver` starts."""
+"""The workers of the engines that `logprob_driver` starts: one counts preemptions, one refuses the table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.slow_worker import SlowWorker
 
 
 class CountingWorker(SlowWorker):
-    """The service's own, which takes its time and counts preemptions from the first time it is asked."""
+    """A slow worker that counts preemptions from the first call of `count_preemptions` on."""
 
     _preemptions: list[str] | None = None
 
@@ -33,10 +33,9 @@ class CountingWorker(SlowWorker):
 
 
 class UnableWorker(RolloutWorker):
-    """vLLM's own log-probabilities."""
+    """A worker that cannot open the table, so that log-probabilities come from vLLM."""
 
     def logprobs_open(self, path: str, slots: int, width: int, patch_seeds: bool) -> str:
-        """Refuse."""
         return "it is a test"
 
     def runner_name(self) -> str:

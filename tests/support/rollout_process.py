@@ -1,4 +1,4 @@
-"""A rollout service as users start it, a process with a real vLLM CPU engine, and a trainer of one rank for it."""
+"""Starts a rollout service process with a real vLLM CPU engine, and a trainer of one rank that publishes weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ class Service:
 
     @property
     def engine(self) -> psutil.Process:
-        """The engine's process."""
         (child,) = psutil.Process(self.process.pid).children()
         return child
 
@@ -170,7 +169,6 @@ class Publisher:
     _epochs = itertools.count(100)
 
     def __init__(self, control: RolloutControlClient, *, version: int) -> None:
-        """Begin above the version."""
         self._control = control
         self.epoch, self.version = -1, version
         self._sender: Any = None

@@ -1,4 +1,4 @@
-"""A worker whose engine takes its time, so that what a test does in the middle of a sample comes in time.
+"""A worker with slow engine steps, so that a test can act in the middle of a sample.
 
 A tiny model samples 500 tokens in a second; on a busy machine a test may not get a processor for that long.
 """
@@ -12,16 +12,16 @@ from fourfold_rollout.vllm.worker import RolloutWorker
 
 
 class SlowWorker(RolloutWorker):
-    """The service's own; a step takes so much longer from the time it is described, which is before the first."""
+    """The service's worker. Each step takes `step_seconds` longer from `weights_describe` on, before the first step."""
 
     step_seconds = 0.005
 
     def slow_down(self, seconds: float) -> None:
-        """Take longer from now on, or less long."""
+        """Change the delay of each step."""
         self.step_seconds = seconds
 
     def weights_describe(self) -> Any:
-        """Describe it, and slow it down."""
+        """Describe the worker, and delay its steps from now on."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]
         real = runner.execute_model
 

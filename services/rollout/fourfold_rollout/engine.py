@@ -21,7 +21,7 @@ EMPTY_IDS: Final[Int32Array] = np.empty(0, np.int32)
 
 
 class Finish(Enum):
-    """Why a sample ended."""
+    """The reason why a sample ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -138,7 +138,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochTerms:
-    """The fields of OpenWeightsRequest."""
+    """The terms of a weight epoch: the fields of OpenWeightsRequest."""
 
     epoch: int
     backend: str

@@ -1,4 +1,4 @@
-"""What a Generate request may ask for, and how much may be in flight."""
+"""Checks of a Generate request, and the limits on samples and tokens in flight."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""Any order of control calls and samples: versions never go back, dirty or sleeping engines serve nothing, every token
-that leaves has the version that sampled it, and none leaves of weights that nobody released."""
+"""Random orders of control calls and samples (a stateful property test of `WeightController`).
+
+Versions never go back, dirty or sleeping engines serve nothing, every delivered token has the version that sampled it,
+and no token of an unreleased version is delivered.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ WHICH = st.sampled_from(["open", "begin", "receive", "commit", "release", "abort
 
 
 class Call:
-    """What the servicer does for a call of one sample."""
+    """A Generate call of one sample, as the servicer runs it."""
 
     def __init__(self, engine: FakeEngine, weights: WeightController, *, streaming: bool, length: int) -> None:
         self.engine, self.weights, self.streaming, self.length = engine, weights, streaming, length
@@ -65,8 +68,7 @@ class Machine(RuleBasedStateMachine):
         self.epoch = 0
         self.committed = [0]
         self.calls: list[Call] = []
-        self.released = {0}
-        """Versions whose tokens may leave."""
+        self.released = {0}  # versions whose tokens may be delivered
 
     async def _setup(self) -> None:
         self.engine = FakeEngine(sleep_mode=True)
@@ -96,7 +98,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(mode=st.sampled_from([PauseMode.KEEP, *PauseMode]), hold=st.booleans(), steps=st.integers(1, 4))
     def go_on(self, mode: PauseMode, hold: bool, steps: int) -> None:
-        """Do what comes next; most of the time nothing else happens."""
+        """Make the next calls of a successful update, so that long sequences get far."""
         for _ in range(steps):
             self._next(mode, hold=hold)
             self.sample(1)
@@ -205,7 +207,7 @@ class Machine(RuleBasedStateMachine):
         self.call(run())
 
     @invariant()
-    def nobody_samples_while_weights_change(self) -> None:
+    def nothing_is_sampled_while_weights_change(self) -> None:
         if self.weights.updating and self.weights._update.phase is not UpdatePhase.COMMITTED:
             assert self.engine.paused or not self.engine.running
 
@@ -230,7 +232,7 @@ class Machine(RuleBasedStateMachine):
         self.committed.append(version)
 
     def _ended(self) -> None:
-        """A version that is dirty now may come again, as another one."""
+        """Forget the chunks of finished calls: the number of a dirty version may be used again for other weights."""
         if not self.weights.updating:
             self.released &= set(self.committed)
             for call in self.calls:

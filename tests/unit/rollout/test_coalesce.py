@@ -81,7 +81,7 @@ async def test_a_cancelled_call_leaves_nothing_in_the_engine() -> None:
 
 
 class SlowEngine(FakeEngine):
-    """Takes samples when a test says so."""
+    """An engine whose `submit` waits for the test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ async def test_a_call_that_is_cancelled_on_the_way_in_stays_until_its_samples_ar
 
 async def test_samples_that_come_at_the_moment_of_the_cancellation_are_abandoned() -> None:
     class Given(list[EngineSample]):
-        """Cancels the call just before it is given its part."""
+        """Cancels the call just before it gets its part of the samples."""
 
         def __getitem__(self, key: Any) -> Any:
             asyncio.get_running_loop().call_soon(call.cancel)

@@ -1,4 +1,4 @@
-"""Of engines that compile the same on one host the first starts alone, and the others after it together."""
+"""Engines with one configuration on one host: the first starts alone, the others after it in parallel."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ class Starts:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.inside = threading.Semaphore(0)
-        """Released by each that is in."""
+        self.inside = threading.Semaphore(0)  # released by each engine that has entered
         self.go = threading.Event()
 
     def start(self, key: str = "k", wait_seconds: float = 60) -> threading.Thread:

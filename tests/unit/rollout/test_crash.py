@@ -17,8 +17,8 @@ import pytest
 from fourfold_rollout.vllm.crash import CrashNote, CrashWatch
 
 SECONDS = 5
+# The watch looks 50 times for an exit code. If it blocked, the event loop would turn only about twice.
 TURNS = 25
-"""It looks 50 times for an exit code; standing still for one, the event loop comes round twice."""
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def process() -> Iterator[BaseProcess]:
 
 
 class Engine:
-    """As much of a launched engine as is watched, its note, and what its owner was told."""
+    """A watch over a fake launched engine, with its note and the reasons that its owner got."""
 
     def __init__(self, process: BaseProcess) -> None:
         self.text = ""
@@ -46,7 +46,6 @@ class Engine:
         self.watch = CrashWatch(launched, self.told.append)
 
     async def reason(self) -> str:
-        """Wait for it."""
         return await asyncio.wait_for(asyncio.shield(self.watch.reason), SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""The deadlines of weight calls: each hands the engine what is left of its own, and no wait outlasts it."""
+"""The deadlines of weight calls: each passes its remaining seconds to the engine, and no wait exceeds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A full batch of samples, with a probe beside it or not, is padded to a size that vLLM has captured."""
+"""CUDA graph sizes: a full batch of samples, with or without a probe, is padded to a size that vLLM captures."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from fourfold_rollout.vllm.engine_args import graph_limits
 
 
 def captured(max_num_seqs: int, largest: int | None) -> list[int]:
-    """What vLLM 0.26 captures for whole decode steps (`_set_cudagraph_sizes`, `initialize_cudagraph_keys`)."""
+    """Return the sizes of whole decode steps that vLLM 0.26 captures (`_set_cudagraph_sizes` and the keys)."""
     largest = largest or min(2 * max_num_seqs, 512)
     sizes = [1, 2, 4, *range(8, min(largest + 1, 256), 8), *(range(256, largest + 1, 16) if largest >= 256 else ())]
     return [size for size in sizes if size <= min(max_num_seqs, largest)]
 
 
 def padded(batch: int, sizes: list[int]) -> int | None:
-    """The graph that a batch runs in; None: it runs without."""
+    """Return the graph size that a batch is padded to; None: it runs without a graph."""
     return next((size for size in sizes if size >= batch), None)
 
 

@@ -1,4 +1,4 @@
-"""What vLLM tells of its start is let through, and nothing else of it below a warning."""
+"""The environment of vLLM: variables, and log levels that pass its start-up messages and warnings only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The end of vLLM's output processing: who waits for it is called once, behind everything that came before."""
+"""The output barrier: callbacks run once, after all outputs that were received before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fourfold_rollout.vllm.patches.front_end import OutputBarrier
 
 
 class FrontEnd:
-    """What the barrier sees of vLLM: a queue, and one hook at the end of each message."""
+    """The parts of vLLM that the barrier uses: a queue, and a hook at the end of each message."""
 
     def __init__(self) -> None:
         self.stats: list[Any] = []
@@ -43,7 +43,7 @@ async def test_a_mark_passes_behind_the_outputs_and_vllm_does_not_see_it(front: 
     assert front.stats == ["stats"]
 
 
-async def test_who_waits_for_the_next_outputs_is_called_once_and_may_wait_again(front: FrontEnd) -> None:
+async def test_a_callback_runs_once_after_the_next_outputs_and_may_register_again(front: FrontEnd) -> None:
     barrier = OutputBarrier(front.llm)
     calls: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The load report: room, and a rate that only counts the seconds in which samples ran."""
+"""The load report: free KV cache, and a token rate that counts only the seconds in which samples ran."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.fakes.engine import FakeEngine
 
 
 class LoadedEngine(FakeEngine):
-    """Holds what a test says."""
+    """An engine whose load the test sets."""
 
     def __init__(self) -> None:
         super().__init__(kv_cache_tokens=1000)

@@ -1,4 +1,4 @@
-"""The memory in which log-probabilities travel: rows, missing values, misuse."""
+"""The shared table of log-probabilities: rows, missing values, misuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the processes of an engine meet: a private folder, which goes with the engine."""
+"""The private folder in which the processes of an engine meet, and which is removed with the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAMES = ("get_file_store_init_method", "get_distributed_init_method")
 
 @pytest.fixture(autouse=True)
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bring vLLM's functions and its variable back afterwards."""
+    """Restore vLLM's functions and its variable afterwards."""
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/tmp")
     for module in (uniproc_executor, multiproc_executor):
         for name in _NAMES:

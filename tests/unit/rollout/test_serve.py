@@ -1,4 +1,4 @@
-"""What the rollout service reads from a recipe and a model folder before it starts its engine."""
+"""The values that the rollout service reads from a recipe and a model folder before it starts its engine."""
 
 from __future__ import annotations
 

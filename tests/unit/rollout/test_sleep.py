@@ -1,4 +1,4 @@
-"""An engine that gives its memory up: who waits, what may be updated, and what is lost."""
+"""Sleep and wake of an engine: requests wait, awake weights can be updated, level 2 loses the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens and the versions that sampled them: cutting at the boundaries, and keeping a version back."""
+"""Splitting of outputs by the version that sampled them, and holding back of a version."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class TestCut:
 
 
 class Log:
-    """Takes down what the gate lets out."""
+    """A sink that records the outputs which the hold lets pass."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, int, str]] = []
@@ -121,7 +121,7 @@ class Log:
         self.seen.append((index, version, "dropped"))
 
 
-class TestGate:
+class TestTokenHold:
     def test_held_tokens_wait_and_older_ones_pass(self) -> None:
         token_hold, log = TokenHold(), Log()
         token_hold.version = 2
@@ -175,7 +175,7 @@ class TestGate:
         token_hold.pass_on(log, 0, 0, output(1, 2, Finish.STOP))
         assert log.seen == [(0, 0, "1.")]
 
-    def test_nothing_comes_out_to_who_has_gone(self) -> None:
+    def test_outputs_of_a_forgotten_sink_are_discarded(self) -> None:
         token_hold, gone, log = TokenHold(), Log(), Log()
         token_hold.hold()
         for taker in (gone, log):

@@ -1,4 +1,4 @@
-"""One sample in vLLM: what becomes of each output, and that no error of it reaches vLLM's task for all outputs."""
+"""One sample in vLLM: delivery of its outputs, and that none of its errors reaches vLLM's output task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SLOTS, WIDTH = 2, 8
 
 
 class Takes:
-    """A sink that keeps what it gets, and raises what it is told to."""
+    """A sink that records its outputs, or raises the error that the test sets."""
 
     def __init__(self) -> None:
         self.outputs: list[SampleOutput] = []
@@ -41,14 +41,12 @@ class Takes:
 
 
 class Owner:
-    """Knows what runs, as the engine does."""
+    """The running samples, as the engine keeps them."""
 
     def __init__(self) -> None:
         self.live: set[int] = set()
-        self.done: tuple[list[int], Any] = ([], None)
-        """Tokens that vLLM has handed out, and their log-probabilities."""
-        self.asked: list[VllmSample] = []
-        """Samples that are to give again."""
+        self.done: tuple[list[int], Any] = ([], None)  # tokens that vLLM has processed, and their log-probabilities
+        self.asked: list[VllmSample] = []  # samples to flush after the next outputs
 
     def flush_after_next(self, sample: VllmSample) -> None:
         self.asked.append(sample)
@@ -105,7 +103,7 @@ def stage() -> Stage:
 
 
 def result(ids: Sequence[int], finish: str | None = None, logprobs: Any = None) -> Any:
-    """What vLLM puts."""
+    """Return an output of a request as vLLM puts it."""
     completion = SimpleNamespace(token_ids=list(ids), logprobs=logprobs, finish_reason=finish)
     return SimpleNamespace(outputs=[completion], finished=finish is not None)
 
@@ -232,8 +230,8 @@ async def test_a_sample_that_gives_all_at_its_end_is_cut_where_the_weights_chang
     await sink.complete()
 
 
-async def test_nobody_is_asked_after_the_end_of_a_call(stage: Stage) -> None:
-    """Its timer would keep the call's samples and prompt; one that nobody stops would ask for ever."""
+async def test_no_sample_is_flushed_after_the_end_of_a_call(stage: Stage) -> None:
+    """A timer that is never cancelled would keep the samples and the prompt of the call, and flush for ever."""
     sink = CallOutputs(1, TokenHold(), lambda _: None)
     sample = stage.sample(values=[-1], sink=sink, streaming=False)
     sink.flush_every(60, [sample])

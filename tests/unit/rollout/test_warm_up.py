@@ -1,4 +1,4 @@
-"""What an engine does before it is ready: it samples and probes, in a bounded time."""
+"""The warm-up of an engine: it samples and probes once, in a bounded time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rollout service asks of the workers on CPU; with real engines: the integration tests."""
+"""The worker's access to AMX on CPU. Integration tests cover the other methods with real engines."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def parse(request: pb.GenerateRequest, limits: GenerateLimits, caller: Principal
 
 @dataclass(frozen=True, slots=True)
 class _LiveCall:
-    """One call in flight."""
+    """A call in flight, by request id."""
 
     owner: asyncio.Task[Any] | None
     left: asyncio.Event = field(default_factory=asyncio.Event)

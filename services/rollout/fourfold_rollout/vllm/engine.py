@@ -53,7 +53,7 @@ _LARGE_TABLE_BYTES: Final = 1 << 30
 
 
 class VllmEngine:
-    """Implements `Engine`. Made before the event loop runs (`start`), used on it after `attach`."""
+    """Created before the event loop runs (`start`) and used on it after `attach`."""
 
     def __init__(self, launched: LaunchedEngine, settings: EngineSettings) -> None:
         self._launched = launched
@@ -74,7 +74,7 @@ class VllmEngine:
 
     @classmethod
     def start(cls, settings: EngineSettings, *, fork: bool = False) -> Self:
-        """Start vLLM; see `launch`."""
+        """Start vLLM and wait until it can sample; see `launch`."""
         return cls(launch(settings, fork=fork), settings)
 
     async def attach(self, on_death: Callable[[str], None]) -> None:

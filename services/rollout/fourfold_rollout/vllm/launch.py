@@ -76,19 +76,18 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
     before = set(multiprocessing.active_children())
     # Overrides the choice that vLLM made in `create_engine_config`: "spawn" on CPU, "fork" with CUDA.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork" if fork and threading.active_count() == 1 else "spawn"
-    scratch = meet_in_a_folder()
+    scratch, llm = meet_in_a_folder(), None
     _ForkGuard.arm()
     try:
         with _compile_lock(config):
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-    except BaseException as error:
-        scratch.remove()
-        if not isinstance(error, RuntimeError | ValueError | OSError):
-            raise
+    except (RuntimeError, ValueError, OSError) as error:
         cause = note.read() or one_line(error)
         raise Unavailable(f"the engine of model {settings.folder} did not start: {cause}") from error
     finally:
         _ForkGuard.disarm()
+        if llm is None:
+            scratch.remove()
     processes = tuple(p for p in multiprocessing.active_children() if p not in before)
     cache = config.cache_config
     tokens = getattr(cache, "kv_cache_size_tokens", None) or (cache.num_gpu_blocks or 0) * (cache.block_size or 0)

@@ -119,7 +119,7 @@ class LogprobRow:
         return values
 
     def release(self) -> None:
-        """Free the row. Idempotent."""
+        """Free the row for another sample. Idempotent."""
         if self.slot != NO_SLOT:
             self._free.append(self.slot)
             self.slot = NO_SLOT

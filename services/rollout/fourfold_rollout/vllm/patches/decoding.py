@@ -55,7 +55,7 @@ _EXTRAS: Final = (
 
 
 class EndConditions(NamedTuple):
-    """The conditions that end a sample which wants nothing but tokens."""
+    """The conditions that end a sample which returns nothing but tokens."""
 
     stops: frozenset[int]  # tokens that end it, at once or after its `min_tokens`
     total: int  # prompt tokens plus `max_tokens`
@@ -238,7 +238,7 @@ def _end_conditions(request: Request, longest: int) -> EndConditions | None:
 
 
 def find_end_conditions(request: Request, longest: int) -> EndConditions | None:
-    """Return the end conditions of a sample, or None if it wants more than tokens.
+    """Return the end conditions of a sample, or None if it returns more than tokens.
 
     Args:
         request: vLLM's request.

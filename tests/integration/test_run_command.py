@@ -132,7 +132,7 @@ def test_killed_launcher_takes_everything_with_it(make_stage: Callable[..., Stag
     stage.wait_for_step(process, 1)
     second = stage.start("--resume", "runs/toy")
     _, errors = second.communicate(timeout=20)
-    assert second.returncode == 1 and "another `fourfold run` is at work in this folder" in errors
+    assert second.returncode == 1 and "another `fourfold run` uses this folder" in errors
     process.kill()
     process.communicate(timeout=10)
     until(lambda: stage.descendants() == {}, 5)
@@ -146,5 +146,5 @@ def test_service_dead_at_start_is_one_clear_error(make_stage: Callable[..., Stag
     assert stage.descendants() == {}
     assert "The run failed. reward-0 died before it was ready: ended with exit code 1." in errors
     assert "no_such_verifier" in errors and str(Path("runs/toy/logs/reward-0.log")) in errors
-    assert "No checkpoint was written yet. To begin again: fourfold run --resume runs/toy; when the recipe" in errors
+    assert "No checkpoint was written yet. To start again: fourfold run --resume runs/toy; with a changed" in errors
     assert "Traceback" not in errors

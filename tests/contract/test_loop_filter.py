@@ -1,4 +1,4 @@
-"""Dynamic sampling: groups that teach nothing are replaced, counted, and never trained on."""
+"""Dynamic sampling: groups without differing scores are replaced, counted, and never trained on."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def trained_positions(stage: Stage) -> dict[int, list[int]]:
     return {step: sorted({position_of(name) for name in ids}) for step, ids in stage.trainer.batches.items()}
 
 
-async def test_a_group_that_teaches_nothing_is_replaced_and_counted(make_stage: Callable[..., Stage]) -> None:
+async def test_a_group_that_is_filtered_out_is_replaced_and_counted(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=1, algorithm=VARIED | {"kl": {"coef": 0.1}})
     reference = FakeReference("reference-0", stage.config)
     stage.others.append(reference)

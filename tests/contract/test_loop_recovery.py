@@ -174,8 +174,8 @@ async def test_a_trainer_that_dies_while_it_sends_is_waited_for_and_its_version_
     assert stage.rollouts[0].weights == stage.trainer.weights
     assert stage.rollouts[0].begun.count(lost) == begun, "a version that died with its trainer is not tried again"
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    told = [text.partition(": ")[0] for text in warnings if not text.startswith("step ")]
-    assert [" ".join(text.split()[:5]) for text in told] == [
+    texts = [text.partition(": ")[0] for text in warnings if not text.startswith("step ")]
+    assert [" ".join(text.split()[:5]) for text in texts] == [
         "GetStatus",  # the trainer did not answer; repeating the call
         f"trainer-0 at {stage.trainer.target} is a",  # new process
         "restored",
@@ -211,10 +211,10 @@ async def test_an_engine_that_comes_during_a_recovery_waits_for_the_restored_wei
     assert isinstance(trainer, SlowlyRestored)
     stage.trainer = trainer
 
-    async def told() -> None:
+    async def note_call() -> None:
         trainer.asked.set()
 
-    late.on_describe = told
+    late.on_describe = note_call
     stage.rollouts.append(late)
     await late.join(stage.address)
     await trainer.join(stage.address)
@@ -283,7 +283,7 @@ async def test_a_finished_run_that_is_started_again_only_writes_its_report(make_
     assert stage.trainer.batches == trained
 
 
-async def test_a_finished_run_waits_for_nobody_unless_its_steps_were_raised(
+async def test_a_finished_run_waits_for_no_service_unless_its_steps_were_raised(
     make_stage: Callable[..., Stage], capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage = make_stage(steps=2)

@@ -162,4 +162,4 @@ async def test_a_lease_is_given_back_with_one_try(serve: Serve) -> None:
     channel = await serve((service, add_MembershipServiceServicer_to_server, servicer))
     with pytest.raises(Unavailable):
         await MembershipClient(channel, peer="coordinator").deregister(b"token", timeout=5.0)
-    assert servicer.tries == 1, "a service that ends waits for nobody"
+    assert servicer.tries == 1, "a service that ends does not wait for the coordinator"

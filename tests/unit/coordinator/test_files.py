@@ -83,7 +83,7 @@ async def test_a_wait_that_lasts_too_long_ends_with_the_remedy(
         await clock.advance(1)
     with pytest.raises(DiskFull) as error:
         await task
-    assert f"make room, then go on with: fourfold run --resume {tmp_path}" in error.value.message
+    assert f"make room, then resume with: fourfold run --resume {tmp_path}" in error.value.message
     assert "for 10 s (retry.service_wait_seconds)" in error.value.message
     assert subjects(board) == []
 

@@ -151,7 +151,7 @@ def test_a_move_is_whole_or_not_at_all(ledger: Ledger) -> None:
     assert [ledger.state(name) for name in ids] == [SampleState.RUNNING, SampleState.ISSUED]
 
 
-def test_a_sample_nobody_issued_is_not_found(ledger: Ledger) -> None:
+def test_a_sample_that_was_never_issued_is_not_found(ledger: Ledger) -> None:
     with pytest.raises(NotFound, match="never issued"):
         ledger.move(["p0-0-0"], SampleState.RUNNING)
 

@@ -75,7 +75,7 @@ def test_an_engine_that_runs_empty_is_still_known_to_be_fast() -> None:
     assert load.speed(601) == 900
 
 
-def test_the_fullest_moment_is_told_once() -> None:
+def test_the_fullest_moment_is_reported_once() -> None:
     load = EngineLoad()
     for free in (80, 10, 50):
         load.take(report(cache=100, free=free), 0)

@@ -181,7 +181,7 @@ async def test_a_refused_member_changes_nothing(
         with pytest.raises((InvalidInput, WrongState)):
             registry.register(refused)
     assert changes == []
-    assert registry.register(member()) == token, "nobody was fenced or replaced"
+    assert registry.register(member()) == token, "no incarnation was fenced or replaced"
     await clock.advance(1)
     assert [m.member_id for m in registry.expire()] == ["trainer-0"], "its lease was not renewed by a refused call"
 

@@ -23,7 +23,7 @@ ROLE = Role.ROLE_REWARD
 
 
 class Bench:
-    """A router and members that nobody has to serve: their work is a function of the test."""
+    """A router and members without servers: the work of a call is a function of the test."""
 
     def __init__(self, *, wait_seconds: float = 0.3) -> None:
         self.waits: list[str] = []
@@ -118,7 +118,7 @@ async def test_a_full_replica_is_waited_for_and_work_goes_out_in_its_order(bench
         return bench.call(work, samples=samples)
 
     await asyncio.gather(*(piece(i, samples) for i, samples in enumerate((3, 2, 1, 4, 1, 3))))
-    assert order == sorted(order), "nobody overtakes"
+    assert order == sorted(order), "no call overtakes another"
 
 
 async def test_a_dead_replica_costs_one_try_and_another_one_does_the_work(bench: Bench) -> None:
@@ -287,7 +287,7 @@ async def test_a_role_without_services_is_named_after_the_wait(bench: Bench) -> 
     assert bench.waits[0] == "a reward service (none has registered)"
 
 
-async def test_a_hindered_replica_is_not_used_and_says_why(bench: Bench) -> None:
+async def test_an_unusable_replica_gets_no_call_and_the_error_has_the_reason(bench: Bench) -> None:
     replica = bench.join("a")
     bench.router.set_unusable_reason(replica, "its weight update failed")
     with pytest.raises(ServiceMissing, match="a: its weight update failed"):

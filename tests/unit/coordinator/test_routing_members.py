@@ -23,7 +23,7 @@ from tests.fakes.rollout import until
 
 
 class Channel:
-    """Stands for a channel on which nobody calls; counts how often it was closed."""
+    """A channel without calls; counts how often it was closed."""
 
     def __init__(self) -> None:
         self.closed = 0
@@ -95,7 +95,7 @@ async def test_only_engines_are_watched_for_load(scene: Scene) -> None:
     await until(lambda: engine.load in scene.watched)
     late, _ = scene.join("a-engine", Role.ROLE_ROLLOUT, 10)
     await until(lambda: late.load in scene.watched)
-    assert scene.watched == [engine.load, late.load], "one watch of each engine, and of nobody else"
+    assert scene.watched == [engine.load, late.load], "one watch of each engine, and none of other members"
 
 
 async def test_an_engine_is_watched_when_it_was_inspected(scene: Scene) -> None:

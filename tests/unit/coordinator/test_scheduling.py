@@ -26,7 +26,7 @@ C = Candidate
         # (100 + 20) / 30 = 4 s beside (0 + 20) / 4 = 5 s
         ([C(name="a", outstanding=0, speed=4.0), C(name="b", outstanding=100, speed=30.0)], 20, "b"),
         ([C(name="a", outstanding=0, speed=6.0), C(name="b", outstanding=100, speed=30.0)], 20, "a"),
-        # one that nobody has measured counts as the mean of the others, (2 + 6) / 2
+        # an unknown speed counts as the mean of the others, (2 + 6) / 2
         ([C(name="a", outstanding=10, speed=2.0), C(name="b", outstanding=30, speed=6.0),
           C(name="c", outstanding=17)], 2, "c"),
         ([C(name="a", outstanding=10, speed=2.0), C(name="b", outstanding=30, speed=6.0),
@@ -39,7 +39,7 @@ C = Candidate
         ([C(name="a", outstanding=0), C(name="b", outstanding=63, held=64)], 500, "b"),
         ([C(name="a", outstanding=0), C(name="b", outstanding=65, held=64)], 500, "a"),
         ([C(name="a", outstanding=0), C(name="b", outstanding=25, held=64)], 20, "a"),
-        # who has just failed this work is the last to be asked again
+        # a replica that failed this very call comes last
         ([C(name="a", outstanding=0, avoided=True), C(name="b", outstanding=99, room=0)], 1, "b"),
     ],
 )  # fmt: skip

@@ -133,7 +133,9 @@ def _reasoning_gym(source: DataSourceConfig) -> Iterator[Row]:
     known = [field.name for field in dataclasses.fields(DATASETS[task][1]) if field.name not in ("size", "seed")]
     for name in source.options:
         if name in ("size", "seed"):
-            raise ConfigError(f"options of reasoning_gym {task!r}: {name!r} stands beside reasoning_gym; move it there")
+            raise ConfigError(
+                f"options of reasoning_gym {task!r}: {name!r} is a key next to reasoning_gym; move it there"
+            )
         if name not in known:
             raise ConfigError(f"options of reasoning_gym {task!r}: it has no {name!r}; {_nearest(name, known)}")
     try:

@@ -70,7 +70,7 @@ class EngineLoad:
         return self._speed if self._speed > 0 and self._fresh(now) else None
 
     def room(self, now: float) -> int | None:
-        """Return the tokens that fit into the KV cache, besides the calls since the report.
+        """Return the tokens that still fit into the KV cache: free at the report, less the calls since then.
 
         None if no report ever had it. 0 if the reports stopped: the engine may hang.
         """

@@ -2,7 +2,7 @@
 
 A member lives as long as its lease, whatever happens to its connection. A process that registers with a new
 incarnation takes the place of the old one: the old lease ends at once, and the old incarnation is refused from then
-on, so that a process that was only slow cannot come back beside its successor.
+on, so that a process that was only slow cannot come back next to its successor.
 
     Register --> live --KeepAlive every ttl/3--> live --no KeepAlive for ttl--> EXPIRED
                   |--Deregister--> LEFT (its calls in flight may finish)

@@ -142,7 +142,7 @@ class Replica:
         self.load.end(ticket)
 
     def has_room(self, samples: int) -> bool:
-        """Return whether it may get so many samples more; what it refused beside other work it may get alone."""
+        """Return whether it may get so many samples more; a call that it refused next to others may fit alone."""
         limits = [self.capacity, self._congested_at if self.outstanding else 0]
         return all(self.outstanding + samples <= limit for limit in limits if limit)
 

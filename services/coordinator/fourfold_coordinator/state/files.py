@@ -89,7 +89,7 @@ class DiskWriter:
                     if now >= end:
                         raise DiskFull(
                             f"{self._explain(error)} for {self._wait_seconds:g} s (retry.service_wait_seconds); "
-                            f"make room, then go on with: fourfold run --resume {self._folder}"
+                            f"make room, then resume with: fourfold run --resume {self._folder}"
                         ) from None
                     if end == math.inf:
                         end = now + self._wait_seconds

@@ -245,8 +245,8 @@ class Scoring:
         first = next((r.breaker.first for r in replicas if r.breaker.first is not None), None) or error
         names = ", ".join(r.title for r in replicas) or "none is registered"
         return ScorerFailed(
-            f"{what}; reward services: {names}; first error: {first.reason}: {first}. Repair the scorer and go on with "
-            f'--resume; reward.on_error = "{self._config.on_error}" decides what an error does',
+            f"{what}; reward services: {names}; first error: {first.reason}: {first}. Repair the scorer and "
+            f'resume with --resume; reward.on_error = "{self._config.on_error}" decides what an error does',
             reason=first.reason,
         )
 

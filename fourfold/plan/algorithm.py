@@ -1,7 +1,7 @@
-"""The algorithm of a recipe in words and formulas, from its resolved keys: what `fourfold plan` says of it.
+"""Describes the algorithm of a recipe in formulas, for `fourfold plan`.
 
-A preset's name decides nothing here, so that a recipe which changes a key reads the change.
-The formulas are computed in `fourfold/algorithm/`.
+The text follows from the resolved keys, never from the name of the preset, so that it shows every changed key. The
+formulas of losses, estimators and corrections are next to their code in `fourfold/algorithm/`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fourfold.config.algorithm import AlgorithmConfig, KlConfig
 
 
 def algorithm_plan(config: Config) -> list[str]:
-    """Return one paragraph per part of the algorithm; parts that are switched off are left out."""
+    """Return one paragraph for each part of the algorithm that is switched on."""
     algorithm = config.algorithm
     paragraphs = (
         _legend(config),
@@ -31,7 +31,7 @@ def algorithm_plan(config: Config) -> list[str]:
 
 
 def _legend(config: Config) -> str:
-    """Name the log-probabilities that the formulas below speak of."""
+    """Define the log-probabilities of the formulas."""
     names = ["o before the step"]
     if config.algorithm.correction.kind != "none":
         names.append("u in its engine")
@@ -42,7 +42,7 @@ def _legend(config: Config) -> str:
 
 
 def _reward(config: Config) -> str:
-    """What becomes of a score, in the order in which it happens."""
+    """Describe the changes of a score, in their order."""
     shaping, longest = config.algorithm.shaping, config.sampling.max_new_tokens
     steps = []
     if shaping.normalize:
@@ -85,7 +85,7 @@ def _whitening(algorithm: AlgorithmConfig) -> str:
 
 
 def _total(config: Config) -> str:
-    """How the losses of the tokens become one number, and what is added to them."""
+    """Describe the terms of the loss and their reduction to one number."""
     algorithm = config.algorithm
     terms = ["l" if algorithm.correction.kind == "none" else "w l"]
     if algorithm.kl.coef and algorithm.kl.placement == "loss":
@@ -120,7 +120,7 @@ def _correction(algorithm: AlgorithmConfig) -> str:
     kind, low, high = algorithm.correction.kind, algorithm.correction.low, algorithm.correction.high
     if kind == "none":
         return ""
-    return f"correction for what the engine computes otherwise: {corrections.formula(kind, low, high)}."
+    return f"correction of the logprob mismatch: {corrections.formula(kind, low, high)}."
 
 
 def _filter(config: Config) -> str:

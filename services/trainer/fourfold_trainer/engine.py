@@ -1,10 +1,11 @@
-"""What the trainer asks of its engine: all ranks as one (`Engine`), and one rank's models (`Policy`, `Critic`).
+"""Defines the protocols of the trainer's engine: all ranks as one (`TrainerEngine`), and the models of one rank.
 
-    servicer -> core -> step -> Engine --- RankGroup --- link ---> RankWorker -> Policy, Critic     (every rank)
-                                           processes.py            update.py
+    service -> step/train_step.py -> TrainerEngine   (rank 0; implemented by ranks/engine.py)
+                                          |  rank channel
+                                     ranks/worker.py -> step/optimizer_step.py -> Policy, Critic   (every rank; zero/)
 
-`core` and `step` know `Engine` alone and are tested with a fake one; `update` and the worker
-know `Policy` and `Critic` alone. `zero` implements those two, `ranks` the `Engine`.
+service/ and train_step.py use `TrainerEngine` alone and are tested with a fake. optimizer_step.py and the worker use
+`Policy` and `Critic` alone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fourfold_trainer.flops import Machine, ModelSize
 
 T = TypeVar("T")
 
-# Sums over tokens that metrics are made of, besides those that carry a metric's own name.
+# Sums over tokens that metrics are computed from, besides those that have the name of a metric.
 RATIO_SUM: Final = "sum of the ratio of trainer to engine"
 RATIO_SQUARE_SUM: Final = "sum of its square"
 SAMPLE_COUNT: Final = "samples with loss tokens"
@@ -36,45 +37,45 @@ SAMPLE_COUNT: Final = "samples with loss tokens"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateSettings:
-    """What every rank must know of one optimizer step besides its batches and the recipe."""
+    """Settings of one optimizer step that every rank needs besides its batches and the recipe."""
 
     learning_rate: float
     kl_coef: float = 0.0
-    """Of a KL term in the loss; the controller may have moved it away from the recipe's."""
+    """Coefficient of the KL term in the loss; the controller may have changed the recipe's."""
     router_coef: float = 0.0
-    """Of the routers' load-balancing loss."""
+    """Coefficient of the routers' load-balancing loss."""
     token_count: int = 0
-    """Tokens in the passes of all ranks, dummies left out."""
+    """Tokens in the micro-batches of all ranks, without dummies."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class UpdateSums:
-    """What optimizer steps did, so that those of all ranks, and of several steps, can be added."""
+    """Sums of optimizer steps, which can be added over ranks and over steps."""
 
     loss: float = 0.0
-    """Value of what was minimised, policy term or value term."""
+    """Value of the policy loss or the value loss."""
     token_count: int = 0
-    """Loss tokens that were forwarded."""
+    """Loss tokens of the forward passes."""
     sums: dict[str, float] = field(default_factory=dict)
-    """By metric name: sum over the tokens."""
+    """Sum over the tokens, by metric name."""
     lowest: dict[str, float] = field(default_factory=dict)
     highest: dict[str, float] = field(default_factory=dict)
     mismatches: Float32Array = field(default_factory=lambda: EMPTY_FLOATS)
-    """|old - behavior| of every token that has a finite behavior log-probability."""
+    """[tokens with a finite behavior log-probability]: |old - behavior|."""
     grad_norm: float = 0.0
-    """L2 norm before clipping, the same on all ranks; not finite: no weight was changed."""
+    """L2 norm of the gradient before clipping, the same on all ranks; not finite: no weight was changed."""
     expert_counts: list[list[float]] = field(default_factory=list)
-    """[L, E]: tokens that each expert of each layer got; empty without experts."""
+    """[layers, experts]: tokens of each expert; empty without experts."""
     all_rejected: bool = False
     """No weight was changed because the correction rejected every token."""
 
     def add_rank(self, other: UpdateSums) -> None:
-        """Add another rank's part of the same optimizer step."""
+        """Add the sums of another rank for the same optimizer step."""
         self.add(other)
         self.grad_norm, self.all_rejected = other.grad_norm, other.all_rejected
 
     def add(self, other: UpdateSums) -> None:
-        """Add another optimizer step; its gradient's norm is not added."""
+        """Add the sums of another optimizer step, except the gradient norm."""
         self.loss += other.loss
         self.token_count += other.token_count
         for name, value in other.sums.items():
@@ -90,7 +91,7 @@ class UpdateSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """What a weight transfer sent."""
+    """Result of a weight transfer."""
 
     weights_digest: bytes
     sent_bytes: int
@@ -99,13 +100,13 @@ class Sent:
 
 
 class EngineFailedError(Exception):
-    """The ranks cannot go on: a link to one broke, or one died. Not for callers: it ends the service."""
+    """A rank died, or the channel to it broke. This error ends the service and never reaches a caller."""
 
 
 class TrainerEngine(Protocol):
-    """All ranks as one. Every method blocks and belongs to one thread, except `abort_weights`.
+    """All ranks as one. Every method blocks and is called from one thread, except `abort_weights` and `close`.
 
-    With sequence parallelism "rank" means, where batches are dealt, a group of ranks that share every pass.
+    With sequence parallelism, a "rank" that receives batches is a group of ranks that share every micro-batch.
     """
 
     @property
@@ -114,52 +115,55 @@ class TrainerEngine(Protocol):
 
     @property
     def machine(self) -> Machine:
-        """What the ranks run on, and the sizes of the models."""
+        """Device of the ranks, and sizes of the models."""
 
     @property
     def change_count(self) -> int:
-        """Number of calls so far that have begun to change weights, optimizers or gradients."""
+        """Number of calls so far that began to change weights, optimizers or gradients."""
 
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
-        """Make one optimizer step: each rank its share, the same number of batches on every rank."""
+        """Run one optimizer step of the policy.
+
+        Args:
+            shares: batches of each rank, the same number on every rank.
+            settings: of the step.
+        """
 
     def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
-        """The same for the critic."""
+        """Run one optimizer step of the critic."""
 
     def forward_backward(self, shares: Sequence[Sequence[WeightedBatch]]) -> list[list[Float32Array]]:
-        """Add the gradient of sum weights * log-probabilities to what waits; return the log-probabilities."""
+        """Add the gradient of sum(weights * log-probabilities) to the pending one; return the log-probabilities."""
 
     def optim_step(self, *, learning_rate: float, max_grad_norm: float) -> float:
-        """Use up the gradient that waits; return its norm before clipping. Not finite: nothing was changed."""
+        """Apply the pending gradient; return its norm before clipping. Not finite: no weight was changed."""
 
     def discard_gradient(self) -> None:
-        """Forget the gradient that waits."""
+        """Discard the pending gradient."""
 
     def compute_logprobs(
         self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False
     ) -> list[list[Float32Array]]:
-        """Return the log-probabilities of each rank's batches under the present weights.
-
-        [k] for each batch; with entropies beside them [k, 2].
-        """
+        """Return log-probabilities of each rank's batches under the current weights, [k]; with entropies [k, 2]."""
 
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
-        """Return the critic's value of the state before each asked token."""
+        """Return the critic's value of the state before each asked token, [k] for each batch."""
 
     def in_parallel(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
-        """Make the critic's calls and the policy's, at the same time where it can; return what the latter return.
+        """Run a function that calls the critic and one that calls the policy; return the result of `policy`.
 
-        The critic's may come from another thread. An error of either is raised when both have ended.
+        They run at the same time where the critic has ranks of its own, and `critic` then in another thread. An error
+        of either is raised after both have ended.
         """
 
     def release_memory(self) -> None:
-        """Give GPU memory that is kept for the next pass back, on all ranks: others on these GPUs need it."""
+        """Return cached GPU memory on all ranks, for the other processes on these GPUs."""
 
     def save(self, folder: Path) -> None:
         """Write every rank's state into an existing folder, durably."""
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Raises WrongState, before anything changes, when it does not fit."""
+        """Restore the files of `save`. Raises WrongState, before anything changes, when they do not fit."""
 
     def export(self, folder: Path, *, ema: bool = False) -> None:
         """Write the weights, or their average, as a Hugging Face model into an existing folder, durably."""
@@ -173,7 +177,7 @@ class TrainerEngine(Protocol):
 
     @property
     def backends(self) -> tuple[str, ...]:
-        """How weights can be sent from where they are, on every rank; best first."""
+        """Transports that every rank can send weights with, best first."""
 
     def make_offers(
         self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float
@@ -181,65 +185,72 @@ class TrainerEngine(Protocol):
         """Start an epoch (group 0), or add the next group of receivers to it; one offer per rank."""
 
     def open_weights(self, epoch: int, *, timeout: float) -> None:
-        """Meet the receivers."""
+        """Connect to the receivers."""
 
     def send_weights(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> Sent:
-        """Send the present weights, and sum them up unless told not to."""
+        """Send the current weights; compute the sums of every tensor unless `skip_sums`."""
 
     def abort_weights(self, epoch: int) -> None:
-        """End what is under way and close the epoch. From any thread."""
+        """Abort the transfer of an epoch and close it. Any thread may call this."""
 
     def leave(self) -> None:
-        """Leave the process group in good order; `close` follows."""
+        """Leave the process group in good order, before `close`."""
 
     def close(self) -> None:
-        """End all ranks, whatever they do. From any thread."""
+        """End all ranks, also in the middle of a call. Any thread may call this."""
 
 
 class Trained(Protocol):
-    """One rank's model and optimizer. Collectives run inside: all ranks call the same method at the same time."""
+    """One rank's model and optimizer. The methods run collectives: all ranks call the same one at the same time."""
 
     size: ModelSize
-    """Of the whole model."""
+    """Size of the whole model."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of `loss`, averaged over ranks; `last` says that no more comes before `update`."""
+        """Add the gradient of `loss`, averaged over ranks.
+
+        Args:
+            loss: a scalar.
+            last: this is the last backward pass before `optimizer_step`.
+        """
 
     def optimizer_step(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
-        """Clip and step; return the gradient's norm before clipping. Not finite: nothing was changed.
+        """Clip the gradient and run `optimizer.step()`; return the norm before clipping. Not finite: no weight changed.
 
-        A longer gradient is scaled down to `max_grad_norm`; 0: none is; None: the recipe's.
+        Args:
+            learning_rate: of this step.
+            max_grad_norm: a longer gradient is scaled down to this norm; 0: no limit; None: the recipe's.
         """
 
     def save(self, folder: Path, name: str) -> None:
         """Write this rank's file of the model called `name`, durably."""
 
     def read(self, folder: Path, name: str) -> Shard:
-        """Return this rank's part of what all have saved. Raises WrongState on every rank when one of them cannot."""
+        """Return this rank's part of the files of all ranks. Raises WrongState on every rank when one cannot read."""
 
     def restore(self, shard: Shard) -> None:
-        """Go back to what `read` returned."""
+        """Restore the result of `read`."""
 
     def close(self) -> None:
         """Leave the process group."""
 
 
 class Policy(Trained, Protocol):
-    """The model that samples and is trained."""
+    """The policy on one rank."""
 
     @property
     def vocabulary_size(self) -> int:
         """Number of token ids."""
 
     def logprobs(self, batch: TokenBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return float32 [k] log-probabilities and, where asked, entropies; with gradients unless torch.no_grad is on.
+        """Return log-probabilities and, if asked for, entropies, float32 [k]; with gradients outside of torch.no_grad.
 
         Entropies are in nats, of the distribution at the token's temperature.
         """
 
     @property
     def routers(self) -> Routers | None:
-        """Those of a mixture of experts; None when it is none, or one whose routers are not known."""
+        """Routers of a mixture of experts; None for other models and unsupported routers."""
 
     def any_rank(self, flag: bool) -> bool:
         """Return whether the flag is set on any rank."""
@@ -248,11 +259,11 @@ class Policy(Trained, Protocol):
         """Gather the weights, or their average; rank 0 writes them."""
 
     def weight_source(self) -> WeightSource:
-        """Return where this rank's weights are."""
+        """Return the source of this rank's weights for transfers."""
 
 
 class Critic(Trained, Protocol):
-    """The model that estimates what will be scored."""
+    """The critic on one rank."""
 
     def values(self, batch: TokenBatch) -> Tensor:
         """Return float32 [k]: the value of the state before each asked token."""

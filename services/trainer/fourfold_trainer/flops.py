@@ -1,17 +1,17 @@
-"""How much the trainer computes, and how much of the GPUs' peak that is (MFU, model FLOP utilisation).
+"""Counts the FLOP of a training step, and its share of the GPUs' peak (MFU, model FLOP utilisation).
 
 A forward pass over samples of t_1, t_2, ... tokens takes
 
     2 N sum(t) + 2 L H sum(t^2)        FLOP
 
-    N   parameters that a token uses: of a mixture of experts, those of top-k experts alone
+    N   parameters that a token uses; in a mixture of experts, only those of its top-k experts
     L   layers
-    H   width of the attention: heads times head size. QK' and AV take 4 L H t for a token that
-        reads t others; under a causal mask half of them.
+    H   width of the attention: heads times head size. QK' and AV take 4 L H t for a token that reads t others, and half
+        of it under a causal mask.
 
-and its backward pass twice that, where all is trained: 6 N T + 6 L H sum(t^2) for an update (PaLM,
-arXiv 2204.02311, appendix B, with the causal half). Frozen parameters have no gradient of their own.
-What gradient checkpointing computes again is not counted, nor are dummies.
+A backward pass takes twice that when all parameters are trained: 6 N T + 6 L H sum(t^2) for an update (PaLM, arXiv
+2204.02311, appendix B, with the causal half). Frozen parameters need no gradient. Recomputation of gradient
+checkpointing and dummies are not counted.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 
 from fourfold import metrics
 
-# Dense bfloat16 FLOP/s of one GPU by a part of its name; the first that fits counts. From NVIDIA's and AMD's data
-# sheets of each: half of what is advertised "with sparsity". A board that is throttled has less.
+# Dense bfloat16 FLOP/s of one GPU by a part of its name; the first match counts. From the data sheets of NVIDIA and
+# AMD: half of the numbers advertised "with sparsity". A board with a lower power limit has less.
 _PEAKS: Final = (
     (r"\bGB[23]00\b", 2500e12),  # nvidia.com/en-us/data-center/gb200-nvl72, gb300-nvl72: 360 PFLOPS of 72, sparse
     (r"\bB[23]00\b", 2250e12),  # nvidia.com/en-us/data-center/hgx: 36 PFLOPS of 8, sparse
@@ -49,24 +49,24 @@ _PEAKS: Final = (
 
 
 def peak_rate(device_name: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a GPU by its name as CUDA gives it, or None when it is not known."""
+    """Return the dense bfloat16 FLOP/s of a GPU by its name in CUDA, or None when it is unknown."""
     return next((rate for pattern, rate in _PEAKS if re.search(pattern, device_name)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSize:
-    """What a model's passes cost."""
+    """Numbers that determine the FLOP of a model."""
 
     parameters: int
-    """That a token uses."""
+    """Parameters that a token uses."""
     trained_parameters: int
-    """Those of them that have a gradient."""
+    """Parameters of these that have a gradient."""
     attention: int
     """Layers times width of the attention."""
 
     @classmethod
     def of(cls, model: Any) -> ModelSize:
-        """Count a model that is whole in memory."""
+        """Count the parameters of a model that is not partitioned."""
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -90,17 +90,17 @@ def _used_share(parameter: torch.Tensor, config: Any) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the trainer runs on, and the sizes of what it runs."""
+    """The trainer's GPU and the sizes of its models."""
 
     policy: ModelSize
     critic: ModelSize | None = None
     gpu: str = ""
-    """Name of the ranks' GPU as CUDA gives it; empty on CPUs."""
+    """Name of the ranks' GPU in CUDA; empty on CPUs."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Work:
-    """Samples that went through a model."""
+    """Tokens of forward and backward passes through a model."""
 
     forward_tokens: int = 0
     forward_squares: int = 0
@@ -119,14 +119,14 @@ class Work:
             self.backward_squares += squares
 
     def flops(self, size: ModelSize) -> float:
-        """Return what that took."""
+        """Return the FLOP of all passes."""
         forward = 2.0 * size.parameters * self.forward_tokens + 2.0 * size.attention * self.forward_squares
         backward = 2.0 * (size.parameters + size.trained_parameters) * self.backward_tokens
         return forward + backward + 4.0 * size.attention * self.backward_squares
 
 
 def speed(machine: Machine, policy: Work, critic: Work, *, seconds: float, rank_count: int) -> dict[str, float]:
-    """Return the metrics of a step's speed: none on CPUs, and no MFU on a GPU whose peak is not known."""
+    """Return the metrics of a step's speed: none on CPUs, and no MFU on a GPU whose peak is unknown."""
     if not machine.gpu:
         return {}
     flops = policy.flops(machine.policy) + (critic.flops(machine.critic) if machine.critic else 0.0)

@@ -13,6 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from fourfold.algorithm.state import AlgorithmState, RunningMoments
 from fourfold.errors import NotFound, Unavailable, WrongState
 from fourfold_trainer.checkpoint import store as checkpoint_store
 from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, whole
@@ -42,6 +43,17 @@ def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
     assert found == state(12, skipped_step_count=3, batch_sha256="ab")
     assert folder == tmp_path / "checkpoints/step-000012"
     assert safetensors.torch.load_file(folder / "policy-000.safetensors")["master.0"].tolist() == [0, 1, 2, 3]
+
+
+def test_the_state_of_the_algorithm_is_read_from_older_checkpoints(tmp_path: Path) -> None:
+    saved = state(1, algorithm_state=AlgorithmState(kl_coef=0.25, scores=RunningMoments(count=3, mean=1.5, m2=2.0)))
+    store(tmp_path).save(saved, write)
+    assert store(tmp_path).read(1)[0] == saved
+    file = tmp_path / "checkpoints/step-000001/trainer.json"
+    text = file.read_text()
+    assert text.count('"algorithm_state"') == 1
+    file.write_text(text.replace('"algorithm_state"', '"memory"'))
+    assert store(tmp_path).read(1)[0] == saved
 
 
 def test_a_folder_without_its_last_file_is_no_checkpoint(tmp_path: Path) -> None:

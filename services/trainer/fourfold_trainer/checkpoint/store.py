@@ -66,8 +66,7 @@ class TrainerState:
     """SHA-256 over the batches of all steps so far: two states of one step and other batches differ in it."""
     answer: StepAnswer | None = None
     """Of the last step."""
-    memory: AlgorithmState = field(default_factory=AlgorithmState)
-    """Of the algorithm."""
+    algorithm_state: AlgorithmState = field(default_factory=AlgorithmState)
 
 
 def layout_of(config: Config, manifest: Manifest) -> dict[str, object]:
@@ -199,10 +198,14 @@ class CheckpointStore:
 
 def _state(fields: dict[str, Any]) -> TrainerState:
     """Return the state that was written as JSON."""
-    answer, memory = fields.pop("answer"), fields.pop("memory")
-    scores = RunningMoments(**memory.pop("scores"))
+    answer = fields.pop("answer")
+    # Older checkpoints have the key `memory`.
+    algorithm = fields.pop("memory") if "memory" in fields else fields.pop("algorithm_state")
+    scores = RunningMoments(**algorithm.pop("scores"))
     return TrainerState(
-        **fields, answer=StepAnswer(**answer) if answer else None, memory=AlgorithmState(**memory, scores=scores)
+        **fields,
+        answer=StepAnswer(**answer) if answer else None,
+        algorithm_state=AlgorithmState(**algorithm, scores=scores),
     )
 
 

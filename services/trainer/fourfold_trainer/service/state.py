@@ -244,7 +244,7 @@ class TrainerCore:
         config = self._config
         check_samples(samples, config.algorithm, policy_version=state.policy_version)
         began = time.monotonic()
-        result = steps.train_step(self._running, samples, config, step=step, state=state.memory)
+        result = steps.train_step(self._running, samples, config, step=step, state=state.algorithm_state)
         self._release_memory()
         seconds = time.monotonic() - began
         skipped = state.skipped_step_count + bool(result.skipped_reason)
@@ -273,7 +273,7 @@ class TrainerCore:
                 batch_sha256=batch_sha256,
                 lineage=hashlib.sha256(f"{state.lineage}{batch_sha256}".encode()).hexdigest(),
                 answer=answer,
-                memory=result.algorithm_state,
+                algorithm_state=result.algorithm_state,
             )
         )
         return answer

@@ -1,4 +1,4 @@
-"""The learning rate of a step."""
+"""Computes the learning rate of a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Schedule(Protocol):
-    """The keys of a table that has a learning rate."""
+    """Keys of a recipe table that has a learning rate."""
 
     @property
     def learning_rate(self) -> float: ...

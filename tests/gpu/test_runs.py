@@ -90,9 +90,9 @@ def run(root: Path, **values: Any) -> Path:
 def check(folder: Path, *, backend: str, engines: int, sleeps: bool) -> None:
     """What every run must have done."""
     log = (folder / "logs" / "coordinator-0.log").read_text()
-    ways = set(re.findall(r"weights travel to ([^\"]*)\"", log))
-    names = ", ".join(f"rollout-{index}" for index in range(engines))
-    assert ways == {f"{backend}: {names}"}, ways
+    opened = set(re.findall(r"weight epoch opened epoch=\d+ ([^\"]*)\"", log))
+    names = ",".join(f"rollout-{index}" for index in range(engines))
+    assert opened == {f"{backend}={names}"}, opened
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3]
     for row in rows:
@@ -104,7 +104,7 @@ def check(folder: Path, *, backend: str, engines: int, sleeps: bool) -> None:
         assert (m.TIME_SLEEP in row and m.TIME_WAKE in row) is sleeps
         parts = sum(row.get(name, 0.0) for name in m.TIMES_OF_A_STEP)
         assert parts + row[m.TIME_OTHER] == pytest.approx(row[m.TIME_STEP]) and row[m.TIME_OTHER] >= 0
-    assert f"weights of version 3 are in {engines} engines" in log
+    assert f"weights published version=3 engines={engines} " in log
 
 
 class Memory:

@@ -66,7 +66,7 @@ def test_watch_shows_a_run_that_goes_on(make_stage: Callable[..., Stage]) -> Non
     stage = make_stage(steps=4)
     early = stage.start("runs/toy", command="watch")
     _, errors = early.communicate(timeout=20)
-    assert early.returncode == 1 and "runs/toy: no run is going on here" in errors
+    assert early.returncode == 1 and "runs/toy: no run was started here" in errors
     process = stage.start("toy.toml", delay=0.3)
     stage.wait_for_step(process, 1)
     watching = stage.start("runs/toy", command="watch")

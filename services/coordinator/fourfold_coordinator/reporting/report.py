@@ -37,6 +37,7 @@ from typing import Any
 from fourfold import metrics as m
 from fourfold.config import Config
 
+from ..launch.run_folder import CONFIG_FILE, REPORT_FILE
 from ..state.files import replace_file
 from ..state.ledger import EvalRow, Ledger, StepRow
 from ..state.samples import SampleGroup, digest
@@ -107,7 +108,7 @@ def write(folder: Path, report: dict[str, Any], steps: Sequence[StepRow], evals:
     """Write curve.png and then report.json, each atomically. Takes seconds: call it in a thread."""
     draw_curve(folder / "curve.png", steps, evals, title=report["name"])
     report = {**report, "distance": _distance(folder, report)}
-    replace_file(folder / "report.json", [json.dumps(report, indent=2, ensure_ascii=False) + "\n"])
+    replace_file(folder / REPORT_FILE, [json.dumps(report, indent=2, ensure_ascii=False) + "\n"])
 
 
 def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *, title: str) -> None:
@@ -143,7 +144,7 @@ def draw_curve(path: Path, steps: Sequence[StepRow], evals: Sequence[EvalRow], *
 def find_twin(folder: Path) -> Path | None:
     """Return the newest finished run beside `folder` whose recipe differs in the name only; None without one."""
     own = _recipe(folder)
-    others = [path for path in folder.resolve().parent.glob("*/report.json") if path.parent != folder.resolve()]
+    others = [path for path in folder.resolve().parent.glob(f"*/{REPORT_FILE}") if path.parent != folder.resolve()]
     others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     return next((path.parent for path in others if own and _recipe(path.parent) == own), None)
 
@@ -166,8 +167,8 @@ def compare(first: Path, second: Path, report: dict[str, Any] | None = None) -> 
         second: another run's folder.
         report: of the second run, when it is not written yet.
     """
-    one = json.loads((first / "report.json").read_text(encoding="utf-8"))
-    other = report or json.loads((second / "report.json").read_text(encoding="utf-8"))
+    one = json.loads((first / REPORT_FILE).read_text(encoding="utf-8"))
+    other = report or json.loads((second / REPORT_FILE).read_text(encoding="utf-8"))
     samples = [_first_samples(folder / "samples.jsonl") for folder in (first, second)]
     shared = samples[0].keys() & samples[1].keys()
     gaps = [abs(a - b) for a, b in zip(_rewards(first), _rewards(second), strict=False)]
@@ -190,7 +191,7 @@ def compare(first: Path, second: Path, report: dict[str, Any] | None = None) -> 
 def _recipe(folder: Path) -> dict[str, Any] | None:
     """Return the run's recipe without its name; None when it is not readable."""
     try:
-        recipe = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
+        recipe = tomllib.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return {key: value for key, value in recipe.items() if key != "name"}
@@ -228,6 +229,6 @@ if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit("usage: python -m fourfold_coordinator.reporting.report RUN_FOLDER RUN_FOLDER")
     for folder in map(Path, sys.argv[1:]):
-        if not (folder / "report.json").is_file():
+        if not (folder / REPORT_FILE).is_file():
             sys.exit(f"{folder}: no report.json; give a finished run, or finish it: fourfold run --resume {folder}")
     sys.stdout.write(json.dumps(compare(Path(sys.argv[1]), Path(sys.argv[2])), indent=2) + "\n")

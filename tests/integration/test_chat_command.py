@@ -37,7 +37,7 @@ def test_chat_says_when_the_context_is_full(make_stage: Callable[..., Stage]) ->
     process = stage.start("model-folder", command="chat")
     output, errors = process.communicate("3 * 4 =\n" * 4, timeout=40)  # the toy's context is 64 tokens
     assert process.returncode == 0, errors
-    assert "[the context of 64 tokens is full; /new begins another talk]" in output
+    assert "[the context of 64 tokens is full; /new starts a new chat]" in output
 
 
 def test_chat_that_is_interrupted_ends_cleanly(make_stage: Callable[..., Stage]) -> None:

@@ -50,7 +50,7 @@ _HELP: Final = {
 
 
 class CommandModule(Protocol):
-    """A command of `fourfold`."""
+    """Interface of a command of `fourfold`; see the docstring of this module."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the command's arguments to its parser."""

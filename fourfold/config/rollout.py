@@ -81,7 +81,7 @@ class AgentsConfig(Table):
 
 
 class RolloutConfig(Table):
-    """The rollout services."""
+    """`[rollout]`: the rollout services and their engines."""
 
     replicas: int = Field(default=1, ge=0)
     """Services that the launcher starts; 0: they are started by hand."""

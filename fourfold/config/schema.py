@@ -123,7 +123,7 @@ class BatchConfig(Table):
 
     @property
     def samples_per_step(self) -> int:
-        """prompts_per_step * group_size."""
+        """Samples of one step: prompts_per_step * group_size."""
         return self.prompts_per_step * self.group_size
 
     @property
@@ -155,7 +155,7 @@ class SamplingConfig(Table):
 
 
 class RewardConfig(Table):
-    """The reward services."""
+    """`[reward]`: the reward services, their verifier and its sandbox."""
 
     replicas: int = Field(default=1, ge=0)
     """Services that the launcher starts; 0: they are started by hand."""

@@ -51,7 +51,7 @@ class LoraConfig(Table):
 
 
 class TrainerConfig(Table):
-    """The trainer service."""
+    """`[trainer]`: the trainer service, its ranks and the optimizer."""
 
     replicas: Literal[0, 1] = 1
     """1: the launcher starts the trainer. 0: it is started by hand."""

@@ -19,7 +19,7 @@ class Clock(Protocol):
         ...
 
     async def sleep(self, seconds: float) -> None:
-        """Suspend the calling task."""
+        """Suspend the calling task, not the event loop."""
         ...
 
 
@@ -30,7 +30,7 @@ class SystemClock:
     now = staticmethod(time.time)
 
     async def sleep(self, seconds: float) -> None:
-        """Suspend the calling task."""
+        """Suspend the calling task, not the event loop."""
         await asyncio.sleep(seconds)
 
 

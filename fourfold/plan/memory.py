@@ -69,7 +69,7 @@ class MemoryRow:
 
     @property
     def total(self) -> int:
-        """Sum of the parts."""
+        """Bytes of all parts together, except an engine's share of its GPU."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.kv_cache + self.programs
 
 

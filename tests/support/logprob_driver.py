@@ -1,7 +1,7 @@
-"""Checks a real engine's log-probabilities: `python -m tests.support.logprob_driver SETTINGS ANSWER`.
+"""Draws samples from a real engine and writes their log-probabilities (`python -m` this module SETTINGS ANSWER).
 
-It draws samples while all that can happen to a sample happens, and writes down what came out. Where asked ("audit"),
-requests ask vLLM for its own log-probabilities, too, which are of the same logits.
+The samples are paused, abandoned, interrupted and preempted. With the setting "audit", requests also ask vLLM for its
+own log-probabilities, which are of the same logits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WAYS: Final[tuple[dict[str, Any], ...]] = (
 _PATIENCE: Final = 240.0
 
 
-class Taker:
+class RecordingSink:
     """The sink of some samples."""
 
     def __init__(self, count: int) -> None:
@@ -91,9 +91,9 @@ _names = itertools.count()
 
 
 def requests(
-    taker: Taker, *, seed: int = 0, max_tokens: int = 40, stop: tuple[int, ...] = (), vocabulary: int
+    sink: RecordingSink, *, seed: int = 0, max_tokens: int = 40, stop: tuple[int, ...] = (), vocabulary: int
 ) -> list[SampleRequest]:
-    """Return a request for each of the taker's samples: every way to sample, streaming and not."""
+    """Return a request for each of the sink's samples: every way to sample, streaming and not."""
     return [
         SampleRequest(
             key=f"sample-{next(_names)}",
@@ -104,42 +104,42 @@ def requests(
             seed=seed + i,
             cache_salt="",
             streaming=i % 2 == 0,
-            sink=taker,
+            sink=sink,
             index=i,
         )
-        for i in taker.outputs
+        for i in sink.outputs
     ]
 
 
 async def drawn(engine: Any, count: int, **fields: Any) -> list[dict[str, Any]]:
-    """Draw samples that nothing happens to."""
-    taker = Taker(count)
-    await engine.submit(requests(taker, **fields))
-    await taker.end()
-    return taker.answer()
+    """Draw samples to their end."""
+    sink = RecordingSink(count)
+    await engine.submit(requests(sink, **fields))
+    await sink.end()
+    return sink.answer()
 
 
 async def paused(engine: Any, vocabulary: int) -> list[dict[str, Any]]:
-    """Draw samples that stand still three times."""
+    """Draw samples that are paused three times."""
     await engine._call("slow_down", 0.03, timeout=10)
-    taker = Taker(SAMPLES // 2)
-    await engine.submit(requests(taker, seed=100, max_tokens=40, vocabulary=vocabulary))
+    sink = RecordingSink(SAMPLES // 2)
+    await engine.submit(requests(sink, seed=100, max_tokens=40, vocabulary=vocabulary))
     for step in range(3):
-        await taker.until(lambda step=step: taker.token_count >= 30 * step or taker.done)  # type: ignore[misc]
+        await sink.until(lambda step=step: sink.token_count >= 30 * step or sink.done)  # type: ignore[misc]
         await engine.pause()
-        still = taker.token_count
+        still = sink.token_count
         await asyncio.sleep(0.1)
-        assert taker.token_count == still
-        assert taker.boundaries  # the first time all samples run: a step takes its time
+        assert sink.token_count == still
+        assert sink.boundaries  # the first time all samples run: a step takes its time
         await engine.resume()
     await engine._call("slow_down", 0.005, timeout=10)
-    await taker.end()
-    return taker.answer()
+    await sink.end()
+    return sink.answer()
 
 
 async def abandoned(engine: Any, vocabulary: int) -> list[dict[str, Any]]:
     """Draw samples, and others in the rows of those that are abandoned in the middle; return the others."""
-    first, second = Taker(SAMPLES), Taker(SAMPLES // 2)
+    first, second = RecordingSink(SAMPLES), RecordingSink(SAMPLES // 2)
     samples = await engine.submit(requests(first, seed=200, max_tokens=400, vocabulary=vocabulary))
     await first.until(lambda: first.token_count > 60)
     await engine.abandon(samples[: SAMPLES // 2])
@@ -151,13 +151,13 @@ async def abandoned(engine: Any, vocabulary: int) -> list[dict[str, Any]]:
 
 
 async def interrupted(engine: Any, vocabulary: int) -> list[dict[str, Any]]:
-    """Draw samples that end in the middle with what they have."""
-    taker = Taker(SAMPLES // 2)
-    await engine.submit(requests(taker, seed=500, max_tokens=400, vocabulary=vocabulary))
-    await taker.until(lambda: taker.token_count > 40)
+    """Draw samples that are interrupted, and end with the tokens that they have."""
+    sink = RecordingSink(SAMPLES // 2)
+    await engine.submit(requests(sink, seed=500, max_tokens=400, vocabulary=vocabulary))
+    await sink.until(lambda: sink.token_count > 40)
     await engine.interrupt()
-    await taker.end()
-    return taker.answer()
+    await sink.end()
+    return sink.answer()
 
 
 async def unwritten(engine: Any, vocabulary: int) -> list[str]:
@@ -167,16 +167,16 @@ async def unwritten(engine: Any, vocabulary: int) -> list[str]:
     engine_module: Any = module
     real = engine_module.sampling_params
     engine_module.sampling_params = lambda request, row: real(request, SimpleNamespace(slot=NO_SLOT))
-    taker = Taker(2)
-    samples = await engine.submit(requests(taker, vocabulary=vocabulary))
+    sink = RecordingSink(2)
+    samples = await engine.submit(requests(sink, vocabulary=vocabulary))
     engine_module.sampling_params = real
-    await taker.until(lambda: bool(taker.errors))
+    await sink.until(lambda: bool(sink.errors))
     await engine.abandon(samples)
-    return taker.errors
+    return sink.errors
 
 
 async def all_of_it(engine: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Run every case; return its samples by name, and what was seen."""
+    """Run every case; return its samples by name, and the observations."""
     reasons: list[str] = []
     await engine.attach(reasons.append)
     vocabulary = engine.description.vocabulary_size
@@ -211,7 +211,7 @@ async def all_of_it(engine: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_with_vllm() -> dict[str, Any]:
-    """Let every request with a row ask vLLM, too; return where the comparison is written down."""
+    """Let every request with a row also ask vLLM; return a table that gets the result of the comparison."""
     from fourfold_rollout.vllm import engine, sample
 
     engine_module: Any = engine

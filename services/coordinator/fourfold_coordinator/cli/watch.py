@@ -65,9 +65,7 @@ async def follow(
     """Pass every status of the run to the dashboard until the run is over; reconnect when the connection is lost.
 
     Args:
-        address: of the coordinator.
-        security: this process's certificates, or None.
-        dashboard: receives the statuses.
+        address, security, dashboard: the coordinator, this process's certificates, and the receiver of the statuses.
         max_failures: failures in a row after which to give up; None: retry until cancelled.
         ended: set when the coordinator has exited: then a lost connection is not retried.
 

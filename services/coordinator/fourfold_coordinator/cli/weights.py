@@ -69,7 +69,6 @@ async def _get_weight_plane(address: str, security: Security | None) -> pb.GetWe
 
 
 def table(plane: pb.GetWeightPlaneResponse) -> list[str]:
-    """Return the printed lines."""
     phase = f"{plane.phase} for {plane.phase_seconds:.1f} s" if plane.phase else "no update in progress"
     lines = [f"version {plane.policy_version}, epoch {plane.epoch}: {phase}"]
     if plane.last_update_seconds:

@@ -106,9 +106,7 @@ class Fleet:
         """Create the fleet; `start` starts the first process.
 
         Args:
-            config: of the run.
-            run_dir: contains config.toml.
-            launcher: starts the processes.
+            config, run_dir, launcher: the run, its folder with config.toml, and the launcher of its processes.
             notify: receives a line for the user about each death and restart.
             coordinator_listen: host:port.
             clock: times restarts and deadlines.

@@ -122,13 +122,11 @@ class MemoryMeter:
         return sorted(name for name, counted in self._counted.items() if not counted)
 
     async def run(self) -> None:
-        """Sample until cancelled."""
         while True:
             await self.update()
             await asyncio.sleep(_SAMPLE_SECONDS)
 
     async def update(self) -> None:
-        """Sample once."""
         async with self._lock:
             self.peak_bytes = max(self.peak_bytes, await asyncio.to_thread(self.sample, self._members()))
 

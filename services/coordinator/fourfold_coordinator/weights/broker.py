@@ -65,14 +65,7 @@ class WeightBroker:
     ) -> None:
         """Create the broker; it updates no engine before `resync`.
 
-        Args:
-            config: of the run.
-            router: lists the engines.
-            session: calls the trainer.
-            ledger: stores the published versions.
-            disk: makes the writes to the ledger.
-            probe_ids: int32 [n], n >= 1: tokens whose log-probabilities are compared after each update.
-            status: receives every change of phase and state.
+        `probe_ids`, int32 [n] with n >= 1, are the tokens whose log-probabilities are compared after each update.
         """
         self.lock = asyncio.Lock()
         """Hold it while the trainer's weights change; no engine is updated meanwhile."""

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class MembershipServiceStub(object):
-    """Keeps track of the services of a run. A member lives as long as its lease; liveness is
-    the lease, never the connection.
+    """Keeps track of the services of a run. A member is alive while its lease is valid, whether or
+    not it is connected.
     """
 
     def __init__(self, channel):
@@ -54,30 +54,29 @@ class MembershipServiceStub(object):
 
 
 class MembershipServiceServicer(object):
-    """Keeps track of the services of a run. A member lives as long as its lease; liveness is
-    the lease, never the connection.
+    """Keeps track of the services of a run. A member is alive while its lease is valid, whether or
+    not it is connected.
     """
 
     def Register(self, request, context):
-        """Registers a member and grants it a lease. Idempotent by member_id and incarnation; a
-        new incarnation replaces the old one, whose lease is gone. FAILED_PRECONDITION: the
-        member's tokenizer is not the run's, it was replaced itself, or it is a second trainer
-        under another name.
+        """Registers a member and grants it a lease. Idempotent by member_id and incarnation. A new
+        incarnation replaces the old one and ends its lease. FAILED_PRECONDITION: the member's
+        tokenizer differs from that of the run, a newer incarnation replaced it, or it is a second
+        trainer with another member_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def KeepAlive(self, request, context):
-        """Extends a lease. NOT_FOUND means that it expired or was replaced: stop work, register
-        again.
+        """Renews a lease. NOT_FOUND: the lease expired or was replaced; stop work and register again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Deregister(self, request, context):
-        """Gives a lease back. Idempotent.
+        """Ends a lease before it expires. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -110,8 +109,8 @@ def add_MembershipServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class MembershipService(object):
-    """Keeps track of the services of a run. A member lives as long as its lease; liveness is
-    the lease, never the connection.
+    """Keeps track of the services of a run. A member is alive while its lease is valid, whether or
+    not it is connected.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RunServiceStub(object):
-    """Lets people and dashboards watch a run.
+    """Reports the state of a run. Read-only.
     """
 
     def __init__(self, channel):
@@ -53,7 +53,7 @@ class RunServiceStub(object):
 
 
 class RunServiceServicer(object):
-    """Lets people and dashboards watch a run.
+    """Reports the state of a run. Read-only.
     """
 
     def GetRun(self, request, context):
@@ -64,15 +64,15 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchRun(self, request, context):
-        """Reports the run: the present state at once, then on every change. Level-triggered: to
-        resume, call again; a slow reader misses states, never the last. Needs no deadline.
+        """Reports the state at once, then on every change. A slow reader misses states between, but
+        never the last one. After a broken connection, call again. Needs no deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetWeightPlane(self, request, context):
-        """Reports how weights get to the engines: who waits for whom, since when. Idempotent.
+        """Reports the weight update: its phase, and which member waits for which. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,7 +105,7 @@ def add_RunServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RunService(object):
-    """Lets people and dashboards watch a run.
+    """Reports the state of a run. Read-only.
     """
 
     @staticmethod

@@ -38,7 +38,7 @@ Global___GetInfoRequest: _TypeAlias = GetInfoRequest  # noqa: Y015
 
 @_typing.final
 class GetInfoResponse(_message.Message):
-    """What is served."""
+    """The served model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -51,9 +51,9 @@ class GetInfoResponse(_message.Message):
     tokenizer_sha256: _builtins.bytes
     """SHA-256 (32 bytes) of the tokenizer, as in RolloutService.GetInfo."""
     max_context_tokens: _builtins.int
-    """Longest sample, in tokens."""
+    """Longest sample, in tokens; 0: unknown."""
     vocabulary_size: _builtins.int
-    """Number of token ids; every id is in [0, vocabulary_size)."""
+    """Number of token ids; every id is in [0, vocabulary_size). 0: unknown."""
     def __init__(
         self,
         *,
@@ -72,7 +72,7 @@ Global___GetInfoResponse: _TypeAlias = GetInfoResponse  # noqa: Y015
 
 @_typing.final
 class ComputeLogprobsRequest(_message.Message):
-    """Samples to look up, at most 8 MiB encoded."""
+    """Samples to compute, at most 8 MiB encoded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -52,8 +52,7 @@ class ReferenceServiceServicer(object):
     """
 
     def GetInfo(self, request, context):
-        """Describes the model, so that a coordinator can check it is the one it expects.
-        Idempotent.
+        """Describes the model, so that a caller can check that it is the expected one. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -61,7 +60,7 @@ class ReferenceServiceServicer(object):
 
     def ComputeLogprobs(self, request, context):
         """Returns the log-probability of every token. Idempotent; safe to retry on UNAVAILABLE.
-        INVALID_ARGUMENT: a malformed sample, by its id; nothing was computed.
+        INVALID_ARGUMENT: a sample is malformed; the message names it. Nothing was computed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,12 +34,10 @@ class ReferenceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ReferenceServiceAsyncStub: ...
     GetInfo: _grpc.UnaryUnaryMultiCallable[_reference_service_pb2.GetInfoRequest, _reference_service_pb2.GetInfoResponse]
-    """Describes the model, so that a coordinator can check it is the one it expects.
-    Idempotent.
-    """
+    """Describes the model, so that a caller can check that it is the expected one. Idempotent."""
     ComputeLogprobs: _grpc.UnaryUnaryMultiCallable[_reference_service_pb2.ComputeLogprobsRequest, _reference_service_pb2.ComputeLogprobsResponse]
     """Returns the log-probability of every token. Idempotent; safe to retry on UNAVAILABLE.
-    INVALID_ARGUMENT: a malformed sample, by its id; nothing was computed.
+    INVALID_ARGUMENT: a sample is malformed; the message names it. Nothing was computed.
     """
 
 @_typing.type_check_only
@@ -48,12 +46,10 @@ class ReferenceServiceAsyncStub(ReferenceServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetInfo: _aio.UnaryUnaryMultiCallable[_reference_service_pb2.GetInfoRequest, _reference_service_pb2.GetInfoResponse]  # type: ignore[assignment]
-    """Describes the model, so that a coordinator can check it is the one it expects.
-    Idempotent.
-    """
+    """Describes the model, so that a caller can check that it is the expected one. Idempotent."""
     ComputeLogprobs: _aio.UnaryUnaryMultiCallable[_reference_service_pb2.ComputeLogprobsRequest, _reference_service_pb2.ComputeLogprobsResponse]  # type: ignore[assignment]
     """Returns the log-probability of every token. Idempotent; safe to retry on UNAVAILABLE.
-    INVALID_ARGUMENT: a malformed sample, by its id; nothing was computed.
+    INVALID_ARGUMENT: a sample is malformed; the message names it. Nothing was computed.
     """
 
 class ReferenceServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -65,9 +61,7 @@ class ReferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _reference_service_pb2.GetInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_reference_service_pb2.GetInfoResponse, _abc.Awaitable[_reference_service_pb2.GetInfoResponse]]:
-        """Describes the model, so that a coordinator can check it is the one it expects.
-        Idempotent.
-        """
+        """Describes the model, so that a caller can check that it is the expected one. Idempotent."""
 
     @_abc_1.abstractmethod
     def ComputeLogprobs(
@@ -76,7 +70,7 @@ class ReferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_reference_service_pb2.ComputeLogprobsResponse, _abc.Awaitable[_reference_service_pb2.ComputeLogprobsResponse]]:
         """Returns the log-probability of every token. Idempotent; safe to retry on UNAVAILABLE.
-        INVALID_ARGUMENT: a malformed sample, by its id; nothing was computed.
+        INVALID_ARGUMENT: a sample is malformed; the message names it. Nothing was computed.
         """
 
 def add_ReferenceServiceServicer_to_server(servicer: ReferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

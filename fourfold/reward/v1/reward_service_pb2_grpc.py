@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class RewardServiceStub(object):
-    """Scores finished samples. Stateless: the same request gives the same answer.
+    """Scores finished samples. Stateless: the same request has the same response.
     """
 
     def __init__(self, channel):
@@ -48,11 +48,11 @@ class RewardServiceStub(object):
 
 
 class RewardServiceServicer(object):
-    """Scores finished samples. Stateless: the same request gives the same answer.
+    """Scores finished samples. Stateless: the same request has the same response.
     """
 
     def GetInfo(self, request, context):
-        """Describes the scorer so that a caller can refuse a mismatch before it sends work.
+        """Describes the scorer, so that a caller can detect a mismatch before it sends samples.
         Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -60,10 +60,10 @@ class RewardServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Scores a batch. Idempotent; safe to retry on UNAVAILABLE. One bad sample does not fail
-        the batch: its outcome carries an error and no score. INVALID_ARGUMENT: a malformed
-        item, repeated ids, or more items than max_sample_count; nothing was scored.
-        RESOURCE_EXHAUSTED with a retry delay: too much work is queued.
+        """Scores a batch. Idempotent; safe to retry on UNAVAILABLE. A sample that cannot be scored does
+        not fail the batch: its outcome is an error. INVALID_ARGUMENT: a malformed item, repeated
+        ids, or more items than max_sample_count; nothing was scored. RESOURCE_EXHAUSTED with a
+        retry delay: too many samples are queued.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,7 +91,7 @@ def add_RewardServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RewardService(object):
-    """Scores finished samples. Stateless: the same request gives the same answer.
+    """Scores finished samples. Stateless: the same request has the same response.
     """
 
     @staticmethod

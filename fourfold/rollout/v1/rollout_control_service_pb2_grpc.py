@@ -27,10 +27,10 @@ if _version_not_supported:
 
 class RolloutControlServiceStub(object):
     """The engine's side of a weight update; the coordinator drives both sides. No call waits
-    longer than its deadline, in the engine's workers too. An update is Begin, Receive, then
-    Commit when every engine answered the same digest, and Release when the probe agreed if
-    the commit held tokens back; any error is an Abort. All calls that carry an epoch answer
-    ABORTED when that epoch is not the open one.
+    longer than its deadline, also in the workers of the engine. An update is Begin and Receive,
+    then Commit once all engines have returned the same digest. If the commit held tokens back,
+    Release follows once the probe agrees. After any error, call Abort. Every call with an epoch
+    returns ABORTED unless that epoch is the open one.
     """
 
     def __init__(self, channel):
@@ -98,10 +98,10 @@ class RolloutControlServiceStub(object):
 
 class RolloutControlServiceServicer(object):
     """The engine's side of a weight update; the coordinator drives both sides. No call waits
-    longer than its deadline, in the engine's workers too. An update is Begin, Receive, then
-    Commit when every engine answered the same digest, and Release when the probe agreed if
-    the commit held tokens back; any error is an Abort. All calls that carry an epoch answer
-    ABORTED when that epoch is not the open one.
+    longer than its deadline, also in the workers of the engine. An update is Begin and Receive,
+    then Commit once all engines have returned the same digest. If the commit held tokens back,
+    Release follows once the probe agrees. After any error, call Abort. Every call with an epoch
+    returns ABORTED unless that epoch is the open one.
     """
 
     def DescribeEngine(self, request, context):
@@ -113,9 +113,8 @@ class RolloutControlServiceServicer(object):
 
     def OpenWeights(self, request, context):
         """Joins one epoch: checks the manifest against the engine's model and takes up the
-        offers. The engine samples nothing until it has joined, with some backends until all
-        others have; running requests go on then. A repeat with a higher epoch replaces the
-        session.
+        offers. The engine does not sample until it has joined (with some backends, until all others
+        have joined); then running requests continue. A call with a higher epoch replaces the session.
         FAILED_PRECONDITION: the manifest does not fit the model; nothing changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -123,71 +122,70 @@ class RolloutControlServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def BeginWeights(self, request, context):
-        """Stops sampling; what becomes of running requests, pause_mode says. Idempotent.
+        """Stops sampling; pause_mode decides about running requests. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReceiveWeights(self, request, context):
-        """Receives and applies the weights; answers with the digest of what arrived. Until the
-        commit they are not served.
+        """Receives and applies the weights, and returns their digest. They are not served before the
+        commit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitWeights(self, request, context):
-        """Makes the version the served one and resumes. Idempotent.
+        """Serves the received version and resumes sampling. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReleaseWeights(self, request, context):
-        """Gives out the tokens that a commit with hold kept back. Idempotent.
+        """Sends out the tokens that a commit with hold kept back. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AbortWeights(self, request, context):
-        """Gives the update up: the old version is served again, or the engine is dirty and
-        serves nothing until an update succeeds. Ends a transfer that is under way. After a
-        commit with hold the engine is dirty, and no token that was kept back leaves it.
-        Idempotent.
+        """Aborts the update and ends a running transfer: the old version is served again, or the engine
+        is dirty and serves nothing until an update succeeds. After a commit with hold the engine is
+        dirty, and the tokens that were kept back are discarded. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ProbeLogprobs(self, request, context):
-        """Returns the log-probabilities of given tokens under the weights that are loaded, also
-        before they are committed, at temperature 1. Idempotent; waits for no running request.
+        """Returns the log-probabilities of given tokens under the loaded weights, also before their
+        commit, at temperature 1. Idempotent; does not wait for running requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetWeightSums(self, request, context):
-        """Returns the sums of every tensor that was received last, to be told which tensor it is
-        when digests differ.
+        """Returns the sums of every tensor received last, to find the tensor that differs when digests
+        differ.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SleepEngine(self, request, context):
-        """Frees the GPU memory of an engine. New samples wait, and those that run finish first.
-        FAILED_PRECONDITION when they still run after half of the deadline, on CPU, or without
-        rollout.sleep_mode. Idempotent.
+        """Frees the GPU memory of an engine. New samples wait; running samples finish first.
+        FAILED_PRECONDITION: samples still run after half of the deadline, the engine runs on CPU, or
+        the recipe does not set rollout.sleep_mode. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WakeEngine(self, request, context):
-        """Takes memory again, all of it or a part: an update needs "weights", sampling all.
+        """Allocates the memory again, all of it or a part: an update needs "weights", sampling needs all.
         Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -262,10 +260,10 @@ def add_RolloutControlServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class RolloutControlService(object):
     """The engine's side of a weight update; the coordinator drives both sides. No call waits
-    longer than its deadline, in the engine's workers too. An update is Begin, Receive, then
-    Commit when every engine answered the same digest, and Release when the probe agreed if
-    the commit held tokens back; any error is an Abort. All calls that carry an epoch answer
-    ABORTED when that epoch is not the open one.
+    longer than its deadline, also in the workers of the engine. An update is Begin and Receive,
+    then Commit once all engines have returned the same digest. If the commit held tokens back,
+    Release follows once the probe agrees. After any error, call Abort. Every call with an epoch
+    returns ABORTED unless that epoch is the open one.
     """
 
     @staticmethod

@@ -59,16 +59,16 @@ class RolloutServiceServicer(object):
     """
 
     def GetInfo(self, request, context):
-        """Describes the model, its limits, and the weights it serves now. Idempotent; safe to
-        retry on UNAVAILABLE.
+        """Describes the model, its limits, and the version of its weights. Idempotent; safe to retry
+        on UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """Samples completions and streams them. Cancelling the call, or losing its client,
-        aborts the engine's requests. Retried only before the first response. Errors:
+        """Samples completions and streams them. Cancelling the call, or losing the client, aborts the
+        requests in the engine. Retried only before the first response. Errors:
         INVALID_ARGUMENT (a prompt that is empty, too long, or out of the vocabulary; a
         parameter out of range), FAILED_PRECONDITION (the served policy is older than
         min_policy_version), ALREADY_EXISTS (request_id is live), RESOURCE_EXHAUSTED with a
@@ -80,8 +80,8 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchLoad(self, request, context):
-        """Streams load reports: the present one at once, then one every period. Level-triggered:
-        to resume, call again. Needs no deadline.
+        """Streams load reports: the present one at once, then one every period. After a broken
+        connection, call again. Needs no deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

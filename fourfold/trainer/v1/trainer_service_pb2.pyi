@@ -33,7 +33,7 @@ class _TrainerPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TrainerP
     TRAINER_PHASE_WAITING: _TrainerPhase.ValueType  # 2
     """Waiting for a call."""
     TRAINER_PHASE_TRAINING: _TrainerPhase.ValueType  # 3
-    """In a step, or a part of one."""
+    """Running a step, or a part of a step."""
     TRAINER_PHASE_PUBLISHING: _TrainerPhase.ValueType  # 4
     """Sending weights."""
     TRAINER_PHASE_SAVING: _TrainerPhase.ValueType  # 5
@@ -42,7 +42,7 @@ class _TrainerPhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TrainerP
     """Computing log-probabilities, entropies or values."""
 
 class TrainerPhase(_TrainerPhase, metaclass=_TrainerPhaseEnumTypeWrapper):
-    """What the trainer is doing. May gain values."""
+    """Phase of the trainer. May gain values."""
 
 TRAINER_PHASE_UNSPECIFIED: TrainerPhase.ValueType  # 0
 """Never sent."""
@@ -51,7 +51,7 @@ TRAINER_PHASE_STARTING: TrainerPhase.ValueType  # 1
 TRAINER_PHASE_WAITING: TrainerPhase.ValueType  # 2
 """Waiting for a call."""
 TRAINER_PHASE_TRAINING: TrainerPhase.ValueType  # 3
-"""In a step, or a part of one."""
+"""Running a step, or a part of a step."""
 TRAINER_PHASE_PUBLISHING: TrainerPhase.ValueType  # 4
 """Sending weights."""
 TRAINER_PHASE_SAVING: TrainerPhase.ValueType  # 5
@@ -96,7 +96,7 @@ class TrainerStatus(_message.Message):
     """Longest sample, in tokens."""
     gradient_part_count: _builtins.int
     """ForwardBackward calls since the last step, of those that were not discarded; 0: no
-    gradient waits.
+    gradient is pending.
     """
     def __init__(
         self,
@@ -146,7 +146,7 @@ class GetStatusResponse(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def status(self) -> Global___TrainerStatus:
-        """Now."""
+        """Present status."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ Global___TrainStepRequest: _TypeAlias = TrainStepRequest  # noqa: Y015
 
 @_typing.final
 class TrainStepResponse(_message.Message):
-    """What the step did."""
+    """Result of the step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -267,8 +267,8 @@ class TrainStepResponse(_message.Message):
     policy_version: _builtins.int
     """Version of the weights after it; unchanged when the step was skipped."""
     skipped_reason: _builtins.str
-    """Why nothing was learned, UPPER_SNAKE_CASE (NO_ADVANTAGE, NO_ACTION_TOKENS,
-    ALL_REJECTED, NOT_FINITE); empty when something was.
+    """Reason for a skipped step, UPPER_SNAKE_CASE (NO_ADVANTAGE, NO_ACTION_TOKENS,
+    ALL_REJECTED, NOT_FINITE); empty: the step trained.
     """
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
@@ -324,14 +324,14 @@ Global___ForwardBackwardRequest: _TypeAlias = ForwardBackwardRequest  # noqa: Y0
 
 @_typing.final
 class WeightedSample(_message.Message):
-    """A sample, and what each of its tokens counts in the loss."""
+    """A sample, with the weight of each of its tokens in the loss."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EXPERIENCE_FIELD_NUMBER: _builtins.int
     LOSS_WEIGHTS_FIELD_NUMBER: _builtins.int
     loss_weights: _builtins.bytes
-    """Derivative of the loss by the log-probability of each token: n little-endian float32,
+    """Derivative of the loss with respect to the log-probability of each token: n little-endian float32,
     finite, the first 0. The loss is minimised: a negative weight makes the token more
     probable, a positive one less. 0: the token is not in the loss. Nothing is averaged: not
     over tokens, samples, parts or ranks.
@@ -356,7 +356,7 @@ Global___WeightedSample: _TypeAlias = WeightedSample  # noqa: Y015
 
 @_typing.final
 class ForwardBackwardResponse(_message.Message):
-    """What the pass found, before any weight changed."""
+    """Result of the pass, before any weight changed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -390,7 +390,7 @@ Global___ForwardBackwardResponse: _TypeAlias = ForwardBackwardResponse  # noqa: 
 
 @_typing.final
 class OptimStepRequest(_message.Message):
-    """How to use the gradient up."""
+    """Parameters of the optimizer step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -401,11 +401,11 @@ class OptimStepRequest(_message.Message):
     """Step to end, the last one plus 1; at least 1."""
     learning_rate: _builtins.float
     """Finite, at least 0. Unset: the recipe's, by its schedule at this step. 0: no weight
-    changes, but the optimizer's averages do.
+    changes, but the averages of the optimizer do.
     """
     max_grad_norm: _builtins.float
-    """L2 norm to which a longer gradient is scaled down; finite, at least 0. Unset: the
-    recipe's. 0: any length is left as it is.
+    """Largest L2 norm of the gradient; a longer gradient is scaled down; finite, at least 0. Unset: the
+    recipe's. 0: no limit.
     """
     def __init__(
         self,
@@ -431,7 +431,7 @@ Global___OptimStepRequest: _TypeAlias = OptimStepRequest  # noqa: Y015
 
 @_typing.final
 class OptimStepResponse(_message.Message):
-    """What the step did."""
+    """Result of the step."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -444,8 +444,8 @@ class OptimStepResponse(_message.Message):
     policy_version: _builtins.int
     """Version of the weights after it: one more, or unchanged when the step was skipped."""
     skipped_reason: _builtins.str
-    """Why no weight changed, UPPER_SNAKE_CASE (NOT_FINITE: the gradient was, and is gone);
-    empty when they did.
+    """Reason why no weight changed, UPPER_SNAKE_CASE (NOT_FINITE: the gradient was not finite, and
+    was dropped); empty: the weights changed.
     """
     grad_norm: _builtins.float
     """L2 norm of the gradient before it was clipped, over all ranks; NaN or infinite with
@@ -486,13 +486,13 @@ Global___DiscardGradientRequest: _TypeAlias = DiscardGradientRequest  # noqa: Y0
 
 @_typing.final
 class DiscardGradientResponse(_message.Message):
-    """What was dropped."""
+    """The dropped gradient."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PART_COUNT_FIELD_NUMBER: _builtins.int
     part_count: _builtins.int
-    """ForwardBackward calls whose gradient is gone; 0: none waited."""
+    """Number of ForwardBackward calls whose gradient was dropped; 0: none was pending."""
     def __init__(
         self,
         *,
@@ -508,8 +508,8 @@ Global___DiscardGradientResponse: _TypeAlias = DiscardGradientResponse  # noqa: 
 
 @_typing.final
 class ComputeLogprobsRequest(_message.Message):
-    """Samples to look up, at most 8 MiB encoded; 4 MiB when entropies or values are asked for,
-    because the answer is larger then.
+    """Samples to compute, at most 8 MiB encoded; 4 MiB when entropies or values are requested,
+    because the response is then larger.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -518,9 +518,9 @@ class ComputeLogprobsRequest(_message.Message):
     INCLUDE_ENTROPIES_FIELD_NUMBER: _builtins.int
     INCLUDE_VALUES_FIELD_NUMBER: _builtins.int
     include_entropies: _builtins.bool
-    """Whether to compute entropies, too."""
+    """True: compute entropies as well."""
     include_values: _builtins.bool
-    """Whether to compute the critic's values, too. INVALID_ARGUMENT when the recipe has no critic."""
+    """True: compute the critic's values as well. INVALID_ARGUMENT when the recipe has no critic."""
     @_builtins.property
     def experiences(self) -> _containers.RepeatedCompositeFieldContainer[_experience_pb2.Experience]:
         """At least 1. Only sample_id, token_ids and temperature are read."""
@@ -561,13 +561,13 @@ class ComputeLogprobsResponse(_message.Message):
     @_builtins.property
     def entropies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """n little-endian float32 per sample: entropy in nats of the distribution that each token
-        was drawn from, at the sample's temperature; the first is NaN. Empty unless asked for.
+        was drawn from, at the sample's temperature; the first is NaN. Empty unless requested.
         """
 
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """n little-endian float32 per sample: what the critic expects before each token; the first
-        is NaN. Empty unless asked for.
+        """n little-endian float32 per sample: the critic's value before each token; the first
+        is NaN. Empty unless requested.
         """
 
     def __init__(
@@ -588,14 +588,14 @@ Global___ComputeLogprobsResponse: _TypeAlias = ComputeLogprobsResponse  # noqa: 
 
 @_typing.final
 class SaveCheckpointRequest(_message.Message):
-    """What is known about the present weights."""
+    """Parameters of the checkpoint."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SCORE_FIELD_NUMBER: _builtins.int
     score: _builtins.float
-    """Mean score of a held-out evaluation of them, finite, higher is better; unset: there was
-    none, and the checkpoint stays only as long as it is among the newest.
+    """Mean score of a held-out evaluation of them, finite, higher is better. Unset: there
+    was none, and the checkpoint is kept only while it is among the newest.
     """
     def __init__(
         self,
@@ -614,7 +614,7 @@ Global___SaveCheckpointRequest: _TypeAlias = SaveCheckpointRequest  # noqa: Y015
 
 @_typing.final
 class SaveCheckpointResponse(_message.Message):
-    """What was written."""
+    """The written files."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -636,7 +636,7 @@ Global___SaveCheckpointResponse: _TypeAlias = SaveCheckpointResponse  # noqa: Y0
 
 @_typing.final
 class LoadCheckpointRequest(_message.Message):
-    """Which checkpoint to restore."""
+    """The checkpoint to restore."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -658,14 +658,14 @@ Global___LoadCheckpointRequest: _TypeAlias = LoadCheckpointRequest  # noqa: Y015
 
 @_typing.final
 class LoadCheckpointResponse(_message.Message):
-    """Where the trainer is now."""
+    """State after the restore."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def status(self) -> Global___TrainerStatus:
-        """After the restore."""
+        """Status after the restore."""
 
     def __init__(
         self,
@@ -682,7 +682,7 @@ Global___LoadCheckpointResponse: _TypeAlias = LoadCheckpointResponse  # noqa: Y0
 
 @_typing.final
 class ExportModelRequest(_message.Message):
-    """Where to write."""
+    """Destination of the export."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -693,7 +693,7 @@ class ExportModelRequest(_message.Message):
     it exists.
     """
     ema: _builtins.bool
-    """True: the moving average of the weights instead of them. FAILED_PRECONDITION when the
+    """True: export the moving average of the weights. False: export the weights. FAILED_PRECONDITION when the
     recipe keeps none (trainer.ema_decay = 0).
     """
     def __init__(
@@ -712,7 +712,7 @@ Global___ExportModelRequest: _TypeAlias = ExportModelRequest  # noqa: Y015
 
 @_typing.final
 class ExportModelResponse(_message.Message):
-    """What was written."""
+    """The written files."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -734,13 +734,13 @@ Global___ExportModelResponse: _TypeAlias = ExportModelResponse  # noqa: Y015
 
 @_typing.final
 class RaisePolicyVersionRequest(_message.Message):
-    """The least version."""
+    """The lowest acceptable version."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
-    """Version that the present weights get, unless theirs is higher; at least 0."""
+    """Version of the present weights after the call, unless theirs is higher; at least 0."""
     def __init__(
         self,
         *,
@@ -756,13 +756,13 @@ Global___RaisePolicyVersionRequest: _TypeAlias = RaisePolicyVersionRequest  # no
 
 @_typing.final
 class RaisePolicyVersionResponse(_message.Message):
-    """The version now."""
+    """The version after the call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
-    """Of the present weights."""
+    """Version of the present weights."""
     def __init__(
         self,
         *,

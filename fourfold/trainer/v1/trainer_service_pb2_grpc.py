@@ -26,15 +26,14 @@ if _version_not_supported:
 
 
 class TrainerServiceStub(object):
-    """Trains. Passive: the coordinator, or anyone else, drives it. Status and health are
-    answered while a step runs; the calls that use the engine run one at a time, in the order
-    of their arrival.
+    """Trains the policy. Passive: the coordinator or any other client drives it. Status and health
+    respond while a step runs; calls that use the engine run one at a time, in order of arrival.
 
-    A step is one TrainStep, which computes the recipe's loss. Or it is made of parts, for a loss
-    of one's own: any number of ForwardBackward calls, which add up a gradient, then OptimStep,
-    which uses it up. From the first ForwardBackward to OptimStep or DiscardGradient the gradient
-    waits, and TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. The two kinds
-    of step may alternate.
+    A step is one TrainStep, with the loss of the recipe. For a custom loss it consists of parts:
+    any number of ForwardBackward calls, which add up a gradient, and one OptimStep, which applies
+    it. From the first ForwardBackward until OptimStep or DiscardGradient a gradient is pending, and
+    TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. Both kinds of step may
+    alternate.
     """
 
     def __init__(self, channel):
@@ -101,15 +100,14 @@ class TrainerServiceStub(object):
 
 
 class TrainerServiceServicer(object):
-    """Trains. Passive: the coordinator, or anyone else, drives it. Status and health are
-    answered while a step runs; the calls that use the engine run one at a time, in the order
-    of their arrival.
+    """Trains the policy. Passive: the coordinator or any other client drives it. Status and health
+    respond while a step runs; calls that use the engine run one at a time, in order of arrival.
 
-    A step is one TrainStep, which computes the recipe's loss. Or it is made of parts, for a loss
-    of one's own: any number of ForwardBackward calls, which add up a gradient, then OptimStep,
-    which uses it up. From the first ForwardBackward to OptimStep or DiscardGradient the gradient
-    waits, and TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. The two kinds
-    of step may alternate.
+    A step is one TrainStep, with the loss of the recipe. For a custom loss it consists of parts:
+    any number of ForwardBackward calls, which add up a gradient, and one OptimStep, which applies
+    it. From the first ForwardBackward until OptimStep or DiscardGradient a gradient is pending, and
+    TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. Both kinds of step may
+    alternate.
     """
 
     def GetStatus(self, request, context):
@@ -120,21 +118,21 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchStatus(self, request, context):
-        """Reports status: the present one at once, then on every change. Level-triggered: to
-        resume, call again. Needs no deadline.
+        """Reports the status at once, then on every change. After a broken connection, call again.
+        Needs no deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TrainStep(self, request_iterator, context):
-        """Trains one step on the streamed batch and answers when the weights are updated.
+        """Trains one step on the streamed batch and responds when the weights are updated.
         Idempotent by step: the last step plus 1 trains; the last step with the same bytes
-        returns the stored answer; with other bytes it is refused with ALREADY_EXISTS; any
+        returns the stored response; with other bytes it is refused with ALREADY_EXISTS; any
         other step with FAILED_PRECONDITION, by the first message. INVALID_ARGUMENT names the
         sample that is malformed, or says that the batch is larger than the recipe's largest.
-        One call at a time: RESOURCE_EXHAUSTED with reason TRAIN_STEP_RUNNING until the other has
-        its answer or is gone. DEADLINE_EXCEEDED when no message came for 30 s. A refused call
+        One call at a time: RESOURCE_EXHAUSTED with reason TRAIN_STEP_RUNNING until the other
+        call has ended. DEADLINE_EXCEEDED when no message arrived for 30 s. A refused call
         changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -144,7 +142,7 @@ class TrainerServiceServicer(object):
     def ForwardBackward(self, request, context):
         """Adds the gradient of `sum over tokens of loss_weight * log-probability` under the present
         weights to that of the step's earlier parts. Idempotent by step and part: the next part is
-        computed; the last one with the same bytes returns the stored answer; with other bytes it
+        computed; the last one with the same bytes returns the stored response; with other bytes it
         is refused with ALREADY_EXISTS; any other step or part with FAILED_PRECONDITION.
         INVALID_ARGUMENT names the sample that is malformed. A refused call changes nothing.
         """
@@ -153,10 +151,10 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OptimStep(self, request, context):
-        """Ends a step: clips the gradient that waits and makes one optimizer step. Idempotent by
-        step: the last step with the same bytes returns the stored answer; with other bytes, or
+        """Ends a step: clips the pending gradient and runs the optimizer once. Idempotent by
+        step: the last step with the same bytes returns the stored response; with other bytes, or
         when it was a TrainStep, it is refused with ALREADY_EXISTS. FAILED_PRECONDITION when it is
-        neither the last step nor the next, or no gradient waits; INVALID_ARGUMENT when a number is
+        neither the last step nor the next, or no gradient is pending; INVALID_ARGUMENT when a number is
         out of its range. A refused call changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -164,16 +162,16 @@ class TrainerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DiscardGradient(self, request, context):
-        """Forgets the gradient that waits, so that the step can begin anew with part 1. Idempotent:
-        without one nothing happens.
+        """Drops the pending gradient, so that the step can begin again with part 1. Idempotent:
+        without a gradient nothing happens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ComputeLogprobs(self, request, context):
-        """Returns the log-probability of every token under the current weights, and what else is
-        asked for. Idempotent.
+        """Returns the log-probability of every token under the current weights, and on request
+        entropies and values. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,7 +181,7 @@ class TrainerServiceServicer(object):
         """Writes a checkpoint of the present step and answers when it is durable. Idempotent:
         a checkpoint that exists is not written again, but takes a score that is new. The newest
         ones stay, and those with the best scores, as many as the recipe says.
-        FAILED_PRECONDITION while a gradient waits.
+        FAILED_PRECONDITION while a gradient is pending.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -192,7 +190,7 @@ class TrainerServiceServicer(object):
     def LoadCheckpoint(self, request, context):
         """Restores weights, optimizer, average, schedule and random state of a checkpoint, which
         may come from another number of ranks or another ZeRO stage. NOT_FOUND when there is none
-        of that step; then nothing changed. Otherwise a gradient that waits is dropped first.
+        of that step; then nothing changed. Otherwise a pending gradient is dropped first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -280,15 +278,14 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
-    """Trains. Passive: the coordinator, or anyone else, drives it. Status and health are
-    answered while a step runs; the calls that use the engine run one at a time, in the order
-    of their arrival.
+    """Trains the policy. Passive: the coordinator or any other client drives it. Status and health
+    respond while a step runs; calls that use the engine run one at a time, in order of arrival.
 
-    A step is one TrainStep, which computes the recipe's loss. Or it is made of parts, for a loss
-    of one's own: any number of ForwardBackward calls, which add up a gradient, then OptimStep,
-    which uses it up. From the first ForwardBackward to OptimStep or DiscardGradient the gradient
-    waits, and TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. The two kinds
-    of step may alternate.
+    A step is one TrainStep, with the loss of the recipe. For a custom loss it consists of parts:
+    any number of ForwardBackward calls, which add up a gradient, and one OptimStep, which applies
+    it. From the first ForwardBackward until OptimStep or DiscardGradient a gradient is pending, and
+    TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. Both kinds of step may
+    alternate.
     """
 
     @staticmethod

@@ -27,15 +27,14 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainerServiceStub:
-    """Trains. Passive: the coordinator, or anyone else, drives it. Status and health are
-    answered while a step runs; the calls that use the engine run one at a time, in the order
-    of their arrival.
+    """Trains the policy. Passive: the coordinator or any other client drives it. Status and health
+    respond while a step runs; calls that use the engine run one at a time, in order of arrival.
 
-    A step is one TrainStep, which computes the recipe's loss. Or it is made of parts, for a loss
-    of one's own: any number of ForwardBackward calls, which add up a gradient, then OptimStep,
-    which uses it up. From the first ForwardBackward to OptimStep or DiscardGradient the gradient
-    waits, and TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. The two kinds
-    of step may alternate.
+    A step is one TrainStep, with the loss of the recipe. For a custom loss it consists of parts:
+    any number of ForwardBackward calls, which add up a gradient, and one OptimStep, which applies
+    it. From the first ForwardBackward until OptimStep or DiscardGradient a gradient is pending, and
+    TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. Both kinds of step may
+    alternate.
     """
 
     @_typing.overload
@@ -45,51 +44,51 @@ class TrainerServiceStub:
     GetStatus: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.GetStatusRequest, _trainer_service_pb2.GetStatusResponse]
     """Reports step, version and phase once. Idempotent."""
     WatchStatus: _grpc.UnaryStreamMultiCallable[_trainer_service_pb2.WatchStatusRequest, _trainer_service_pb2.WatchStatusResponse]
-    """Reports status: the present one at once, then on every change. Level-triggered: to
-    resume, call again. Needs no deadline.
+    """Reports the status at once, then on every change. After a broken connection, call again.
+    Needs no deadline.
     """
     TrainStep: _grpc.StreamUnaryMultiCallable[_trainer_service_pb2.TrainStepRequest, _trainer_service_pb2.TrainStepResponse]
-    """Trains one step on the streamed batch and answers when the weights are updated.
+    """Trains one step on the streamed batch and responds when the weights are updated.
     Idempotent by step: the last step plus 1 trains; the last step with the same bytes
-    returns the stored answer; with other bytes it is refused with ALREADY_EXISTS; any
+    returns the stored response; with other bytes it is refused with ALREADY_EXISTS; any
     other step with FAILED_PRECONDITION, by the first message. INVALID_ARGUMENT names the
     sample that is malformed, or says that the batch is larger than the recipe's largest.
-    One call at a time: RESOURCE_EXHAUSTED with reason TRAIN_STEP_RUNNING until the other has
-    its answer or is gone. DEADLINE_EXCEEDED when no message came for 30 s. A refused call
+    One call at a time: RESOURCE_EXHAUSTED with reason TRAIN_STEP_RUNNING until the other
+    call has ended. DEADLINE_EXCEEDED when no message arrived for 30 s. A refused call
     changes nothing.
     """
     ForwardBackward: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ForwardBackwardRequest, _trainer_service_pb2.ForwardBackwardResponse]
     """Adds the gradient of `sum over tokens of loss_weight * log-probability` under the present
     weights to that of the step's earlier parts. Idempotent by step and part: the next part is
-    computed; the last one with the same bytes returns the stored answer; with other bytes it
+    computed; the last one with the same bytes returns the stored response; with other bytes it
     is refused with ALREADY_EXISTS; any other step or part with FAILED_PRECONDITION.
     INVALID_ARGUMENT names the sample that is malformed. A refused call changes nothing.
     """
     OptimStep: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.OptimStepRequest, _trainer_service_pb2.OptimStepResponse]
-    """Ends a step: clips the gradient that waits and makes one optimizer step. Idempotent by
-    step: the last step with the same bytes returns the stored answer; with other bytes, or
+    """Ends a step: clips the pending gradient and runs the optimizer once. Idempotent by
+    step: the last step with the same bytes returns the stored response; with other bytes, or
     when it was a TrainStep, it is refused with ALREADY_EXISTS. FAILED_PRECONDITION when it is
-    neither the last step nor the next, or no gradient waits; INVALID_ARGUMENT when a number is
+    neither the last step nor the next, or no gradient is pending; INVALID_ARGUMENT when a number is
     out of its range. A refused call changes nothing.
     """
     DiscardGradient: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.DiscardGradientRequest, _trainer_service_pb2.DiscardGradientResponse]
-    """Forgets the gradient that waits, so that the step can begin anew with part 1. Idempotent:
-    without one nothing happens.
+    """Drops the pending gradient, so that the step can begin again with part 1. Idempotent:
+    without a gradient nothing happens.
     """
     ComputeLogprobs: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ComputeLogprobsRequest, _trainer_service_pb2.ComputeLogprobsResponse]
-    """Returns the log-probability of every token under the current weights, and what else is
-    asked for. Idempotent.
+    """Returns the log-probability of every token under the current weights, and on request
+    entropies and values. Idempotent.
     """
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.SaveCheckpointRequest, _trainer_service_pb2.SaveCheckpointResponse]
     """Writes a checkpoint of the present step and answers when it is durable. Idempotent:
     a checkpoint that exists is not written again, but takes a score that is new. The newest
     ones stay, and those with the best scores, as many as the recipe says.
-    FAILED_PRECONDITION while a gradient waits.
+    FAILED_PRECONDITION while a gradient is pending.
     """
     LoadCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.LoadCheckpointRequest, _trainer_service_pb2.LoadCheckpointResponse]
     """Restores weights, optimizer, average, schedule and random state of a checkpoint, which
     may come from another number of ranks or another ZeRO stage. NOT_FOUND when there is none
-    of that step; then nothing changed. Otherwise a gradient that waits is dropped first.
+    of that step; then nothing changed. Otherwise a pending gradient is dropped first.
     """
     ExportModel: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ExportModelRequest, _trainer_service_pb2.ExportModelResponse]
     """Writes the weights as a Hugging Face model folder, whole or not at all."""
@@ -100,66 +99,65 @@ class TrainerServiceStub:
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
-    """Trains. Passive: the coordinator, or anyone else, drives it. Status and health are
-    answered while a step runs; the calls that use the engine run one at a time, in the order
-    of their arrival.
+    """Trains the policy. Passive: the coordinator or any other client drives it. Status and health
+    respond while a step runs; calls that use the engine run one at a time, in order of arrival.
 
-    A step is one TrainStep, which computes the recipe's loss. Or it is made of parts, for a loss
-    of one's own: any number of ForwardBackward calls, which add up a gradient, then OptimStep,
-    which uses it up. From the first ForwardBackward to OptimStep or DiscardGradient the gradient
-    waits, and TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. The two kinds
-    of step may alternate.
+    A step is one TrainStep, with the loss of the recipe. For a custom loss it consists of parts:
+    any number of ForwardBackward calls, which add up a gradient, and one OptimStep, which applies
+    it. From the first ForwardBackward until OptimStep or DiscardGradient a gradient is pending, and
+    TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. Both kinds of step may
+    alternate.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.GetStatusRequest, _trainer_service_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Reports step, version and phase once. Idempotent."""
     WatchStatus: _aio.UnaryStreamMultiCallable[_trainer_service_pb2.WatchStatusRequest, _trainer_service_pb2.WatchStatusResponse]  # type: ignore[assignment]
-    """Reports status: the present one at once, then on every change. Level-triggered: to
-    resume, call again. Needs no deadline.
+    """Reports the status at once, then on every change. After a broken connection, call again.
+    Needs no deadline.
     """
     TrainStep: _aio.StreamUnaryMultiCallable[_trainer_service_pb2.TrainStepRequest, _trainer_service_pb2.TrainStepResponse]  # type: ignore[assignment]
-    """Trains one step on the streamed batch and answers when the weights are updated.
+    """Trains one step on the streamed batch and responds when the weights are updated.
     Idempotent by step: the last step plus 1 trains; the last step with the same bytes
-    returns the stored answer; with other bytes it is refused with ALREADY_EXISTS; any
+    returns the stored response; with other bytes it is refused with ALREADY_EXISTS; any
     other step with FAILED_PRECONDITION, by the first message. INVALID_ARGUMENT names the
     sample that is malformed, or says that the batch is larger than the recipe's largest.
-    One call at a time: RESOURCE_EXHAUSTED with reason TRAIN_STEP_RUNNING until the other has
-    its answer or is gone. DEADLINE_EXCEEDED when no message came for 30 s. A refused call
+    One call at a time: RESOURCE_EXHAUSTED with reason TRAIN_STEP_RUNNING until the other
+    call has ended. DEADLINE_EXCEEDED when no message arrived for 30 s. A refused call
     changes nothing.
     """
     ForwardBackward: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ForwardBackwardRequest, _trainer_service_pb2.ForwardBackwardResponse]  # type: ignore[assignment]
     """Adds the gradient of `sum over tokens of loss_weight * log-probability` under the present
     weights to that of the step's earlier parts. Idempotent by step and part: the next part is
-    computed; the last one with the same bytes returns the stored answer; with other bytes it
+    computed; the last one with the same bytes returns the stored response; with other bytes it
     is refused with ALREADY_EXISTS; any other step or part with FAILED_PRECONDITION.
     INVALID_ARGUMENT names the sample that is malformed. A refused call changes nothing.
     """
     OptimStep: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.OptimStepRequest, _trainer_service_pb2.OptimStepResponse]  # type: ignore[assignment]
-    """Ends a step: clips the gradient that waits and makes one optimizer step. Idempotent by
-    step: the last step with the same bytes returns the stored answer; with other bytes, or
+    """Ends a step: clips the pending gradient and runs the optimizer once. Idempotent by
+    step: the last step with the same bytes returns the stored response; with other bytes, or
     when it was a TrainStep, it is refused with ALREADY_EXISTS. FAILED_PRECONDITION when it is
-    neither the last step nor the next, or no gradient waits; INVALID_ARGUMENT when a number is
+    neither the last step nor the next, or no gradient is pending; INVALID_ARGUMENT when a number is
     out of its range. A refused call changes nothing.
     """
     DiscardGradient: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.DiscardGradientRequest, _trainer_service_pb2.DiscardGradientResponse]  # type: ignore[assignment]
-    """Forgets the gradient that waits, so that the step can begin anew with part 1. Idempotent:
-    without one nothing happens.
+    """Drops the pending gradient, so that the step can begin again with part 1. Idempotent:
+    without a gradient nothing happens.
     """
     ComputeLogprobs: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ComputeLogprobsRequest, _trainer_service_pb2.ComputeLogprobsResponse]  # type: ignore[assignment]
-    """Returns the log-probability of every token under the current weights, and what else is
-    asked for. Idempotent.
+    """Returns the log-probability of every token under the current weights, and on request
+    entropies and values. Idempotent.
     """
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.SaveCheckpointRequest, _trainer_service_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Writes a checkpoint of the present step and answers when it is durable. Idempotent:
     a checkpoint that exists is not written again, but takes a score that is new. The newest
     ones stay, and those with the best scores, as many as the recipe says.
-    FAILED_PRECONDITION while a gradient waits.
+    FAILED_PRECONDITION while a gradient is pending.
     """
     LoadCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.LoadCheckpointRequest, _trainer_service_pb2.LoadCheckpointResponse]  # type: ignore[assignment]
     """Restores weights, optimizer, average, schedule and random state of a checkpoint, which
     may come from another number of ranks or another ZeRO stage. NOT_FOUND when there is none
-    of that step; then nothing changed. Otherwise a gradient that waits is dropped first.
+    of that step; then nothing changed. Otherwise a pending gradient is dropped first.
     """
     ExportModel: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ExportModelRequest, _trainer_service_pb2.ExportModelResponse]  # type: ignore[assignment]
     """Writes the weights as a Hugging Face model folder, whole or not at all."""
@@ -169,15 +167,14 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Trains. Passive: the coordinator, or anyone else, drives it. Status and health are
-    answered while a step runs; the calls that use the engine run one at a time, in the order
-    of their arrival.
+    """Trains the policy. Passive: the coordinator or any other client drives it. Status and health
+    respond while a step runs; calls that use the engine run one at a time, in order of arrival.
 
-    A step is one TrainStep, which computes the recipe's loss. Or it is made of parts, for a loss
-    of one's own: any number of ForwardBackward calls, which add up a gradient, then OptimStep,
-    which uses it up. From the first ForwardBackward to OptimStep or DiscardGradient the gradient
-    waits, and TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. The two kinds
-    of step may alternate.
+    A step is one TrainStep, with the loss of the recipe. For a custom loss it consists of parts:
+    any number of ForwardBackward calls, which add up a gradient, and one OptimStep, which applies
+    it. From the first ForwardBackward until OptimStep or DiscardGradient a gradient is pending, and
+    TrainStep and SaveCheckpoint are refused with FAILED_PRECONDITION. Both kinds of step may
+    alternate.
     """
 
     @_abc_1.abstractmethod
@@ -194,8 +191,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_service_pb2.WatchStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trainer_service_pb2.WatchStatusResponse], _abc.AsyncIterator[_trainer_service_pb2.WatchStatusResponse]]:
-        """Reports status: the present one at once, then on every change. Level-triggered: to
-        resume, call again. Needs no deadline.
+        """Reports the status at once, then on every change. After a broken connection, call again.
+        Needs no deadline.
         """
 
     @_abc_1.abstractmethod
@@ -204,13 +201,13 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_trainer_service_pb2.TrainStepRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.TrainStepResponse, _abc.Awaitable[_trainer_service_pb2.TrainStepResponse]]:
-        """Trains one step on the streamed batch and answers when the weights are updated.
+        """Trains one step on the streamed batch and responds when the weights are updated.
         Idempotent by step: the last step plus 1 trains; the last step with the same bytes
-        returns the stored answer; with other bytes it is refused with ALREADY_EXISTS; any
+        returns the stored response; with other bytes it is refused with ALREADY_EXISTS; any
         other step with FAILED_PRECONDITION, by the first message. INVALID_ARGUMENT names the
         sample that is malformed, or says that the batch is larger than the recipe's largest.
-        One call at a time: RESOURCE_EXHAUSTED with reason TRAIN_STEP_RUNNING until the other has
-        its answer or is gone. DEADLINE_EXCEEDED when no message came for 30 s. A refused call
+        One call at a time: RESOURCE_EXHAUSTED with reason TRAIN_STEP_RUNNING until the other
+        call has ended. DEADLINE_EXCEEDED when no message arrived for 30 s. A refused call
         changes nothing.
         """
 
@@ -222,7 +219,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_service_pb2.ForwardBackwardResponse, _abc.Awaitable[_trainer_service_pb2.ForwardBackwardResponse]]:
         """Adds the gradient of `sum over tokens of loss_weight * log-probability` under the present
         weights to that of the step's earlier parts. Idempotent by step and part: the next part is
-        computed; the last one with the same bytes returns the stored answer; with other bytes it
+        computed; the last one with the same bytes returns the stored response; with other bytes it
         is refused with ALREADY_EXISTS; any other step or part with FAILED_PRECONDITION.
         INVALID_ARGUMENT names the sample that is malformed. A refused call changes nothing.
         """
@@ -233,10 +230,10 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_service_pb2.OptimStepRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.OptimStepResponse, _abc.Awaitable[_trainer_service_pb2.OptimStepResponse]]:
-        """Ends a step: clips the gradient that waits and makes one optimizer step. Idempotent by
-        step: the last step with the same bytes returns the stored answer; with other bytes, or
+        """Ends a step: clips the pending gradient and runs the optimizer once. Idempotent by
+        step: the last step with the same bytes returns the stored response; with other bytes, or
         when it was a TrainStep, it is refused with ALREADY_EXISTS. FAILED_PRECONDITION when it is
-        neither the last step nor the next, or no gradient waits; INVALID_ARGUMENT when a number is
+        neither the last step nor the next, or no gradient is pending; INVALID_ARGUMENT when a number is
         out of its range. A refused call changes nothing.
         """
 
@@ -246,8 +243,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_service_pb2.DiscardGradientRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.DiscardGradientResponse, _abc.Awaitable[_trainer_service_pb2.DiscardGradientResponse]]:
-        """Forgets the gradient that waits, so that the step can begin anew with part 1. Idempotent:
-        without one nothing happens.
+        """Drops the pending gradient, so that the step can begin again with part 1. Idempotent:
+        without a gradient nothing happens.
         """
 
     @_abc_1.abstractmethod
@@ -256,8 +253,8 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_service_pb2.ComputeLogprobsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.ComputeLogprobsResponse, _abc.Awaitable[_trainer_service_pb2.ComputeLogprobsResponse]]:
-        """Returns the log-probability of every token under the current weights, and what else is
-        asked for. Idempotent.
+        """Returns the log-probability of every token under the current weights, and on request
+        entropies and values. Idempotent.
         """
 
     @_abc_1.abstractmethod
@@ -269,7 +266,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         """Writes a checkpoint of the present step and answers when it is durable. Idempotent:
         a checkpoint that exists is not written again, but takes a score that is new. The newest
         ones stay, and those with the best scores, as many as the recipe says.
-        FAILED_PRECONDITION while a gradient waits.
+        FAILED_PRECONDITION while a gradient is pending.
         """
 
     @_abc_1.abstractmethod
@@ -280,7 +277,7 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_trainer_service_pb2.LoadCheckpointResponse, _abc.Awaitable[_trainer_service_pb2.LoadCheckpointResponse]]:
         """Restores weights, optimizer, average, schedule and random state of a checkpoint, which
         may come from another number of ranks or another ZeRO stage. NOT_FOUND when there is none
-        of that step; then nothing changed. Otherwise a gradient that waits is dropped first.
+        of that step; then nothing changed. Otherwise a pending gradient is dropped first.
         """
 
     @_abc_1.abstractmethod

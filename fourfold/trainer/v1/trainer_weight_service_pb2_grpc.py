@@ -27,8 +27,8 @@ if _version_not_supported:
 
 class TrainerWeightServiceStub(object):
     """The coordinator drives both sides: MakeOffer, then OpenWeights here and at the engines at
-    once, and for every version SendWeights here and ReceiveWeights there at once. All calls
-    that carry an epoch answer ABORTED when it is not the open one.
+    the same time, and for every version SendWeights here and ReceiveWeights there at the same time.
+    Every call with an epoch returns ABORTED unless that epoch is the open one.
     """
 
     def __init__(self, channel):
@@ -66,20 +66,20 @@ class TrainerWeightServiceStub(object):
 
 class TrainerWeightServiceServicer(object):
     """The coordinator drives both sides: MakeOffer, then OpenWeights here and at the engines at
-    once, and for every version SendWeights here and ReceiveWeights there at once. All calls
-    that carry an epoch answer ABORTED when it is not the open one.
+    the same time, and for every version SendWeights here and ReceiveWeights there at the same time.
+    Every call with an epoch returns ABORTED unless that epoch is the open one.
     """
 
     def GetManifest(self, request, context):
-        """Returns names, shapes, layout and digest of what will be sent. Idempotent.
+        """Returns names, shapes and layout of the tensors, and their hash. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MakeOffer(self, request, context):
-        """Starts an epoch, or one more group of receivers of it, and returns the rendezvous offers
-        of every rank. A higher epoch replaces the open one.
+        """Starts an epoch, or adds a group of receivers to it, and returns the rendezvous offer of
+        every rank. A higher epoch replaces the open one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,7 +101,7 @@ class TrainerWeightServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AbortWeights(self, request, context):
-        """Aborts what is under way and closes the epoch. Idempotent.
+        """Aborts a running transfer and closes the epoch. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,8 +145,8 @@ def add_TrainerWeightServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class TrainerWeightService(object):
     """The coordinator drives both sides: MakeOffer, then OpenWeights here and at the engines at
-    once, and for every version SendWeights here and ReceiveWeights there at once. All calls
-    that carry an epoch answer ABORTED when it is not the open one.
+    the same time, and for every version SendWeights here and ReceiveWeights there at the same time.
+    Every call with an epoch returns ABORTED unless that epoch is the open one.
     """
 
     @staticmethod

@@ -36,14 +36,14 @@ D = TypeVar("D", bound=Definition)
 
 
 class Registry(Generic[D]):
-    """The definitions of one recipe key, by kind."""
+    """The definitions of one recipe table, by kind."""
 
     def __init__(self, key: str, base: type[D]) -> None:
-        """Start without definitions.
+        """Create an empty registry.
 
         Args:
             key: `losses` or `advantages`; `fourfold.KEY` is the group of the entry points.
-            base: class that every definition derives from.
+            base: base class of every definition.
         """
         self.group = f"fourfold.{key}"
         self._base = base
@@ -63,13 +63,19 @@ class Registry(Generic[D]):
         """Return the definition of a kind.
 
         Raises:
-            ValueError: no such kind, or an entry point that is no definition.
+            ValueError: no such kind, or an entry point that cannot be loaded or is no definition.
         """
         if kind in self._own:
             return self._own[kind]
-        # Entry points are searched last: reading the metadata of all distributions takes 20 ms.
+        # Entry points are searched last: reading the metadata of all distributions takes 15 ms.
         for point in entry_points(group=self.group, name=kind):
-            definition = point.load()
+            try:
+                definition = point.load()
+            except (ImportError, AttributeError) as error:
+                raise ValueError(
+                    f"entry point {self.group}: {kind} = {point.value} cannot be loaded ({error}); repair or remove "
+                    f"the distribution that has it"
+                ) from None
             if not (isinstance(definition, type) and issubclass(definition, self._base)):
                 raise ValueError(f"entry point {self.group}: {kind} = {point.value} is no {self._base.__name__}")
             return definition

@@ -134,7 +134,7 @@ class TrainerConfig(Table):
 
 
 class CriticConfig(Table):
-    """The critic, part of the trainer. There is one if `algorithm.advantage` is `gae`."""
+    """The critic, part of the trainer. There is one if `algorithm.advantage` needs it, as `gae` does."""
 
     source: str = ""
     """Model folder as for `model.source`; a reward or value model keeps its head. Empty: the policy's model, with a new

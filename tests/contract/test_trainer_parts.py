@@ -164,7 +164,7 @@ async def test_any_other_part_is_a_wrong_state(trainer: Trainer, part: int) -> N
 async def test_a_part_of_another_step_is_a_wrong_state(trainer: Trainer, step: int) -> None:
     await add(trainer)
     await end(trainer)
-    with pytest.raises(WrongState, match=f"step {step} takes no part; the trainer is at step 1: send step 2"):
+    with pytest.raises(WrongState, match=f"step {step} accepts no part; the trainer is at step 1: send step 2"):
         await add(trainer, step=step)
     assert calls(trainer, "forward_backward") == 1
 

@@ -20,7 +20,7 @@ Gradients = dict[str, Tensor]
 
 
 def holed(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples with holes in their masks: tokens of the environment, and actions that the loss leaves out."""
+    """Return the samples with holes in their masks: tokens of the environment, and actions outside of the loss."""
     found = []
     for number, one in enumerate(samples):
         place = np.arange(len(one.token_ids)) + number
@@ -68,8 +68,8 @@ def policy_gradients(
         model: a causal language model in float64.
         samples: of the step.
         advantages: of each token [B, T] or sample [B, 1].
-        kl_coef: of k3 to the reference in the loss.
-        entropy_coef: of the bonus.
+        kl_coef: coefficient of k3 to the reference in the loss.
+        entropy_coef: coefficient of the entropy bonus.
     """
     ids, attended, mask = _padded(samples)
     logits = model(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, :-1]
@@ -86,8 +86,8 @@ def policy_gradients(
 def value_gradients(model: Any, samples: Sequence[Sample]) -> tuple[Gradients, Tensor]:
     """Return the gradient of each of a critic's parameters, and the policy's advantages [B, T].
 
-    gamma and lambda are 1, so what is left of the rewards is the score, and its distance to the value the advantage;
-    whitened over the tokens of the loss.
+    gamma and lambda are 1, so the return of each token is the score, and the advantage is score - value, whitened over
+    the tokens of the loss.
 
     Args:
         model: of the sequence classifiers, one label, in float64.

@@ -1,4 +1,4 @@
-"""LoRA by hand, for tests: a plain model whose linear layers are W + scale * B A, and adapters read from a folder."""
+"""Plain LoRA for tests: a model whose linear layers are W + scale * B A, and adapters read from a folder."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def read_pairs(folder: Path) -> Pairs:
 
 
 def plain_lora(folder: Path, pairs: Pairs, *, scale: float, dtype: torch.dtype = torch.float64) -> Any:
-    """Return the model of a folder in which nothing but these adapters is trained."""
+    """Return the model of a folder, with only these adapters trainable."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     put_in(model, {name: (a.to(dtype), b.to(dtype)) for name, (a, b) in pairs.items()}, scale=scale)
     return model
 
 
 def put_in(model: nn.Module, pairs: Pairs, *, scale: float) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
-    """Put adapters into a model, in place, and freeze all else; return their parameters."""
+    """Add adapters to a model, in place, and freeze all other parameters; return the adapters' parameters."""
     model.requires_grad_(False)
     found = {}
     for name, (a, b) in pairs.items():

@@ -1,4 +1,4 @@
-"""Muon in float64, from the papers: singular values are computed, and no matrix is ever cut.
+"""Plain Muon for tests, in float64: from singular values, on whole matrices.
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and the factor 0.2 sqrt(max(a, b)) of
 Liu et al., "Muon is Scalable for LLM Training" (2025), section 2.2. No code of the trainer.

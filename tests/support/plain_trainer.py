@@ -29,14 +29,16 @@ def plain(
     model: Any = None,
     optimizer_of: Any = None,
 ) -> Arrays:
-    """Train the three steps in plain PyTorch, and look the fixed batch up before and after, and under the average.
+    """Train the three steps in plain PyTorch; return losses, norms, and log-probabilities of a fixed batch.
+
+    The log-probabilities are those before and after the steps, and under the average of the weights.
 
     Args:
         folder: of the model.
-        kl_coef: of the KL term in the loss.
+        kl_coef: coefficient of the KL term in the loss.
         ema: decay of the average.
-        router_coef: of the routers' load-balancing loss.
-        model: whose parameters that need a gradient are trained; None: the folder's.
+        router_coef: coefficient of the routers' load-balancing loss.
+        model: model to train; None: the one in the folder.
         optimizer_of: makes the optimizer of a model; None: AdamW.
     """
     if model is None:
@@ -59,7 +61,7 @@ def plain(
 
 
 def plain_parts(folder: Path) -> Arrays:
-    """The three steps of parts: the gradient of all samples at once."""
+    """Train the three steps of ForwardBackward and OptimStep: the gradient of all samples at once."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     optimizer = _plain_adam(model)
     seen: dict[str, Any] = {"before": lookup(model), "entropies": _entropies(model), "losses": [], "norms": []}
@@ -135,7 +137,7 @@ def lookup(model: Any) -> Any:
 
 
 class PlainCritic(torch.nn.Module):
-    """The body of the policy and a head that begins at 0."""
+    """The body of the policy and a value head that is 0 at first."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -149,7 +151,7 @@ class PlainCritic(torch.nn.Module):
 
 
 def plain_ppo(folder: Path, config: Config) -> Arrays:
-    """Three steps of two updates each: KL in the reward (k1), GAE with gamma = lambda = 1, whitened, clipped values."""
+    """Train three steps of two updates: k1 in the reward, GAE with gamma = lambda = 1, whitening, clipped values."""
     policy: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     critic = PlainCritic(folder)
     optimizers = [_plain_adam(policy), _plain_adam(critic)]

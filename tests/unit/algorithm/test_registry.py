@@ -127,6 +127,13 @@ def test_an_entry_point_that_is_no_definition_is_named(installed: Path, tmp_path
         configuration.load(write(tmp_path, text))
 
 
+@pytest.mark.parametrize("target", ["my_losses:Missing", "no_such_module:Quadratic"])
+def test_an_entry_point_that_cannot_be_loaded_is_named(installed: Path, tmp_path: Path, target: str) -> None:
+    installed.write_text(f"[fourfold.losses]\nquadratic = {target}\n")
+    with pytest.raises(ConfigError, match=f"fourfold.losses: quadratic = {target} cannot be loaded"):
+        configuration.load(write(tmp_path))
+
+
 def test_without_the_distribution_the_known_kinds_are_listed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="kind = 'quadratic' is unknown; choose one of ppo, gspo, cispo, sapo, rein"):
         configuration.load(write(tmp_path))

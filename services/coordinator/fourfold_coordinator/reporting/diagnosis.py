@@ -142,7 +142,7 @@ class TrainingDiagnosis:
                 yield Finding(
                     key="entropy",
                     text=f"the entropy fell from {before:.2g} to {now:.2g} nats in {len(entropies)} steps, so the "
-                    f"policy stops exploring; raise algorithm.clip_high or algorithm.entropy_coef, or lower "
+                    f"policy stops exploring; raise algorithm.loss.clip_high or algorithm.entropy_coef, or lower "
                     f"trainer.learning_rate",
                     severity=before / max(now, 1e-9),
                 )

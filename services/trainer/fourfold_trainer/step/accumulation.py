@@ -96,7 +96,7 @@ def add_part(
     """
     if part.step != state.step + 1:
         raise WrongState(
-            f"step {part.step} takes no part; the trainer is at step {state.step}: send step {state.step + 1}"
+            f"step {part.step} accepts no part; the trainer is at step {state.step}: send step {state.step + 1}"
         )
     if part.number == pending.part_count and pending.answer is not None:
         if part.sha256 != pending.last_sha256:

@@ -155,7 +155,7 @@ def _collect(
 
 
 def mini_batches(sample_count: int, config: Config, *, step: int) -> list[list[int]]:
-    """Return the samples of each optimizer step: every epoch deals all of them anew, at random."""
+    """Return the samples of each optimizer step. Every epoch splits all samples into mini-batches at random."""
     if config.batch.updates_per_step == 1:
         return [list(range(sample_count))]
     parts = []

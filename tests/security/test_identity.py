@@ -173,7 +173,7 @@ def test_a_listener_that_fails_stops_neither_the_registry_nor_the_other_listener
     registry, seen = Registry(clock=clock, tokenizer_sha256=TOKENIZER), list[MemberChange]()
 
     def fail(member: Member, change: MemberChange) -> None:
-        raise errors.ConfigError(f"no channel to {member.member_id}")
+        raise KeyError(member.member_id)
 
     registry.add_listener(fail)
     registry.add_listener(lambda _member, change: seen.append(change))

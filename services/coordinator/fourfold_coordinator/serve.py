@@ -140,7 +140,7 @@ class Coordinator:
         except FourfoldError as error:
             self._board.close(failure=error.message)
             raise
-        except Exception as error:  # the one broad handler of this process: a bug ends the run, and watchers see it
+        except Exception as error:  # a bug ends the run, and watchers see it
             log.exception("training loop failed")
             self._board.close(failure=f"internal error: {error!r}")
             raise Internal(f"internal error: {error!r}; the log has the traceback") from error

@@ -22,7 +22,7 @@ from enum import Enum
 from typing import Final
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold.errors import ConfigError, FourfoldError, InvalidInput, NotFound, Overloaded, PermissionDenied, WrongState
+from fourfold.errors import ConfigError, InvalidInput, NotFound, Overloaded, PermissionDenied, WrongState
 from fourfold.host.clock import Clock
 from fourfold.rpc.channel import check_target, split_target
 from fourfold.rpc.codec import check_id
@@ -292,5 +292,5 @@ class Registry:
         for listener in self._listeners:
             try:
                 listener(member, change)
-            except FourfoldError:  # for example a channel that cannot be opened; the lease and the others go on
+            except Exception:  # the lease is valid whatever a listener does: a bug in one must not end the run
                 log.exception("registry listener failed: member=%s change=%s", member.member_id, change.value)

@@ -1,4 +1,4 @@
-"""Checks the stream of a Generate call, chunk by chunk: what a caller reads of it can be relied on."""
+"""Checks the response stream of a Generate call, chunk by chunk, so that a caller can rely on it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.responses import require
 
 _MAX_TOKENS: Final = 1 << 20
-"""Tokens of a sample whose request has no max_tokens."""
+"""Limit of a sample whose request has no max_tokens, so that no service can stream without end."""
 
 
 def sample_count(request: pb.GenerateRequest) -> int:
-    """Return the samples that a request asks for."""
+    """Return the number of samples that a request asks for."""
     return request.sample_count if request.HasField("sample_count") else 1
 
 
 class StreamCheck:
-    """What has come of each sample of one request. Its methods raise PeerFault."""
+    """Progress of each sample of one request. Its methods raise PeerFault."""
 
     def __init__(self, request: pb.GenerateRequest, *, peer: str) -> None:
         count, params = sample_count(request), request.sampling_params
@@ -32,11 +32,11 @@ class StreamCheck:
         self._open = set(range(count))
 
     def check_size(self, response: pb.GenerateResponse) -> None:
-        """Refuse a response that says nothing: a stream of them would have no end."""
+        """Refuse a response without chunks: a service could send them without end."""
         self._require(bool(response.chunks), "a response has no chunks; it must have at least one")
 
     def add(self, chunk: pb.SampleChunk) -> None:
-        """Take the next chunk."""
+        """Check the next chunk and record its tokens."""
         index, version, count = chunk.sample_index, chunk.policy_version, len(self._tokens)
         if index not in self._open:
             known = 0 <= index < count
@@ -59,12 +59,12 @@ class StreamCheck:
             self._require(size > 0, f"{what} has a chunk with neither tokens nor a finish_reason")
 
     def check_end(self) -> None:
-        """Know that the stream has ended."""
+        """Check at the end of the stream that every sample is finished."""
         left = f"the stream ended before sample {min(self._open, default=0)} was finished"
         self._require(not self._open, left, "UNFINISHED")
 
     def _check_tokens(self, chunk: pb.SampleChunk) -> int:
-        """Return the number of a chunk's tokens."""
+        """Check the arrays of a chunk; return its number of tokens."""
         size, data = len(chunk.token_ids), chunk.logprobs
         self._require(
             not size % 4 and len(data) == size,

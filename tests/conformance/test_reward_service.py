@@ -1,9 +1,9 @@
-"""Does a reward service keep the contract? Runs against ours, the example, or yours:
+"""Checks that a reward service keeps the contract: ours, the examples, or the one at --target.
 
     pytest tests/conformance/test_reward_service.py --target 127.0.0.1:50053
 
-It needs no knowledge of what the service scores: every outcome may be a score, an abstention
-or an error. What is checked is all that a caller relies on.
+The suite does not depend on the scores: every outcome may be a score, an abstention or an error. It checks each
+property that a caller relies on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The clients trust no answer: lengths, order, counts and outcomes are checked before anything is used."""
+"""The clients check lengths, order, counts and outcomes of every response before they return it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def likely(logprob: float) -> rollout.SampleChunk:
 
 
 class TestRolloutClient:
-    """`complete` joins chunks and trusts none of them."""
+    """`complete` joins chunks, and checks each of them."""
 
     async def complete(self, serve: Serve, *chunks: rollout.SampleChunk, count: int = 1) -> Any:
         client = AsyncRolloutClient(await serve(Rollout(*chunks).servicer()), peer="rollout-0")
@@ -101,7 +101,7 @@ class TestRolloutClient:
 
 
 class TestRewardClient:
-    """Third parties implement this service: what they answer is checked."""
+    """Third parties implement this service, so that each response is checked."""
 
     async def test_large_requests_travel_in_parts(self, serve: Serve) -> None:
         servicer = Reward()
@@ -170,7 +170,7 @@ class TestRewardClient:
 
 
 class TestTrainerClient:
-    """A batch travels in chunks; whatever goes wrong is named."""
+    """A batch is sent in chunks, and each failure is a named error."""
 
     async def test_a_batch_travels_in_chunks_with_its_step(self, serve: Serve) -> None:
         servicer = Trainer()

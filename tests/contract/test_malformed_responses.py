@@ -1,4 +1,4 @@
-"""Bytes that are no message, as the answer to every method of every client: an error that names the peer."""
+"""Every method of every client answers a malformed response with an error that names the peer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A coordinator that does nothing but weight updates, by its real broker, and lets a test in between its calls.
+"""Runs the weight updates of a coordinator with its real broker, and lets a test act between its calls.
 
-The calls are met where they leave the process, by their names in the contract, so that it does not matter how the
-coordinator makes them. It runs in the test's process, or, to be killed, in one of its own: `python -m
+The calls are intercepted where they leave the process, by their names in the contract, so that it does not matter how
+the coordinator makes them. It runs in the test's process, or, to be killed, in one of its own: `python -m
 tests.support.weight_coordinator TASK.json`, which settles a version and has one `Meeting` that ends it.
 """
 
@@ -53,7 +53,7 @@ Action = Callable[[], Awaitable[None]]
 
 
 class Tap:
-    """Meets calls."""
+    """Intercepts calls: runs actions before, during or after them, and records them."""
 
     def __init__(self) -> None:
         self._actions: dict[tuple[Moment, str, str], Action] = {}
@@ -69,11 +69,11 @@ class Tap:
 
     @property
     def pending(self) -> list[tuple[Moment, str, str]]:
-        """What has not happened yet."""
+        """The calls whose actions have not run yet."""
         return list(self._actions)
 
     async def reach(self, moment: Moment, member: str, method: str) -> None:
-        """Do what is to be done now."""
+        """Run the action of this moment, if there is one."""
         action = self._actions.pop((moment, member, method), None)
         if action is None:
             return
@@ -83,7 +83,7 @@ class Tap:
         self._running.add(task)
 
     async def finish(self) -> None:
-        """Wait for what was begun during calls."""
+        """Wait for the actions that were started during calls."""
         await asyncio.gather(*self._running)
 
 
@@ -102,7 +102,7 @@ class _Interceptor(grpc.aio.UnaryUnaryClientInterceptor):
         try:
             code = await call.code()
         except asyncio.CancelledError:
-            call.cancel()  # who waits for its code does not own it
+            call.cancel()  # waiting for a call's code does not cancel the call
             raise
         if code == grpc.StatusCode.OK:
             await self._tap.reach("after", self._member, method)
@@ -110,10 +110,10 @@ class _Interceptor(grpc.aio.UnaryUnaryClientInterceptor):
 
 
 class Coordinator:
-    """The part of a coordinator that brings weights to engines. Use it within a block."""
+    """The part of a coordinator that updates weights. Use it as an async context manager."""
 
     def __init__(self, config: Config, members: Sequence[Member], ledger: Path) -> None:
-        """Know the members; more may `join`."""
+        """Register the members; more may `join`."""
         self.tap = Tap()
         self._names = {member.target: member.member_id for member in members}
         self._channels: list[grpc.aio.Channel] = []
@@ -162,7 +162,7 @@ class Coordinator:
         self._patched.close()
 
     def keep(self) -> None:
-        """Fill from now on who comes late or failed."""
+        """From now on, update engines that join late or failed."""
         self._tasks.append(asyncio.create_task(self.broker.run()))
 
     def join(self, member: Member) -> None:
@@ -184,7 +184,7 @@ class Coordinator:
             await self.broker.publish(version, step=1)
 
     def versions(self) -> Mapping[str, int]:
-        """Return what is vouched for and routed to, by engine."""
+        """Return the versions of the engines that get requests, by member id."""
         replicas = self.router.replicas(Role.ROLE_ROLLOUT)
         return {r.member.member_id: r.version for r in replicas if not r.unusable_reason}
 
@@ -202,7 +202,7 @@ def _without_peer_access(
 
 
 async def ends_in(seconds: float, work: Awaitable[None]) -> None:
-    """Await an update, which may fail but must end."""
+    """Await an update that may fail but must end in time."""
     try:
         async with asyncio.timeout(seconds):
             await work

@@ -1,16 +1,16 @@
-"""Real services for the fault tests of the weight plane: one trainer, rollout services, and what they must answer.
+"""Runs real services for the fault tests of the weight plane: one trainer, rollout services, and their expected output.
 
-The trainer makes two steps first and saves after each, so that it can be given the weights `one` or `two` at any
-time, under versions that only grow; engines start with the weights `base`. What each of the three samples is asked of
-an engine that was started with them, and never changed: that is what an updated engine is compared with.
+The trainer first makes two steps and saves after each, so that it can take the weights `one` or `two` at any time,
+under versions that only grow. Engines start with the weights `base`. For each of the three, an engine that started with
+them provides the expected completions, with which those of updated engines are compared.
 
     FOURFOLD_FAULTS_BACKEND   shm, gloo (default: each where it matters), nccl, cuda_ipc
     FOURFOLD_FAULTS_DEVICE    cpu (default), cuda: one GPU or more, for nccl two or more
     FOURFOLD_FAULTS_SECONDS   longest time of an update (default 8); more on a busy machine
 
-On GPUs the trainer has two ranks where there are GPUs for two, and else one; `two_ranks` says which. NCCL takes no two
-ranks on one GPU: on two GPUs one engine sits on the trainer's and reads by cuda_ipc, as where GPUs have no peer access,
-and the other one gets its weights by nccl.
+On GPUs the trainer has two ranks if there are GPUs for two, else one (`two_ranks`). NCCL refuses two ranks on one GPU:
+with two GPUs, one engine runs on the trainer's GPU and reads by cuda_ipc, and the other one gets its weights by nccl,
+as on machines whose GPUs have no peer access.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Process:
                 time.sleep(0.05)
 
     def says(self) -> str:
-        """Return the end of its log."""
+        """Return the last 4,000 characters of its log."""
         return self.log.read_text()[-4000:]
 
     @property
@@ -113,7 +113,7 @@ class Process:
         return self._process.wait(seconds)
 
     def end(self) -> None:
-        """SIGKILL; its children end with it, stopped ones, too."""
+        """SIGKILL the process and its children, including stopped ones."""
         children = []
         if self.alive:
             with suppress(psutil.NoSuchProcess):
@@ -125,7 +125,7 @@ class Process:
                 child.kill()
 
     def member(self, tokenizer: bytes) -> Member:
-        """Return it as a coordinator knows it."""
+        """Return the process as a coordinator's member."""
         return Member(
             member_id=self.member_id,
             incarnation=self.incarnation,
@@ -140,7 +140,7 @@ class Engine(Process):
 
     role = Role.ROLE_ROLLOUT
     weights = "base"
-    """Those that it starts with."""
+    """Name of the weights that the engine starts with."""
     gpu = ""
 
     @property
@@ -150,7 +150,7 @@ class Engine(Process):
         return int(next(c.pid for c in children if "EngineCore" in " ".join(c.cmdline())))
 
     async def sample(self) -> tuple[set[int], Answers]:
-        """Return greedy and seeded completions, and the versions that they name."""
+        """Return the versions of greedy and seeded completions, and their tokens."""
         channel = open_channel(self.target, None)
         versions: set[int] = set()
         answers: Answers = []
@@ -172,7 +172,7 @@ class Engine(Process):
         return versions, answers
 
     async def describe(self) -> control.DescribeEngineResponse:
-        """Return what it says of itself."""
+        """Return the engine's description."""
         channel = open_channel(self.target, None)
         try:
             return await RolloutControlClient(channel, peer=self.member_id).describe(timeout=5)
@@ -193,7 +193,7 @@ class Trainer(Process):
 
 
 class Fleet:
-    """The services of all cases of a module, and the next ones, which start meanwhile."""
+    """The services of all cases of a test module, and spare ones that start in the background."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self._gpus = [gpu.id for gpu in visible_gpus()] if DEVICE == "cuda" else []
@@ -208,14 +208,14 @@ class Fleet:
         self._starting: list[Engine] = []
         self._trainers: list[Trainer] = []
         self.truth: dict[str, Answers] = {}
-        """What each weights sample."""
+        """Expected completions, by the name of the weights."""
         self.published: dict[int, str] = {0: ""}
         """Weights by version; an engine's own have version 0."""
         self.trainer = self._start_trainer()
         self._starting.append(self._start_engine(self.recipe))
 
     async def learn(self) -> None:
-        """Make the weights and ask fresh engines what they sample."""
+        """Train the weights, and sample the expected completions with fresh engines."""
         self.trainer.wait_ready()
         recipes = {"base": self.recipe}
         async with self.trainer_client() as client:
@@ -250,7 +250,7 @@ class Fleet:
         return sorted(chosen[-count:], key=lambda engine: engine.gpu) if self._mixed else chosen[-count:]
 
     def _apart(self) -> list[Engine]:
-        """Return the newest engines, with NCCL one on each GPU: it takes no two ranks on one."""
+        """Return the newest engines, with NCCL one on each GPU: NCCL refuses two ranks on one."""
         newest = {engine.gpu if BACKEND == "nccl" else engine.member_id: engine for engine in self._engines}
         return [engine for engine in self._engines if engine in newest.values()]
 
@@ -301,7 +301,7 @@ class Fleet:
         _flip((self.trainer.pid, self.trainer.rank)[span.rank], manifest.shard_bytes[span.rank], span.offset)
 
     async def check_whole(self, engine: Engine, version: int | None = None) -> None:
-        """An engine serves whole weights of the version that it names."""
+        """Check that an engine serves whole weights of the version that its completions carry."""
         versions, answers = await engine.sample()
         (served,) = versions
         assert version is None or served == version
@@ -309,7 +309,7 @@ class Fleet:
         assert answers == self.truth[name], f"{engine.member_id} does not serve version {served}"
 
     async def check_settled(self, engine: Engine, seconds: float) -> str:
-        """An engine comes out of an update in time: with whole weights, or serving nothing. Return which."""
+        """Check that an engine ends its update in time: "clean" with whole weights, or "dirty" and refusing requests."""
         end = time.monotonic() + seconds
         while (about := await engine.describe()).weight_state == control.WEIGHT_STATE_UPDATING:
             assert time.monotonic() < end, f"{engine.member_id} is updating for more than {seconds} s: {engine.says()}"
@@ -325,7 +325,7 @@ class Fleet:
         raise AssertionError(f"{engine.member_id} is dirty and samples")
 
     def members(self, engines: Sequence[Engine]) -> list[Member]:
-        """Return the trainer and engines as a coordinator knows them."""
+        """Return the trainer and engines as a coordinator's members."""
         return [process.member(self.tokenizer) for process in (self.trainer, *engines)]
 
     def close(self) -> None:
@@ -360,10 +360,10 @@ class Fleet:
         name = f"rollout-{len(self._made)}"
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_"))}
         environment |= {PARENT_PID_VARIABLE: str(os.getpid()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        # One thread: the others only wait for each other on a busy machine.
+        # One thread: several would wait for each other on a busy machine.
         environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         if self._gpus:
-            # NCCL takes no two ranks on one GPU.
+            # NCCL refuses two ranks on one GPU.
             free = self._gpus[self._ranks :] if BACKEND == "nccl" and not self._mixed else self._gpus
             taken = [engine.gpu for engine in self._made if engine.alive]
             environment["CUDA_VISIBLE_DEVICES"] = min(free, key=taken.count)

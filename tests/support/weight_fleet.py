@@ -309,7 +309,7 @@ class Fleet:
         assert answers == self.truth[name], f"{engine.member_id} does not serve version {served}"
 
     async def check_settled(self, engine: Engine, seconds: float) -> str:
-        """Check that an engine ends its update in time: "clean" with whole weights, or "dirty" and refusing requests."""
+        """Check that an engine ends its update in time: "clean" with whole weights, or "dirty" and refusing."""
         end = time.monotonic() + seconds
         while (about := await engine.describe()).weight_state == control.WEIGHT_STATE_UPDATING:
             assert time.monotonic() < end, f"{engine.member_id} is updating for more than {seconds} s: {engine.says()}"

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ import pytest
 from fourfold import AsyncRolloutClient, RolloutClient, SamplingParams, TrainerClient
 from fourfold.errors import ConfigError, DeadlinePassed, InvalidInput, Unavailable, WrongState
 from fourfold.rpc.server import Server
+from fourfold.security.access import Security
 from tests.conftest import Servicer
 from tests.fakes.servicers import Rollout, Trainer, generated, sample
+from tests.security.pki import Pki
 
 THREAD = "fourfold-clients"
 
@@ -25,7 +28,8 @@ THREAD = "fourfold-clients"
 class Running:
     """A server on a thread of its own, so that a test may block."""
 
-    def __init__(self) -> None:
+    def __init__(self, security: Security | None = None) -> None:
+        self.security = security
         self.rollout = Rollout(generated(0, 1, 2), generated(0, 3, done=True))
         self.trainer = Trainer()
         self.target = ""
@@ -35,7 +39,7 @@ class Running:
         assert self._ready.wait(10)
 
     async def _serve(self) -> None:
-        server = Server(listen="127.0.0.1:0", security=None)
+        server = Server(listen="127.0.0.1:0", security=self.security)
         servicers: list[Servicer] = [self.rollout.servicer(), self.trainer.servicer()]
         for servicer in servicers:
             server.add(*servicer)
@@ -172,3 +176,20 @@ def test_an_error_of_the_service_is_raised_as_its_class(server: Running) -> None
     server.rollout.chunks = (InvalidInput("max_tokens is 0; it must be at least 1"),)
     with RolloutClient(server.target) as client, pytest.raises(InvalidInput, match="max_tokens is 0"):
         client.sample([4])
+
+
+@pytest.fixture
+def secured(tmp_path: Path) -> Iterator[Running]:
+    """Serve with the certificate of rollout-0; the folder has those of all members."""
+    running = Running(Pki(tmp_path).load("rollout-0"))
+    yield running
+    running.stop()
+
+
+def test_a_member_presents_its_certificate_and_checks_the_role_of_the_service(secured: Running, tmp_path: Path) -> None:
+    with RolloutClient(secured.target, certs=tmp_path) as client:
+        assert client.sample([4])[0].token_ids.tolist() == [1, 2, 3]
+    with pytest.raises(ConfigError, match="not the certificate of coordinator/reward-0"):
+        RolloutClient(secured.target, certs=tmp_path, member="reward-0")
+    with TrainerClient(secured.target, certs=tmp_path) as trainer, pytest.raises(Unavailable, match="another member"):
+        trainer.get_status()

@@ -34,12 +34,9 @@ if TYPE_CHECKING:
 class ScoredSamples:
     """The scores of a batch and what they are compared with."""
 
-    scores: Float64Array
-    """r, [B]."""
-    groups: Sequence[str]
-    """Group of each sample, [B]."""
-    lengths: Int64Array
-    """Action tokens of each sample, [B]; may be 0."""
+    scores: Float64Array  # r, [B]
+    groups: Sequence[str]  # group of each sample, [B]
+    lengths: Int64Array  # action tokens of each sample, [B]; may be 0
     greedy_scores: Float64Array | None = None
     """Score of a greedy answer to the same prompt, [B]; only with `needs_greedy_sample`."""
 
@@ -155,11 +152,11 @@ class Reinforce(AdvantageEstimator):
 
 
 @ADVANTAGES.register
-class ReinforceBaseline(GroupEstimator):
-    """REINFORCE++-baseline; usually whitened over the batch afterwards."""
+class DrGrpo(GroupEstimator):
+    """GRPO without the division; the paper also sums token losses with a constant length (`aggregation`)."""
 
-    kind: Literal["reinforce-baseline"] = "reinforce-baseline"
-    source: ClassVar[str] = "arXiv 2501.03262"
+    kind: Literal["dr-grpo"] = "dr-grpo"
+    source: ClassVar[str] = "arXiv 2503.20783, section 3.2"
 
     def relative(self, scores: Float64Array, lengths: Int64Array) -> Float64Array:
         """Return r - mean, [n]."""
@@ -167,6 +164,14 @@ class ReinforceBaseline(GroupEstimator):
 
     def formula(self) -> str:
         return "r - mean(r), mean over the samples of a prompt"
+
+
+@ADVANTAGES.register
+class ReinforceBaseline(DrGrpo):
+    """REINFORCE++-baseline: the same, usually whitened over the batch afterwards."""
+
+    kind: Literal["reinforce-baseline"] = "reinforce-baseline"  # type: ignore[assignment]
+    source: ClassVar[str] = "arXiv 2501.03262"
 
 
 @ADVANTAGES.register
@@ -205,21 +210,6 @@ class Grpo(GroupEstimator):
             f"(r - mean(r)) / (std(r) + {self.epsilon:g}), mean and std over the samples of a prompt; 0 when all "
             f"scored the same"
         )
-
-
-@ADVANTAGES.register
-class DrGrpo(GroupEstimator):
-    """GRPO without the division; the paper also sums token losses with a constant length (`aggregation`)."""
-
-    kind: Literal["dr-grpo"] = "dr-grpo"
-    source: ClassVar[str] = "arXiv 2503.20783, section 3.2"
-
-    def relative(self, scores: Float64Array, lengths: Int64Array) -> Float64Array:
-        """Return r - mean, [n]."""
-        return _centred(scores)
-
-    def formula(self) -> str:
-        return "r - mean(r), mean over the samples of a prompt"
 
 
 @ADVANTAGES.register

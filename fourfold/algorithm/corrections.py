@@ -32,17 +32,22 @@ DEFAULT_BOUNDS: Final[dict[Kind, tuple[float, float]]] = {
     "sequence-mask-tis": (0.999, 1.002),
 }
 
+FORMULAS: Final[dict[Kind, str]] = {
+    "tis": "w = clip(exp(o - u), {low:g}, {high:g})",
+    "icepop": "w = exp(o - u), and 0 for a token where that is outside of [{low:g}, {high:g}]",
+    "sequence-mask": "w = 1, and 0 for a sample whose exp(mean of o - u) is outside of [{low:g}, {high:g}]",
+    "sequence-mask-tis": "w = exp(o - u), and 0 for a sample whose exp(mean of o - u) is outside of [{low:g}, "
+    "{high:g}]",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Correction:
     """Factor of every token's policy loss: where(rejected, 0, weights * loss)."""
 
-    weights: Tensor
-    """[k], detached, finite; exactly 0 where rejected."""
-    rejected: Tensor
-    """bool [k]."""
-    truncated: Tensor
-    """bool [k]: the weight is a bound in place of the ratio."""
+    weights: Tensor  # [k], detached, finite; exactly 0 where rejected
+    rejected: Tensor  # bool [k]
+    truncated: Tensor  # bool [k]: the weight is a bound in place of the ratio
 
 
 def correct(
@@ -88,20 +93,6 @@ def correct(
             assert_never(kind)
     # A selection, not a product with a mask: a rejected weight may be infinite, and inf * 0 is NaN.
     return Correction(weights=weights.masked_fill(~kept, 0.0), rejected=~kept, truncated=truncated)
-
-
-def formula(kind: Kind, low: float, high: float) -> str:
-    """Return the weight w of a token as plain text."""
-    inside = f"[{low:g}, {high:g}]"
-    match kind:
-        case "tis":
-            return f"w = clip(exp(o - u), {low:g}, {high:g})" if low else f"w = min(exp(o - u), {high:g})"
-        case "icepop":
-            return f"w = exp(o - u), and 0 for a token where that is outside of {inside}"
-        case "sequence-mask":
-            return f"w = 1, and 0 for a sample whose exp(mean of o - u) is outside of {inside}"
-        case "sequence-mask-tis":
-            return f"w = exp(o - u), and 0 for a sample whose exp(mean of o - u) is outside of {inside}"
 
 
 def _within(log_ratio: Tensor, low: float, high: float) -> Tensor:

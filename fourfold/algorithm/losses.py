@@ -34,16 +34,11 @@ if TYPE_CHECKING:
 class LossInputs:
     """What a policy loss may read of a micro-batch. Samples are never split over micro-batches."""
 
-    logprobs: Tensor
-    """p, [k]; the only one with a gradient."""
-    old_logprobs: Tensor
-    """o, [k]."""
-    behavior_logprobs: Tensor
-    """[k]: as reported by the engine that sampled the token."""
-    advantages: Tensor
-    """A, [k]."""
-    segments: Tensor
-    """int64 [k]: sample of each token, 0 to segment_count - 1."""
+    logprobs: Tensor  # p, [k]; the only one with a gradient
+    old_logprobs: Tensor  # o, [k]
+    behavior_logprobs: Tensor  # [k]: as reported by the engine that sampled the token
+    advantages: Tensor  # A, [k]
+    segments: Tensor  # int64 [k]: sample of each token, 0 to segment_count - 1
     segment_count: int
 
     def __post_init__(self) -> None:
@@ -59,8 +54,7 @@ class LossInputs:
 class TokenLoss:
     """The loss of every token, and metrics of it."""
 
-    loss: Tensor
-    """[k]."""
+    loss: Tensor  # [k]
     means: dict[str, Tensor] = field(default_factory=dict)
     """Metrics that are means over tokens, by their name in fourfold/metrics.py: detached, [k] each."""
 

@@ -31,12 +31,9 @@ class PackedRewards:
     A hole is text that the policy did not write, between two of its actions.
     """
 
-    rewards: Float64Array
-    """R, [k]."""
-    values: Float64Array | None
-    """V, [k]; None without a critic."""
-    lengths: Int64Array
-    """[B]."""
+    rewards: Float64Array  # R, [k]
+    values: Float64Array | None  # V, [k]; None without a critic
+    lengths: Int64Array  # [B]
     gaps: Int64Array
     """Positions to the next action of the same sample, [k]: 1 + length of the hole. At a last action, any number."""
 

@@ -20,8 +20,7 @@ class RunningMoments:
 
     count: int = 0
     mean: float = 0.0
-    m2: float = 0.0
-    """Sum of squared deviations from the mean."""
+    m2: float = 0.0  # sum of squared deviations from the mean
 
     def updated(self, scores: Float64Array) -> RunningMoments:
         """Return the moments of the scores so far together with these, [B]."""
@@ -50,6 +49,5 @@ class RunningMoments:
 class AlgorithmState:
     """State of an algorithm between two steps."""
 
-    kl_coef: float | None = None
-    """KL coefficient of the next step; None: the recipe's."""
+    kl_coef: float | None = None  # KL coefficient of the next step; None: the recipe's
     scores: RunningMoments = field(default_factory=RunningMoments)

@@ -117,10 +117,11 @@ def _kl_term(config: KlConfig, p: str) -> str:
 
 
 def _correction(algorithm: AlgorithmConfig) -> str:
-    kind, low, high = algorithm.correction.kind, algorithm.correction.low, algorithm.correction.high
+    kind = algorithm.correction.kind
     if kind == "none":
         return ""
-    return f"correction of the logprob mismatch: {corrections.formula(kind, low, high)}."
+    formula = corrections.FORMULAS[kind].format(low=algorithm.correction.low, high=algorithm.correction.high)
+    return f"correction of the logprob mismatch: {formula}."
 
 
 def _filter(config: Config) -> str:

@@ -27,18 +27,12 @@ class PolicyBatch:
     """One forward and backward pass of the policy on one rank."""
 
     tokens: TokenBatch
-    segments: Int32Array
-    """[k], sample of each token, 0 for the first."""
-    weights: Float32Array
-    """[k], weight of each token's loss; 0: a dummy, which counts nowhere."""
-    advantages: Float32Array
-    """[k]."""
-    behavior_logprobs: Float32Array
-    """[k]."""
-    old_logprobs: Float32Array
-    """[k], or [0]: the current ones, because the policy has not moved yet."""
-    reference_logprobs: Float32Array
-    """[k], or [0] where the loss needs none."""
+    segments: Int32Array  # [k], sample of each token, 0 for the first
+    weights: Float32Array  # [k], weight of each token's loss; 0: a dummy, which counts nowhere
+    advantages: Float32Array  # [k]
+    behavior_logprobs: Float32Array  # [k]
+    old_logprobs: Float32Array  # [k], or [0]: the current ones, because the policy has not moved yet
+    reference_logprobs: Float32Array  # [k], or [0] where the loss needs none
 
     @property
     def is_dummy(self) -> bool:
@@ -51,12 +45,9 @@ class ValueBatch:
     """One forward and backward pass of the critic on one rank."""
 
     tokens: TokenBatch
-    weights: Float32Array
-    """[k]; 0: a dummy."""
-    returns: Float32Array
-    """[k]."""
-    old_values: Float32Array
-    """[k]."""
+    weights: Float32Array  # [k]; 0: a dummy
+    returns: Float32Array  # [k]
+    old_values: Float32Array  # [k]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,8 +55,7 @@ class WeightedBatch:
     """One forward and backward pass of the policy on one rank, for a loss given by its derivatives."""
 
     tokens: TokenBatch
-    weights: Float32Array
-    """[k], derivative of the loss by each log-probability; 0 for a dummy."""
+    weights: Float32Array  # [k], derivative of the loss by each log-probability; 0 for a dummy
 
 
 def dummy_tokens() -> TokenBatch:
@@ -105,33 +95,20 @@ def to_arrays(batch: MicroBatch) -> list[Array]:
     return arrays
 
 
-def token_batches(arrays: Sequence[Array]) -> list[TokenBatch]:
-    """Return the batches from the arrays of `to_arrays`."""
-    return _from_arrays(TokenBatch, arrays)
+def from_arrays(make: Callable[..., T], arrays: Sequence[Array]) -> list[T]:
+    """Return the batches that `to_arrays` made into arrays.
 
-
-def policy_batches(arrays: Sequence[Array]) -> list[PolicyBatch]:
-    """Return the batches from the arrays of `to_arrays`."""
-    return _from_arrays(PolicyBatch, arrays)
-
-
-def value_batches(arrays: Sequence[Array]) -> list[ValueBatch]:
-    """Return the batches from the arrays of `to_arrays`."""
-    return _from_arrays(ValueBatch, arrays)
-
-
-def weighted_batches(arrays: Sequence[Array]) -> list[WeightedBatch]:
-    """Return the batches from the arrays of `to_arrays`."""
-    return _from_arrays(WeightedBatch, arrays)
-
-
-def _from_arrays(make: Callable[..., T], arrays: Sequence[Array]) -> list[T]:
+    Args:
+        make: class of the batches.
+        arrays: those of all batches, one batch after another.
+    """
     names: Sequence[str] = make.__slots__  # type: ignore[attr-defined]
+    # The arrays of the field `tokens` come first.
     head = len(TokenBatch.__slots__) if names[0] == "tokens" else 0
-    size = head + len(names) - (head > 0)
-
-    def one(part: Sequence[Array]) -> T:
-        columns = dict(zip(names[head > 0 :], part[head:], strict=True))
-        return make(tokens=_from_arrays(TokenBatch, part[:head])[0], **columns) if head else make(**columns)
-
-    return [one(arrays[i : i + size]) for i in range(0, len(arrays), size)]
+    columns = names[1:] if head else names
+    size, batches = head + len(columns), list[T]()
+    for start in range(0, len(arrays), size):
+        part = arrays[start : start + size]
+        tokens = {"tokens": TokenBatch(**dict(zip(TokenBatch.__slots__, part[:head], strict=True)))} if head else {}
+        batches.append(make(**tokens, **dict(zip(columns, part[head:], strict=True))))
+    return batches

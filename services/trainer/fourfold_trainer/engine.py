@@ -40,24 +40,18 @@ class UpdateSettings:
     """Settings of one optimizer step that every rank needs besides its batches and the recipe."""
 
     learning_rate: float
-    kl_coef: float = 0.0
-    """Coefficient of the KL term in the loss; the controller may have changed the recipe's."""
-    router_coef: float = 0.0
-    """Coefficient of the routers' load-balancing loss."""
-    token_count: int = 0
-    """Tokens in the micro-batches of all ranks, without dummies."""
+    kl_coef: float = 0.0  # coefficient of the KL term in the loss; the controller may have changed the recipe's
+    router_coef: float = 0.0  # coefficient of the routers' load-balancing loss
+    token_count: int = 0  # tokens in the micro-batches of all ranks, without dummies
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class UpdateSums:
     """Sums of optimizer steps, which can be added over ranks and over steps."""
 
-    loss: float = 0.0
-    """Value of the policy loss or the value loss."""
-    token_count: int = 0
-    """Loss tokens of the forward passes."""
-    sums: dict[str, float] = field(default_factory=dict)
-    """Sum over the tokens, by metric name."""
+    loss: float = 0.0  # value of the policy loss or the value loss
+    token_count: int = 0  # loss tokens of the forward passes
+    sums: dict[str, float] = field(default_factory=dict)  # sum over the tokens, by metric name
     lowest: dict[str, float] = field(default_factory=dict)
     highest: dict[str, float] = field(default_factory=dict)
     mismatches: Float32Array = field(default_factory=lambda: EMPTY_FLOATS)
@@ -66,8 +60,7 @@ class UpdateSums:
     """L2 norm of the gradient before clipping, the same on all ranks; not finite: no weight was changed."""
     expert_counts: list[list[float]] = field(default_factory=list)
     """[layers, experts]: tokens of each expert; empty without experts."""
-    all_rejected: bool = False
-    """No weight was changed because the correction rejected every token."""
+    all_rejected: bool = False  # no weight was changed because the correction rejected every token
 
     def add_rank(self, other: UpdateSums) -> None:
         """Add the sums of another rank for the same optimizer step."""
@@ -95,8 +88,7 @@ class Sent:
 
     weights_digest: bytes
     sent_bytes: int
-    sums: bytes = b""
-    """Of every tensor, over all ranks (`fourfold.weights.digest`); empty when they were left out."""
+    sums: bytes = b""  # of every tensor, over all ranks (`fourfold.weights.digest`); empty when they were left out
 
 
 class EngineFailedError(Exception):

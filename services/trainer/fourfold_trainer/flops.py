@@ -57,12 +57,9 @@ def peak_rate(device_name: str) -> float | None:
 class ModelSize:
     """Numbers that determine the FLOP of a model."""
 
-    parameters: int
-    """Parameters that a token uses."""
-    trained_parameters: int
-    """Parameters of these that have a gradient."""
-    attention: int
-    """Layers times width of the attention."""
+    parameters: int  # parameters that a token uses
+    trained_parameters: int  # parameters of these that have a gradient
+    attention: int  # layers times width of the attention
 
     @classmethod
     def of(cls, model: Any) -> ModelSize:
@@ -94,8 +91,7 @@ class Machine:
 
     policy: ModelSize
     critic: ModelSize | None = None
-    gpu: str = ""
-    """Name of the ranks' GPU in CUDA; empty on CPUs."""
+    gpu: str = ""  # name of the ranks' GPU in CUDA; empty on CPUs
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,8 +99,7 @@ class Work:
     """Tokens of forward and backward passes through a model."""
 
     forward_tokens: int = 0
-    forward_squares: int = 0
-    """Sum of the squares of their lengths."""
+    forward_squares: int = 0  # sum of the squares of their lengths
     backward_tokens: int = 0
     backward_squares: int = 0
 

@@ -46,7 +46,7 @@ DISTINCTIVE = {
     "gradient carries the token's own A.",
     "cispo": "loss of a token: l = -stop(clip(ratio, 0, 5)) A p;",
     "sapo": "loss of a token: l = -(4 / tau) sigmoid(tau (ratio - 1)) A, tau = 1 where A > 0, else 1.05.",
-    "decoupled": "correction of the logprob mismatch: w = min(exp(o - u), 2).",
+    "decoupled": "correction of the logprob mismatch: w = clip(exp(o - u), 0, 2).",
     "openrlhf-ppo": "advantage: A_t = d_t + A_next, d_t = R_t + V_next - V_t (GAE, gamma 1, lambda 1)",
     "openrlhf-reinforce++": "advantage: A_t = sum of R_k over the tokens k from t on",
     "openrlhf-reinforce++-baseline": "over the tokens from t on; a = r - mean(r), mean over the samples of a prompt; "

@@ -14,7 +14,7 @@ from fourfold.arrays import Float32Array, Sample
 from fourfold.config import Config
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch, pack, split_by_tokens
-from fourfold_trainer.batches import policy_batches, to_arrays, token_batches, value_batches
+from fourfold_trainer.batches import PolicyBatch, ValueBatch, from_arrays, to_arrays
 from fourfold_trainer.step.advantages import TokenTargets
 from fourfold_trainer.step.batch import PackedBatch
 from fourfold_trainer.step.micro_batches import LossTokens, compute_per_token, deal
@@ -178,9 +178,9 @@ def test_batches_survive_the_way_to_another_rank() -> None:
         tokens.value_micro_batches([0, 1], weights),
     )
     for batch, back in (
-        (micro, policy_batches(to_arrays(micro) * 2)[1]),
-        (values, value_batches(to_arrays(values) * 2)[1]),
-        (micro.tokens, token_batches(to_arrays(micro.tokens) * 2)[1]),
+        (micro, from_arrays(PolicyBatch, to_arrays(micro) * 2)[1]),
+        (values, from_arrays(ValueBatch, to_arrays(values) * 2)[1]),
+        (micro.tokens, from_arrays(TokenBatch, to_arrays(micro.tokens) * 2)[1]),
     ):
         assert [a.tolist() for a in to_arrays(back)] == [a.tolist() for a in to_arrays(batch)]
         assert type(back) is type(batch)

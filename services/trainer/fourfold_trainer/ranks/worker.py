@@ -18,9 +18,10 @@ import torch
 from fourfold import errors
 from fourfold.config import Config
 from fourfold.errors import FourfoldError, Internal
+from fourfold.nn.batching import TokenBatch
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.transport.base import available_backends
-from fourfold_trainer.batches import policy_batches, token_batches, value_batches, weighted_batches
+from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch, from_arrays
 from fourfold_trainer.checkpoint.shards import Shard
 from fourfold_trainer.engine import Critic, Policy, Trained, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Machine
@@ -107,7 +108,7 @@ class RankWorker:
         next(iter(self._models.values())).close()
 
     def _update_policy(self, command: Message) -> Message:
-        batches, settings = policy_batches(command.arrays), UpdateSettings(**command.fields)
+        batches, settings = from_arrays(PolicyBatch, command.arrays), UpdateSettings(**command.fields)
         algorithm = self._config.algorithm
         return _sums_answer(update_policy(self._policy, batches, settings, algorithm, rank_count=self._rank_count))
 
@@ -115,12 +116,12 @@ class RankWorker:
         return Message(name=ANSWER, fields=asdict(self._critic.size))
 
     def _update_critic(self, command: Message) -> Message:
-        batches, settings = value_batches(command.arrays), UpdateSettings(**command.fields)
+        batches, settings = from_arrays(ValueBatch, command.arrays), UpdateSettings(**command.fields)
         config = self._config.critic
         return _sums_answer(update_critic(self._critic, batches, settings, config, rank_count=self._rank_count))
 
     def _forward_backward(self, command: Message) -> Message:
-        batches = weighted_batches(command.arrays)
+        batches = from_arrays(WeightedBatch, command.arrays)
         return Message(name=ANSWER, arrays=accumulate_gradient(self._policy, batches, rank_count=self._rank_count))
 
     def _optim_step(self, command: Message) -> Message:
@@ -133,7 +134,7 @@ class RankWorker:
     def _compute_logprobs(self, command: Message) -> Message:
         rows = []
         with torch.no_grad():
-            for batch in token_batches(command.arrays):
+            for batch in from_arrays(TokenBatch, command.arrays):
                 logprobs, entropies = self._policy.logprobs(batch, **command.fields)
                 found = logprobs if entropies is None else torch.stack([logprobs, entropies], 1)
                 rows.append(found.cpu().numpy())
@@ -141,7 +142,7 @@ class RankWorker:
 
     def _compute_values(self, command: Message) -> Message:
         with torch.no_grad():
-            rows = [self._critic.values(b).cpu().numpy() for b in token_batches(command.arrays)]
+            rows = [self._critic.values(b).cpu().numpy() for b in from_arrays(TokenBatch, command.arrays)]
         return Message(name=ANSWER, arrays=rows)
 
     def _release_memory(self, _command: Message) -> Message:

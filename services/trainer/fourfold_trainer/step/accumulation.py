@@ -34,13 +34,10 @@ class Part:
     """A call of ForwardBackward whose own fields were checked."""
 
     step: int
-    number: int
-    """1 for the first of the step."""
+    number: int  # 1 for the first of the step
     samples: Sequence[Sample]
-    weights: Sequence[Float32Array]
-    """[n] of each sample, the first 0."""
-    sha256: str
-    """Digest of the call, hexadecimal."""
+    weights: Sequence[Float32Array]  # [n] of each sample, the first 0
+    sha256: str  # digest of the call, hexadecimal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,8 +45,7 @@ class PartAnswer:
     """Answer to a part; kept until the next part, so that a repeated call gets it again."""
 
     loss: float
-    logprobs: list[Float32Array]
-    """[n] of each sample, NaN where its weight is 0."""
+    logprobs: list[Float32Array]  # [n] of each sample, NaN where its weight is 0
     policy_version: int
 
 
@@ -60,22 +56,17 @@ class OptimCall:
     step: int
     learning_rate: float | None
     max_grad_norm: float | None
-    sha256: str
-    """Digest of the call, hexadecimal."""
+    sha256: str  # digest of the call, hexadecimal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PendingGradient:
     """The gradient that OptimStep will apply. Checkpoints do not contain it: none is written while there is one."""
 
-    part_count: int = 0
-    """0: there is no gradient."""
-    lineage: str = ""
-    """SHA-256 over the digests of all parts."""
-    last_sha256: str = ""
-    """Digest of the last part."""
-    answer: PartAnswer | None = None
-    """Answer to the last part."""
+    part_count: int = 0  # 0: there is no gradient
+    lineage: str = ""  # SHA-256 over the digests of all parts
+    last_sha256: str = ""  # digest of the last part
+    answer: PartAnswer | None = None  # answer to the last part
 
     def refuse(self, what: str) -> None:
         """Raise WrongState when there is a gradient."""

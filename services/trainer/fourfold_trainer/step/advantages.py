@@ -29,16 +29,11 @@ from fourfold_trainer.step.batch import PackedBatch
 class TokenTargets:
     """What every action token is trained on, and what that was made of; packed."""
 
-    advantages: Float64Array
-    """[k]."""
-    returns: Float64Array | None
-    """[k], with a critic."""
-    values: Float32Array | None
-    """[k], with a critic."""
-    old_logprobs: Float32Array | None
-    """[k], where they were computed."""
-    kl: Float64Array | None
-    """[k], estimated distance of the old policy to the reference, where it was needed."""
+    advantages: Float64Array  # [k]
+    returns: Float64Array | None  # [k], with a critic
+    values: Float32Array | None  # [k], with a critic
+    old_logprobs: Float32Array | None  # [k], where they were computed
+    kl: Float64Array | None  # [k], estimated distance of the old policy to the reference, where it was needed
 
 
 def shape_rewards(batch: PackedBatch, config: Config, state: AlgorithmState) -> tuple[Float64Array, AlgorithmState]:

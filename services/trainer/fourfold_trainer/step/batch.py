@@ -21,14 +21,10 @@ class PackedBatch:
     """The samples of a step and the positions of their action tokens."""
 
     samples: Sequence[Sample]
-    positions: list[Int64Array]
-    """Positions of each sample's action tokens."""
-    lengths: Int64Array
-    """[B], action tokens of each sample."""
-    gaps: Int64Array
-    """[k], distance to the next action token of the sample; 1 at its last."""
-    selected: BoolArray
-    """[k], action tokens that are in the loss."""
+    positions: list[Int64Array]  # positions of each sample's action tokens
+    lengths: Int64Array  # [B], action tokens of each sample
+    gaps: Int64Array  # [k], distance to the next action token of the sample; 1 at its last
+    selected: BoolArray  # [k], action tokens that are in the loss
 
     @classmethod
     def of(cls, samples: Sequence[Sample], algorithm: AlgorithmConfig) -> PackedBatch:

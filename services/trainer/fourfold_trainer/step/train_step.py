@@ -41,11 +41,9 @@ NOT_FINITE: Final = "NOT_FINITE"
 class StepResult:
     """Everything that a step computed, for its answer and its metrics."""
 
-    algorithm_state: AlgorithmState
-    """For the next step."""
+    algorithm_state: AlgorithmState  # for the next step
     batch: PackedBatch
-    outcomes: Float64Array
-    """[B], shaped scores before they are compared within groups."""
+    outcomes: Float64Array  # [B], shaped scores before they are compared within groups
     targets: TokenTargets
     kl_coef: float
     policy: UpdateSums = field(default_factory=UpdateSums)
@@ -53,19 +51,14 @@ class StepResult:
     policy_norms: list[float] = field(default_factory=list)
     """Gradient norm of each optimizer step; not finite: the step changed nothing."""
     critic_norms: list[float] = field(default_factory=list)
-    nonfinite_losses: int = 0
-    """Policy updates whose loss was not finite."""
-    trained: set[int] = field(default_factory=set)
-    """Samples that the policy was trained on."""
+    nonfinite_losses: int = 0  # policy updates whose loss was not finite
+    trained: set[int] = field(default_factory=set)  # samples that the policy was trained on
     policy_work: Work
     critic_work: Work
-    micro_batch_count: int = 0
-    """Micro-batches of the policy, dummies included."""
+    micro_batch_count: int = 0  # micro-batches of the policy, dummies included
     dummy_count: int = 0
-    forwarded_tokens: int = 0
-    """Tokens of the policy's micro-batches, dummies included."""
-    real_tokens: int = 0
-    """The same without dummies."""
+    forwarded_tokens: int = 0  # tokens of the policy's micro-batches, dummies included
+    real_tokens: int = 0  # the same without dummies
     skipped_reason: str = ""
     """Why nothing was learned; empty when the policy changed, or the critic while it is trained alone."""
 

@@ -4,7 +4,7 @@
         rewards.py       scores -> shaped scores -> the reward R of every token
         advantages.py    group baselines and recursions over tokens -> the advantage A of every token    (registered)
         packed.py        arrays over action tokens: sums to come, whitening
-        aggregation.py   lengths -> the weight c of every token in the sum that is minimised
+        aggregation.py   lengths -> the weight c of every token in the loss
         state.py         what is kept for the next step
 
     every rank, torch, once per micro-batch

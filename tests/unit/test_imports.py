@@ -103,6 +103,11 @@ def test_the_shared_package_loads_nothing_heavy() -> None:
     assert not _loaded("fourfold", "fourfold.nn", "fourfold.weights") & HEAVY
 
 
+def test_the_schema_of_recipes_loads_no_numpy() -> None:
+    """Losses and estimators belong to the schema, and `fourfold plan` answers in half a second."""
+    assert not _loaded("fourfold.config") & (HEAVY | {"numpy"})
+
+
 def test_the_coordinator_loads_nothing_heavy() -> None:
     assert not _loaded("fourfold_coordinator", "fourfold_coordinator.launch.ray") & HEAVY
 

@@ -1,4 +1,4 @@
-"""Formulas of every algorithm, as pure functions and registered definitions. In the order of one step:
+"""Defines every algorithm: pure functions, and registered losses and estimators. In the order of one step:
 
     rank 0, numpy float64, once over the whole batch
         rewards.py       scores -> shaped scores -> the reward R of every token

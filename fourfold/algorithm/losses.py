@@ -1,4 +1,4 @@
-"""Policy losses, one class each: recipe keys, tensor code and formula. Also the critic's loss.
+"""Defines the policy losses, one class each: recipe keys, tensor code and formula. Also the critic's loss.
 
     k             loss tokens of a micro-batch, all samples one after another
     p             [k]  current log-probability of each token; carries the gradient
@@ -10,8 +10,8 @@
 A loss is computed in the precision of p and is not yet weighted: see aggregation.py and corrections.py. As long as
 p = o, every policy loss here has the gradient of REINFORCE, -A; in the sequence form of GSPO, the sample's mean of it.
 
-This module does not import torch, only calls methods of the tensors that it is given: `fourfold plan` reads the keys
-and formulas on machines without torch.
+This module imports no torch and calls only methods of its tensors: `fourfold plan` reads keys and formulas on machines
+without torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossInputs:
-    """What a policy loss may read of a micro-batch. Samples are never split over micro-batches."""
+    """Columns of a micro-batch that a policy loss may read. Samples are never split over micro-batches."""
 
     logprobs: Tensor  # p, [k]; the only one with a gradient
     old_logprobs: Tensor  # o, [k]

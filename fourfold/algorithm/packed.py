@@ -1,4 +1,4 @@
-"""Packed arrays: numbers of the action tokens of all samples, one sample after another. numpy.
+"""Computes on packed arrays: numbers of the action tokens of all samples, one sample after another. numpy.
 
     B        samples
     n_i      action tokens of sample i, may be 0

@@ -1,4 +1,4 @@
-"""Registries of losses and advantage estimators: a recipe's `kind` selects a class, whose fields are the recipe keys.
+"""Registers losses and advantage estimators: a recipe's `kind` selects a class, whose fields are the recipe keys.
 
 A definition is one class in one file. It has the recipe keys (pydantic fields), the computation, and `formula`, the
 text that `fourfold plan` and docs/algorithms.md print. The definitions of Fourfold are registered by a decorator. A

@@ -1,4 +1,4 @@
-"""State of an algorithm between two steps, which a checkpoint keeps: running moments of the scores, KL coefficient."""
+"""Defines the state of an algorithm between two steps: KL coefficient and running moments of the scores."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from fourfold_trainer.step.batch import PackedBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenTargets:
-    """What every action token is trained on, and what that was made of; packed."""
+    """Training targets of every action token, and the numbers that they were computed from; packed."""
 
     advantages: Float64Array  # [k]
     returns: Float64Array | None  # [k], with a critic

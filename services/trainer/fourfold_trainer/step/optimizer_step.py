@@ -8,8 +8,8 @@ Every rank runs these functions at the same time, each on its share of the sampl
 
     p current, o old, u behavior, f reference log-probability; A advantage; V value, G return; H entropy
     c weight of a token, from the lengths of all samples (algorithm/aggregation.py)
-    w weight against the mismatch of o and u (algorithm/corrections.py)
-    share: of the step's tokens in the micro-batch
+    w weight that corrects the mismatch of o and u (algorithm/corrections.py)
+    share: fraction of the step's tokens that are in the micro-batch
 
 c is known before the first forward pass, so the gradient does not depend on how the step is split. The routers' loss is
 a product of two means over the tokens of a micro-batch and does depend on it a little; its scale does not.

@@ -49,7 +49,7 @@ def test_before_the_first_update_there_is_little_to_say() -> None:
 
 
 def test_it_asks_the_coordinator_of_a_folder_or_at_an_address(tmp_path: Path) -> None:
-    assert find_coordinator("here:5000", None) == ("here:5000", None)
+    assert find_coordinator("here:5000", None) == ("here:5000", "")
     with pytest.raises(ConfigError, match="no run was started here"):
         find_coordinator(str(tmp_path), None)
     with pytest.raises(ConfigError, match="neither a folder of runs/ nor HOST:PORT"):

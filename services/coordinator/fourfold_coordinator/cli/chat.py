@@ -8,39 +8,31 @@ that could give other ids than the model sampled.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import signal
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
-import numpy as np
-from google.protobuf.duration_pb2 import Duration
-
 from fourfold import config as configuration
 from fourfold.config import Config
-from fourfold.errors import ConfigError, FourfoldError, WrongState
+from fourfold.errors import ConfigError, WrongState
 from fourfold.host.process import Command, Supervisor
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
-from fourfold.rollout.client import AsyncRolloutClient
+from fourfold.rollout.client import RolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold.rpc.channel import open_channel
-from fourfold.security.access import ROLLOUT, Security
 from fourfold.text import printable
 
 _MEMBER: Final = "chat-rollout"
 _START_SECONDS: Final = 600.0
 _ANSWER_SECONDS: Final = 600.0
 _INFO_SECONDS: Final = 10.0
-_FLUSH_SECONDS: Final = 0.05
 _MAX_CONTEXT: Final = 4096
 _PLACEHOLDER: Final = "\u2042answer\u2042"  # an answer in a rendered template, to find the text that follows it
 _HELP: Final = "An empty line or Ctrl-D ends the chat, /new starts a new one, Ctrl-C stops an answer."
@@ -61,13 +53,12 @@ def main(args: argparse.Namespace) -> int:
     folder = model_folder.resolve(args.model)
     tokenizer = Tokenizer.load(folder)
     conversation = Conversation(tokenizer, system=args.system)
-    security = Security.for_agent(args.ca) if args.ca else None
     signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
     try:
         if args.target:
-            return _chat(args, conversation, args.target, security)
+            return _chat(args, conversation, args.target)
         with _service(folder, args.max_tokens) as target:
-            return _chat(args, conversation, target, None)
+            return _chat(args, conversation, target)
     except KeyboardInterrupt:
         print()
         return 0
@@ -119,91 +110,36 @@ class IncrementalDecoder:
         return new
 
 
-def _chat(args: argparse.Namespace, conversation: Conversation, target: str, security: Security | None) -> int:
+def _chat(args: argparse.Namespace, conversation: Conversation, target: str) -> int:
     if sys.stdin.isatty():
         print(_HELP)
-    # One event loop for the whole chat, because the channel belongs to it. It runs only while an answer arrives.
-    with asyncio.Runner() as runner:
-        session = runner.run(_connect(conversation, target, security, args))
-        try:
-            for line in _lines():
-                if line == "/new":
-                    conversation.clear()
-                    continue
-                try:
-                    runner.run(session.answer(line))
-                except KeyboardInterrupt:
-                    print(" [stopped]")
-        finally:
-            runner.run(session.close())
-    return 0
-
-
-async def _connect(
-    conversation: Conversation, target: str, security: Security | None, args: argparse.Namespace
-) -> ChatSession:
-    session = ChatSession(conversation, target, security, args)
-    try:
-        await session.check()
-    except FourfoldError:
-        await session.close()
-        raise
-    return session
-
-
-class ChatSession:
-    """A conversation with one rollout service."""
-
-    def __init__(
-        self, conversation: Conversation, target: str, security: Security | None, args: argparse.Namespace
-    ) -> None:
-        self._conversation = conversation
-        self._channel = open_channel(target, security, server=ROLLOUT, token=args.token)
-        self._client = AsyncRolloutClient(self._channel, peer=f"rollout service at {target}")
-        self._temperature: float = args.temperature
-        self._max_tokens: int = args.max_tokens
-        self._context = 0
-
-    async def check(self) -> None:
-        """Check that the service has the tokenizer of the model folder; raise WrongState when it does not."""
-        info = await self._client.get_info(timeout=_INFO_SECONDS)
-        self._context = info.max_context_tokens
-        if info.tokenizer_sha256 != self._conversation.tokenizer.sha256:
+    with RolloutClient(target, token=args.token, certs=args.ca or "") as client:
+        info = client.get_info(timeout=_INFO_SECONDS)
+        if info.tokenizer_sha256 != conversation.tokenizer.sha256:
             raise WrongState(
-                f"{self._client.peer} serves {info.model!r}, which has another tokenizer; give its model folder"
+                f"rollout service at {target} serves {info.model!r}, which has another tokenizer; give its model folder"
             )
-
-    async def answer(self, line: str) -> None:
-        """Print the answer to a line as it arrives. After Ctrl-C the conversation keeps the part that arrived."""
-        prompt = self._conversation.ask(line)
-        room = self._context - len(prompt)
-        if room < 1:
-            print(f"[the context of {self._context} tokens is full; /new starts a new chat]")
-            return
-        decoder = IncrementalDecoder(self._conversation.tokenizer)
-        try:
-            request = self._request(prompt, min(self._max_tokens, room))
-            async with aclosing(self._client.generate(request, timeout=_ANSWER_SECONDS)) as chunks:
-                async for chunk in chunks:
-                    ids = np.frombuffer(chunk.token_ids, "<i4").tolist()
-                    print(printable(decoder.add(ids)), end="", flush=True)
-            print(flush=True)
-        finally:
-            self._conversation.add_answer(prompt, decoder.token_ids)
-
-    async def close(self) -> None:
-        await self._channel.close()
-
-    def _request(self, prompt: Sequence[int], max_tokens: int) -> pb.GenerateRequest:
-        flush = Duration()
-        flush.FromNanoseconds(int(_FLUSH_SECONDS * 1e9))
-        return pb.GenerateRequest(
-            request_id=f"chat-{uuid.uuid4().hex}",
-            prompt_token_ids=prompt,
-            sample_count=1,
-            sampling_params=pb.SamplingParams(temperature=self._temperature, max_tokens=max_tokens),
-            flush_interval=flush,
-        )
+        for line in _lines():
+            if line == "/new":
+                conversation.clear()
+                continue
+            prompt = conversation.ask(line)
+            room = info.max_context_tokens - len(prompt)
+            if room < 1:
+                print(f"[the context of {info.max_context_tokens} tokens is full; /new starts a new chat]")
+                continue
+            params = pb.SamplingParams(temperature=args.temperature, max_tokens=min(args.max_tokens, room))
+            decoder = IncrementalDecoder(conversation.tokenizer)
+            try:
+                with closing(client.stream(prompt, params, timeout=_ANSWER_SECONDS)) as chunks:
+                    for chunk in chunks:
+                        print(printable(decoder.add(chunk.token_ids.tolist())), end="", flush=True)
+                print(flush=True)
+            except KeyboardInterrupt:
+                print(" [stopped]")
+            finally:  # after Ctrl-C the conversation keeps the part that arrived
+                conversation.add_answer(prompt, decoder.token_ids)
+    return 0
 
 
 @contextmanager

@@ -73,10 +73,9 @@ async def follow(
         FourfoldError: the error of the last attempt.
     """
     ended = ended or asyncio.Event()
-    channel = open_channel(address, security, server=COORDINATOR)
-    client = AsyncCoordinatorClient(channel, peer=f"coordinator at {address}")
     failures = 0
-    try:
+    async with open_channel(address, security, server=COORDINATOR) as channel:
+        client = AsyncCoordinatorClient(channel, peer=f"coordinator at {address}")
         while True:
             try:
                 async with aclosing(client.watch_run()) as statuses:
@@ -93,5 +92,3 @@ async def follow(
                     await ended.wait()
             if ended.is_set():
                 return
-    finally:
-        await channel.close()

@@ -12,23 +12,23 @@ rollout-1  updating  3.2 s       11  nccl     trainer-0
 from __future__ import annotations
 
 import argparse
-import asyncio
 import re
 from pathlib import Path
 from typing import Final
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from fourfold import config as configuration
-from fourfold.coordinator.client import AsyncCoordinatorClient
+from fourfold.coordinator.client import CoordinatorClient
 from fourfold.coordinator.v1 import run_service_pb2 as pb
 from fourfold.errors import ConfigError
-from fourfold.rpc.channel import open_channel
-from fourfold.security.access import COORDINATOR, VIEWER, Security
 
 from ..launch.run_folder import CONFIG_FILE, read_address
 
 _TIMEOUT_SECONDS: Final = 10.0
-_HEAD: Final = ("member", "state", "since", "version", "backend", "waits for", "last error")
-_RIGHT_ALIGNED: Final = (2, 3)  # columns
+_WIDTH: Final = 4096  # of the table: no error text is cut off
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,13 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Print the weight plane of a running run."""
-    address, security = find_coordinator(args.where, args.recipe)
-    print("\n".join(table(asyncio.run(_get_weight_plane(address, security)))))
+    address, certs = find_coordinator(args.where, args.recipe)
+    with CoordinatorClient(address, certs=certs) as client:
+        print("\n".join(table(client.get_weight_plane(timeout=_TIMEOUT_SECONDS))))
     return 0
 
 
-def find_coordinator(where: str, recipe: Path | None) -> tuple[str, Security | None]:
-    """Return the coordinator's address, and the TLS files of the run.
+def find_coordinator(where: str, recipe: Path | None) -> tuple[str, str]:
+    """Return the coordinator's address, and the folder of the run's certificates; empty without TLS.
 
     Raises:
         ConfigError: `where` is neither an address nor the folder of a run that was started.
@@ -56,16 +57,7 @@ def find_coordinator(where: str, recipe: Path | None) -> tuple[str, Security | N
         address = where
     else:
         raise ConfigError(f"{where}: neither a folder of runs/ nor HOST:PORT of a coordinator")
-    return address, Security.load(configuration.load(recipe).security, VIEWER) if recipe else None
-
-
-async def _get_weight_plane(address: str, security: Security | None) -> pb.GetWeightPlaneResponse:
-    channel = open_channel(address, security, server=COORDINATOR)
-    try:
-        client = AsyncCoordinatorClient(channel, peer=f"coordinator at {address}")
-        return await client.get_weight_plane(timeout=_TIMEOUT_SECONDS)
-    finally:
-        await channel.close()
+    return address, configuration.load(recipe).security.directory if recipe else ""
 
 
 def table(plane: pb.GetWeightPlaneResponse) -> list[str]:
@@ -74,25 +66,15 @@ def table(plane: pb.GetWeightPlaneResponse) -> list[str]:
     if plane.last_update_seconds:
         paused = f"of which engines were paused for {plane.last_pause_seconds:.2f} s"
         lines.append(f"last update: {plane.last_update_seconds:.2f} s, {paused}")
-    lines.append("")
-    rows = [_HEAD, *(_row(party) for party in plane.parties)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (
-            cell.rjust(width) if column in _RIGHT_ALIGNED else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def _row(party: pb.WeightParty) -> tuple[str, ...]:
-    return (
-        party.member_id,
-        party.state,
-        f"{party.state_seconds:.1f} s",
-        "-" if party.policy_version < 0 else str(party.policy_version),
-        party.backend or "-",
-        ", ".join(party.waits_for) or "-",
-        party.last_error,
-    )
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("member", "state", "since", "version", "backend", "waits for", "last error"):
+        grid.add_column(column, justify="right" if column in ("since", "version") else "left", no_wrap=True)
+    for party in plane.parties:
+        version = "-" if party.policy_version < 0 else str(party.policy_version)
+        waits_for = ", ".join(party.waits_for) or "-"
+        cells = (party.member_id, party.state, f"{party.state_seconds:.1f} s", version, party.backend or "-", waits_for)
+        grid.add_row(*map(Text, (*cells, party.last_error)))  # a plain str would be read as markup
+    console = Console(width=_WIDTH, color_system=None)
+    with console.capture() as capture:
+        console.print(grid)
+    return [*lines, "", *(line.rstrip() for line in capture.get().splitlines())]

@@ -9,13 +9,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
-from google.protobuf.duration_pb2 import Duration
-
 from fourfold.coordinator.v1 import membership_service_pb2 as pb
 from fourfold.coordinator.v1 import membership_service_pb2_grpc as pb_grpc
 from fourfold.coordinator.v1 import run_service_pb2 as run
 from fourfold.coordinator.v1 import run_service_pb2_grpc as run_grpc
-from fourfold.rpc.channel import stream
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
 
 _MAX_TOKEN_BYTES: Final = 64
@@ -59,16 +56,16 @@ class MembershipClient(AsyncClient):
             target=target,
             tokenizer_sha256=tokenizer_sha256,
         )
-        response = await self._call(self._stub.Register, request, "Register", timeout)
+        response = await self._call(self._stub.Register, request, timeout)
         token = response.lease_token
         rule = f"the lease token has {len(token)} bytes; it must have 1 to {_MAX_TOKEN_BYTES}"
-        self._require(1 <= len(token) <= _MAX_TOKEN_BYTES, rule, "Register")
-        return Lease(token=token, ttl_seconds=self._ttl(response.ttl, "Register"))
+        self._check(response).require(1 <= len(token) <= _MAX_TOKEN_BYTES, rule)
+        return Lease(token=token, ttl_seconds=self._ttl(response))
 
-    def _ttl(self, ttl: Duration, name: str) -> float:
-        seconds = ttl.seconds + ttl.nanos / 1e9
+    def _ttl(self, response: pb.RegisterResponse | pb.KeepAliveResponse) -> float:
+        seconds = response.ttl.seconds + response.ttl.nanos / 1e9
         rule = f"the lease lasts {seconds:g} s; it must last {_MIN_TTL_SECONDS:g} to {_MAX_TTL_SECONDS:g} s"
-        self._require(_MIN_TTL_SECONDS <= seconds <= _MAX_TTL_SECONDS, rule, name)
+        self._check(response).require(_MIN_TTL_SECONDS <= seconds <= _MAX_TTL_SECONDS, rule)
         return seconds
 
     async def keep_alive(self, lease_token: bytes, *, timeout: float) -> tuple[float, bool]:
@@ -80,14 +77,12 @@ class MembershipClient(AsyncClient):
         Raises:
             NotFound: The lease expired or was replaced; register again.
         """
-        request = pb.KeepAliveRequest(lease_token=lease_token)
-        response = await self._call(self._stub.KeepAlive, request, "KeepAlive", timeout)
-        return self._ttl(response.ttl, "KeepAlive"), response.drain_requested
+        response = await self._call(self._stub.KeepAlive, pb.KeepAliveRequest(lease_token=lease_token), timeout)
+        return self._ttl(response), response.drain_requested
 
     async def deregister(self, lease_token: bytes, *, timeout: float) -> None:
         """End a lease before it expires."""
-        request = pb.DeregisterRequest(lease_token=lease_token)
-        await self._call(self._stub.Deregister, request, "Deregister", timeout)
+        await self._call(self._stub.Deregister, pb.DeregisterRequest(lease_token=lease_token), timeout)
 
 
 class AsyncCoordinatorClient(AsyncClient):
@@ -105,35 +100,31 @@ class AsyncCoordinatorClient(AsyncClient):
 
     async def get_run(self, *, timeout: float | None = None) -> run.RunStatus:
         """Return a snapshot of the run."""
-        response = await self._call(self._stub.GetRun, run.GetRunRequest(), "GetRun", timeout)
-        return self._status(response, "GetRun")
+        return self._status(await self._call(self._stub.GetRun, run.GetRunRequest(), timeout))
 
-    def _status(self, response: run.GetRunResponse | run.WatchRunResponse, name: str) -> run.RunStatus:
+    def _status(self, response: run.GetRunResponse | run.WatchRunResponse) -> run.RunStatus:
         """Return the status of a response. Its numbers are finite, so that a display can draw them."""
-        status = response.status
-        self._require(response.HasField("status"), "the response has no status", name)
+        status, check = response.status, self._check(response)
+        check.require(response.HasField("status"), "the response has no status")
         finite = math.isfinite(status.phase_progress) and all(math.isfinite(row.mean_score) for row in status.evals)
         finite = finite and all(math.isfinite(value) for row in status.steps for value in row.metrics.values())
-        self._require(finite, "a number in the status is not finite", name, "NOT_FINITE")
+        check.require(finite, "a number in the status is not finite", "NOT_FINITE")
         return status
 
     async def get_weight_plane(self, *, timeout: float | None = None) -> run.GetWeightPlaneResponse:
         """Return the state of the weight transfer: phase, engines, and which member waits for which."""
-        request = run.GetWeightPlaneRequest()
-        plane = await self._call(self._stub.GetWeightPlane, request, "GetWeightPlane", timeout)
+        plane = await self._call(self._stub.GetWeightPlane, run.GetWeightPlaneRequest(), timeout)
         seconds = [plane.phase_seconds, plane.last_update_seconds, plane.last_pause_seconds]
         seconds += [party.state_seconds for party in plane.parties]
         finite = all(math.isfinite(value) for value in seconds)
-        self._require(finite, "a time is not finite", "GetWeightPlane", "NOT_FINITE")
+        self._check(plane).require(finite, "a time is not finite", "NOT_FINITE")
         return plane
 
     async def watch_run(self, *, timeout: float | None = None) -> AsyncGenerator[run.RunStatus, None]:
         """Yield the present snapshot at once, then one on every change. Default timeout: none."""
-        request = run.WatchRunRequest()
-        watch = stream(self._stub.WatchRun, request, timeout=timeout, peer=self.peer, name="WatchRun")
-        async with aclosing(watch) as responses:
+        async with aclosing(self._stream(self._stub.WatchRun, run.WatchRunRequest(), timeout)) as responses:
             async for response in responses:
-                yield self._status(response, "WatchRun")
+                yield self._status(response)
 
 
 class CoordinatorClient(SyncClient[AsyncCoordinatorClient]):

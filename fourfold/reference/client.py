@@ -12,7 +12,6 @@ from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1 import reference_service_pb2_grpc as pb_grpc
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking
 from fourfold.rpc.logprobs import compute_logprobs, from_samples, from_token_ids
-from fourfold.rpc.responses import check_model
 from fourfold.types.v1.experience_pb2 import Experience
 
 
@@ -30,8 +29,8 @@ class AsyncReferenceClient(AsyncClient):
 
     async def get_info(self, *, timeout: float | None = None) -> pb.GetInfoResponse:
         """Return model, tokenizer hash and limits."""
-        info = await self._call(self._stub.GetInfo, pb.GetInfoRequest(), "GetInfo", timeout)
-        check_model(info, peer=self.peer)
+        info = await self._call(self._stub.GetInfo, pb.GetInfoRequest(), timeout)
+        self._check(info).model(info)
         return info
 
     async def forward(
@@ -57,9 +56,7 @@ class AsyncReferenceClient(AsyncClient):
         return await self._compute(from_samples(samples), timeout)
 
     async def _compute(self, asked: Iterable[Experience], timeout: float | None) -> list[Float32Array]:
-        method, request = self._stub.ComputeLogprobs, pb.ComputeLogprobsRequest
-        seconds = self._seconds(timeout)
-        return await compute_logprobs(method, request, asked, timeout=seconds, peer=self.peer)
+        return await compute_logprobs(self, self._stub.ComputeLogprobs, pb.ComputeLogprobsRequest, asked, timeout)
 
 
 class ReferenceClient(SyncClient[AsyncReferenceClient]):

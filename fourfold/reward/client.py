@@ -6,8 +6,7 @@ Third parties implement this service, so a client trusts no response.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Final
 
@@ -17,7 +16,7 @@ from fourfold.errors import PeerFault
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking
-from fourfold.rpc.responses import check_tokenizer
+from fourfold.rpc.codec import chunks
 from fourfold.text import MAX_COMPONENTS, MAX_ERROR, MAX_NAME, clean, is_metric_name, is_reason
 
 # The proto allows 8 MiB. Smaller calls are spread over several services more evenly.
@@ -39,11 +38,11 @@ class AsyncRewardClient(AsyncClient):
 
     async def get_info(self, *, timeout: float | None = None) -> pb.GetInfoResponse:
         """Return name and limits of the scorer. The name has at most 200 characters."""
-        info = await self._call(self._stub.GetInfo, pb.GetInfoRequest(), "GetInfo", timeout)
+        info = await self._call(self._stub.GetInfo, pb.GetInfoRequest(), timeout)
         info.name = clean(info.name, MAX_NAME)
-        check_tokenizer(info.tokenizer_sha256, peer=self.peer, name="GetInfo")
-        rule = f"max_sample_count is {info.max_sample_count}; it must be at least 0"
-        self._require(info.max_sample_count >= 0, rule, "GetInfo")
+        check = self._check(info)
+        check.tokenizer(info.tokenizer_sha256)
+        check.not_negative(info, "max_sample_count")
         return info
 
     async def score(
@@ -67,12 +66,10 @@ class AsyncRewardClient(AsyncClient):
             PeerFault: The response does not fit the request.
             FourfoldError: Any other error of the service or of the connection.
         """
-        end = time.monotonic() + self._seconds(timeout)
+        left = self._countdown(timeout)
         scores: list[pb.SampleScore] = []
-        for part in _split(items, max_sample_count):
-            request = pb.ScoreRequest(items=part)
-            left = max(end - time.monotonic(), 0.001)
-            response = await self._call(self._stub.Score, request, "Score", left)
+        for part in chunks(items, _REQUEST_BYTES, max_sample_count):
+            response = await self._call(self._stub.Score, pb.ScoreRequest(items=part), left())
             self._check_ids([item.experience.sample_id for item in part], [s.sample_id for s in response.scores])
             scores.extend(_checked(score) for score in response.scores)
         return scores
@@ -100,20 +97,6 @@ class RewardClient(SyncClient[AsyncRewardClient]):
     _async_type = AsyncRewardClient
     get_info = blocking(AsyncRewardClient.get_info)
     score = blocking(AsyncRewardClient.score)
-
-
-def _split(items: Sequence[pb.ScoreItem], max_count: int) -> Iterator[list[pb.ScoreItem]]:
-    part: list[pb.ScoreItem] = []
-    size = 0
-    for item in items:
-        item_size = item.ByteSize()
-        if part and (size + item_size > _REQUEST_BYTES or len(part) == max_count):
-            yield part
-            part, size = [], 0
-        part.append(item)
-        size += item_size
-    if part:
-        yield part
 
 
 def _checked(score: pb.SampleScore) -> pb.SampleScore:

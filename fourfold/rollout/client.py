@@ -18,19 +18,9 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
-from fourfold.rpc.channel import stream
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
 from fourfold.rpc.codec import pack_ints
-from fourfold.rpc.responses import (
-    MAX_DEVICES,
-    MAX_ENGINE_VERSION,
-    check_devices,
-    check_digest,
-    check_model,
-    check_sums,
-    check_version,
-    unpack_rows,
-)
+from fourfold.rpc.responses import MAX_DEVICES, MAX_ENGINE_VERSION
 from fourfold.types.v1.experience_pb2 import Experience
 
 
@@ -70,11 +60,11 @@ class AsyncRolloutClient(AsyncClient):
 
     async def get_info(self, *, timeout: float | None = None) -> pb.GetInfoResponse:
         """Return model, tokenizer hash, limits and policy version."""
-        info = await self._call(self._stub.GetInfo, pb.GetInfoRequest(), "GetInfo", timeout)
-        check_model(info, peer=self.peer)
-        check_version(info.policy_version, peer=self.peer, name="GetInfo")
-        rule = f"max_concurrent_samples is {info.max_concurrent_samples}; it must be at least 0"
-        self._require(info.max_concurrent_samples >= 0, rule, "GetInfo")
+        info = await self._call(self._stub.GetInfo, pb.GetInfoRequest(), timeout)
+        check = self._check(info)
+        check.model(info)
+        check.version(info.policy_version)
+        check.not_negative(info, "max_concurrent_samples")
         return info
 
     async def sample(
@@ -119,16 +109,8 @@ class AsyncRolloutClient(AsyncClient):
     ) -> AsyncGenerator[CompletionChunk, None]:
         """Sample and yield the tokens as they come. Closing the generator aborts the samples.
 
-        Args:
-            prompt_token_ids: as of `sample`.
-            params: as of `sample`.
-            sample_count: as of `sample`.
-            min_policy_version: as of `sample`.
-            flush_seconds: longest time that tokens wait in the service to be sent together, 0 to 10.
-            timeout: seconds for the whole stream.
-
-        Raises:
-            FourfoldError: as of `sample`.
+        Arguments and errors as of `sample`. `flush_seconds`, 0 to 10, is the longest time that tokens wait in the
+        service to be sent together.
         """
         request = _request(prompt_token_ids, params, sample_count, min_policy_version)
         request.flush_interval.FromNanoseconds(int(flush_seconds * 1e9))
@@ -157,9 +139,7 @@ class AsyncRolloutClient(AsyncClient):
             FourfoldError: as of `sample`.
         """
         progress = StreamCheck(request, peer=self.peer)
-        seconds = self._seconds(timeout)
-        responses = stream(self._stub.Generate, request, timeout=seconds, peer=self.peer, name="Generate")
-        async with aclosing(responses):
+        async with aclosing(self._stream(self._stub.Generate, request, self._seconds(timeout))) as responses:
             async for response in responses:
                 progress.check_size(response)
                 for chunk in response.chunks:
@@ -170,9 +150,7 @@ class AsyncRolloutClient(AsyncClient):
     async def complete(self, request: pb.GenerateRequest, *, timeout: float | None = None) -> list[Completion]:
         """Make a Generate call and join its chunks; `sample` with a request of one's own.
 
-        Raises:
-            PeerFault: as of `generate`.
-            FourfoldError: as of `sample`.
+        Errors as of `generate`.
         """
         parts = [_Parts(index=index) for index in range(sample_count(request))]
         async with aclosing(self.generate(request, timeout=timeout)) as chunks:
@@ -186,8 +164,7 @@ class AsyncRolloutClient(AsyncClient):
         """Yield load reports: the present one at once, then one every `period` seconds. Default timeout: none."""
         duration = Duration()
         duration.FromNanoseconds(int(period * 1e9))
-        request = pb.WatchLoadRequest(period=duration)
-        return stream(self._stub.WatchLoad, request, timeout=timeout, peer=self.peer, name="WatchLoad")
+        return self._stream(self._stub.WatchLoad, pb.WatchLoadRequest(period=duration), timeout)
 
 
 class RolloutClient(SyncClient[AsyncRolloutClient]):
@@ -272,11 +249,12 @@ class RolloutControlClient(AsyncClient):
 
     async def describe(self, *, timeout: float) -> control.DescribeEngineResponse:
         """Return model, host, devices, backends and state of the engine."""
-        about = await self._call(self._stub.DescribeEngine, control.DescribeEngineRequest(), "DescribeEngine", timeout)
-        check_version(about.policy_version, peer=self.peer, name="DescribeEngine", largest=MAX_ENGINE_VERSION)
-        check_devices(about.device_uuids, peer=self.peer, name="DescribeEngine")
+        about = await self._call(self._stub.DescribeEngine, control.DescribeEngineRequest(), timeout)
+        check = self._check(about)
+        check.version(about.policy_version, MAX_ENGINE_VERSION)
+        check.devices(about.device_uuids)
         rule = f"worker_count is {about.worker_count}; it must be 1 to {MAX_DEVICES}"
-        self._require(1 <= about.worker_count <= MAX_DEVICES, rule, "DescribeEngine")
+        check.require(1 <= about.worker_count <= MAX_DEVICES, rule)
         return about
 
     async def open(
@@ -299,20 +277,20 @@ class RolloutControlClient(AsyncClient):
             receiver_count=receiver_count,
             first_receiver_index=first_receiver_index,
         )
-        return await self._call(self._stub.OpenWeights, request, "OpenWeights", timeout)
+        return await self._call(self._stub.OpenWeights, request, timeout)
 
     async def begin(
         self, *, epoch: int, policy_version: int, pause_mode: control.PauseMode.ValueType, timeout: float
     ) -> None:
         """Pause the engine for an update."""
         request = control.BeginWeightsRequest(epoch=epoch, policy_version=policy_version, pause_mode=pause_mode)
-        await self._call(self._stub.BeginWeights, request, "BeginWeights", timeout)
+        await self._call(self._stub.BeginWeights, request, timeout)
 
     async def receive(self, *, epoch: int, policy_version: int, skip_sums: bool = False, timeout: float) -> bytes:
         """Receive and apply the weights; return their digest (32 bytes)."""
         request = control.ReceiveWeightsRequest(epoch=epoch, policy_version=policy_version, skip_sums=skip_sums)
-        response = await self._call(self._stub.ReceiveWeights, request, "ReceiveWeights", timeout)
-        check_digest(response.weights_digest, peer=self.peer, name="ReceiveWeights")
+        response = await self._call(self._stub.ReceiveWeights, request, timeout)
+        self._check(response).digest(response.weights_digest)
         return response.weights_digest
 
     async def commit(self, *, epoch: int, policy_version: int, hold: bool = False, timeout: float) -> float:
@@ -322,45 +300,42 @@ class RolloutControlClient(AsyncClient):
             Seconds during which the engine sampled nothing.
         """
         request = control.CommitWeightsRequest(epoch=epoch, policy_version=policy_version, hold=hold)
-        response = await self._call(self._stub.CommitWeights, request, "CommitWeights", timeout)
+        response = await self._call(self._stub.CommitWeights, request, timeout)
         rule = f"pause_seconds is {response.pause_seconds}; it must be finite and at least 0"
-        self._require(0 <= response.pause_seconds < math.inf, rule, "CommitWeights")
+        self._check(response).require(0 <= response.pause_seconds < math.inf, rule)
         return response.pause_seconds
 
     async def release(self, *, epoch: int, policy_version: int, timeout: float) -> None:
         """Send out the tokens that a commit with hold kept back."""
         request = control.ReleaseWeightsRequest(epoch=epoch, policy_version=policy_version)
-        await self._call(self._stub.ReleaseWeights, request, "ReleaseWeights", timeout)
+        await self._call(self._stub.ReleaseWeights, request, timeout)
 
     async def abort(self, *, epoch: int, timeout: float) -> control.WeightState.ValueType:
         """Abort the update; return the state of the engine's weights, CLEAN or DIRTY."""
-        request = control.AbortWeightsRequest(epoch=epoch)
-        response = await self._call(self._stub.AbortWeights, request, "AbortWeights", timeout)
+        response = await self._call(self._stub.AbortWeights, control.AbortWeightsRequest(epoch=epoch), timeout)
         rule = f"weight_state is {response.weight_state}; after an abort it must be CLEAN or DIRTY"
         known = (control.WEIGHT_STATE_CLEAN, control.WEIGHT_STATE_DIRTY)
-        self._require(response.weight_state in known, rule, "AbortWeights")
+        self._check(response).require(response.weight_state in known, rule)
         return response.weight_state
 
     async def probe(self, token_ids: Sequence[int] | Int32Array, *, timeout: float) -> Float32Array:
         """Return the log-probabilities of the n given tokens under the loaded weights: float32 [n], the first NaN."""
         request = control.ProbeLogprobsRequest(token_ids=pack_ints(token_ids))
-        response = await self._call(self._stub.ProbeLogprobs, request, "ProbeLogprobs", timeout)
+        response = await self._call(self._stub.ProbeLogprobs, request, timeout)
         asked = [Experience(sample_id="probe", token_ids=request.token_ids)]
-        (row,) = unpack_rows([response.logprobs], asked, peer=self.peer, name="ProbeLogprobs")
+        (row,) = self._check(response).rows([response.logprobs], asked)
         return row
 
     async def sums(self, *, epoch: int, timeout: float) -> bytes:
         """Return the sums of every tensor received last, 16 bytes each; empty when they were skipped."""
-        response = await self._call(
-            self._stub.GetWeightSums, control.GetWeightSumsRequest(epoch=epoch), "GetWeightSums", timeout
-        )
-        check_sums(response.sums, peer=self.peer, name="GetWeightSums")
+        response = await self._call(self._stub.GetWeightSums, control.GetWeightSumsRequest(epoch=epoch), timeout)
+        self._check(response).sums(response.sums)
         return response.sums
 
     async def sleep(self, *, level: int, timeout: float) -> None:
         """Free the engine's GPU memory; level 1 keeps the weights in host memory, 2 drops them."""
-        await self._call(self._stub.SleepEngine, control.SleepEngineRequest(level=level), "SleepEngine", timeout)
+        await self._call(self._stub.SleepEngine, control.SleepEngineRequest(level=level), timeout)
 
     async def wake(self, *tags: str, timeout: float) -> None:
         """Allocate the memory again: "weights", "kv_cache"; without tags, all of it."""
-        await self._call(self._stub.WakeEngine, control.WakeEngineRequest(tags=tags), "WakeEngine", timeout)
+        await self._call(self._stub.WakeEngine, control.WakeEngineRequest(tags=tags), timeout)

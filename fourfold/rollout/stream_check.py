@@ -7,9 +7,8 @@ from typing import Final
 import numpy as np
 
 from fourfold.bounds import MAX_NUMBER
-from fourfold.errors import PeerFault
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold.rpc.responses import require
+from fourfold.rpc.responses import ResponseCheck
 
 _MAX_TOKENS: Final = 1 << 20
 """Limit of a sample whose request has no max_tokens, so that no service can stream without end."""
@@ -25,7 +24,7 @@ class StreamCheck:
 
     def __init__(self, request: pb.GenerateRequest, *, peer: str) -> None:
         count, params = sample_count(request), request.sampling_params
-        self._peer, self._name = peer, f"Generate of {request.request_id}"
+        self._require = ResponseCheck(peer, f"Generate of {request.request_id}").require
         self._most = params.max_tokens if params.HasField("max_tokens") else _MAX_TOKENS
         self._versions = [request.min_policy_version] * count  # of the newest token of each sample
         self._tokens = [0] * count
@@ -41,7 +40,7 @@ class StreamCheck:
         if index not in self._open:
             known = 0 <= index < count
             rule = "goes on after its finish_reason" if known else f"was not asked for; there are {count}"
-            raise PeerFault(self._peer, "WRONG_SAMPLE", f"{self._name}: sample {index} {rule}")
+            self._require(False, f"sample {index} {rule}", "WRONG_SAMPLE")
         what, size = f"sample {index}", self._check_tokens(chunk)
         if size:
             self._require(
@@ -79,6 +78,3 @@ class StreamCheck:
             "NOT_FINITE",
         )
         return size // 4
-
-    def _require(self, holds: bool, rule: str, kind: str = "BAD_RESPONSE") -> None:
-        require(holds, rule, peer=self._peer, name=self._name, kind=kind)

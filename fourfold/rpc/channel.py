@@ -14,7 +14,6 @@ import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -27,7 +26,7 @@ from fourfold.security.access import Security
 from fourfold.security.material import server_name
 from fourfold.security.principal import Principal
 
-Request = TypeVar("Request")
+Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
 Options = Sequence[tuple[str, str | int]]
 
@@ -244,9 +243,7 @@ class RenewingChannel(grpc.aio.Channel):
     async def __aenter__(self) -> RenewingChannel:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
 
@@ -265,9 +262,12 @@ class _RenewingMethod:
         return self._bound(*args, **options)
 
 
-async def call(
-    method: Callable[..., Awaitable[Response]], request: object, *, timeout: float, peer: str, name: str
-) -> Response:
+def method_name(request: Message) -> str:
+    """Return the name of the method that takes a request, "GetInfo" for GetInfoRequest."""
+    return request.DESCRIPTOR.name.removesuffix("Request")
+
+
+async def call(method: Callable[..., Awaitable[Response]], request: Message, *, timeout: float, peer: str) -> Response:
     """Make one unary call and return its response with clean strings.
 
     Args:
@@ -275,12 +275,12 @@ async def call(
         request: its message.
         timeout: seconds; the deadline of the call.
         peer: the called service, for messages, e.g. "rollout-0 at 127.0.0.1:5000".
-        name: of the method, for messages.
 
     Raises:
         PeerFault: the response is malformed.
         FourfoldError: the server's error, or Unavailable or DeadlinePassed from the transport.
     """
+    name = method_name(request)
     with translate_errors(peer=peer, name=name, timeout=timeout):
         response: Response | None = await method(request, timeout=timeout)
     return clean_response(response, peer=peer, name=name)
@@ -292,12 +292,12 @@ async def stream(
     *,
     timeout: float | None,
     peer: str,
-    name: str,
 ) -> AsyncGenerator[Response, None]:
     """Make one server-streaming call; arguments and errors as of `call`.
 
     Leaving the iterator (aclose, error, cancellation) cancels the call.
     """
+    name = method_name(request)
     running = method(request, timeout=timeout)
     try:
         with translate_errors(peer=peer, name=name, timeout=timeout):

@@ -11,18 +11,18 @@ import atexit
 import functools
 import os
 import threading
+import time
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Concatenate, Final, Generic, ParamSpec, Self, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
 from fourfold.errors import ConfigError, WrongState
-from fourfold.rpc.channel import call, check_target, open_channel
-from fourfold.rpc.responses import require
+from fourfold.rpc.channel import call, check_target, open_channel, stream
+from fourfold.rpc.responses import ResponseCheck
 from fourfold.security.access import Security
 from fourfold.security.principal import Principal
 
@@ -97,15 +97,26 @@ class AsyncClient:
     def _seconds(self, timeout: float | None) -> float:
         return self.timeout if timeout is None else timeout
 
-    async def _call(
-        self, method: Callable[..., Awaitable[Response]], request: Message, name: str, timeout: float | None
-    ) -> Response:
-        """Make a unary call of the method `name`; see `fourfold.rpc.channel.call`."""
-        return await call(method, request, timeout=self._seconds(timeout), peer=self.peer, name=name)
+    def _countdown(self, timeout: float | None) -> Callable[[], float]:
+        """Return a function that gives the seconds that are left of a timeout, for a method of several calls."""
+        end = time.monotonic() + self._seconds(timeout)
+        return lambda: max(end - time.monotonic(), 0.001)
 
-    def _require(self, holds: bool, rule: str, name: str, kind: str = "BAD_RESPONSE") -> None:
-        """Raise PeerFault unless the response of the method `name` keeps a rule of the contract."""
-        require(holds, rule, peer=self.peer, name=name, kind=kind)
+    async def _call(
+        self, method: Callable[..., Awaitable[Response]], request: Message, timeout: float | None
+    ) -> Response:
+        """Make a unary call; see `fourfold.rpc.channel.call`."""
+        return await call(method, request, timeout=self._seconds(timeout), peer=self.peer)
+
+    def _stream(
+        self, method: Callable[..., grpc.aio.UnaryStreamCall[Any, Response]], request: Message, timeout: float | None
+    ) -> AsyncGenerator[Response, None]:
+        """Make a server-streaming call; without a timeout it has no deadline. See `fourfold.rpc.channel.stream`."""
+        return stream(method, request, timeout=timeout, peer=self.peer)
+
+    def _check(self, response: Message) -> ResponseCheck:
+        """Return the checks for a response of this service."""
+        return ResponseCheck(self.peer, response.DESCRIPTOR.name.removesuffix("Response"))
 
     async def aclose(self) -> None:
         """Close the connection. Calls in flight raise Unavailable, and later calls raise WrongState."""
@@ -117,9 +128,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self.aclose()
 
 
@@ -150,21 +159,7 @@ class SyncClient(Generic[Client]):
         member: str = "",
         timeout: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
-        """Check the arguments. The connection is made at the first call.
-
-        Args:
-            target: "HOST:PORT".
-            token: bearer token for the public port of a rollout service; needs `certs`.
-            certs: folder that `fourfold certs` made; with a token its ca.pem is enough. Empty: no TLS, which is
-                allowed for a service on this machine.
-            member: member id whose DIR/MEMBER.pem is presented instead of a token. Default: "coordinator-0", and
-                "viewer-0" for a client of the coordinator.
-            timeout: seconds, for each call that names no timeout of its own.
-
-        Raises:
-            ConfigError: The target is malformed, it is on another machine and `certs` is missing, or a certificate
-                cannot be used.
-        """
+        """Check the arguments, which are those of the asyncio client; the target is always "HOST:PORT"."""
         self._client = self._async_type(target, token=token, certs=certs, member=member, timeout=timeout)
         self._loop = _LoopThread.acquire(self)
         self._closed = False
@@ -185,9 +180,7 @@ class SyncClient(Generic[Client]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
 

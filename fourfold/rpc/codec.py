@@ -9,14 +9,17 @@ import math
 import re
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import numpy as np
+from google.protobuf.message import Message
 
 from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array, Int32Array, Sample, VersionSpan
 from fourfold.bounds import MAX_NUMBER
 from fourfold.errors import InvalidInput
 from fourfold.types.v1 import experience_pb2 as pb
+
+AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 ID_PATTERN: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 # Size of one message of a stream. The limit is 16 MiB; 1 MiB was the fastest size in measurements.
@@ -180,13 +183,16 @@ def pack_ints(values: Sequence[int] | Int32Array) -> bytes:
     return np.asarray(values, "<i4").tobytes()
 
 
-def chunks(messages: Iterable[pb.Experience], limit: int = CHUNK_BYTES) -> Iterator[list[pb.Experience]]:
-    """Group messages into chunks of at most `limit` encoded bytes; a larger message gets a chunk of its own."""
-    group: list[pb.Experience] = []
+def chunks(messages: Iterable[AnyMessage], limit: int = CHUNK_BYTES, max_count: int = 0) -> Iterator[list[AnyMessage]]:
+    """Group messages into chunks of at most `limit` encoded bytes; a larger message gets a chunk of its own.
+
+    `max_count` is the largest number of messages in a chunk; 0: no limit.
+    """
+    group: list[AnyMessage] = []
     size = 0
     for message in messages:
         message_size = message.ByteSize()
-        if group and size + message_size > limit:
+        if group and (size + message_size > limit or len(group) == max_count):
             yield group
             group, size = [], 0
         group.append(message)

@@ -1,13 +1,13 @@
 """Checks and cleans responses of other processes before any code uses them.
 
-`clean_response` removes control characters from every string; `fourfold.rpc.channel` applies it to each response. The
-`check_*` functions hold the rules that several clients share. All of them raise PeerFault with the value and the rule.
-Their arguments `peer` (e.g. "rollout-0 at 127.0.0.1:5000") and `name` (of the method) appear in the message.
+`clean_response` removes control characters from every string; `fourfold.rpc.channel` applies it to each response.
+`ResponseCheck` holds the rules that several clients share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, Protocol, TypeVar
 
@@ -90,20 +90,6 @@ def _has_strings(descriptor: Descriptor) -> bool:
     return False
 
 
-def require(holds: bool, rule: str, *, peer: str, name: str, kind: str = "BAD_RESPONSE") -> None:
-    """Raise PeerFault unless `holds`.
-
-    Args:
-        holds: whether the response keeps the rule.
-        rule: value and rule, for the message.
-        peer: the called service.
-        name: the called method.
-        kind: reason of the fault.
-    """
-    if not holds:
-        raise PeerFault(peer, kind, f"{name}: {rule}")
-
-
 class ModelInfo(Protocol):
     """Fields in which rollout, reference and trainer describe their model."""
 
@@ -112,73 +98,78 @@ class ModelInfo(Protocol):
     vocabulary_size: int
 
 
-def check_model(info: ModelInfo, *, peer: str, name: str = "GetInfo") -> None:
-    """Check the tokenizer's digest and the sizes of a model."""
-    check_tokenizer(info.tokenizer_sha256, peer=peer, name=name)
-    for field in ("max_context_tokens", "vocabulary_size"):
-        value = getattr(info, field)
-        require(value >= 0, f"{field} is {value}; it must be at least 0", peer=peer, name=name)
+@dataclass(frozen=True, slots=True)
+class ResponseCheck:
+    """The rules for responses of one method. All methods raise PeerFault with the value and the rule."""
 
+    peer: str
+    """The called service, for messages, e.g. "rollout-0 at 127.0.0.1:5000"."""
+    name: str
+    """The called method."""
 
-def check_tokenizer(digest: bytes, *, peer: str, name: str) -> None:
-    """Check the SHA-256 of a tokenizer. An empty digest means that the service has no tokenizer."""
-    rule = f"tokenizer_sha256 has {len(digest)} bytes; a SHA-256 has 32"
-    require(len(digest) in (0, 32), rule, peer=peer, name=name)
+    def require(self, holds: bool, rule: str, kind: str = "BAD_RESPONSE") -> None:
+        """Raise PeerFault with the reason `kind` unless the response keeps a rule."""
+        if not holds:
+            raise PeerFault(self.peer, kind, f"{self.name}: {rule}")
 
+    def not_negative(self, message: object, field: str) -> None:
+        """Check that a field is at least 0."""
+        value = getattr(message, field)
+        self.require(value >= 0, f"{field} is {value}; it must be at least 0")
 
-def check_version(version: int, *, peer: str, name: str, largest: int = MAX_NUMBER) -> None:
-    """Check that a policy version is in [0, largest]."""
-    rule = f"policy_version is {version}; it must be in [0, {largest}]"
-    require(0 <= version <= largest, rule, peer=peer, name=name, kind="BAD_VERSION")
+    def model(self, info: ModelInfo) -> None:
+        """Check the tokenizer's digest and the sizes of a model."""
+        self.tokenizer(info.tokenizer_sha256)
+        self.not_negative(info, "max_context_tokens")
+        self.not_negative(info, "vocabulary_size")
 
+    def tokenizer(self, digest: bytes) -> None:
+        """Check the SHA-256 of a tokenizer. An empty digest means that the service has no tokenizer."""
+        self.require(len(digest) in (0, 32), f"tokenizer_sha256 has {len(digest)} bytes; a SHA-256 has 32")
 
-def check_devices(uuids: Sequence[bytes], *, peer: str, name: str) -> None:
-    """Check the number and the length of GPU UUIDs."""
-    require(len(uuids) <= MAX_DEVICES, f"{len(uuids)} devices; at most {MAX_DEVICES}", peer=peer, name=name)
-    wrong_sizes = {len(uuid) for uuid in uuids} - {_UUID_BYTES}
-    rule = f"a device UUID has {min(wrong_sizes, default=0)} bytes; it must have {_UUID_BYTES}"
-    require(not wrong_sizes, rule, peer=peer, name=name)
+    def version(self, version: int, largest: int = MAX_NUMBER) -> None:
+        """Check that a policy version is in [0, largest]."""
+        rule = f"policy_version is {version}; it must be in [0, {largest}]"
+        self.require(0 <= version <= largest, rule, "BAD_VERSION")
 
+    def devices(self, uuids: Sequence[bytes]) -> None:
+        """Check the number and the length of GPU UUIDs."""
+        self.require(len(uuids) <= MAX_DEVICES, f"{len(uuids)} devices; at most {MAX_DEVICES}")
+        wrong_sizes = {len(uuid) for uuid in uuids} - {_UUID_BYTES}
+        rule = f"a device UUID has {min(wrong_sizes, default=0)} bytes; it must have {_UUID_BYTES}"
+        self.require(not wrong_sizes, rule)
 
-def check_digest(digest: bytes, *, peer: str, name: str) -> None:
-    """Check the length of a SHA-256."""
-    require(len(digest) == 32, f"a digest has {len(digest)} bytes; it must have 32", peer=peer, name=name)
+    def digest(self, digest: bytes) -> None:
+        """Check the length of a SHA-256."""
+        self.require(len(digest) == 32, f"a digest has {len(digest)} bytes; it must have 32")
 
+    def sums(self, sums: bytes) -> None:
+        """Check the length of packed tensor sums; an empty value is allowed."""
+        self.require(len(sums) % _SUM_BYTES == 0, f"sums have {len(sums)} bytes; each tensor needs {_SUM_BYTES}")
 
-def check_sums(sums: bytes, *, peer: str, name: str) -> None:
-    """Check the length of packed tensor sums; an empty value is allowed."""
-    rule = f"sums have {len(sums)} bytes; each tensor needs {_SUM_BYTES}"
-    require(len(sums) % _SUM_BYTES == 0, rule, peer=peer, name=name)
+    def offers(self, offers: Sequence[bytes]) -> None:
+        """Check the number and the size of the trainer ranks' offers. They are secrets, so no message contains one."""
+        rule = f"{len(offers)} offers; there must be 1 to {MAX_DEVICES}, one per rank"
+        self.require(1 <= len(offers) <= MAX_DEVICES, rule)
+        largest = max(map(len, offers))
+        self.require(largest <= MAX_OFFER_BYTES, f"an offer has {largest} bytes; it may have {MAX_OFFER_BYTES}")
 
+    def rows(
+        self, rows: Sequence[bytes], requested: Sequence[pb.Experience], what: str = "logprobs"
+    ) -> list[Float32Array]:
+        """Unpack one float32 [n] per requested sample of n tokens; check their number and lengths."""
+        rule = f"answered {len(rows)} rows of {what} for {len(requested)} samples"
+        self.require(len(rows) == len(requested), rule, "WRONG_COUNT")
+        for row, sample in zip(rows, requested, strict=True):
+            expected = len(sample.token_ids)  # int32 tokens, float32 values
+            rule = f"{what} of sample {sample.sample_id} have {len(row)} bytes; they need {expected}"
+            self.require(len(row) == expected, rule, "WRONG_LENGTH")
+        return [np.frombuffer(row, "<f4").astype(np.float32, copy=False) for row in rows]
 
-def check_offers(offers: Sequence[bytes], *, peer: str, name: str) -> None:
-    """Check the number and the size of the trainer ranks' offers. Offers are secrets, so no message contains one."""
-    rule = f"{len(offers)} offers; there must be 1 to {MAX_DEVICES}, one per rank"
-    require(1 <= len(offers) <= MAX_DEVICES, rule, peer=peer, name=name)
-    largest = max(map(len, offers))
-    rule = f"an offer has {largest} bytes; it may have {MAX_OFFER_BYTES}"
-    require(largest <= MAX_OFFER_BYTES, rule, peer=peer, name=name)
-
-
-def unpack_rows(
-    rows: Sequence[bytes], requested: Sequence[pb.Experience], *, peer: str, name: str, what: str = "logprobs"
-) -> list[Float32Array]:
-    """Unpack one float32 [n] per requested sample of n tokens; check their number and lengths."""
-    rule = f"answered {len(rows)} rows of {what} for {len(requested)} samples"
-    require(len(rows) == len(requested), rule, peer=peer, name=name, kind="WRONG_COUNT")
-    for row, sample in zip(rows, requested, strict=True):
-        expected = len(sample.token_ids)  # int32 tokens, float32 values
-        rule = f"{what} of sample {sample.sample_id} have {len(row)} bytes; they need {expected}"
-        require(len(row) == expected, rule, peer=peer, name=name, kind="WRONG_LENGTH")
-    return [np.frombuffer(row, "<f4").astype(np.float32, copy=False) for row in rows]
-
-
-def check_logprobs(rows: Sequence[Float32Array], requested: Sequence[pb.Experience], *, peer: str, name: str) -> None:
-    """Check that log-probabilities after the first token are finite and of a possible magnitude."""
-    for row, sample in zip(rows, requested, strict=True):
-        rule = (
-            f"logprobs of sample {sample.sample_id} are not finite after the first token, or above "
-            f"{_MAX_LOGPROB_MAGNITUDE:g}"
-        )
-        possible = bool((np.abs(row[1:]) <= _MAX_LOGPROB_MAGNITUDE).all())  # False for NaN
-        require(possible, rule, peer=peer, name=name, kind="NOT_FINITE")
+    def logprobs(self, rows: Sequence[Float32Array], requested: Sequence[pb.Experience]) -> None:
+        """Check that log-probabilities after the first token are finite and of a possible magnitude."""
+        limit = _MAX_LOGPROB_MAGNITUDE
+        for row, sample in zip(rows, requested, strict=True):
+            possible = bool((np.abs(row[1:]) <= limit).all())  # False for NaN
+            rule = f"logprobs of sample {sample.sample_id} are not finite after the first token, or above {limit:g}"
+            self.require(possible, rule, "NOT_FINITE")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -15,20 +14,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fourfold.arrays import Float32Array, Sample
-from fourfold.rpc.channel import stream, translate_errors
+from fourfold.rpc.channel import translate_errors
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
 from fourfold.rpc.codec import chunks, encode, pack_floats
 from fourfold.rpc.logprobs import compute_logprobs, from_samples, from_token_ids
-from fourfold.rpc.responses import (
-    check_devices,
-    check_digest,
-    check_model,
-    check_offers,
-    check_sums,
-    check_version,
-    clean_response,
-    unpack_rows,
-)
+from fourfold.rpc.responses import ResponseCheck, clean_response
 from fourfold.text import clean, is_metric_name, is_reason
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
@@ -77,32 +67,24 @@ class AsyncTrainerClient(AsyncClient):
 
     async def get_status(self, *, timeout: float | None = None) -> pb.TrainerStatus:
         """Return step, policy version, phase and limits."""
-        request = pb.GetStatusRequest()
-        response = await self._call(self._stub.GetStatus, request, "GetStatus", timeout)
-        return self._status(response, "GetStatus")
+        return self._status(await self._call(self._stub.GetStatus, pb.GetStatusRequest(), timeout))
 
     def _status(
-        self, response: pb.GetStatusResponse | pb.WatchStatusResponse | pb.LoadCheckpointResponse, name: str
+        self, response: pb.GetStatusResponse | pb.WatchStatusResponse | pb.LoadCheckpointResponse
     ) -> pb.TrainerStatus:
         """Return the checked status of a response."""
-        status = response.status
-        self._require(response.HasField("status"), "the response has no status", name)
-        check_model(status, peer=self.peer, name=name)
-        check_version(status.policy_version, peer=self.peer, name=name)
-        self._check_step(status.step, name)
+        status, check = response.status, self._check(response)
+        check.require(response.HasField("status"), "the response has no status")
+        check.model(status)
+        check.version(status.policy_version)
+        _check_step(check, status.step)
         return status
-
-    def _check_step(self, step: int, name: str, *, wanted: int | None = None) -> None:
-        rule = f"the step is {step}; it must be at least 0" if wanted is None else f"answered step {step} for {wanted}"
-        self._require(step >= 0 and wanted in (None, step), rule, name, "WRONG_STEP")
 
     async def watch_status(self, *, timeout: float | None = None) -> AsyncGenerator[pb.TrainerStatus, None]:
         """Yield the present status at once, then every change. Default timeout: none."""
-        request = pb.WatchStatusRequest()
-        watch = stream(self._stub.WatchStatus, request, timeout=timeout, peer=self.peer, name="WatchStatus")
-        async with aclosing(watch) as responses:
+        async with aclosing(self._stream(self._stub.WatchStatus, pb.WatchStatusRequest(), timeout)) as responses:
             async for response in responses:
-                yield self._status(response, "WatchStatus")
+                yield self._status(response)
 
     async def train_step(
         self, step: int, experiences: Iterable[Sample | Experience], *, timeout: float | None = None
@@ -143,20 +125,21 @@ class AsyncTrainerClient(AsyncClient):
 
     def _trained(self, answer: pb.TrainStepResponse, step: int) -> pb.TrainStepResponse:
         """Return the checked response of a step. A metric may be NaN, where it could not be measured."""
-        name = "TrainStep"
-        self._check_step(answer.step, name, wanted=step)
-        check_version(answer.policy_version, peer=self.peer, name=name)
-        self._check_reason(answer.skipped_reason, name)
-        rule = f"{len(answer.metrics)} metrics; at most {_MAX_METRICS}"
-        self._require(len(answer.metrics) <= _MAX_METRICS, rule, name)
+        check = self._check_step_response(answer, step)
+        check.require(len(answer.metrics) <= _MAX_METRICS, f"{len(answer.metrics)} metrics; at most {_MAX_METRICS}")
         wrong = next((key for key in answer.metrics if not is_metric_name(key)), "")
         known = not wrong and "" not in answer.metrics
-        self._require(known, f"a metric is named {clean(wrong, 64)!r}", name)
+        check.require(known, f"a metric is named {clean(wrong, 64)!r}")
         return answer
 
-    def _check_reason(self, reason: str, name: str) -> None:
+    def _check_step_response(self, response: pb.TrainStepResponse | pb.OptimStepResponse, step: int) -> ResponseCheck:
+        """Check step, version and reason of the response to `step`; return the checks for the rest of it."""
+        check, reason = self._check(response), response.skipped_reason
+        _check_step(check, response.step, wanted=step)
+        check.version(response.policy_version)
         rule = f"skipped_reason is {reason[:64]!r}; it must be UPPER_SNAKE_CASE or empty"
-        self._require(not reason or is_reason(reason), rule, name)
+        check.require(not reason or is_reason(reason), rule)
+        return check
 
     async def forward(
         self,
@@ -179,23 +162,18 @@ class AsyncTrainerClient(AsyncClient):
         Raises:
             InvalidInput: A sample is malformed (the message has its index), or the recipe has no critic.
         """
-        end = time.monotonic() + self._seconds(timeout)
+        left = self._countdown(timeout)
         found = ForwardOutput()
         for part in chunks(from_token_ids(token_ids, temperature), _FORWARD_BYTES):
             request = pb.ComputeLogprobsRequest(experiences=part, include_entropies=entropies, include_values=values)
-            left = max(end - time.monotonic(), 0.001)
-            answer = await self._call(self._stub.ComputeLogprobs, request, "ComputeLogprobs", left)
-            found.logprobs.extend(self._rows(answer.logprobs, part, "logprobs"))
+            answer = await self._call(self._stub.ComputeLogprobs, request, left())
+            check = self._check(answer)
+            found.logprobs.extend(check.rows(answer.logprobs, part))
             if entropies:
-                found.entropies.extend(self._rows(answer.entropies, part, "entropies"))
+                found.entropies.extend(check.rows(answer.entropies, part, "entropies"))
             if values:
-                found.values.extend(self._rows(answer.values, part, "values"))
+                found.values.extend(check.rows(answer.values, part, "values"))
         return found
-
-    def _rows(
-        self, answers: Sequence[bytes], asked: Sequence[Experience], what: str, name: str = "ComputeLogprobs"
-    ) -> list[Float32Array]:
-        return unpack_rows(answers, asked, peer=self.peer, name=name, what=what)
 
     async def forward_backward(
         self,
@@ -231,10 +209,10 @@ class AsyncTrainerClient(AsyncClient):
             for experience, weights in zip(from_token_ids(token_ids, temperature), loss_weights, strict=True)
         ]
         request = pb.ForwardBackwardRequest(step=step, part=part, samples=samples)
-        answer = await self._call(self._stub.ForwardBackward, request, "ForwardBackward", timeout)
-        asked = [sample.experience for sample in samples]
-        check_version(answer.policy_version, peer=self.peer, name="ForwardBackward")
-        rows = self._rows(answer.logprobs, asked, "logprobs", "ForwardBackward")
+        answer = await self._call(self._stub.ForwardBackward, request, timeout)
+        check = self._check(answer)
+        check.version(answer.policy_version)
+        rows = check.rows(answer.logprobs, [sample.experience for sample in samples])
         return ForwardBackwardOutput(loss=answer.loss, logprobs=rows)
 
     async def optim_step(
@@ -259,29 +237,20 @@ class AsyncTrainerClient(AsyncClient):
             AlreadyExists: The step ended with other arguments.
         """
         request = pb.OptimStepRequest(step=step, learning_rate=learning_rate, max_grad_norm=max_grad_norm)
-        answer = await self._call(self._stub.OptimStep, request, "OptimStep", timeout)
-        self._check_step(answer.step, "OptimStep", wanted=step)
-        check_version(answer.policy_version, peer=self.peer, name="OptimStep")
-        self._check_reason(answer.skipped_reason, "OptimStep")
+        answer = await self._call(self._stub.OptimStep, request, timeout)
+        self._check_step_response(answer, step)
         return answer
 
     async def discard_gradient(self, *, timeout: float | None = None) -> int:
         """Drop the gradient of the parts since the last step; return the number of parts."""
-        request = pb.DiscardGradientRequest()
-        response = await self._call(self._stub.DiscardGradient, request, "DiscardGradient", timeout)
-        rule = f"part_count is {response.part_count}; it must be at least 0"
-        self._require(response.part_count >= 0, rule, "DiscardGradient")
+        response = await self._call(self._stub.DiscardGradient, pb.DiscardGradientRequest(), timeout)
+        self._check(response).not_negative(response, "part_count")
         return response.part_count
 
     async def compute_logprobs(self, samples: Sequence[Sample], *, timeout: float | None = None) -> list[Float32Array]:
         """Return one float32 [n] per sample, in order; the first value of each is NaN, the others are finite."""
-        method, request, asked = (
-            self._stub.ComputeLogprobs,
-            pb.ComputeLogprobsRequest,
-            from_samples(samples),
-        )
-        seconds = self._seconds(timeout)
-        return await compute_logprobs(method, request, asked, timeout=seconds, peer=self.peer)
+        method, asked = self._stub.ComputeLogprobs, from_samples(samples)
+        return await compute_logprobs(self, method, pb.ComputeLogprobsRequest, asked, timeout)
 
     async def save_checkpoint(self, *, score: float | None = None, timeout: float | None = None) -> int:
         """Write a checkpoint of the present step; return the step once the checkpoint is durable.
@@ -290,17 +259,15 @@ class AsyncTrainerClient(AsyncClient):
             score: mean score of a held-out evaluation of these weights; the best checkpoints are kept.
             timeout: seconds.
         """
-        request = pb.SaveCheckpointRequest(score=score)
-        response = await self._call(self._stub.SaveCheckpoint, request, "SaveCheckpoint", timeout)
-        self._check_step(response.step, "SaveCheckpoint")
+        response = await self._call(self._stub.SaveCheckpoint, pb.SaveCheckpointRequest(score=score), timeout)
+        _check_step(self._check(response), response.step)
         return response.step
 
     async def load_checkpoint(self, step: int, *, timeout: float | None = None) -> pb.TrainerStatus:
         """Restore the checkpoint of `step`; raise NotFound when there is none."""
-        request = pb.LoadCheckpointRequest(step=step)
-        response = await self._call(self._stub.LoadCheckpoint, request, "LoadCheckpoint", timeout)
-        status = self._status(response, "LoadCheckpoint")
-        self._check_step(status.step, "LoadCheckpoint", wanted=step)
+        response = await self._call(self._stub.LoadCheckpoint, pb.LoadCheckpointRequest(step=step), timeout)
+        status = self._status(response)
+        _check_step(self._check(response), status.step, wanted=step)
         return status
 
     async def export_model(self, name: str, *, ema: bool = False, timeout: float | None = None) -> str:
@@ -311,20 +278,24 @@ class AsyncTrainerClient(AsyncClient):
             ema: write the moving average of the weights instead; raises WrongState when the recipe keeps none.
             timeout: seconds.
         """
-        request = pb.ExportModelRequest(name=name, ema=ema)
-        response = await self._call(self._stub.ExportModel, request, "ExportModel", timeout)
-        self._require(bool(response.path), "the response has no path", "ExportModel")
+        response = await self._call(self._stub.ExportModel, pb.ExportModelRequest(name=name, ema=ema), timeout)
+        self._check(response).require(bool(response.path), "the response has no path")
         return response.path
 
     async def raise_policy_version(self, policy_version: int, *, timeout: float | None = None) -> int:
         """Raise the version of the present weights to at least `policy_version`; return the version."""
         request = pb.RaisePolicyVersionRequest(policy_version=policy_version)
-        response = await self._call(self._stub.RaisePolicyVersion, request, "RaisePolicyVersion", timeout)
-        check_version(response.policy_version, peer=self.peer, name="RaisePolicyVersion")
+        response = await self._call(self._stub.RaisePolicyVersion, request, timeout)
+        check = self._check(response)
+        check.version(response.policy_version)
         rule = f"policy_version is {response.policy_version} after it was raised to {policy_version}"
-        raised = response.policy_version >= policy_version
-        self._require(raised, rule, "RaisePolicyVersion", "BAD_VERSION")
+        check.require(response.policy_version >= policy_version, rule, "BAD_VERSION")
         return response.policy_version
+
+
+def _check_step(check: ResponseCheck, step: int, *, wanted: int | None = None) -> None:
+    rule = f"the step is {step}; it must be at least 0" if wanted is None else f"answered step {step} for {wanted}"
+    check.require(step >= 0 and wanted in (None, step), rule, "WRONG_STEP")
 
 
 class TrainerClient(SyncClient[AsyncTrainerClient]):
@@ -359,13 +330,13 @@ class TrainerWeightClient(AsyncClient):
 
     async def get_manifest(self, *, timeout: float) -> weight.GetManifestResponse:
         """Return the layout of the weights, the host and the backends."""
-        request = weight.GetManifestRequest()
-        found = await self._call(self._stub.GetManifest, request, "GetManifest", timeout)
-        check_digest(found.manifest_sha256, peer=self.peer, name="GetManifest")
+        found = await self._call(self._stub.GetManifest, weight.GetManifestRequest(), timeout)
+        check = self._check(found)
+        check.digest(found.manifest_sha256)
         same = hashlib.sha256(found.manifest).digest() == found.manifest_sha256
-        self._require(same, "manifest_sha256 is not that of the manifest", "GetManifest")
-        for uuids in (found.device_uuids, found.reachable_device_uuids):
-            check_devices(uuids, peer=self.peer, name="GetManifest")
+        check.require(same, "manifest_sha256 is not that of the manifest")
+        check.devices(found.device_uuids)
+        check.devices(found.reachable_device_uuids)
         return found
 
     async def make_offer(
@@ -377,28 +348,26 @@ class TrainerWeightClient(AsyncClient):
             One opaque offer per trainer rank, for the receivers of this group. Never log them.
         """
         request = weight.MakeOfferRequest(epoch=epoch, backend=backend, receiver_count=receiver_count, group=group)
-        response = await self._call(self._stub.MakeOffer, request, "MakeOffer", timeout)
-        check_offers(response.offers, peer=self.peer, name="MakeOffer")
+        response = await self._call(self._stub.MakeOffer, request, timeout)
+        self._check(response).offers(response.offers)
         return list(response.offers)
 
     async def open(self, *, epoch: int, timeout: float) -> None:
         """Join the receivers of the epoch."""
-        request = weight.OpenWeightsRequest(epoch=epoch)
-        await self._call(self._stub.OpenWeights, request, "OpenWeights", timeout)
+        await self._call(self._stub.OpenWeights, weight.OpenWeightsRequest(epoch=epoch), timeout)
 
     async def send(
         self, *, epoch: int, policy_version: int, skip_sums: bool = False, timeout: float
     ) -> weight.SendWeightsResponse:
         """Send the present weights; return their digest and size, and the sums of the tensors unless skipped."""
         request = weight.SendWeightsRequest(epoch=epoch, policy_version=policy_version, skip_sums=skip_sums)
-        sent = await self._call(self._stub.SendWeights, request, "SendWeights", timeout)
-        check_digest(sent.weights_digest, peer=self.peer, name="SendWeights")
-        check_sums(sent.sums, peer=self.peer, name="SendWeights")
-        rule = f"sent_bytes is {sent.sent_bytes}; it must be at least 0"
-        self._require(sent.sent_bytes >= 0, rule, "SendWeights")
+        sent = await self._call(self._stub.SendWeights, request, timeout)
+        check = self._check(sent)
+        check.digest(sent.weights_digest)
+        check.sums(sent.sums)
+        check.not_negative(sent, "sent_bytes")
         return sent
 
     async def abort(self, *, epoch: int, timeout: float) -> None:
         """Abort the running transfer and close the epoch."""
-        request = weight.AbortWeightsRequest(epoch=epoch)
-        await self._call(self._stub.AbortWeights, request, "AbortWeights", timeout)
+        await self._call(self._stub.AbortWeights, weight.AbortWeightsRequest(epoch=epoch), timeout)

@@ -122,9 +122,9 @@ def _hook_calls() -> None:
                 file.unlink()
                 os.kill(int(pid) or os.getpid(), signal.SIGKILL)
 
-    async def call(method: Any, request: Any, *, timeout: float, peer: str, name: str) -> Any:
-        reach(name)
-        return await send(method, request, timeout=timeout, peer=peer, name=name)
+    async def call(method: Any, request: Any, *, timeout: float, peer: str) -> Any:
+        reach(channel.method_name(request))
+        return await send(method, request, timeout=timeout, peer=peer)
 
     channel.call = call  # before the clients import it
 

@@ -246,7 +246,7 @@ async def repeat(target: str, tap: Tap, member: str, method: str, *, epochs_earl
     channel = open_channel(target, None)
     stub = (TrainerWeightServiceStub if trainer else RolloutControlServiceStub)(channel)
     try:
-        await call(getattr(stub, method), request, timeout=5.0, peer=member, name=method)
+        await call(getattr(stub, method), request, timeout=5.0, peer=member)
     finally:
         await channel.close()
 

@@ -271,5 +271,4 @@ class _Bench:
         return (await self._trainer.get_status(timeout=_STEP_SECONDS)).policy_version
 
     async def _call(self, method: Any, request: Any) -> Any:
-        name = type(request).__name__.removesuffix("Request")
-        return await call(method, request, timeout=self._settings.timeout, peer="service", name=name)
+        return await call(method, request, timeout=self._settings.timeout, peer="service")

@@ -29,7 +29,7 @@ from fourfold.arrays import Sample, VersionSpan
 from fourfold.config import Config
 from fourfold_bench import record
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
-from fourfold_trainer.ranks.engine import RankGroup
+from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.step.micro_batches import compute_per_token
 from fourfold_trainer.step.train_step import train_step
 
@@ -122,7 +122,7 @@ def recipe(options: argparse.Namespace, folder: Path, sample_count: int) -> Conf
 class Stopwatch:
     """Passes calls on to an engine, and measures its updates."""
 
-    def __init__(self, engine: RankGroup) -> None:
+    def __init__(self, engine: DistributedEngine) -> None:
         self.engine = engine
         self.seconds: list[float] = []
 
@@ -166,7 +166,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     layers, hidden, *_, vocabulary = SHAPES[options.shape]
     samples = make_samples(options.tokens, options.longest, vocabulary)
     config = recipe(options, folder / "model", len(samples))
-    engine = Stopwatch(RankGroup(config, folder / "model", run_dir=folder, member_id="trainer-0", on_death=print))
+    engine = Stopwatch(
+        DistributedEngine(config, folder / "model", run_dir=folder, member_id="trainer-0", on_death=print)
+    )
     lengths = np.array([len(s.token_ids) for s in samples], np.float64)
     forward = 2 * parameters * lengths.sum() + 4 * layers * hidden * (lengths**2).sum() / 2
     positions = [np.flatnonzero(s.action_mask) for s in samples]

@@ -87,16 +87,16 @@ def one_pass(model: Any, device: torch.device) -> tuple[Tensor, Tensor, list[Ten
 
 def main(rank: int, count: int, folder: Path, device_name: str = "cuda") -> None:
     """Compare."""
-    from fourfold_trainer.ranks import process_group
+    from fourfold_trainer.ranks import rank_processes
 
     config = config_of(count, device_name)
-    place = process_group.places(config, critic=False)[rank]
-    os.environ.update(process_group.environment(config, place))
-    from fourfold_trainer.zero import group, ulysses
+    place = rank_processes.place_ranks(config, critic=False)[rank]
+    os.environ.update(rank_processes.rank_environment(config, place))
+    from fourfold_trainer.zero import process_groups
 
-    group.join(config, rank=rank, rank_count=count, gpu=place.gpu, rendezvous=folder / "rendezvous")
-    device = group.device_of(config, rank)
-    exchange = ulysses.make_exchange(config, rank=rank)
+    process_groups.join(config, rank=rank, rank_count=count, gpu=place.gpu, rendezvous=folder / "rendezvous")
+    device = process_groups.device_of(config, rank)
+    exchange = process_groups.make_exchange(config, rank=rank)
     assert exchange is not None
     model = make_model(device)
     kernels: list[tuple[int, ...]] = []
@@ -118,7 +118,7 @@ def main(rank: int, count: int, folder: Path, device_name: str = "cuda") -> None
         "kernels": kernels,
     }
     (folder / f"{rank}.json").write_text(json.dumps(seen))
-    group.leave()
+    process_groups.leave()
 
 
 if __name__ == "__main__":

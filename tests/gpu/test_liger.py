@@ -20,7 +20,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Gemma"])
 def test_a_model_with_liger_equals_one_without(family: str) -> None:
-    from fourfold_trainer.zero.models import apply_liger
+    from fourfold_trainer.zero.load_model import apply_liger
 
     shape = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     shape |= {"head_dim": 64, "intermediate_size": 512, "vocab_size": 1000}

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import fourfold_trainer.zero.engine
-from fourfold_trainer.zero import settings
+import fourfold_trainer.zero.deepspeed_model
+from fourfold_trainer.zero import deepspeed_config
 
 _BUCKET_ELEMENTS: Final = 100_000
-_deepspeed_settings = settings.deepspeed_settings
+_original = deepspeed_config.deepspeed_config
 
 
 def _small_prefetch(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    found = _deepspeed_settings(*args, **kwargs)
+    found = _original(*args, **kwargs)
     found["zero_optimization"]["stage3_prefetch_bucket_size"] = _BUCKET_ELEMENTS
     return found
 
 
-fourfold_trainer.zero.engine.deepspeed_settings = _small_prefetch  # type: ignore[attr-defined]
+fourfold_trainer.zero.deepspeed_model.deepspeed_config = _small_prefetch  # type: ignore[attr-defined]

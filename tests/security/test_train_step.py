@@ -38,13 +38,13 @@ async def trainer(start_trainer: Start) -> Trainer:
 async def added(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[int]:
     """Return the steps of the messages that the trainer decodes, in order."""
     steps: asyncio.Queue[int] = asyncio.Queue()
-    loop, add = asyncio.get_running_loop(), batch_stream.Batch.add
+    loop, add = asyncio.get_running_loop(), batch_stream.IncomingBatch.add
 
-    def noted(batch: batch_stream.Batch, request: pb.TrainStepRequest) -> None:
+    def noted(batch: batch_stream.IncomingBatch, request: pb.TrainStepRequest) -> None:
         loop.call_soon_threadsafe(steps.put_nowait, request.step)
         add(batch, request)
 
-    monkeypatch.setattr(batch_stream.Batch, "add", noted)
+    monkeypatch.setattr(batch_stream.IncomingBatch, "add", noted)
     return steps
 
 
@@ -131,13 +131,13 @@ async def test_the_last_batch_sent_again_is_not_kept_in_memory(
 ) -> None:
     first = await trainer.train(1, USEFUL)
     kept: list[int] = []
-    add = batch_stream.Batch.add
+    add = batch_stream.IncomingBatch.add
 
-    def noted(batch: batch_stream.Batch, request: pb.TrainStepRequest) -> None:
+    def noted(batch: batch_stream.IncomingBatch, request: pb.TrainStepRequest) -> None:
         add(batch, request)
         kept.append(len(batch.samples))
 
-    monkeypatch.setattr(batch_stream.Batch, "add", noted)
+    monkeypatch.setattr(batch_stream.IncomingBatch, "add", noted)
     assert await trainer.train(1, USEFUL) == first
     with pytest.raises(AlreadyExists):
         await trainer.train(1, group_of([1, 0]))

@@ -24,7 +24,7 @@ import transformers
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.arrays import Sample, VersionSpan
 from fourfold.config import Config
-from fourfold_trainer.ranks.engine import RankGroup
+from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.step.train_step import train_step
 
 STEPS: Final = 20
@@ -105,7 +105,7 @@ def _logprobs(model: Any, ids: torch.Tensor) -> np.ndarray[Any, np.dtype[np.floa
 def learn(preset: str, folder: Path, out: Path) -> list[float]:
     """Train; return the mean reward of each step."""
     config = recipe(preset, folder)
-    engine = RankGroup(config, folder, run_dir=out, member_id="trainer-0", on_death=_say)
+    engine = DistributedEngine(config, folder, run_dir=out, member_id="trainer-0", on_death=_say)
     reference = load(folder)
     state, rewards = AlgorithmState(), list[float]()
     for step in range(1, STEPS + 1):

@@ -34,21 +34,21 @@ def config_of(ranks: int, size: int) -> Config:
 
 def main(rank: int, count: int, size: int, folder: Path) -> None:
     """Run all cases."""
-    from fourfold_trainer.ranks import process_group
+    from fourfold_trainer.ranks import rank_processes
 
     config = config_of(count, size)
-    place = process_group.places(config, critic=False)[rank]
-    os.environ.update(process_group.environment(config, place))
-    from fourfold_trainer.zero import group, ulysses
+    place = rank_processes.place_ranks(config, critic=False)[rank]
+    os.environ.update(rank_processes.rank_environment(config, place))
+    from fourfold_trainer.zero import process_groups
 
-    group.join(config, rank=rank, rank_count=count, gpu=place.gpu, rendezvous=folder / "rendezvous")
-    exchange = ulysses.make_exchange(config, rank=rank)
+    process_groups.join(config, rank=rank, rank_count=count, gpu=place.gpu, rendezvous=folder / "rendezvous")
+    exchange = process_groups.make_exchange(config, rank=rank)
     for index, case in enumerate(CASES):
         with float64_alone():
             found = run(case, make_model(case), exchange, seed=rank // size)
         file = folder / f"{index}-{rank}.safetensors"
         safetensors.torch.save_file({name: value.clone() for name, value in found.items()}, file)
-    group.leave()
+    process_groups.leave()
 
 
 if __name__ == "__main__":

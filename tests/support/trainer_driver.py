@@ -27,7 +27,7 @@ from fourfold.arrays import Float32Array, Sample
 from fourfold.config import Config
 from fourfold.metrics import PADDING_FRACTION
 from fourfold_trainer.checkpoint.store import layout_of
-from fourfold_trainer.ranks.engine import RankGroup
+from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.service.metrics import summarise
 from fourfold_trainer.step.micro_batches import Compute, add_gradient, compute_per_token, forward_all
 from fourfold_trainer.step.train_step import StepResult, train_step
@@ -163,7 +163,7 @@ class Run:
         self.norms: list[float] = []
         self.metrics: list[float] = []
         """Of every step, in the order of their names; but for what depends on how a step is split."""
-        self.engine = RankGroup(
+        self.engine = DistributedEngine(
             self.config, Path(case.model), run_dir=folder, member_id="trainer-0", on_death=self._on_death
         )
 
@@ -303,7 +303,7 @@ def export(run: Run) -> dict[str, Any]:
     return seen
 
 
-def offloads(engine: RankGroup) -> list[bool]:
+def offloads(engine: DistributedEngine) -> list[bool]:
     """Return whether DeepSpeed has the policy's optimizer, and its parameters, in main memory."""
     optimizer: Any = engine._worker.policy._engine.optimizer  # type: ignore[attr-defined]
     own = getattr(optimizer, "offload_optimizer", getattr(optimizer, "cpu_offload", False))

@@ -19,9 +19,9 @@ from fourfold.nn import forward
 from fourfold.plan.models import check_sequence_parallel
 from fourfold_trainer.batches import dummy_value_batch
 from fourfold_trainer.engine import UpdateSettings, UpdateSums
-from fourfold_trainer.ranks.engine import RankGroup
-from fourfold_trainer.ranks.process_group import ProcessGroup
-from fourfold_trainer.ranks.rank_channel import Message
+from fourfold_trainer.ranks.distributed_engine import DistributedEngine
+from fourfold_trainer.ranks.rank_channel import RankMessage
+from fourfold_trainer.ranks.rank_processes import RankProcesses
 from fourfold_trainer.ranks.worker import _sums_answer as sums_answer
 from tests.fakes.threads import ThreadGroup
 from tests.support.architectures import build
@@ -64,18 +64,18 @@ def test_a_rank_holds_its_slice_alone() -> None:
 
 
 def test_a_group_has_one_share_and_one_of_its_ranks_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = object.__new__(ProcessGroup)
+    ranks = object.__new__(RankProcesses)
     ranks._config = config_of(4, 2)
-    group = object.__new__(RankGroup)
+    group = object.__new__(DistributedEngine)
     group._critic = ranks
     sent: list[Any] = []
 
-    def call(_self: ProcessGroup, _name: str, *, fields: Any, arrays: Any) -> list[Message]:
+    def call(_self: RankProcesses, _name: str, *, fields: Any, arrays: Any) -> list[RankMessage]:
         sent.extend(arrays)
         sums = [UpdateSums(token_count=10**rank, mismatches=np.ones(rank, np.float32)) for rank in range(4)]
         return [sums_answer(one) for one in sums]
 
-    monkeypatch.setattr(ProcessGroup, "call", call)
+    monkeypatch.setattr(RankProcesses, "call", call)
     shares = [[dummy_value_batch()], [dummy_value_batch(), dummy_value_batch()]]
     sums = group.update_critic(shares, UpdateSettings(learning_rate=1.0))
     assert [len(part) for part in sent] == [8, 8, 16, 16]  # of 8 arrays each

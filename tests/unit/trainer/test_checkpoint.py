@@ -16,7 +16,7 @@ import torch
 from fourfold.algorithm.state import AlgorithmState, RunningMoments
 from fourfold.errors import NotFound, Unavailable, WrongState
 from fourfold_trainer.checkpoint import store as checkpoint_store
-from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, whole
+from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, atomic_folder
 
 LAYOUT = {"dtype": "float32", "weights": "ab"}
 
@@ -32,7 +32,7 @@ def state(step: int, **more: object) -> TrainerState:
 
 
 def write(folder: Path) -> None:
-    checkpoint_store.write_tensors(folder / checkpoint_store.rank_file("policy", 0), {"master.0": torch.arange(4.0)})
+    checkpoint_store.write_tensors(folder / "policy-000.safetensors", {"master.0": torch.arange(4.0)})
 
 
 def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_process_killed_while_it_removes_an_old_one_leaves_no_half_of_it(
 def test_a_folder_is_replaced_in_one_step(tmp_path: Path) -> None:
     target = tmp_path / "model"
     for text in ("old", "new"):
-        with whole(target) as partial:
+        with atomic_folder(target) as partial:
             (partial / "config.json").write_text(text)
             if text == "new":
                 assert (target / "config.json").read_text() == "old"
@@ -236,9 +236,9 @@ def test_a_folder_is_replaced_in_one_step(tmp_path: Path) -> None:
 
 def test_an_error_leaves_the_old_folder(tmp_path: Path) -> None:
     target = tmp_path / "model"
-    with whole(target) as partial:
+    with atomic_folder(target) as partial:
         (partial / "config.json").write_text("old")
-    with pytest.raises(ZeroDivisionError), whole(target) as partial:
+    with pytest.raises(ZeroDivisionError), atomic_folder(target) as partial:
         (partial / "config.json").write_text(str(1 // 0))
     assert (target / "config.json").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -246,7 +246,7 @@ def test_an_error_leaves_the_old_folder(tmp_path: Path) -> None:
 
 def test_what_another_process_left_behind_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".partial-model-99").mkdir()
-    with whole(tmp_path / "model") as partial:
+    with atomic_folder(tmp_path / "model") as partial:
         (partial / "config.json").write_text("{}")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -283,7 +283,7 @@ def source(folder: Path) -> Path:
 
 def test_an_export_has_the_tokenizers_files_and_the_trained_weights(tmp_path: Path) -> None:
     target = tmp_path / "model"
-    with whole(target) as partial:
+    with atomic_folder(target) as partial:
         checkpoint_store.write_model(Model(), {"w": torch.ones(2)}, partial, source=source(tmp_path / "source"))
     copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "spiece.model", "merges.txt"}
     assert {path.name for path in target.iterdir()} == copied | {"config.json", "model.safetensors"}
@@ -298,9 +298,9 @@ FULL = [OSError(28, "No space left on device"), safetensors.SafetensorError("I/O
 @pytest.mark.parametrize("error", FULL)
 def test_weights_that_cannot_be_written_leave_the_old_export(tmp_path: Path, error: Exception) -> None:
     target, tokenizer = tmp_path / "model", source(tmp_path / "source")
-    with whole(target) as partial:
+    with atomic_folder(target) as partial:
         checkpoint_store.write_model(Model(), {"w": torch.ones(2)}, partial, source=tokenizer)
-    with pytest.raises(Unavailable, match=r"No space left on device.*make room"), whole(target) as partial:
+    with pytest.raises(Unavailable, match=r"No space left on device.*make room"), atomic_folder(target) as partial:
         checkpoint_store.write_model(Model(error), {"w": torch.zeros(2)}, partial, source=tokenizer)
     assert safetensors.torch.load_file(target / "model.safetensors")["w"].tolist() == [1, 1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "source"]
@@ -357,7 +357,7 @@ def test_an_export_is_on_the_disk_before_it_is_in_its_place(tmp_path: Path, disk
     tokenizer = source(tmp_path / "source")
     for _ in range(2):  # the second one takes the place of the first
         disk.clear()
-        with whole(tmp_path / "model") as partial:
+        with atomic_folder(tmp_path / "model") as partial:
             checkpoint_store.write_model(Model(), {"w": torch.ones(2)}, partial, source=tokenizer)
             names = {path.name for path in partial.iterdir()}
         place = disk.index(("place", "model"))

@@ -17,8 +17,8 @@ from fourfold.nn import forward
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.source.fused_params import named_weights
-from fourfold_trainer.zero.lora import Adapters
-from fourfold_trainer.zero.settings import deepspeed_settings
+from fourfold_trainer.zero.deepspeed_config import deepspeed_config
+from fourfold_trainer.zero.lora import LoraAdapters
 from tests.support.architectures import build
 from tests.support.plain_lora import put_in
 from tests.support.trainer_driver import Case, config_of
@@ -36,11 +36,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def adapted(name: str, **changes: Any) -> tuple[Any, Adapters]:
+def adapted(name: str, **changes: Any) -> tuple[Any, LoraAdapters]:
     """Return a model in float64 that gives log-probabilities, with adapters that are not 0."""
     model = build(name, torch.float64)
     forward.install(model)
-    adapters = Adapters(LoraConfig(**{"rank": 3, "alpha": 6.0, **changes}), model, source=Path("base"), seed=5)
+    adapters = LoraAdapters(LoraConfig(**{"rank": 3, "alpha": 6.0, **changes}), model, source=Path("base"), seed=5)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in adapters.parameters:
@@ -79,12 +79,13 @@ def test_a_model_computes_the_same_until_it_is_trained() -> None:
     model = build("llama", torch.float64)
     forward.install(model)
     before, state = logprobs(model, batch()), torch.get_rng_state()
-    adapters = Adapters(LoraConfig(rank=3), model, source=Path("base"), seed=5)
+    adapters = LoraAdapters(LoraConfig(rank=3), model, source=Path("base"), seed=5)
     torch.testing.assert_close(logprobs(model, batch()), before, rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(one.a.std() > 0.05 and not one.b.any() for one in adapters.by_weight.values())
     same, other = (
-        Adapters(LoraConfig(rank=3), build("llama", torch.float64), source=Path("base"), seed=seed) for seed in (5, 6)
+        LoraAdapters(LoraConfig(rank=3), build("llama", torch.float64), source=Path("base"), seed=seed)
+        for seed in (5, 6)
     )
     for name, one in adapters.by_weight.items():
         assert torch.equal(one.a, same.by_weight[name].a) and not torch.equal(one.a, other.by_weight[name].a)
@@ -96,7 +97,7 @@ def test_weights_are_sent_under_the_names_that_they_had(name: str) -> None:
     plain = DenseSource(build(name, torch.float32))
     wanted = [spec.name for spec in plain.manifest().tensors]
     model = build(name, torch.float32)
-    adapters = Adapters(LoraConfig(rank=3), model, source=Path("base"), seed=5)
+    adapters = LoraAdapters(LoraConfig(rank=3), model, source=Path("base"), seed=5)
     assert [spec.name for spec in DenseSource(model, rename=adapters.rename).manifest().tensors] == wanted
     assert set(adapters.by_weight) < {owner for owner, _ in plain.slices}
     assert all(not p.requires_grad for _, p in named_weights(model, adapters.rename))
@@ -108,15 +109,15 @@ def test_adapters_stay_whole_and_nothing_else_does() -> None:
     model = build("llama", torch.float32)
     forward.install(model)
     threshold = "stage3_param_persistence_threshold"
-    assert threshold not in deepspeed_settings(config, model, max_grad_norm=1.0)["zero_optimization"]  # as a critic
-    Adapters(LoraConfig(rank=4096), model, source=Path("base"), seed=5)
-    assert deepspeed_settings(config, model, max_grad_norm=1.0)["zero_optimization"][threshold] == 4096 * 48
+    assert threshold not in deepspeed_config(config, model, max_grad_norm=1.0)["zero_optimization"]  # as a critic
+    LoraAdapters(LoraConfig(rank=4096), model, source=Path("base"), seed=5)
+    assert deepspeed_config(config, model, max_grad_norm=1.0)["zero_optimization"][threshold] == 4096 * 48
 
 
 @needs_peft
 def test_adapters_have_the_dtype_of_the_model() -> None:
     model = build("llama", torch.bfloat16)
-    adapters = Adapters(LoraConfig(rank=3), model, source=Path("base"), seed=5)
+    adapters = LoraAdapters(LoraConfig(rank=3), model, source=Path("base"), seed=5)
     assert {p.dtype for p in adapters.parameters} == {torch.bfloat16}
 
 
@@ -147,7 +148,7 @@ def test_a_layer_that_cannot_have_an_adapter_is_refused_first(
     forward.install(model)
     before = [(n, p.requires_grad) for n, p in model.named_parameters()]
     with pytest.raises(ConfigError) as caught:
-        Adapters(LoraConfig(rank=3, target_modules=targets), model, source=Path("base"), seed=5)
+        LoraAdapters(LoraConfig(rank=3, target_modules=targets), model, source=Path("base"), seed=5)
     assert message in caught.value.message
     assert [(n, p.requires_grad) for n, p in model.named_parameters()] == before
 
@@ -159,7 +160,7 @@ def test_without_peft_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPat
     model = build("llama", torch.float32)
     monkeypatch.setattr("importlib.import_module", missing)
     with pytest.raises(ConfigError) as caught:
-        Adapters(LoraConfig(rank=3), model, source=Path("base"), seed=5)
+        LoraAdapters(LoraConfig(rank=3), model, source=Path("base"), seed=5)
     assert caught.value.message == (
         "trainer.lora.rank = 3 needs PEFT, which cannot be imported (No module named 'peft'); "
         "pip install 'fourfold-trainer[lora]', or set it to 0"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fourfold.nn import forward
-from fourfold_trainer.optim import masters, muon
+from fourfold_trainer.optim import master_weights, muon
 from tests.support import plain_muon
 from tests.support.architectures import build
 from tests.support.trainer_driver import LEARNING_RATE
@@ -47,11 +47,11 @@ def attached(weights: Mapping[str, Tensor]) -> muon.Muon:
     ]
     optimizer = muon.Muon(groups, SHAPES, momentum=plain_muon.MOMENTUM, betas=(0.9, 0.999), eps=1e-8)
     slices = [
-        masters.Slice(name=name, first=0, count=w.numel(), master=index, offset=0)
+        master_weights.MasterSlice(name=name, first=0, count=w.numel(), master=index, offset=0)
         for index, (name, w) in enumerate(weights.items())
     ]
     sizes = {name: w.numel() for name, w in weights.items()}
-    layout = masters.Masters(tensors=list(weights.values()), slices=slices, sizes=sizes, shared=True)
+    layout = master_weights.MasterWeights(tensors=list(weights.values()), slices=slices, sizes=sizes, shared=True)
     optimizer.attach(layout, device=torch.device("cpu"), dtype=torch.float32)
     for group in optimizer.param_groups:
         group["lr"] = LEARNING_RATE

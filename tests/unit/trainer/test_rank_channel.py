@@ -11,19 +11,19 @@ import numpy as np
 import pytest
 
 from fourfold.errors import DeadlinePassed, InvalidInput, Overloaded, Unavailable
-from fourfold_trainer.ranks.rank_channel import Array, Link, Message, from_bytes
+from fourfold_trainer.ranks.rank_channel import Array, RankChannel, RankMessage, from_bytes
 from fourfold_trainer.ranks.worker import ERROR, read_error
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Link, Link]]:
-    left, right = (Link(end) for end in socket.socketpair())
+def ends() -> Iterator[tuple[RankChannel, RankChannel]]:
+    left, right = (RankChannel(end) for end in socket.socketpair())
     yield left, right
     left.close()
     right.close()
 
 
-def test_a_message_arrives_as_it_was_sent(ends: tuple[Link, Link]) -> None:
+def test_a_message_arrives_as_it_was_sent(ends: tuple[RankChannel, RankChannel]) -> None:
     left, right = ends
     arrays: list[Array] = [
         np.arange(6, dtype=np.int32).reshape(2, 3),
@@ -33,7 +33,7 @@ def test_a_message_arrives_as_it_was_sent(ends: tuple[Link, Link]) -> None:
         from_bytes(b"offer"),
         np.random.default_rng(0).random(1_000_000),
     ]
-    sent = Message(name="update", fields={"a": 1, "b": [None, 0.1, float("inf")]}, arrays=arrays, sequence=7)
+    sent = RankMessage(name="update", fields={"a": 1, "b": [None, 0.1, float("inf")]}, arrays=arrays, sequence=7)
     sender = threading.Thread(target=left.send, args=(sent,))
     sender.start()
     found = right.receive(timeout=10)
@@ -44,36 +44,36 @@ def test_a_message_arrives_as_it_was_sent(ends: tuple[Link, Link]) -> None:
         np.testing.assert_array_equal(array, wanted)
 
 
-def test_an_end_that_is_gone_is_noticed(ends: tuple[Link, Link]) -> None:
+def test_an_end_that_is_gone_is_noticed(ends: tuple[RankChannel, RankChannel]) -> None:
     left, right = ends
     left.close()
     with pytest.raises(Unavailable, match="gone"):
         right.receive(timeout=10)
     with pytest.raises(Unavailable, match="the link broke while sending update"):
         for _ in range(100):
-            right.send(Message(name="update", arrays=[np.zeros(1 << 16)]))
+            right.send(RankMessage(name="update", arrays=[np.zeros(1 << 16)]))
 
 
-def test_a_silent_end_is_waited_for_no_longer_than_asked(ends: tuple[Link, Link]) -> None:
+def test_a_silent_end_is_waited_for_no_longer_than_asked(ends: tuple[RankChannel, RankChannel]) -> None:
     began = time.monotonic()
     with pytest.raises(DeadlinePassed):
         ends[0].receive(timeout=0.1)
     assert time.monotonic() - began < 2
 
 
-def test_an_array_type_that_is_not_ours_is_refused(ends: tuple[Link, Link]) -> None:
+def test_an_array_type_that_is_not_ours_is_refused(ends: tuple[RankChannel, RankChannel]) -> None:
     left, right = ends
-    left.send(Message(name="update", arrays=[np.zeros(1, np.complex64)]))
+    left.send(RankMessage(name="update", arrays=[np.zeros(1, np.complex64)]))
     with pytest.raises(Unavailable, match="array of <c8"):
         right.receive(timeout=10)
 
 
 def test_an_error_keeps_its_class_over_the_link() -> None:
     fields = {"class": "Overloaded", "message": "full", "reason": "QUEUE", "retry_after": 2.0}
-    error = read_error(Message(name=ERROR, fields=fields))
+    error = read_error(RankMessage(name=ERROR, fields=fields))
     assert isinstance(error, Overloaded) and not isinstance(error, InvalidInput)
     assert (error.message, error.reason, error.retry_after) == ("full", "QUEUE", 2.0)
-    assert read_error(Message(name="answer")) is None
+    assert read_error(RankMessage(name="answer")) is None
 
 
 def test_an_end_that_stops_in_the_middle_of_a_message_has_broken_the_link() -> None:
@@ -82,4 +82,4 @@ def test_an_end_that_stops_in_the_middle_of_a_message_has_broken_the_link() -> N
     with left, right:
         left.sendall(b"\x00\x00\x00")
         with pytest.raises(Unavailable, match="stopped in the middle of a message"):
-            Link(right).receive(timeout=0.05)
+            RankChannel(right).receive(timeout=0.05)

@@ -12,31 +12,31 @@ from torch import Tensor
 
 from fourfold.errors import WrongState
 from fourfold_trainer.checkpoint import shards, store
-from fourfold_trainer.optim import masters
-from fourfold_trainer.optim.masters import Masters, Slice
+from fourfold_trainer.optim import master_weights
+from fourfold_trainer.optim.master_weights import MasterSlice, MasterWeights
 
 KINDS = [shards.MASTER, "exp_avg", shards.STEP, shards.EMA]
 
 
-def whole(**sizes: int) -> Masters:
+def whole(**sizes: int) -> MasterWeights:
     """Return masters as stage 0 has them."""
-    slices = [Slice(name=n, first=0, count=c, master=i, offset=0) for i, (n, c) in enumerate(sizes.items())]
-    return Masters(tensors=[torch.zeros(c) for c in sizes.values()], slices=slices, sizes=sizes, shared=True)
+    slices = [MasterSlice(name=n, first=0, count=c, master=i, offset=0) for i, (n, c) in enumerate(sizes.items())]
+    return MasterWeights(tensors=[torch.zeros(c) for c in sizes.values()], slices=slices, sizes=sizes, shared=True)
 
 
-def partitioned(rank: int, rank_count: int, **sizes: int) -> Masters:
+def partitioned(rank: int, rank_count: int, **sizes: int) -> MasterWeights:
     """Return masters as stage 3 has them: all parameters in one, each cut into equal padded parts."""
     slices, offset = [], 0
     for name, size in sizes.items():
         part = -(-size // rank_count)
         count = min(part, size - rank * part)
         if count > 0:
-            slices.append(Slice(name=name, first=rank * part, count=count, master=0, offset=offset))
+            slices.append(MasterSlice(name=name, first=rank * part, count=count, master=0, offset=offset))
         offset += part
-    return Masters(tensors=[torch.zeros(offset)], slices=slices, sizes=sizes)
+    return MasterWeights(tensors=[torch.zeros(offset)], slices=slices, sizes=sizes)
 
 
-def save(folder: Path, layouts: list[Masters], values: dict[str, Tensor]) -> None:
+def save(folder: Path, layouts: list[MasterWeights], values: dict[str, Tensor]) -> None:
     """Write parameters of these values with as many ranks as layouts; padding is NaN."""
     for rank, layout in enumerate(layouts):
         states = []
@@ -47,15 +47,15 @@ def save(folder: Path, layouts: list[Masters], values: dict[str, Tensor]) -> Non
                     part = values[piece.name][piece.first : piece.first + piece.count]
                     flat[piece.offset : piece.offset + piece.count] = part
             states.append({shards.MASTER: flat, "exp_avg": -flat, shards.STEP: torch.tensor(3.0), shards.EMA: 2 * flat})
-        path = folder / store.rank_file("policy", rank)
-        shards.write(path, layout, states, {"cpu": torch.tensor([rank], dtype=torch.uint8)}, rank=rank)
+        random = {"cpu": torch.tensor([rank], dtype=torch.uint8)}
+        shards.write(folder, "policy", layout, states, random, rank=rank)
 
 
 VALUES = {"a": torch.arange(7.0), "b": torch.arange(100.0, 101.0), "c": torch.arange(200.0, 204.0)}
 SIZES = {name: len(value) for name, value in VALUES.items()}
 
 
-def layouts(kind: str) -> list[Masters]:
+def layouts(kind: str) -> list[MasterWeights]:
     """Return those of all ranks."""
     if kind == "whole":
         return [whole(**SIZES), whole(**SIZES)]
@@ -84,7 +84,7 @@ def test_every_layout_reads_what_every_other_wrote(tmp_path: Path, writer: str, 
 
 def test_before_the_first_update_there_are_weights_alone(tmp_path: Path) -> None:
     layout = whole(a=3)
-    shards.write(tmp_path / "policy-000.safetensors", layout, [{shards.MASTER: torch.ones(3)}], {}, rank=0)
+    shards.write(tmp_path, "policy", layout, [{shards.MASTER: torch.ones(3)}], {}, rank=0)
     (state,) = shards.read(tmp_path, "policy", layout, KINDS, rank=0).states
     assert list(state) == [shards.MASTER]
 
@@ -118,7 +118,7 @@ def test_missing_files_holes_and_damage_are_refused(tmp_path: Path) -> None:
     state = {shards.MASTER: torch.zeros(4), "exp_avg": torch.zeros(2)}
     parts = [{f"{kind}/0/a": value for kind, value in state.items()}, {f"{shards.MASTER}/4/a": torch.zeros(3)}]
     for rank, tensors in enumerate(parts):
-        store.write_tensors(tmp_path / store.rank_file("policy", rank), tensors)
+        store.write_tensors(tmp_path / shards.rank_file("policy", rank), tensors)
     with pytest.raises(WrongState, match="exp_avg of a has 2 of 7 elements; the checkpoint is damaged"):
         shards.read(tmp_path, "policy", whole(a=7), KINDS, rank=0)
 
@@ -139,6 +139,6 @@ def test_parts_of_a_flat_buffer_are_found_by_their_place_in_memory() -> None:
             parallel_partitioned_bit16_groups=[parts],
             single_partition_of_fp32_groups=[torch.zeros(8)],
         )
-        found = masters.find(optimizer, model, stage=2, rank=rank)
+        found = master_weights.find_master_weights(optimizer, model, stage=2, rank=rank)
         assert [(s.name, s.first, s.count, s.offset) for s in found.slices] == wanted
         assert found.sizes == {"0.weight": 6, "0.bias": 2, "1.weight": 2} and not found.shared

@@ -1,1 +1,1 @@
-"""Checkpoints and optimizer shards on disk."""
+"""Checkpoints and model exports on disk."""

@@ -1,24 +1,24 @@
-"""A model's optimizer state in files, one per rank, that any number of ranks at any ZeRO stage can read.
+"""Writes weights and optimizer state to one file per rank, which any number of ranks at any ZeRO stage can read.
 
-    policy-000.safetensors              what rank 0 holds
+    policy-000.safetensors              the elements that rank 0 holds
         master/0/lm_head.weight         float32 elements of the flattened parameter, from element 0 on
         exp_avg/0/lm_head.weight        Adam's moments of the same elements
         exp_avg_sq/0/lm_head.weight
-        step/0/lm_head.weight           [1], updates that Adam has made
-        momentum/0/...q_proj.weight     Muon's, of what it trains, in place of these three
-        ema/0/lm_head.weight            their average, where one is kept
+        step/0/lm_head.weight           [1], number of Adam's updates
+        momentum/0/...q_proj.weight     replaces Adam's three for a matrix that Muon trains
+        ema/0/lm_head.weight            moving average of the same elements, if the recipe has one
         rng.cpu, rng.cuda               state of the rank's random generators
-    policy-001.safetensors              what rank 1 holds: master/141557760/lm_head.weight ...
+    policy-001.safetensors              the elements that rank 1 holds: master/141557760/lm_head.weight ...
 
-All files together hold every element of every parameter once; padding is not written. A reader opens all of them and
-takes the pieces that it needs, so it never holds more than its own share and one piece.
+All files together hold every element of every parameter once, without padding. A reader opens all files and reads the
+pieces that it needs, so that it never holds more than its own share and one piece.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fourfold.errors import WrongState
 from fourfold_trainer.checkpoint import store
-from fourfold_trainer.optim.masters import Masters, Slice
+from fourfold_trainer.optim.master_weights import MasterSlice, MasterWeights
 
 MASTER: Final = "master"
 STEP: Final = "step"
@@ -39,54 +39,65 @@ _RANDOM: Final = "rng."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """What one rank holds of a model's state, on the CPU."""
+    """One rank's share of a model's state, on the CPU."""
 
     states: list[dict[str, Tensor]]
-    """Of each master, flat tensors by kind: its elements, the optimizer's moments, STEP, EMA; 0 in the padding."""
+    """For each master flat tensors by kind: MASTER, the optimizer's moments, STEP, EMA; 0 in the padding."""
     random: dict[str, Tensor]
-    """State of the random generators by name; empty for a rank that was not there when they were written."""
+    """State of the random generators by name; empty for a rank that did not exist when the files were written."""
+
+
+def rank_file(model: str, rank: int | str) -> str:
+    """Return the name of a rank's file of `policy` or `critic`; with "*" a pattern for the files of all ranks."""
+    return f"{model}-{rank:03d}.safetensors" if isinstance(rank, int) else f"{model}-{rank}.safetensors"
 
 
 def write(
-    path: Path, masters: Masters, states: Sequence[Mapping[str, Tensor]], random: Mapping[str, Tensor], *, rank: int
+    folder: Path,
+    model: str,
+    masters: MasterWeights,
+    states: Sequence[Mapping[str, Tensor]],
+    random: Mapping[str, Tensor],
+    *,
+    rank: int,
 ) -> None:
-    """Write this rank's file, durably. What all ranks share is in that of rank 0 alone.
+    """Write this rank's file, durably.
 
     Args:
-        path: of the file.
-        masters: of the rank.
-        states: of each master, by kind.
-        random: states of its random generators, by name.
+        folder: of the checkpoint.
+        model: `policy` or `critic`.
+        masters: of this rank. Masters that all ranks share are written by rank 0 alone.
+        states: tensors of each master, by kind.
+        random: states of the rank's random generators, by name.
         rank: of this process.
 
     Raises:
         Unavailable: the disk refuses.
     """
     tensors = {f"{_RANDOM}{name}": state for name, state in random.items()}
-    slices = [] if masters.shared and rank else masters.slices
-    for piece in slices:
+    for piece in [] if masters.shared and rank else masters.slices:
         for kind, value in states[piece.master].items():
             flat = value.detach().reshape(-1)
-            # A count of updates is one number for all slices of a master; files hold no tensor twice: copies.
+            # All slices of a master share one STEP, and safetensors refuses tensors that share memory: so clone it.
             part = flat.clone() if kind == STEP else flat[piece.offset : piece.offset + piece.count]
             tensors[f"{kind}/{piece.first}/{piece.name}"] = part.cpu()
-    store.write_tensors(path, tensors)
+    store.write_tensors(folder / rank_file(model, rank), tensors)
 
 
-def read(folder: Path, model: str, masters: Masters, kinds: Collection[str], *, rank: int) -> Shard:
-    """Read this rank's share of what all ranks wrote, whatever their number and stage were.
+def read(folder: Path, model: str, masters: MasterWeights, kinds: Collection[str], *, rank: int) -> Shard:
+    """Read this rank's share, whatever number of ranks and ZeRO stage the files were written with.
 
     Args:
         folder: of the checkpoint.
         model: `policy` or `critic`.
         masters: of this rank.
-        kinds: to read; of all but MASTER there may be none.
+        kinds: to read; each but MASTER may be missing.
         rank: of this process.
 
     Raises:
-        WrongState: a file cannot be read, or they hold another model.
+        WrongState: a file cannot be read, or the files hold another model.
     """
-    paths = sorted(folder.glob(store.rank_file(model, None)))
+    paths = sorted(folder.glob(rank_file(model, "*")))
     if not paths:
         raise WrongState(
             f"{folder} holds no {model}; restore another checkpoint, or begin a new run from an exported model"
@@ -98,11 +109,11 @@ def read(folder: Path, model: str, masters: Masters, kinds: Collection[str], *, 
         for piece in masters.slices:
             slices[piece.master].append(piece)
         states = [_read_master(files, t.numel(), slices[i], kinds) for i, t in enumerate(masters.tensors)]
-        return Shard(states=states, random=files.random(store.rank_file(model, rank)))
+        return Shard(states=states, random=files.random(rank_file(model, rank)))
 
 
 class _Files:
-    """All ranks' files of a model: what is where. Reads from the disk when asked."""
+    """An index of all ranks' files of a model; elements are read from disk on request."""
 
     def __init__(self, stack: ExitStack, paths: Sequence[Path]) -> None:
         self._pieces: dict[tuple[str, str], list[tuple[int, int, Path, str]]] = defaultdict(list)
@@ -119,7 +130,7 @@ class _Files:
                     self._pieces[kind, name].append((int(first), int(count), path, key))
 
     def check(self, folder: Path, sizes: Mapping[str, int]) -> None:
-        """Refuse another model's state."""
+        """Raise WrongState if the files hold another model."""
         found = {name: pieces for (kind, name), pieces in self._pieces.items() if kind == MASTER}
         for name in {**sizes, **found}:
             elements = sum(count for _, count, _, _ in found.get(name, ()))
@@ -129,8 +140,8 @@ class _Files:
                     f"trainer with the model that it was written for, or begin a new run from an exported model"
                 )
 
-    def fill(self, target: Tensor, piece: Slice, kind: str) -> int:
-        """Put the elements of a slice where they belong in its master; return their number, 0 when there are none."""
+    def fill(self, target: Tensor, piece: MasterSlice, kind: str) -> int:
+        """Copy a slice into `target`, its flattened master; return the number of elements, 0 if the kind is missing."""
         filled = 0
         for first, count, path, key in self._pieces.get((kind, piece.name), ()):
             begin, end = max(first, piece.first), min(first + count, piece.first + piece.count)
@@ -148,14 +159,14 @@ class _Files:
         return filled
 
     def step(self, name: str) -> float:
-        """Return how many updates Adam has made of a parameter."""
+        """Return the number of Adam's updates of a parameter."""
         for _, _, path, key in self._pieces.get((STEP, name), ()):
             with _readable(path):
                 return float(self._files[path].get_tensor(key))
         return 0.0
 
     def random(self, name: str) -> dict[str, Tensor]:
-        """Return the states of the random generators in one of the files; none when there is no such file."""
+        """Return the states of the random generators in a file; empty if there is no such file."""
         for path, file in self._files.items():
             if path.name == name:
                 with _readable(path):
@@ -164,8 +175,8 @@ class _Files:
         return {}
 
 
-def _read_master(files: _Files, size: int, slices: Sequence[Slice], kinds: Collection[str]) -> dict[str, Tensor]:
-    """Return the state of one master, by kind; a kind that not all of its parameters have is left out."""
+def _read_master(files: _Files, size: int, slices: Sequence[MasterSlice], kinds: Collection[str]) -> dict[str, Tensor]:
+    """Return the state of one master, by kind, without kinds that some of its parameters lack."""
     state: dict[str, Tensor] = {}
     for kind in kinds:
         if kind == STEP:
@@ -176,19 +187,14 @@ def _read_master(files: _Files, size: int, slices: Sequence[Slice], kinds: Colle
         filled = [files.fill(flat, piece, kind) for piece in slices]
         if filled and all(filled):
             state[kind] = flat
-    state.setdefault(MASTER, torch.zeros(size))  # one of padding alone has no slice
+    state.setdefault(MASTER, torch.zeros(size))  # a master that is all padding has no slice
     return state
 
 
-class _readable:
-    """Turns what a damaged file raises into one clear error."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, OSError | ValueError | safetensors.SafetensorError):
-            raise WrongState(f"{self._path} cannot be read ({error}); restore another checkpoint") from None
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise the errors of a damaged file as WrongState."""
+    try:
+        yield
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise WrongState(f"{path} cannot be read ({error}); restore another checkpoint") from None

@@ -1,13 +1,10 @@
-"""Checkpoints on disk: whole or not there; the newest few and the best few stay.
+"""Stores checkpoints and model exports on disk, each complete or absent, and removes old checkpoints.
 
-    checkpoints/step-000012/
-        trainer.json            step, policy version, last answer, held-out score, layout; names every other file
-        policy-000.safetensors  rank 0's part of the policy: weights, optimizer, random state (see shards.py)
-        policy-001.safetensors  ...
-        critic-000.safetensors  the same of the critic, where there is one
-
-A checkpoint is written into a hidden folder, each file and folder flushed to the disk, and
-renamed when it is complete: a crash leaves the folder of before. The same is done for exports.
+checkpoints/step-000012/
+    trainer.json            step, policy version, last answer, held-out score, layout, names and sizes of all files
+    policy-000.safetensors  rank 0's share of the policy: weights, optimizer, random state (see shards.py)
+    policy-001.safetensors  ...
+    critic-000.safetensors  the same of the critic, if there is one
 """
 
 from __future__ import annotations
@@ -18,8 +15,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -39,13 +36,13 @@ _PREFIX: Final = "step-"
 _HIDDEN: Final = ".partial-"
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
-# What a Hugging Face folder holds besides weights.
+# Suffixes of the files besides weights in a Hugging Face folder: tokenizer, chat template, configuration.
 _COMPANIONS: Final = (".json", ".jinja", ".model", ".txt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAnswer:
-    """What a step answered: kept, so that a repeated call gets it again."""
+    """The answer of a step, kept for a caller that repeats the call."""
 
     step: int
     policy_version: int
@@ -55,37 +52,40 @@ class StepAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Where the trainer is; weights and optimizer aside, all that a restart needs."""
+    """Everything that a restart needs besides weights and optimizer."""
 
     step: int = 0
     policy_version: int = 0
     skipped_step_count: int = 0
     batch_sha256: str = ""
-    """Of the last step's batch, hexadecimal."""
+    """Digest of the last step's batch, hexadecimal."""
     lineage: str = ""
-    """SHA-256 over the batches of all steps so far: two states of one step and other batches differ in it."""
+    """Digest over the batches of all steps so far, hexadecimal. It tells apart two states of the same step number."""
     answer: StepAnswer | None = None
-    """Of the last step."""
+    """Answer of the last step."""
     algorithm_state: AlgorithmState = field(default_factory=AlgorithmState)
 
 
 def layout_of(config: Config, manifest: Manifest) -> dict[str, object]:
-    """Return what must be equal in a trainer that loads a checkpoint: the same for all ranks and stages."""
+    """Return the properties that a trainer must share with a checkpoint that it loads, besides the format.
+
+    They do not depend on the number of ranks or the ZeRO stage.
+    """
     shapes = sorted((spec.name, list(spec.shape)) for spec in manifest.tensors)
     return {"dtype": config.model.dtype, "weights": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()}
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Belongs to one thread, except `newest_step`."""
+    """The checkpoints of one run. One thread uses it, except `newest_step`."""
 
     def __init__(self, folder: Path, *, keep: int, keep_best: int = 0, layout: Mapping[str, object]) -> None:
-        """Open a folder, made when the first checkpoint is written.
+        """Remove what a crash left in `folder`, which the first checkpoint creates.
 
         Args:
             folder: of all checkpoints.
-            keep: newest ones that stay.
-            keep_best: those with the highest scores that stay, too.
-            layout: what must be equal in a trainer that loads one: `layout_of`.
+            keep: number of newest checkpoints to keep.
+            keep_best: number of checkpoints with the highest scores to keep besides.
+            layout: of this trainer, from `layout_of`.
         """
         self._folder = folder
         self._keep, self._keep_best = keep, keep_best
@@ -95,16 +95,16 @@ class CheckpointStore:
 
     @property
     def newest_step(self) -> int:
-        """Step of the newest complete checkpoint; -1 for none."""
+        """Return the step of the newest complete checkpoint; -1 for none."""
         return max(self._steps(), default=-1)
 
     def save(self, state: TrainerState, write: Callable[[Path], None], *, score: float | None = None) -> None:
-        """Write a checkpoint, unless the same one is there; then drop those that are too old and not good enough.
+        """Write a checkpoint, unless it exists; then remove those that are neither recent nor good enough.
 
         Args:
             state: of the trainer.
-            write: puts every rank's file into the folder that it is given, durably.
-            score: of a held-out evaluation of these weights, higher is better; None: there was none.
+            write: writes every rank's file into the given folder, durably.
+            score: of a held-out evaluation of these weights, higher is better; None without an evaluation.
 
         Raises:
             Unavailable: the disk refuses.
@@ -113,19 +113,20 @@ class CheckpointStore:
             if score is not None and score != self._score(state.step):
                 self._add_score(state.step, score)
         else:
-            with whole(self._path(state.step)) as partial:
+            with atomic_folder(self._path(state.step)) as partial:
                 write(partial)
+                # This file comes last and lists all others with their sizes, so that `read` detects a torn copy.
                 files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
                 record = {"format": FORMAT, "layout": self._layout, "files": files, "score": score}
                 write_text(partial / STATE_FILE, json.dumps(record | {"state": asdict(state)}, indent=1))
         self._prune(state.step)
 
     def read(self, step: int) -> tuple[TrainerState, Path]:
-        """Return a checkpoint's state and folder, once all of its files are there.
+        """Return a checkpoint's state and folder, after checking that all of its files exist.
 
         Raises:
-            NotFound: there is none of that step.
-            WrongState: another layout, or damaged.
+            NotFound: there is no checkpoint of that step.
+            WrongState: it has another layout, or is damaged.
         """
         folder = self._path(step)
         if step not in self._steps():
@@ -153,31 +154,32 @@ class CheckpointStore:
         return _state(record["state"]), folder
 
     def _is_there(self, state: TrainerState) -> bool:
-        """Whether this very state was saved; one of the same step from a lost future is another one."""
+        """Return whether this state was saved. After a restore, the same step may have been trained differently."""
         with suppress(NotFound, WrongState):
             saved, _ = self.read(state.step)
             return saved.lineage == state.lineage and saved.policy_version == state.policy_version
         return False
 
     def _prune(self, step: int) -> None:
-        past = sorted(s for s in self._steps() if s <= step)  # a later one was written before an older was restored
+        # A later checkpoint was written before an older one was restored, and belongs to another history.
+        past = sorted(s for s in self._steps() if s <= step)
         ranked = sorted((score, s) for s in past if (score := self._score(s)) is not None)  # of equals the newer wins
         best = [s for _, s in ranked[max(len(ranked) - self._keep_best, 0) :]]
         for gone in set(self._steps()) - {*past[-self._keep :], *best}:
             self._remove(self._path(gone))
 
     def _remove(self, folder: Path) -> None:
-        """Remove a checkpoint; one that a crash leaves half removed must not look like one."""
+        """Remove a checkpoint. Rename it first, so that a crash leaves no partial checkpoint under its name."""
         hidden = folder.with_name(f"{_HIDDEN}{folder.name}-{os.getpid()}")
-        with suppress(OSError):  # it stays, and is tried again after the next one
+        with suppress(OSError):  # the folder remains, and the next `_prune` tries again
             folder.rename(hidden)
             shutil.rmtree(hidden, ignore_errors=True)
 
     def _score(self, step: int) -> float | None:
-        """Return the score that a checkpoint was saved with, if any."""
+        """Return the score of a checkpoint, if it has one that can be read."""
         try:
             score = json.loads((self._path(step) / STATE_FILE).read_text(encoding="utf-8"))["score"]
-        except (OSError, ValueError, KeyError):  # damaged, or of an older version
+        except (OSError, ValueError, KeyError):  # damaged, or written by an older version
             return None
         return float(score) if score is not None and math.isfinite(score) else None
 
@@ -197,9 +199,9 @@ class CheckpointStore:
 
 
 def _state(fields: dict[str, Any]) -> TrainerState:
-    """Return the state that was written as JSON."""
+    """Return the state that `asdict` turned into JSON."""
     answer = fields.pop("answer")
-    # Older checkpoints have the key `memory`.
+    # Checkpoints written before the field was renamed have the key `memory`.
     algorithm = fields.pop("memory") if "memory" in fields else fields.pop("algorithm_state")
     scores = RunningMoments(**algorithm.pop("scores"))
     return TrainerState(
@@ -209,46 +211,34 @@ def _state(fields: dict[str, Any]) -> TrainerState:
     )
 
 
-class whole:
-    """Gives a hidden folder to fill, and puts it in the place of `target` at the end; nothing happens on an error.
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Give a hidden folder to fill and put it in the place of `target` at the end; an error leaves `target` unchanged.
 
     Raises:
         Unavailable: the disk refuses.
     """
-
-    def __init__(self, target: Path) -> None:
-        self._target = target
-        self._partial = target.with_name(f"{_HIDDEN}{target.name}-{os.getpid()}")
-
-    def __enter__(self) -> Path:
-        for left in self._target.parent.glob(f"{_HIDDEN}{self._target.name}-*"):  # by a process that died
-            shutil.rmtree(left, ignore_errors=True)
-        try:
-            self._partial.mkdir(parents=True)
-        except OSError as error:
-            raise _refused(self._partial, error) from None
-        return self._partial
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
-        try:
-            if error is None:
-                self._replace()
-        except OSError as failure:
-            raise _refused(self._target, failure) from None
-        finally:
-            shutil.rmtree(self._partial, ignore_errors=True)
-
-    def _replace(self) -> None:
-        sync(self._partial)
-        if self._target.exists():
-            _exchange(self._partial, self._target)  # the old one is then removed as the partial one
-        else:
-            self._partial.rename(self._target)
-        sync(self._target.parent)
+    partial = target.with_name(f"{_HIDDEN}{target.name}-{os.getpid()}")
+    for left in target.parent.glob(f"{_HIDDEN}{target.name}-*"):  # by a process that died
+        shutil.rmtree(left, ignore_errors=True)
+    with _writing(partial):
+        partial.mkdir(parents=True)
+    try:
+        yield partial
+        with _writing(target):
+            # Flush the folder before the rename: a crash of the machine could otherwise keep the name of an empty one.
+            sync(partial)
+            if target.exists():
+                _exchange(partial, target)  # `partial` then is the old folder, which is removed below
+            else:
+                partial.rename(target)
+            sync(target.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _exchange(first: Path, second: Path) -> None:
-    """Exchange two folders in one step, so that no crash leaves neither. Needs Linux, as the services do."""
+    """Exchange two folders atomically, so that a crash leaves one of them in each place. Needs Linux."""
     libc = ctypes.CDLL(None, use_errno=True)
     arguments = (_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
     if libc.renameat2(*arguments):
@@ -256,40 +246,27 @@ def _exchange(first: Path, second: Path) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def rank_file(model: str, rank: int | None) -> str:
-    """Return the name of the file of a rank's part of `policy` or `critic`; None: a pattern for those of all ranks."""
-    return f"{model}-{'*' if rank is None else format(rank, '03d')}.safetensors"
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
-    """Write tensors, durably.
-
-    Raises:
-        Unavailable: the disk refuses.
-    """
-    try:
+    """Write a safetensors file, durably. Raises Unavailable when the disk refuses."""
+    with _writing(path):
         safetensors.torch.save_file(dict(tensors), path, metadata=metadata)
         sync(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise _refused(path, error) from None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, durably."""
-    try:
+    """Write a text file, durably. Raises Unavailable when the disk refuses."""
+    with _writing(path):
         path.write_text(text, encoding="utf-8")
         sync(path)
-    except OSError as error:
-        raise _refused(path, error) from None
 
 
 def write_model(model: Any, state: dict[str, Tensor], folder: Path, *, source: Path) -> None:
-    """Write a Hugging Face folder, durably: weights, config, and the tokenizer's files of `source`.
+    """Write a Hugging Face folder, durably: weights and configuration of `model`, tokenizer files of `source`.
 
     Raises:
         Unavailable: the disk refuses.
     """
-    try:
+    with _writing(folder):
         model.save_pretrained(folder, state_dict=state)
         for path in source.iterdir():
             wanted = path.suffix in _COMPANIONS and not path.name.endswith(".index.json")
@@ -297,23 +274,15 @@ def write_model(model: Any, state: dict[str, Tensor], folder: Path, *, source: P
                 shutil.copyfile(path, folder / path.name)
         for path in folder.iterdir():
             sync(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise _refused(folder, error) from None
 
 
 def write_adapter(folder: Path, settings: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write an adapter as PEFT keeps it, durably.
-
-    Raises:
-        Unavailable: the disk refuses.
-    """
-    try:
+    """Write an adapter in PEFT's format, durably. Raises Unavailable when the disk refuses."""
+    with _writing(folder):
         folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise _refused(folder, error) from None
-    write_text(folder / "adapter_config.json", settings)
-    write_tensors(folder / "adapter_model.safetensors", tensors, metadata={"format": "pt"})
-    sync(folder)
+        write_text(folder / "adapter_config.json", settings)
+        write_tensors(folder / "adapter_model.safetensors", tensors, metadata={"format": "pt"})
+        sync(folder)
 
 
 def sync(path: Path) -> None:
@@ -325,5 +294,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _refused(path: Path, error: Exception) -> Unavailable:
-    return Unavailable(f"{path} cannot be written ({error}); nothing was changed: make room, then try again")
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Raise the errors of a disk that refuses as Unavailable."""
+    try:
+        yield
+    except (OSError, safetensors.SafetensorError) as error:
+        raise Unavailable(
+            f"{path} cannot be written ({error}); nothing was changed: make room, then try again"
+        ) from None

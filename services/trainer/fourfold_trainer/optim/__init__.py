@@ -1,1 +1,1 @@
-"""Optimizers over ZeRO shards, and the moving average of weights."""
+"""Master weights at each ZeRO stage, the Muon optimizer, and the moving average of the weights."""

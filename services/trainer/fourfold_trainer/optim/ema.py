@@ -1,8 +1,4 @@
-"""The exponential moving average of a model's weights, over optimizer steps.
-
-Each rank averages its own masters: no communication, and right at every ZeRO stage. Until the first update it is the
-weights that training began with.
-"""
+"""Keeps an exponential moving average of a model's weights over optimizer steps, on the masters of one rank."""
 
 from __future__ import annotations
 
@@ -13,46 +9,45 @@ from typing import Final
 import torch
 from torch import Tensor
 
-# Elements that are exchanged at once: a copy of so many is all that it needs.
+# Elements that are swapped at once. Only one chunk is copied, where a whole copy of the masters might not fit.
 _CHUNK: Final = 1 << 24
 
 
-class Average:
-    """The average of one rank's masters."""
+class WeightAverage:
+    """The average of one rank's masters. It needs no communication, because every ZeRO stage shards elementwise."""
 
     @torch.no_grad()
     def __init__(self, masters: Sequence[Tensor], *, decay: float) -> None:
-        """Begin with the present weights.
+        """Begin with the current weights.
 
         Args:
-            masters: float32; remembered, not copied.
-            decay: share of the average that stays with each update, in (0, 1).
+            masters: float32; kept by reference.
+            decay: share of the average that remains at each update, in (0, 1).
         """
         self._masters, self._decay = masters, decay
         self.tensors = [master.detach().clone() for master in masters]
-        """One for each master."""
+        """One average for each master."""
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the present weights in: average = decay * average + (1 - decay) * weights."""
+        """Set average = decay * average + (1 - decay) * weights."""
         for average, master in zip(self.tensors, self._masters, strict=True):
             average.mul_(self._decay).add_(master, alpha=1 - self._decay)
 
     @contextmanager
-    def exchanged(self) -> Iterator[None]:
-        """Put the average into the masters for as long as the block runs, bit for bit back at its end."""
-        self._exchange()
+    def swapped_in(self) -> Iterator[None]:
+        """Swap the average into the masters for the block, and the weights back at its end, bit for bit."""
+        self._swap()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
+    def _swap(self) -> None:
         for average, master in zip(self.tensors, self._masters, strict=True):
             flat, flat_master = average.view(-1), master.view(-1)
-            for begin in range(0, len(flat), _CHUNK):
-                mine, theirs = flat[begin : begin + _CHUNK], flat_master[begin : begin + _CHUNK]
+            for mine, theirs in zip(torch.split(flat, _CHUNK), torch.split(flat_master, _CHUNK), strict=True):
                 kept = mine.clone()
                 mine.copy_(theirs)
                 theirs.copy_(kept)

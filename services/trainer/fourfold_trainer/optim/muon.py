@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are made orthogonal, over masters that no rank holds whole.
+"""Implements the Muon optimizer on master weights that ZeRO shards over the ranks.
 
 For a matrix W [a, b] of a layer, with gradient G (clipped), momentum M, learning rate r, weight decay d:
 
@@ -6,18 +6,18 @@ For a matrix W [a, b] of a layer, with gradient G (clipped), momentum M, learnin
     W <- (1 - r d) W - r * 0.2 sqrt(max(a, b)) U
 
 The orthogonalisation is that of Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024). The
-factor gives an update the root mean square that AdamW's have, so that one learning rate and weight decay serve both:
-Liu et al., "Muon is Scalable for LLM Training" (arXiv:2502.16982, 2025), section 2.2. All else (embeddings, heads,
-norms, biases, weights of other than two dimensions) is AdamW's.
+factor gives an update the root mean square of AdamW's updates, so that both share the learning rate and weight decay:
+Liu et al., "Muon is Scalable for LLM Training" (arXiv:2502.16982, 2025), section 2.2. AdamW updates all else:
+embeddings, heads, norms, biases, and weights that do not have two dimensions.
 
-ZeRO cuts matrices anywhere, and the orthogonalisation needs them whole. So as many matrices as there are ranks are
-worked on at once, one by each rank:
+ZeRO cuts matrices anywhere, but the orthogonalisation needs whole ones. The ranks therefore take as many matrices as
+there are ranks at once, one on each rank:
 
     every rank    its pieces of G + m M of these  --all to all-->  one matrix whole on each rank, orthogonalized
     every rank    its pieces of U                 <--all to all--
 
-DeepSpeed's own Muon clips the orthogonal updates instead of the gradients, has another factor, and compiles its
-kernels; torch's needs whole matrices.
+We do not use DeepSpeed's Muon, which clips the orthogonal updates instead of the gradients, has another factor, and
+compiles kernels, nor torch's, which needs whole matrices.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from fourfold.nn.forward import LogprobHead, ValueHead
-from fourfold_trainer.optim.masters import Masters
+from fourfold_trainer.optim.master_weights import MasterWeights
 
 MOMENTUM: Final = "momentum"
-"""What the optimizer's state calls M, and a checkpoint, too."""
+"""Key of M in the optimizer's state and in checkpoints."""
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
 _ITERATIONS: Final = 5
-# Smallest norm that is divided by: gradients of RL are small, and their size must not matter.
+# Lower bound of the norm that is divided by. It is tiny because RL gradients are small and their size must not matter.
 _EPSILON: Final = 1e-12
 _RMS_OF_ADAMW: Final = 0.2
 
 
 def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return what Muon trains, by name: the weights of all linear layers, but no head and no tied embedding."""
+    """Return the parameters that Muon trains, by name: weights of linear layers, except heads and tied embeddings."""
     heads_or_embeddings = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | LogprobHead | ValueHead)
     }
@@ -58,12 +58,12 @@ def matrices(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return U S' V^T of a matrix U S V^T [a, b], with all of S' near 1: five steps of a quintic Newton-Schulz.
+    """Return U S' V^T of a matrix U S V^T [a, b], with all of S' near 1, by five quintic Newton-Schulz iterations.
 
-    In the matrix's own dtype; bfloat16 will do. Formula and coefficients of Jordan et al.
+    Computes in the matrix's dtype; bfloat16 is accurate enough. Formula and coefficients are those of Jordan et al.
     """
     first, third, fifth = _COEFFICIENTS
-    wide = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
+    wide = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix  # the smaller of the two Gram matrices
     x = wide / wide.norm().clamp(min=_EPSILON)
     for _ in range(_ITERATIONS):
         gram = x @ x.mT
@@ -74,17 +74,20 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Matrix:
-    """A matrix, and where its elements are."""
+    """A matrix, and the places of its elements."""
 
     shape: tuple[int, int]
     counts: tuple[int, ...]
-    """Elements that each rank has, one after another: those of all ranks are the flattened matrix."""
+    """Number of elements on each rank; in rank order they are the flattened matrix."""
     offset: int
-    """Of this rank's, in its master."""
+    """Offset of this rank's elements in its master."""
 
 
 class Muon(torch.optim.AdamW):
-    """Muon for the groups that say `muon`, AdamW for the others. Whatever calls it sees one more optimizer."""
+    """Applies Muon to parameter groups with `muon` set, and AdamW to the others.
+
+    A subclass of AdamW, so that DeepSpeed treats both as one optimizer.
+    """
 
     def __init__(
         self,
@@ -98,11 +101,10 @@ class Muon(torch.optim.AdamW):
         """Begin with learning rate 0.
 
         Args:
-            groups: of parameters, each with `muon` and `weight_decay`.
-            shapes: of all matrices in the groups with `muon`, by the name of the parameter.
+            groups: parameter groups, each with `muon` and `weight_decay`.
+            shapes: of all matrices in the groups with `muon`, by parameter name.
             momentum: m, in [0, 1).
-            betas: of AdamW.
-            eps: of AdamW.
+            betas: of AdamW, as `eps`.
         """
         super().__init__(list(groups), lr=0.0, betas=betas, eps=eps, fused=True)
         self._shapes, self._momentum = dict(shapes), momentum
@@ -110,17 +112,17 @@ class Muon(torch.optim.AdamW):
         self._rank, self._rank_count = 0, 1
         self._device, self._dtype = torch.device("cpu"), torch.float32
 
-    def attach(self, masters: Masters, *, device: torch.device, dtype: torch.dtype) -> None:
-        """Learn where the matrices are; until then a step leaves them alone. All ranks together.
+    def attach(self, masters: MasterWeights, *, device: torch.device, dtype: torch.dtype) -> None:
+        """Exchange the places of the matrices with the other ranks. A collective; until then `step` skips them.
 
         Args:
             masters: of this rank.
-            device: where matrices are made whole, and the process group's tensors live.
-            dtype: in which they travel and are orthogonalized.
+            device: of the collectives and the orthogonalisation; the masters may be in main memory.
+            dtype: of the collectives and the orthogonalisation.
         """
         self._device, self._dtype = device, dtype
         names = sorted(self._shapes)
-        places = torch.full((len(names), 3), -1, dtype=torch.int64)  # of this rank's: first, offset, master
+        places = torch.full((len(names), 3), -1, dtype=torch.int64)  # of this rank: first, offset, master
         counts = torch.zeros(len(names), dtype=torch.int64)
         index = {name: i for i, name in enumerate(names)}
         for piece in masters.slices:
@@ -136,14 +138,8 @@ class Muon(torch.optim.AdamW):
             torch.distributed.all_gather(tables, table)
         self._place(names, masters, torch.stack(tables).tolist())
 
-    def _place(self, names: Sequence[str], masters: Masters, tables: list[list[list[int]]]) -> None:
-        """Note each master's matrices, in the same order on all ranks: large ones first, so that neighbours are alike.
-
-        Args:
-            names: of the matrices.
-            masters: of this rank.
-            tables: by rank and matrix [first, offset, master, count]; -1 where a rank has nothing of it.
-        """
+    def _place(self, names: Sequence[str], masters: MasterWeights, tables: list[list[list[int]]]) -> None:
+        """Set the matrices of each master from `tables`: by rank and matrix [first, offset, master, count], or -1."""
         found: dict[int, list[_Matrix]] = defaultdict(list)
         for i, name in enumerate(names):
             rows = [table[i] for table in tables]
@@ -159,19 +155,21 @@ class Muon(torch.optim.AdamW):
                     offset=max(rows[self._rank][1], 0),
                 )
             )
+        # Every rank must have the same order, or the exchanges would mix matrices. Large ones come first, so that the
+        # matrices of one exchange take the ranks about the same time.
         self._matrices = {
             masters.tensors[master]: sorted(ones, key=lambda one: one.shape, reverse=True)
             for master, ones in found.items()
         }
 
     def trains(self, master: Tensor) -> bool:
-        """Whether Muon, and not AdamW, changes a master."""
+        """Return whether Muon updates a master, rather than AdamW."""
         return master in self._matrices
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Change the masters of all groups that have a gradient; those of Muon on all ranks together."""
-        assert closure is None, "DeepSpeed passes none"
+        """Update the masters that have a gradient. A collective."""
+        assert closure is None, "DeepSpeed passes no closure"
         groups = self.param_groups
         self.param_groups = [group for group in groups if not group["muon"]]
         try:
@@ -201,7 +199,7 @@ class Muon(torch.optim.AdamW):
                 weights[place].mul_(1 - rate * decay).add_(update.to(weights), alpha=-rate * factor)
 
     def _orthogonalize(self, chunk: Sequence[_Matrix], pieces: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return this rank's pieces of the orthogonalized matrices, which are at most as many as the ranks."""
+        """Return this rank's pieces of the orthogonalized matrices; there are at most as many matrices as ranks."""
         if self._rank_count == 1:
             return [orthogonalized(piece.view(one.shape)).reshape(-1) for one, piece in zip(chunk, pieces, strict=True)]
         mine = chunk[self._rank] if self._rank < len(chunk) else None
@@ -214,7 +212,7 @@ class Muon(torch.optim.AdamW):
 
 
 def _exchange(elements: Tensor, sizes: list[int], received_sizes: list[int]) -> Tensor:
-    """Give each rank its part of the elements; return what all have given this one, by rank."""
+    """Send each rank its part of the elements; return the received elements in rank order."""
     received = elements.new_empty(sum(received_sizes))
     torch.distributed.all_to_all_single(received, elements, received_sizes, sizes)
     return received

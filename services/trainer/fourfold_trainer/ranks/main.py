@@ -19,8 +19,8 @@ from pathlib import Path
 from fourfold.config import Config
 from fourfold.errors import FourfoldError
 from fourfold.host.process_tree import die_with_parent
-from fourfold_trainer.ranks.process_group import Place, make_worker
-from fourfold_trainer.ranks.rank_channel import Link, Message
+from fourfold_trainer.ranks.rank_channel import RankChannel, RankMessage
+from fourfold_trainer.ranks.rank_processes import RankPlacement, make_worker
 from fourfold_trainer.ranks.worker import ANSWER, RankWorker
 
 
@@ -31,28 +31,28 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(sys.argv[1])
-    link = Link(connection)
+    link = RankChannel(connection)
     start = link.receive(timeout=60.0).fields
     try:
         worker = make_worker(
             Config.model_validate(start["config"]),
             Path(start["model_folder"]),
-            Place(**start["place"]),
+            RankPlacement(**start["place"]),
             rendezvous=Path(start["rendezvous"]),
         )
     except FourfoldError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1
-    commands: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    commands: queue.SimpleQueue[RankMessage] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(link, worker, commands), daemon=True).start()
-    link.send(Message(name=ANSWER))
+    link.send(RankMessage(name=ANSWER))
     while (command := commands.get()).name != "close":
         link.send(replace(worker.handle(command), sequence=command.sequence))
     worker.close()
     return 0
 
 
-def _read(link: Link, worker: RankWorker, commands: queue.SimpleQueue[Message]) -> None:
+def _read(link: RankChannel, worker: RankWorker, commands: queue.SimpleQueue[RankMessage]) -> None:
     closing = False
     while True:
         try:

@@ -32,7 +32,7 @@ _DTYPES: Final = frozenset({"<i4", "<i8", "<f4", "<f8", "|u1"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Message:
+class RankMessage:
     """A command or its answer."""
 
     name: str
@@ -48,7 +48,7 @@ def from_bytes(data: bytes) -> Array:
     return np.frombuffer(data, np.uint8)
 
 
-class Link:
+class RankChannel:
     """One end. `send` may be called from several threads, `receive` from one."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -58,7 +58,7 @@ class Link:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_SECONDS, 0))
         self._sending = threading.Lock()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: RankMessage) -> None:
         """Send one message.
 
         Raises:
@@ -78,7 +78,7 @@ class Link:
             except OSError as error:
                 raise Unavailable(f"the link broke while sending {message.name}: {error.strerror}") from None
 
-    def receive(self, *, timeout: float | None = None) -> Message:
+    def receive(self, *, timeout: float | None = None) -> RankMessage:
         """Return the next message.
 
         Raises:
@@ -101,7 +101,7 @@ class Link:
             array = np.frombuffer(body, dtype, count, offset).reshape(shape)
             offset += array.nbytes
             arrays.append(array)
-        return Message(name=name, fields=fields, arrays=arrays, sequence=sequence)
+        return RankMessage(name=name, fields=fields, arrays=arrays, sequence=sequence)
 
     def close(self) -> None:
         """Close this end; the other one sees the end of the stream."""

@@ -33,7 +33,7 @@ _IDLE_SECONDS: Final = 30.0
 Decode = Callable[[Experience], Sample]
 
 
-class OneStream:
+class StreamAdmission:
     """Admits one stream at a time. Belongs to the event loop."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class OneStream:
             self._step = 0
 
 
-async def messages(
+async def read_messages(
     stream: AsyncIterator[pb.TrainStepRequest], *, timeout: float
 ) -> AsyncGenerator[pb.TrainStepRequest, None]:
     """Yield the messages of a call.
@@ -88,7 +88,7 @@ async def messages(
         yield request
 
 
-class Batch:
+class IncomingBatch:
     """What has come of one batch. Not more than one thread at a time may call it."""
 
     def __init__(self, step: int, config: Config, decode: Decode, *, keep: bool) -> None:

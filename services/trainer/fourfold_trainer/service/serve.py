@@ -16,7 +16,7 @@ from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
-from fourfold_trainer.ranks.engine import RankGroup
+from fourfold_trainer.ranks.distributed_engine import DistributedEngine
 from fourfold_trainer.service.servicer import TrainerServicer
 from fourfold_trainer.service.state import TrainerCore
 from fourfold_trainer.service.weight_servicer import TrainerWeightServicer
@@ -36,11 +36,11 @@ async def _serve(options: ServeOptions) -> int:
     run_dir = (options.run_dir or Path("runs") / config.name).absolute()
     host = ServiceHost(options, role=ROLE_TRAINER)
 
-    def make_engine() -> RankGroup:
+    def make_engine() -> DistributedEngine:
         folder = model_folder.resolve(config.model.source)
         check_sequence_parallel(config)
         servicer.tokenizer_sha256 = host.tokenizer_sha256 = tokenizer_sha256(folder)
-        return RankGroup(config, folder, run_dir=run_dir, member_id=options.member_id, on_death=host.fatal)
+        return DistributedEngine(config, folder, run_dir=run_dir, member_id=options.member_id, on_death=host.fatal)
 
     core = TrainerCore(config, run_dir=run_dir, make_engine=make_engine, fatal=host.fatal)
     servicer = TrainerServicer(core)

@@ -46,7 +46,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
 
     def __init__(self, core: TrainerCore, *, tokenizer_sha256: bytes = b"") -> None:
         self._core = core
-        self._one_stream = batch_stream.OneStream()
+        self._one_stream = batch_stream.StreamAdmission()
         self.tokenizer_sha256 = tokenizer_sha256
         """32 bytes; empty until the model folder is known."""
 
@@ -65,7 +65,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self, request_iterator: AsyncIterator[pb.TrainStepRequest], context: Context
     ) -> pb.TrainStepResponse:
         """Check the first message, then read the rest and train."""
-        requests = batch_stream.messages(request_iterator, timeout=self._core.config.trainer.step_timeout_seconds)
+        requests = batch_stream.read_messages(request_iterator, timeout=self._core.config.trainer.step_timeout_seconds)
         async with aclosing(requests):
             first = await anext(requests, None)
             if first is None:
@@ -73,7 +73,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             step = check_number(first.step, "step", least=1)
             is_new = self._core.check_step(step)
             with self._one_stream.enter(step):
-                batch = batch_stream.Batch(step, self._core.config, self._decode, keep=is_new)
+                batch = batch_stream.IncomingBatch(step, self._core.config, self._decode, keep=is_new)
                 await asyncio.to_thread(batch.add, first)
                 async for request in requests:
                     await asyncio.to_thread(batch.add, request)

@@ -26,7 +26,7 @@ from fourfold.arrays import Sample
 from fourfold.config import Config
 from fourfold.errors import AlreadyExists, FourfoldError, InvalidInput, Unavailable, WrongState
 from fourfold_trainer import flops
-from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, layout_of, whole
+from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, TrainerState, atomic_folder, layout_of
 from fourfold_trainer.engine import TrainerEngine
 from fourfold_trainer.service import metrics as service_metrics
 from fourfold_trainer.service.engine_thread import EngineThread, Phase
@@ -328,7 +328,7 @@ class TrainerCore:
             raise WrongState(
                 "trainer.ema_decay = 0, so no average is kept; set it, such as 0.99, or export without ema"
             )
-        with whole(target) as partial:
+        with atomic_folder(target) as partial:
             self._running.export(partial, ema=ema)
         return target
 

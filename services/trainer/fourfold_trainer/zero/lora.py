@@ -1,12 +1,12 @@
-"""LoRA by PEFT: adapters in the linear layers of a model, as trainer, engines and a user's own scripts see them.
+"""Adds PEFT's LoRA adapters to a model, exports them, and checks that a checkpoint's adapters fit the model.
 
     in the model     model.layers.0.self_attn.q_proj.base_layer.weight          frozen
                      model.layers.0.self_attn.q_proj.lora_A.default.weight      trained, and so is lora_B
     sent, exported   model.layers.0.self_attn.q_proj.weight                     W + scale * B A
     for PEFT         base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
 
-Nothing but the adapters has a gradient, a master or a place in a checkpoint. `policy-lora.json` beside them says what
-they belong to: one of another rank, of other layers, or on top of other weights is refused.
+Only the adapters have gradients, master weights and tensors in a checkpoint. `policy-lora.json` in a checkpoint records
+their LoRA rank, scale, layers and base weights; a checkpoint that differs in one of them is refused.
 """
 
 from __future__ import annotations
@@ -27,31 +27,37 @@ from fourfold.weights.source.lora import Adapter
 from fourfold_trainer.checkpoint import store
 
 RECORD_FILE: Final = "policy-lora.json"
-_A: Final = ".lora_A.default.weight"  # "default" is the name that PEFT gives to an adapter
+_A: Final = ".lora_A.default.weight"  # PEFT names an adapter "default"
 _B: Final = ".lora_B.default.weight"
-# Elements of each base weight that its fingerprint looks at.
-_SAMPLED: Final = 1024
+# Elements of each base weight in the fingerprint. All elements would take minutes for a large model.
+_FINGERPRINT_ELEMENTS: Final = 1024
 
 
-class Adapters:
-    """The adapters of one model."""
+class LoraAdapters:
+    """Injects adapters into one model and holds them."""
 
     def __init__(self, config: LoraConfig, model: Any, *, source: Path, seed: int) -> None:
-        """Put adapters into `model`, in place, and freeze all else; what the model computes stays the same.
+        """Inject adapters into `model`, in place, and freeze all other parameters. The outputs stay the same: B is 0.
 
         Args:
             config: with a rank above 0.
-            model: whole on this rank, with its output embedding replaced: that one gets no adapter.
-            source: folder of the model.
-            seed: of A; B is 0.
+            model: whole on this rank. Its output embedding was replaced and gets no adapter.
+            source: folder of the model, for PEFT's configuration.
+            seed: of A.
 
         Raises:
-            ConfigError: PEFT is not installed, or the model has no such layer; the model is as it was.
+            ConfigError: PEFT is not installed, or the model has no such layer; the model is unchanged.
         """
-        peft = _import_peft(config)
+        try:
+            peft: Any = importlib.import_module("peft")
+        except ImportError as error:
+            raise ConfigError(
+                f"trainer.lora.rank = {config.rank} needs PEFT, which cannot be imported ({error}); "
+                f"pip install 'fourfold-trainer[lora]', or set it to 0"
+            ) from None
         linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
         layers = select_adapter_layers(linear, config)
-        self._record = {
+        self.record: dict[str, Any] = {
             "rank": config.rank,
             "scale": config.scale,
             "layers": layers,
@@ -67,7 +73,8 @@ class Adapters:
             task_type="CAUSAL_LM",
         )
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # the same on every rank, however many there are
+            # The policy's random state differs by rank; A must not, or the ranks would train different adapters.
+            torch.default_generator.manual_seed(seed)
             peft.inject_adapter_in_model(self._peft_config, model)
         self._parameters: dict[str, Any] = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.by_weight = {
@@ -77,23 +84,16 @@ class Adapters:
             for name, parameter in self._parameters.items()
             if name.endswith(_A)
         }
-        """By the base model's name of the weight that they belong to."""
-
-    @property
-    def parameters(self) -> list[Any]:
-        """All that is trained."""
-        return list(self._parameters.values())
+        """Adapters by the base model's name of the weight that they change."""
+        self.parameters: list[Any] = list(self._parameters.values())
+        """All parameters of the adapters."""
 
     def rename(self, name: str) -> str:
-        """Return the base model's name of a parameter; empty for one of an adapter."""
+        """Return the base model's name of a parameter; empty for a parameter of an adapter."""
         return "" if name in self._parameters else name.replace(".base_layer.", ".")
 
     def write(self, folder: Path) -> None:
-        """Write a folder that `peft.PeftModel.from_pretrained` reads, durably. The adapters must be whole on this rank.
-
-        Raises:
-            Unavailable: the disk refuses.
-        """
+        """Write a folder that `peft.PeftModel.from_pretrained` reads, durably. The adapters must be whole here."""
         settings = self._peft_config.to_dict() | {"inference_mode": True}
         tensors = {
             f"base_model.model.{name.replace('.default.', '.')}": parameter.detach().cpu()
@@ -102,21 +102,12 @@ class Adapters:
         store.write_adapter(folder, json.dumps(settings, indent=2, sort_keys=True, default=sorted), tensors)
 
     def write_record(self, folder: Path) -> None:
-        """Write what a checkpoint's adapters belong to, durably."""
-        store.write_text(folder / RECORD_FILE, json.dumps(self._record, indent=1))
-
-    @property
-    def record(self) -> dict[str, Any]:
-        """What must be equal in a trainer that loads them."""
-        return self._record
+        """Write the record that `check_record` compares when a trainer loads the checkpoint, durably."""
+        store.write_text(folder / RECORD_FILE, json.dumps(self.record, indent=1))
 
 
-def check_record(folder: Path, mine: Adapters | None) -> None:
-    """Refuse a checkpoint of other adapters, of adapters where there are none, and the other way round.
-
-    Raises:
-        WrongState: says what differs.
-    """
+def check_record(folder: Path, mine: LoraAdapters | None) -> None:
+    """Raise WrongState unless a checkpoint's adapters are those of this trainer, or neither has any."""
     path = folder / RECORD_FILE
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -126,12 +117,12 @@ def check_record(folder: Path, mine: Adapters | None) -> None:
     for key in ("rank", "scale", "layers", "base"):
         if found.get(key) != wanted.get(key):
             raise WrongState(
-                f"{folder} was written {_said(key, found)}, the trainer runs {_said(key, wanted)}; start it as it was, "
-                f"or begin a new run from an exported model"
+                f"{folder} was written {_describe(key, found)}, the trainer runs {_describe(key, wanted)}; start it as "
+                f"it was, or begin a new run from an exported model"
             )
 
 
-def _said(key: str, record: dict[str, Any]) -> str:
+def _describe(key: str, record: dict[str, Any]) -> str:
     """Return one entry of a record in words."""
     match key:
         case "rank":
@@ -144,23 +135,13 @@ def _said(key: str, record: dict[str, Any]) -> str:
     return f"on top of the base weights {record[key][:12]}"
 
 
-def _import_peft(config: LoraConfig) -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ImportError as error:
-        raise ConfigError(
-            f"trainer.lora.rank = {config.rank} needs PEFT, which cannot be imported ({error}); "
-            f"pip install 'fourfold-trainer[lora]', or set it to 0"
-        ) from None
-
-
 @torch.no_grad()
 def _fingerprint(model: nn.Module) -> str:
-    """Return a digest of some elements of every weight: enough to tell one trained model from another."""
+    """Return a digest of some elements of every weight, which differs between any two trained models."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().reshape(-1)
-        sample = flat[:: max(1, len(flat) // _SAMPLED)].contiguous().cpu()
+        sample = flat[:: max(1, len(flat) // _FINGERPRINT_ELEMENTS)].contiguous().cpu()
         digest.update(f"{name} {tuple(parameter.shape)} ".encode())
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

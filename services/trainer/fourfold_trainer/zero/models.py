@@ -1,81 +1,158 @@
-"""The model of a folder, ready to be trained."""
+"""The policy and the critic of one rank: log-probabilities, values, export, and weights to transfer."""
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import torch
-import transformers
-from deepspeed.utils import set_z3_leaf_modules
+import deepspeed
+from torch import Tensor
 
 from fourfold.config import Config
-from fourfold.errors import ConfigError
-from fourfold.nn import forward
+from fourfold.nn import forward, router
+from fourfold.nn.batching import TokenBatch
+from fourfold.nn.sequence import Exchange
+from fourfold.weights.source.base import ParameterSource, WeightSource
+from fourfold.weights.source.dense import DenseSource
+from fourfold.weights.source.fused_params import named_weights
+from fourfold.weights.source.lora import MergedSource, merged
+from fourfold.weights.source.zero3 import Zero3Source, gathering, make_whole
+from fourfold_trainer.checkpoint import store
+from fourfold_trainer.zero import lora
+from fourfold_trainer.zero.deepspeed_model import DeepSpeedModel
+from fourfold_trainer.zero.load_model import load_model
+
+# Elements that the export gathers at once: 1 GiB in float32 on each rank.
+_GATHER_ELEMENTS: Final = 1 << 28
+# Folder inside an export that holds the LoRA adapters alone.
+_ADAPTER_FOLDER: Final = "adapter"
 
 
-def load_model(config: Config, folder: Path) -> Any:
-    """Return the model, ready to give log-probabilities.
+class DeepSpeedPolicy(DeepSpeedModel):
+    """Implements `Policy`."""
 
-    Raises:
-        ConfigError: the folder holds no model that can be trained.
-    """
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    dtype = getattr(torch, config.model.dtype)
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"model.source: {folder} cannot be loaded as a causal language model ({error}); give a Hugging Face "
-            f"folder with config.json and safetensors weights"
-        ) from None
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and config.model.max_context_tokens > longest:
-        raise ConfigError(
-            f"model.max_context_tokens = {config.model.max_context_tokens}, but {folder} was made for at most "
-            f"{longest} tokens; lower it"
+    def __init__(
+        self, config: Config, model_folder: Path, *, rank: int, rank_count: int, exchange: Exchange | None = None
+    ) -> None:
+        """Load the model. The ranks of `exchange` share every row. Raises ConfigError if it cannot be trained."""
+        self._rank_count, self._source_folder = rank_count, model_folder
+        model = load_model(config, model_folder)
+        forward.install(model)
+        if exchange is not None:
+            forward.share_rows(model, exchange)
+        self.routers = router.install(model, coef=config.trainer.router_aux_loss_coef, exchange=exchange)
+        self.vocabulary_size = int(model.get_output_embeddings().weight.shape[0])
+        table = config.trainer.lora
+        self._adapters = lora.LoraAdapters(table, model, source=model_folder, seed=config.seed) if table.rank else None
+        decay = config.trainer.ema_decay
+        super().__init__(config, config.trainer, model, rank=rank, gpu=rank, ema_decay=decay)
+
+    def logprobs(self, batch: TokenBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return float32 [k] log-probabilities, and entropies if asked for."""
+        arguments = forward.batch_arguments(batch, self._device)
+        result: tuple[Tensor, Tensor | None] = self._forward(**arguments, entropy=entropy)
+        return result
+
+    def export(self, folder: Path, *, ema: bool = False) -> None:
+        """Gather the weights, or their average; rank 0 writes them as a Hugging Face folder. A collective."""
+        if not ema:
+            return self._export(folder)
+        assert self._average is not None, "rank 0 requests the average only if trainer.ema_decay is set"
+        try:
+            with self._average.swapped_in():
+                self._copy_masters_to_weights()
+                self._export(folder)
+        finally:
+            self._copy_masters_to_weights()
+
+    def _export(self, folder: Path) -> None:
+        # ZeRO-3 prefetches parameters, and some are still in flight after a pass without gradients. GatheredParameters
+        # then fails with "Cannot partition a param in flight"; `gathering` waits for them first.
+        with gathering(self._engine) if self._stage == 3 else nullcontext():
+            state: dict[str, Tensor] = {}
+            # Every group needs the adapters, which are small: gather them once around all groups.
+            with self._gathered(self._adapters.parameters if self._adapters is not None else []):
+                for names, parameters in self._gather_groups():
+                    with self._gathered(parameters):
+                        if self._rank == 0:
+                            state.update({n: self._exported(n, p) for n, p in zip(names, parameters, strict=True)})
+                if self._rank == 0 and self._adapters is not None:
+                    self._adapters.write(folder / _ADAPTER_FOLDER)
+        if self._rank == 0:
+            store.write_model(self._model, state, folder, source=self._source_folder)
+
+    def _gathered(self, parameters: list[Any]) -> AbstractContextManager[Any]:
+        """Return a context in which these parameters are whole on every rank; only valid inside `gathering`."""
+        whole: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(parameters)
+        return whole if self._stage == 3 and parameters else nullcontext()
+
+    def _exported(self, name: str, parameter: Any) -> Tensor:
+        """Return a copy of a weight on the CPU, merged with its LoRA adapter."""
+        weight: Tensor = parameter.detach()
+        adapter = self._adapters.by_weight.get(name) if self._adapters is not None else None
+        if adapter is not None:
+            weight = merged(weight.reshape(-1), adapter).view(weight.shape)
+        return weight.cpu().clone()
+
+    def weight_source(self) -> WeightSource:
+        """Return the source of this rank's weights for transfers to the engines, adapters merged."""
+        adapters = self._adapters
+        rename = adapters.rename if adapters is not None else None
+        source: ParameterSource = (
+            Zero3Source(self._engine, rename=rename)
+            if self._stage == 3
+            else DenseSource(self._model, rank_count=self._rank_count, rename=rename)
         )
-    forward.disable_dropout(model)
-    if config.trainer.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
-    if config.trainer.gradient_checkpointing or config.trainer.zero_stage == 3:
-        # With adapters alone the first layer's inputs need no gradient: checkpoints then give none, and DeepSpeed lets
-        # the layer's weights go before its backward pass: it does so when the gradient of the inputs is there.
-        model.enable_input_require_grads()  # type: ignore[no-untyped-call]
-    return model.train()
+        if adapters is None:
+            return source
+
+        def gather() -> None:
+            if self._stage == 3:
+                make_whole(self._engine, adapters.parameters)
+
+        return MergedSource(source, adapters.by_weight, gather=gather)
+
+    def save(self, folder: Path, name: str) -> None:
+        """Write this rank's file; rank 0 also writes which model the adapters belong to."""
+        super().save(folder, name)
+        if self._adapters is not None and self._rank == 0:
+            self._adapters.write_record(folder)
+
+    def _check(self, folder: Path) -> None:
+        lora.check_record(folder, self._adapters)
+
+    def _gather_groups(self) -> Iterator[tuple[list[str], list[Any]]]:
+        """Yield names and parameters in groups of at most _GATHER_ELEMENTS, or one parameter that is larger."""
+        names: list[str] = []
+        parameters: list[Any] = []
+        size = 0
+        for name, parameter in named_weights(self._model, self._adapters.rename if self._adapters else None):
+            count = int(getattr(parameter, "ds_numel", parameter.numel()))
+            if parameters and size + count > _GATHER_ELEMENTS:
+                yield names, parameters
+                names, parameters, size = [], [], 0
+            names.append(name)
+            parameters.append(parameter)
+            size += count
+        yield names, parameters
 
 
-def speed_up(config: Config, model: Any) -> None:
-    """Change what a model's layers do on the device into what does the same faster, in place.
+class DeepSpeedCritic(DeepSpeedModel):
+    """Implements `Critic`: a body with a value head, from a folder of its own or the policy's."""
 
-    Raises:
-        ConfigError: the recipe asks for kernels that are not installed, or that the architecture has none of.
-    """
-    if config.trainer.zero_stage == 3:
-        # Gather a decoder layer as a whole: hooks of each of its dozen modules cost more than their communication.
-        names = [name for name in model._no_split_modules or () if name in {type(m).__name__ for m in model.modules()}]
-        if names:
-            set_z3_leaf_modules(model, names)
-    if config.trainer.liger_kernels:
-        apply_liger(model)
+    def __init__(
+        self, config: Config, model_folder: Path, *, rank: int, gpu: int, exchange: Exchange | None = None
+    ) -> None:
+        """Load the model. The ranks of `exchange` share every row. Raises ConfigError if it cannot be trained."""
+        model = load_model(config, model_folder)
+        forward.install_values(model, forward.read_value_head(model_folder))
+        if exchange is not None:
+            forward.share_rows(model, exchange)
+        super().__init__(config, config.critic, model, rank=rank, gpu=gpu)
 
-
-def apply_liger(model: Any) -> None:
-    """Put Liger's kernels into a model, in place.
-
-    Raises:
-        ConfigError: they are not installed, or there are none for the architecture.
-    """
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise ConfigError(
-            "trainer.liger_kernels is on, but liger-kernel is not installed; pip install liger-kernel, or switch it off"
-        )
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
-    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-
-    kind = model.config.model_type
-    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ConfigError(f"trainer.liger_kernels is on, but Liger has none for model type {kind!r}; switch it off")
-    # Log-probabilities are ours: fourfold/nn/logprobs.py.
-    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    def values(self, batch: TokenBatch) -> Tensor:
+        """Return float32 [k]: the value of the state before each asked token."""
+        result: Tensor = self._forward(**forward.value_arguments(batch, self._device))
+        return result

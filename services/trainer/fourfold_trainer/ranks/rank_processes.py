@@ -35,7 +35,7 @@ from fourfold.host.process import Command, Supervisor
 from fourfold.host.scratch import Scratch
 from fourfold.model import folder
 from fourfold_trainer.engine import EngineFailedError
-from fourfold_trainer.ranks.rank_channel import Array, Link, Message
+from fourfold_trainer.ranks.rank_channel import Array, RankChannel, RankMessage
 from fourfold_trainer.ranks.worker import RankWorker, read_error
 
 _WATCH_SECONDS: Final = 0.2
@@ -50,7 +50,7 @@ _STOP_SECONDS: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlacement:
     """Where a rank is and what it holds."""
 
     rank: int
@@ -61,7 +61,7 @@ class Place:
     """Among those of the service, on GPUs."""
 
 
-def places(config: Config, *, critic: bool) -> list[Place]:
+def place_ranks(config: Config, *, critic: bool) -> list[RankPlacement]:
     """Return the ranks of the policy's group, or of the critic's where it has ranks of its own."""
     first = config.trainer.ranks if critic else 0
     count = config.critic.ranks if critic else config.trainer.ranks
@@ -70,17 +70,17 @@ def places(config: Config, *, critic: bool) -> list[Place]:
         holds = "critic"
     elif config.algorithm.needs_critic and not config.critic_apart:
         holds = "both"
-    return [Place(rank=rank, rank_count=count, holds=holds, gpu=first + rank) for rank in range(count)]
+    return [RankPlacement(rank=rank, rank_count=count, holds=holds, gpu=first + rank) for rank in range(count)]
 
 
-class ProcessGroup:
+class RankProcesses:
     """All ranks of a group. One thread at a time calls it; where rank 0 is here, always the same one."""
 
     def __init__(
         self,
         config: Config,
         model_folder: Path,
-        all_places: Sequence[Place],
+        all_places: Sequence[RankPlacement],
         *,
         here: bool,
         run_dir: Path,
@@ -105,7 +105,7 @@ class ProcessGroup:
         self._supervisor = Supervisor(run_dir / "logs")
         self.worker: RankWorker | None = None
         """Rank 0, where it is here."""
-        self.links: list[Link] = []
+        self.links: list[RankChannel] = []
         """To the children."""
         self.change_count = 0
         """Number of commands that have begun to change what the ranks hold."""
@@ -119,7 +119,7 @@ class ProcessGroup:
 
     def load(self) -> None:
         """Load rank 0 in this process; the others are loading by themselves."""
-        os.environ.update(environment(self._config, self._places[0]))
+        os.environ.update(rank_environment(self._config, self._places[0]))
         rendezvous = self._scratch.path / "rendezvous"
         with self._starting():
             self.worker = make_worker(self._config, self._model_folder, self._places[0], rendezvous=rendezvous)
@@ -136,7 +136,7 @@ class ProcessGroup:
 
     def call(
         self, name: str, *, fields: dict[str, Any] | None = None, arrays: Sequence[Sequence[Array]] = ()
-    ) -> list[Message]:
+    ) -> list[RankMessage]:
         """Run a command on all ranks; return the answers in rank order, or raise the first error among them.
 
         Raises:
@@ -146,18 +146,18 @@ class ProcessGroup:
             answers = self.ask(name, fields=fields or {}, arrays=arrays, timeout=self._timeout)
         except DeadlinePassed as error:
             raise EngineFailedError(f"the ranks failed at {name}: {error.message}") from error
-        return checked(answers)
+        return raise_first_error(answers)
 
     def deal(
         self, name: str, shares: Sequence[Sequence[Array]], *, fields: dict[str, Any] | None = None
-    ) -> list[Message]:
+    ) -> list[RankMessage]:
         """Run a command on batches; return one answer per share: ranks that share a row have, and answer, the same."""
         size = self._config.trainer.sequence_parallel_size
         return self.call(name, fields=fields, arrays=[part for part in shares for _ in range(size)])[::size]
 
     def ask(
         self, name: str, *, fields: dict[str, Any], arrays: Sequence[Sequence[Array]] = (), timeout: float
-    ) -> list[Message]:
+    ) -> list[RankMessage]:
         """Run a command on all ranks; return the answers, errors among them, in rank order.
 
         Args:
@@ -173,7 +173,7 @@ class ProcessGroup:
         self._sequence += 1
         self.change_count += name in _CHANGING
         commands = [
-            Message(name=name, fields=fields, arrays=part, sequence=self._sequence)
+            RankMessage(name=name, fields=fields, arrays=part, sequence=self._sequence)
             for part in (arrays or [()] * len(self._places))
         ]
         try:
@@ -194,7 +194,7 @@ class ProcessGroup:
             raise Unavailable(self._death)
         self._closing.set()
         for link in self.links:
-            link.send(Message(name="close"))
+            link.send(RankMessage(name="close"))
         if self.worker is not None:
             self.worker.close()
 
@@ -233,7 +233,7 @@ class ProcessGroup:
                     argv=(sys.executable, "-m", "fourfold_trainer.ranks.main", str(path)),
                     # The child must find this package the way this process did.
                     env={
-                        **environment(self._config, place),
+                        **rank_environment(self._config, place),
                         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
                     },
                 )
@@ -243,7 +243,7 @@ class ProcessGroup:
         self.links = [by_pid[child.pid] for child in started]
         for place, link in zip(self._children, self.links, strict=True):
             link.send(
-                Message(
+                RankMessage(
                     name="start",
                     fields={
                         "config": self._config.model_dump(mode="json"),
@@ -254,9 +254,9 @@ class ProcessGroup:
                 )
             )
 
-    def _accept(self, listener: socket.socket, pids: set[int]) -> dict[int, Link]:
+    def _accept(self, listener: socket.socket, pids: set[int]) -> dict[int, RankChannel]:
         """Return the links of our children, by pid; nobody else is let in."""
-        links: dict[int, Link] = {}
+        links: dict[int, RankChannel] = {}
         end = time.monotonic() + self._timeout
         listener.settimeout(_WATCH_SECONDS)
         while len(links) < len(pids):
@@ -271,7 +271,7 @@ class ProcessGroup:
                 continue
             pid = int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)[:4], sys.byteorder)
             if pid in pids:
-                links[pid] = Link(connection)
+                links[pid] = RankChannel(connection)
             else:
                 connection.close()
         return links
@@ -286,7 +286,7 @@ class ProcessGroup:
                     self._on_death(self._death)
                 return
 
-    def _collect(self, sequence: int, timeout: float) -> list[Message]:
+    def _collect(self, sequence: int, timeout: float) -> list[RankMessage]:
         """Return every child's answer to a command; those to earlier ones came too late and are dropped."""
         end = time.monotonic() + timeout
         answers = []
@@ -304,7 +304,7 @@ class ProcessGroup:
         return self._death
 
 
-def checked(answers: list[Message]) -> list[Message]:
+def raise_first_error(answers: list[RankMessage]) -> list[RankMessage]:
     """Return the answers, or raise the first error among them."""
     for answer in answers:
         if (failure := read_error(answer)) is not None:
@@ -312,15 +312,13 @@ def checked(answers: list[Message]) -> list[Message]:
     return answers
 
 
-def make_worker(config: Config, model_folder: Path, place: Place, *, rendezvous: Path) -> RankWorker:
-    """Load this process's rank. `environment` must be set by now."""
+def make_worker(config: Config, model_folder: Path, place: RankPlacement, *, rendezvous: Path) -> RankWorker:
+    """Load this process's rank. `rank_environment` must be set by now."""
     # Imported here, because DeepSpeed reads the environment when it is imported.
     import torch
 
-    from fourfold_trainer.zero.critic import DeepSpeedCritic
-    from fourfold_trainer.zero.group import join
-    from fourfold_trainer.zero.policy import DeepSpeedPolicy
-    from fourfold_trainer.zero.ulysses import make_exchange
+    from fourfold_trainer.zero.models import DeepSpeedCritic, DeepSpeedPolicy
+    from fourfold_trainer.zero.process_groups import join, make_exchange
 
     if config.trainer.device == "cpu" or config.trainer.offload != "none":  # then the update is on the CPU
         cores = len(os.sched_getaffinity(0))
@@ -329,17 +327,16 @@ def make_worker(config: Config, model_folder: Path, place: Place, *, rendezvous:
     join(config, rank=place.rank, rank_count=place.rank_count, gpu=place.gpu, rendezvous=rendezvous)
     exchange = make_exchange(config, rank=place.rank)
     policy = critic = None
+    torch.manual_seed(config.seed * place.rank_count + place.rank)
     if place.holds != "critic":
         policy = DeepSpeedPolicy(config, model_folder, rank=place.rank, rank_count=place.rank_count, exchange=exchange)
-    else:
-        torch.manual_seed(config.seed * place.rank_count + place.rank)
     if place.holds != "policy":
         source = folder.resolve(config.critic.source) if config.critic.source else model_folder
         critic = DeepSpeedCritic(config, source, rank=place.rank, gpu=place.gpu, exchange=exchange)
     return RankWorker(config, policy, critic, rank=place.rank, rank_count=place.rank_count)
 
 
-def environment(config: Config, place: Place) -> dict[str, str]:
+def rank_environment(config: Config, place: RankPlacement) -> dict[str, str]:
     """Return the variables of a rank's process: DeepSpeed's device, and loopback for all collectives."""
     return {
         "DS_ACCELERATOR": config.trainer.device,

@@ -13,10 +13,10 @@ from fourfold.config import Config
 from fourfold.errors import DeadlinePassed, Unavailable
 from fourfold.host.postmortem import Death
 from fourfold_trainer.engine import EngineFailedError
-from fourfold_trainer.ranks import process_group as ranks_process_group
-from fourfold_trainer.ranks.engine import RankGroup
-from fourfold_trainer.ranks.process_group import ProcessGroup, environment, places
-from fourfold_trainer.ranks.rank_channel import Link
+from fourfold_trainer.ranks import rank_processes
+from fourfold_trainer.ranks.distributed_engine import DistributedEngine
+from fourfold_trainer.ranks.rank_channel import RankChannel
+from fourfold_trainer.ranks.rank_processes import RankProcesses, place_ranks, rank_environment
 
 
 def recipe(**tables: Any) -> Config:
@@ -35,7 +35,7 @@ def recipe(**tables: Any) -> Config:
 
 
 def held(config: Config, *, critic: bool = False) -> list[tuple[int, int, str, int]]:
-    return [(p.rank, p.rank_count, p.holds, p.gpu) for p in places(config, critic=critic)]
+    return [(p.rank, p.rank_count, p.holds, p.gpu) for p in place_ranks(config, critic=critic)]
 
 
 def test_a_critic_is_in_the_ranks_of_the_policy_or_on_gpus_after_them() -> None:
@@ -45,14 +45,14 @@ def test_a_critic_is_in_the_ranks_of_the_policy_or_on_gpus_after_them() -> None:
     apart = recipe(algorithm={"preset": "ppo"}, critic={"ranks": 3})
     assert held(apart) == [(0, 2, "policy", 0), (1, 2, "policy", 1)]
     assert held(apart, critic=True) == [(0, 3, "critic", 2), (1, 3, "critic", 3), (2, 3, "critic", 4)]
-    last = environment(apart, places(apart, critic=True)[2])
+    last = rank_environment(apart, place_ranks(apart, critic=True)[2])
     assert (last["RANK"], last["WORLD_SIZE"], last["LOCAL_RANK"]) == ("2", "3", "4")
     assert last["NCCL_SOCKET_IFNAME"] == last["GLOO_SOCKET_IFNAME"] == "lo"
 
 
-def group(second: ThreadPoolExecutor | None) -> RankGroup:
+def group(second: ThreadPoolExecutor | None) -> DistributedEngine:
     """Return one without ranks."""
-    made = object.__new__(RankGroup)
+    made = object.__new__(DistributedEngine)
     made._second = second
     return made
 
@@ -84,19 +84,19 @@ def test_calls_in_shared_ranks_take_turns_the_critic_first() -> None:
     assert order == ["critic", "policy"]
 
 
-def process_group(*links: Link) -> ProcessGroup:
+def process_group(*links: RankChannel) -> RankProcesses:
     """Return a group whose ranks are the other ends of these links."""
-    made = object.__new__(ProcessGroup)
+    made = object.__new__(RankProcesses)
     made._config, made._timeout, made._sequence, made._death = recipe(), 0.05, 0, ""
-    made._places = places(recipe(), critic=False)[1:]
+    made._places = place_ranks(recipe(), critic=False)[1:]
     made.links, made.worker, made.change_count = list(links), None, 0
     return made
 
 
 def test_a_broken_link_without_a_death_is_no_error_for_a_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_process_group, "_BLAME_SECONDS", 0.0)
+    monkeypatch.setattr(rank_processes, "_BLAME_SECONDS", 0.0)
     left, right = socket.socketpair()
-    group = process_group(Link(left))
+    group = process_group(RankChannel(left))
     right.close()
     with pytest.raises(EngineFailedError, match="compute_logprobs: the link broke while sending"):
         group.call("compute_logprobs")
@@ -108,10 +108,10 @@ def test_a_broken_link_without_a_death_is_no_error_for_a_caller(monkeypatch: pyt
 
 
 def test_a_rank_that_does_not_answer_ends_all_but_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_process_group, "_BLAME_SECONDS", 0.0)
+    monkeypatch.setattr(rank_processes, "_BLAME_SECONDS", 0.0)
     left, right = socket.socketpair()
     with left, right:
-        group = process_group(Link(left))
+        group = process_group(RankChannel(left))
         with pytest.raises(EngineFailedError, match="save: the other end of the link did not answer in time"):
             group.call("save")
         with pytest.raises(DeadlinePassed):  # aborted, and the next epoch may do
@@ -132,7 +132,7 @@ class Dying:
 
 @pytest.mark.parametrize(("loaded", "words"), [(True, "died: "), (False, "died before it was ready: ")])
 def test_a_rank_that_dies_in_training_was_ready(loaded: bool, words: str) -> None:
-    made, told = object.__new__(ProcessGroup), list[str]()
+    made, told = object.__new__(RankProcesses), list[str]()
     made._closing, made._loaded = threading.Event(), threading.Event()
     made._supervisor, made._on_death = cast(Any, Dying()), told.append
     if loaded:

@@ -27,8 +27,8 @@ from fourfold.weights.manifest import Manifest
 from fourfold_trainer.batches import MicroBatch, PolicyBatch, ValueBatch, WeightedBatch, to_arrays
 from fourfold_trainer.engine import Sent, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Machine, ModelSize
-from fourfold_trainer.ranks.process_group import ProcessGroup, checked, places
-from fourfold_trainer.ranks.rank_channel import Array, Message
+from fourfold_trainer.ranks.rank_channel import Array, RankMessage
+from fourfold_trainer.ranks.rank_processes import RankProcesses, place_ranks, raise_first_error
 from fourfold_trainer.ranks.worker import RankWorker, read_error, read_sums
 
 # What an answer may take longer than the deadline that the command carries.
@@ -38,7 +38,7 @@ _ABORT: Final = "abort"
 T = TypeVar("T")
 
 
-class RankGroup:
+class DistributedEngine:
     """Implements `TrainerEngine`. One thread, which lives as long as the process, makes it and calls it."""
 
     def __init__(
@@ -62,12 +62,12 @@ class RankGroup:
         Raises:
             FourfoldError: a rank cannot start.
         """
-        groups: list[ProcessGroup] = []
+        groups: list[RankProcesses] = []
         try:
             for critic in [False, True] if config.critic_apart else [False]:
                 name = f"{member_id}-critic" if critic else member_id
-                ranks = places(config, critic=critic)
-                group = ProcessGroup(
+                ranks = place_ranks(config, critic=critic)
+                group = RankProcesses(
                     config, model_folder, ranks, here=not critic, run_dir=run_dir, name=name, on_death=on_death
                 )
                 groups.append(group)
@@ -209,7 +209,7 @@ class RankGroup:
         """End what is under way and close the epoch. From any thread."""
         self._worker.abort_weights(epoch)
         for link in self._policy.links:
-            link.send(Message(name=_ABORT, fields={"epoch": epoch}))
+            link.send(RankMessage(name=_ABORT, fields={"epoch": epoch}))
 
     def in_parallel(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
         """Make calls for the critic and calls for the policy: at the same time where they have ranks of their own."""
@@ -235,22 +235,22 @@ class RankGroup:
         if self._second is not None:
             self._second.shutdown(wait=False)
 
-    def _transfer(self, name: str, fields: dict[str, Any]) -> list[Message]:
+    def _transfer(self, name: str, fields: dict[str, Any]) -> list[RankMessage]:
         """Run one phase of a weight transfer; when some ranks fail, none keeps the epoch open."""
-        answers: list[Message] = []
+        answers: list[RankMessage] = []
         try:
             answers = self._policy.ask(name, fields=fields, timeout=fields["timeout"] + _ANSWER_GRACE_SECONDS)
-            return checked(answers)
+            return raise_first_error(answers)
         except FourfoldError:
             # Where all have failed each has settled it on its own: a stale call must not close the open epoch.
-            if self._policy.links and any(read_error(answer) is None for answer in answers or [Message(name=name)]):
+            if self._policy.links and any(read_error(answer) is None for answer in answers or [RankMessage(name=name)]):
                 with suppress(FourfoldError):
                     self.abort_weights(fields["epoch"])
             raise
 
 
 def _update(
-    group: ProcessGroup, name: str, shares: Sequence[Sequence[MicroBatch]], settings: UpdateSettings
+    group: RankProcesses, name: str, shares: Sequence[Sequence[MicroBatch]], settings: UpdateSettings
 ) -> UpdateSums:
     answers = group.deal(name, _arrays(shares), fields=asdict(settings))
     sums = read_sums(answers[0])
@@ -264,5 +264,5 @@ def _arrays(shares: Sequence[Sequence[MicroBatch]]) -> list[list[Array]]:
     return [[array for batch in share for array in to_arrays(batch)] for share in shares]
 
 
-def _bytes(answer: Message) -> bytes:
+def _bytes(answer: RankMessage) -> bytes:
     return np.asarray(answer.arrays[0]).tobytes()

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.support.memory_folder import memory_folder
 
 if TYPE_CHECKING:
     from tests.fakes.stage import Stage
 
 
 @pytest.fixture
-async def make_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Stage]]:
-    """Make stages; they and their services are gone when the test ends."""
+async def make_stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Stage]]:
+    """Return a function that makes stages; the fixture ends them and their services.
+
+    Their folders are in memory: the coordinator writes its ledger on its event loop, and a disk that stalls for some
+    seconds, for example beside an installation, fails calls that have a deadline of 5 s.
+    """
     from fourfold_coordinator.reporting import report
     from tests.fakes.stage import Stage
 
@@ -22,12 +27,14 @@ async def make_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
     monkeypatch.setattr(report, "draw_curve", lambda path, *args, **kwargs: path.write_bytes(b""))
     stages: list[Stage] = []
 
-    def make(**changes: Any) -> Stage:
-        root = tmp_path / f"stage{len(stages)}"
-        root.mkdir()
-        stages.append(Stage(root, **changes))
-        return stages[-1]
+    with memory_folder() as folder:
 
-    yield make
-    for stage in stages:
-        await stage.close()
+        def make(**changes: Any) -> Stage:
+            root = folder / f"stage{len(stages)}"
+            root.mkdir()
+            stages.append(Stage(root, **changes))
+            return stages[-1]
+
+        yield make
+        for stage in stages:
+            await stage.close()

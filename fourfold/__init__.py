@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from fourfold.weights.sender import WeightSender
     from fourfold.weights.source.dense import DenseSource
     from fourfold_reward.sample import Abstain, Score, ScoreInput
-    from fourfold_reward.serve_function import serve_reward
+    from fourfold_reward.serve import serve_reward
 
 _MODULES: Final[dict[str, tuple[str, ...]]] = {
     "fourfold.rollout.client": ("RolloutClient", "AsyncRolloutClient", "Completion", "CompletionChunk"),
@@ -74,7 +74,7 @@ _MODULES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "fourfold.reward.client": ("RewardClient", "AsyncRewardClient"),
     "fourfold.reward.v1.reward_service_pb2": ("ScoreItem", "SampleScore", "SampleError"),
-    "fourfold_reward.serve_function": ("serve_reward",),
+    "fourfold_reward.serve": ("serve_reward",),
     "fourfold_reward.sample": ("Score", "ScoreInput", "Abstain"),
     "fourfold.reference.client": ("ReferenceClient", "AsyncReferenceClient"),
     "fourfold.coordinator.client": ("CoordinatorClient", "AsyncCoordinatorClient"),

@@ -27,7 +27,7 @@ from fourfold.rpc.codec import pack_ints  # noqa: E402
 from fourfold.types.v1.experience_pb2 import Experience  # noqa: E402
 from fourfold_reward.reference import servicer as module  # noqa: E402
 from fourfold_reward.reference.model import ReferenceModel, Stopped  # noqa: E402
-from fourfold_reward.reference.servicer import Loaded, ReferenceServicer  # noqa: E402
+from fourfold_reward.reference.servicer import ReferenceServicer  # noqa: E402
 from tests.conftest import Serve  # noqa: E402
 from tests.support.tiny_models import VOCABULARY_SIZE, write_tiny_model  # noqa: E402
 
@@ -56,8 +56,7 @@ async def connect(serve: Serve, folder: Path) -> AsyncIterator[Connect]:
         servicer = ReferenceServicer(name="tiny", max_context_tokens=CONTEXT)
         servicers.append(servicer)
         if ready:
-            loaded = Loaded(model=model or load(folder), tokenizer_sha256=tokenizer_sha256(folder))
-            servicer.set_ready(loaded)
+            servicer.set_ready(model or load(folder), tokenizer_sha256=tokenizer_sha256(folder))
         channel = await serve(
             (pb.DESCRIPTOR.services_by_name["ReferenceService"], add_ReferenceServiceServicer_to_server, servicer)
         )

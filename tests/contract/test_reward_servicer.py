@@ -24,7 +24,7 @@ from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_reward import loader
 from fourfold_reward import servicer as servicer_module
 from fourfold_reward.pool import WorkerPool
-from fourfold_reward.serve import Offered
+from fourfold_reward.serve import AllowedVerifiers
 from fourfold_reward.servicer import MAX_SAMPLES, RewardServicer
 from tests.conftest import Serve
 
@@ -74,7 +74,7 @@ async def connect(serve: Serve, tmp_path: Path) -> AsyncIterator[Connect]:
         )
         pools.append(pool)
         others = {name: loader.find(name, directory=tmp_path) for name in ("last_number", "exact_match")}
-        servicer = RewardServicer(pool, Offered(configured=pool.verifier, others=others, tasks={}).find)
+        servicer = RewardServicer(pool, AllowedVerifiers(default=pool.verifier, others=others, tasks={}).find)
         channel = await serve(
             (pb.DESCRIPTOR.services_by_name["RewardService"], add_RewardServiceServicer_to_server, servicer)
         )

@@ -37,8 +37,8 @@ from fourfold_coordinator.routing.registry import Registry
 from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_reward import loader
 from fourfold_reward.pool import WorkerPool
-from fourfold_reward.reference.servicer import Loaded, ReferenceServicer
-from fourfold_reward.serve import Offered
+from fourfold_reward.reference.servicer import ReferenceServicer
+from fourfold_reward.serve import AllowedVerifiers
 from fourfold_reward.servicer import RewardServicer
 from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
@@ -292,13 +292,11 @@ async def serve_all(serve: Serve, tmp_path: Path) -> AsyncIterator[System]:
     registry = Registry(clock=SystemClock(), tokenizer_sha256=SHA256)
     board = RunBoard(name="fuzz", step_count=4, clock=SystemClock())
     (tmp_path / "mine.py").write_text("def reward(sample):\n    return float(len(sample.completion))\n")
-    offered = Offered(configured=loader.find("mine.py:reward", directory=tmp_path), others={}, tasks={})
-    pool = WorkerPool(
-        verifier=offered.configured, options={}, processes=1, timeout_seconds=1.0, on_failure=fatal.append
-    )
-    reward = RewardServicer(pool, offered.find)
+    allowed = AllowedVerifiers(default=loader.find("mine.py:reward", directory=tmp_path), others={}, tasks={})
+    pool = WorkerPool(verifier=allowed.default, options={}, processes=1, timeout_seconds=1.0, on_failure=fatal.append)
+    reward = RewardServicer(pool, allowed.find)
     reference = ReferenceServicer(name="tiny", max_context_tokens=CONTEXT)
-    reference.set_ready(Loaded(model=Reference(), tokenizer_sha256=SHA256))  # type: ignore[arg-type]
+    reference.set_ready(Reference(), tokenizer_sha256=SHA256)  # type: ignore[arg-type]
     added = [
         (rollout_pb, "RolloutService", rollout_grpc, rollout),
         (control_pb, "RolloutControlService", control_grpc, control),

@@ -7,6 +7,7 @@ import json
 import re
 import socket
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ import pytest
 
 from fourfold import sandbox
 from fourfold_reward import loader
-from fourfold_reward.confinement import Confinement
-from fourfold_reward.outcome import Outcome
 from fourfold_reward.pool import Job, WorkerPool
-from fourfold_reward.verifiers import GYM_PREFIX, TEXT_TASKS
+from fourfold_reward.protocol import Outcome
+from fourfold_reward.verifiers import EVALUATING_TASKS, GYM_PREFIX
+from fourfold_reward.worker_sandbox import WorkerSandbox
 
 pytestmark = pytest.mark.filterwarnings("ignore::SyntaxWarning", "ignore::ResourceWarning")
 
@@ -95,13 +96,13 @@ def attacks(secrets: dict[str, str]) -> Iterator[str]:
         yield f"PORT = {server.getsockname()[1]}\n{names}{ATTACKS}"
 
 
-def hide(tmp_path: Path, **options: Any) -> Confinement:
-    return Confinement(hidden=(str(tmp_path / "certs"), str(tmp_path / "runs")), **options)
+def hide(tmp_path: Path, **options: Any) -> WorkerSandbox:
+    return WorkerSandbox(hidden=(str(tmp_path / "certs"), str(tmp_path / "runs")), **options)
 
 
 @contextlib.asynccontextmanager
 async def pool_of(
-    name: str, confined: Confinement, *, tasks: dict[str, Any] | None = None, timeout: float = 20
+    name: str, confined: WorkerSandbox, *, tasks: dict[str, Any] | None = None, timeout: float = 20
 ) -> AsyncIterator[WorkerPool]:
     pool = WorkerPool(
         verifier=loader.find(name, directory=Path.cwd()),
@@ -109,7 +110,7 @@ async def pool_of(
         processes=1,
         timeout_seconds=timeout,
         on_failure=lambda message: pytest.fail(message),
-        confinement=confined,
+        sandbox=confined,
     )
     await pool.start()
     try:
@@ -278,7 +279,7 @@ async def test_function_that_writes_into_the_pipe_costs_its_own_sample(tmp_path:
 
 
 def test_outcome_from_a_worker_is_checked() -> None:
-    good = Outcome(score=1.0, components={"a": 1.0}).to_json()
+    good = asdict(Outcome(score=1.0, components={"a": 1.0}))
     assert Outcome.from_json(good) == Outcome(score=1.0, components={"a": 1.0})
     assert Outcome.from_json(good | {"score": float("nan")}).error_reason == "NOT_FINITE"
     bad: tuple[dict[str, Any], ...] = (
@@ -287,7 +288,7 @@ def test_outcome_from_a_worker_is_checked() -> None:
         {"error_reason": "RAISED", "error_code": "NO_SUCH_CODE"},
     )
     for change in bad:
-        with pytest.raises(ValueError, match=r"component name|abstain reason|an error with reason"):
+        with pytest.raises(ValueError, match=r"component name|abstain reason|unknown error reason"):
             Outcome.from_json(good | change)
 
 
@@ -297,8 +298,10 @@ async def test_no_task_lets_an_answer_write(tmp_path: Path, code: str) -> None:
 
     path = tmp_path / "written"
     attack = code.replace("PATH", repr(str(path)))
-    async with pool_of("reasoning_gym", hide(tmp_path, evaluate=True), tasks={task: {} for task in TEXT_TASKS}) as pool:
-        for task in sorted(TEXT_TASKS):
+    async with pool_of(
+        "reasoning_gym", hide(tmp_path, evaluate=True), tasks={task: {} for task in EVALUATING_TASKS}
+    ) as pool:
+        for task in sorted(EVALUATING_TASKS):
             entry = create_dataset(task, size=1, seed=5)[0]
             metadata = {**entry["metadata"], "source_dataset": task}
             if task == "bitwise_arithmetic":

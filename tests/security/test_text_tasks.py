@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fourfold_reward import ScoreInput, verifiers
-from fourfold_reward.verifiers import TEXT_TASKS
+from fourfold_reward.verifiers import EVALUATING_TASKS
 
 RUNS_CODE = {eval, exec, compile, builtins.__import__}
 RUNS_CODE_MODULES = {
@@ -99,7 +99,7 @@ def test_list_of_tasks_that_run_text_is_that_of_the_installed_package() -> None:
 
     tasks = set(DATASETS) - {"composite"}
     assert len(tasks) > 100
-    assert {task for task in tasks if runs_text(task)} == set(TEXT_TASKS)
+    assert {task for task in tasks if runs_text(task)} == set(EVALUATING_TASKS)
 
 
 def test_math_verify_gives_only_arithmetic_to_sympys_parser(monkeypatch: pytest.MonkeyPatch) -> None:

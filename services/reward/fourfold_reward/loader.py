@@ -1,88 +1,73 @@
-"""Finds a verifier by its name, and loads it.
+"""Finds a verifier by name, and loads its function.
 
-Three kinds of name: a built-in (`last_number`), `package.module:function`, and
-`folder/file.py:function`. `find` runs in the service and executes nothing of the user's;
-`load` runs in the worker. A file is read once, when the service starts: a worker that starts
-later runs the same text, whatever happened to the file, so that a version means one function.
+A name is a built-in (`last_number`), `package.module:function` or `folder/file.py:function`. `find` runs in the service
+and executes no user code; `load` runs in the worker.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import inspect
 import re
 import sys
 import types
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from fourfold_reward import __version__, verifiers
 from fourfold_reward.sample import RewardFunction
-from fourfold_reward.verifiers import GymOptions
+from fourfold_reward.verifiers import GymOptions, did_you_mean
 
 _MODULE: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _DIGEST_CHARACTERS: Final = 12
 
 
 class VerifierError(Exception):
-    """A name that leads to no function, or a function that cannot be loaded: value, rule, fix."""
+    """A name without a function, or a function that cannot be loaded. The text has value, rule and fix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verifier:
-    """Where a reward function is."""
+    """Name, source and version of a reward function."""
 
     name: str
-    """As configured or asked for."""
+    """As in the recipe or the request."""
     file: str = ""
-    """Absolute path of the file of a `file.py:function`."""
+    """Absolute path of the file, for `file.py:function`."""
     source: str = ""
-    """Text of that file."""
+    """Text of the file when the service started. Later workers run the same text, so a version means one function."""
     module: str = ""
-    """Module of a `package.module:function`."""
+    """Module, for `package.module:function`."""
     function: str = ""
-    """Name in the file or module; empty for a built-in."""
+    """Name in the file or module; empty for a built-in verifier."""
     version: str = ""
-    """Version of the package, or start of the SHA-256 of the source; of a module only known once it is loaded."""
+    """Package version, or start of the SHA-256 of the source. The version of a module is known after `load`."""
 
     @property
     def builtin(self) -> bool:
-        """Whether it is one of ours, and no function of the operator."""
+        """Whether this is a verifier of this package."""
         return not self.function
-
-    def with_version(self, version: str) -> Self:
-        """Return the same verifier, its version known."""
-        return replace(self, version=version)
-
-    def to_json(self) -> dict[str, str]:
-        """Return the form that crosses the pipe."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, str]) -> Self:
-        """Read what `to_json` returned."""
-        return cls(**data)
 
 
 def find(name: str, *, directory: Path) -> Verifier:
-    """Return the verifier of this name, without running any code of it.
+    """Return the verifier of a name without running its code.
 
     Args:
-        name: one of the three kinds.
-        directory: what a relative file path starts from.
+        name: a built-in name, `package.module:function` or `file.py:function`.
+        directory: start of relative file paths.
 
     Raises:
-        VerifierError: no such built-in, no such file, or not one of the three kinds.
+        VerifierError: unknown built-in, unreadable file, or malformed name.
     """
     if verifiers.is_builtin(name):
         return Verifier(name=name, version=__version__)
     place, colon, function = name.rpartition(":")
+    known = [builtin for builtin, _ in verifiers.describe()]
+    usage = f"Known: {', '.join(known)}; or give package.module:function, or path/file.py:function."
     if not colon or not place or not function.isidentifier():
-        raise VerifierError(f"{name!r} is no verifier{_suggest(name)} {_known()}")
+        raise VerifierError(f"{name!r} is no verifier{did_you_mean(name, known) or '.'} {usage}")
     if place.endswith(".py") or "/" in place:
         path = (directory / place).resolve()
         try:
@@ -94,16 +79,16 @@ def find(name: str, *, directory: Path) -> Verifier:
             ) from None
         return Verifier(name=name, file=str(path), source=text, function=function, version=_digest(text.encode()))
     if not _MODULE.fullmatch(place):
-        raise VerifierError(f"{name!r}: {place!r} is neither a module nor a .py file. {_known()}")
+        raise VerifierError(f"{name!r}: {place!r} is neither a module nor a .py file. {usage}")
     return Verifier(name=name, module=place, function=function)
 
 
 def load(verifier: Verifier, options: GymOptions) -> tuple[RewardFunction, Verifier]:
-    """Import the function; return it, and the verifier with its version. Runs user code: anything may be raised.
+    """Import a function; return it and the verifier with its version. User code runs and may raise any exception.
 
     Raises:
-        VerifierError: the function is missing, cannot be called with one sample, or its module is not
-            the one that the service started with.
+        VerifierError: the function is missing, does not take one argument, or its module changed since the service
+            started.
     """
     if verifier.builtin:
         try:
@@ -114,20 +99,19 @@ def load(verifier: Verifier, options: GymOptions) -> tuple[RewardFunction, Verif
     function = getattr(module, verifier.function, None)
     if function is None:
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        close = difflib.get_close_matches(verifier.function, names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(verifier.function, names)
         raise VerifierError(f"{verifier.name!r}: no {verifier.function!r} there{hint}")
     _check_callable(function, verifier.name)
-    return function, _with_version(verifier, module)
+    return function, verifier if verifier.file else _with_version(verifier, module)
 
 
 def _run_file(verifier: Verifier) -> types.ModuleType:
     path = Path(verifier.file)
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # its neighbours can be imported, and shadow nothing
+        sys.path.append(str(path.parent))  # the file can import its neighbours, which hide no installed package
     module = types.ModuleType(f"reward_file_{verifier.version}")
     module.__file__ = verifier.file
-    sys.modules[module.__name__] = module  # dataclasses and type hints look their module up
+    sys.modules[module.__name__] = module  # dataclasses and type hints look up their module
     exec(compile(verifier.source, verifier.file, "exec"), module.__dict__)
     return module
 
@@ -138,7 +122,7 @@ def _check_callable(function: Any, name: str) -> None:
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):
-        return  # written in C and silent about it
+        return  # C code without a signature
     try:
         signature.bind(object())
     except TypeError:
@@ -146,8 +130,6 @@ def _check_callable(function: Any, name: str) -> None:
 
 
 def _with_version(verifier: Verifier, module: types.ModuleType) -> Verifier:
-    if verifier.file:
-        return verifier
     file = getattr(module, "__file__", None)
     version = _digest(Path(file).read_bytes()) if file else "builtin"
     if verifier.version and verifier.version != version:
@@ -155,21 +137,8 @@ def _with_version(verifier: Verifier, module: types.ModuleType) -> Verifier:
             f"{verifier.name!r}: {file} changed from {verifier.version} to {version} while the service ran; "
             "restart the service to use the new text"
         )
-    return verifier.with_version(version)
+    return replace(verifier, version=version)
 
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:_DIGEST_CHARACTERS]
-
-
-def _names() -> list[str]:
-    return [name for name, _ in verifiers.describe()]
-
-
-def _suggest(name: str) -> str:
-    close = difflib.get_close_matches(name, _names(), n=1)
-    return f"; did you mean {close[0]!r}?" if close else "."
-
-
-def _known() -> str:
-    return f"Known: {', '.join(_names())}; or give package.module:function, or path/file.py:function."

@@ -1,17 +1,18 @@
-"""Runs reward functions in worker processes, with a real time limit for each sample.
+"""Runs reward functions in worker processes, with a hard time limit for each sample.
 
-    score() --> waiting (bounded) --> slot 0 --> worker process
-                                  `-> slot 1 --> worker process
+    score() --> bounded queue --> slot 0 --> worker process
+                              `-> slot 1 --> worker process
 
-A slot is a task that owns one worker and gives it one sample at a time. When the time is up,
-the slot kills the worker, whatever it is doing, and starts another: no sample waits for a
-function that hangs, and only that sample gets an error. A sample whose caller went away
-leaves the queue. Who waits for whom: `score` for its samples' futures, until its deadline; a
-slot for a sample, then for its worker, at most `timeout_seconds`.
+A slot is a task that owns a worker and gives it one sample at a time. At the time limit the slot kills the worker, even
+inside C code, and starts another one, so that only this sample gets an error. Built-in verifiers and reward functions
+never share a worker, because their rights differ (`worker_sandbox`): a slot starts a second worker when it needs one.
 
-Built-in verifiers and reward functions never share a process: their rights differ (see
-`confinement`). A slot has one worker for the kind of the configured verifier, and starts
-another for the other kind when a sample asks for it.
+No library is used, because each of these (November 2026) unpickles a worker's reply in the service: code in the sandbox
+could run code outside of it. Their other gaps:
+- concurrent.futures, loky, multiprocess, aiomultiprocess: no time limit that kills the worker of a single task
+- pebble: unbounded queue; billiard: a full queue blocks the thread, and with it the event loop
+- anyio.to_process, trio-parallel: they kill on cancellation, but have no bounded queue
+- ray, dask.distributed: the workers need sockets, which the sandbox refuses
 """
 
 from __future__ import annotations
@@ -20,61 +21,58 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from fourfold.errors import ConfigError, Overloaded
-from fourfold_reward.child import Child, WorkerDied
-from fourfold_reward.confinement import Confinement
 from fourfold_reward.loader import Verifier
-from fourfold_reward.outcome import Outcome
+from fourfold_reward.protocol import Outcome
 from fourfold_reward.verifiers import GymOptions
+from fourfold_reward.worker_process import WorkerDied, WorkerProcess
+from fourfold_reward.worker_sandbox import WorkerSandbox
 
 _log = logging.getLogger(__name__)
 
-# Importing a verifier's libraries is not the sample's fault, so it has a limit of its own.
+# The import of a verifier's libraries has a limit of its own, because no sample causes it.
 LOAD_TIMEOUT_SECONDS: Final = 120.0
 MAX_WAITING_SAMPLES: Final = 16_384
 MAX_WAITING_BYTES: Final = 256 << 20
 _MAX_RETRY_AFTER_SECONDS: Final = 30.0
-_CONFINED: Final = Confinement()
+_NEWEST_WEIGHT: Final = 0.1
+_DEFAULT_SANDBOX: Final = WorkerSandbox()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One sample to score. The metadata stays text until it is in the worker."""
+    """One sample to score."""
 
     sample_id: str
     prompt: str
     completion: str
     answer: str
     metadata_json: str
+    """Parsed in the worker only: it comes from callers."""
     verifier: Verifier
     size_bytes: int
 
     def request(self) -> dict[str, Any]:
-        """Return what the worker is sent."""
-        sample = {
-            "sample_id": self.sample_id,
-            "prompt": self.prompt,
-            "completion": self.completion,
-            "answer": self.answer,
-        }
+        """Return the request for the worker."""
+        sample = {name: getattr(self, name) for name in ("sample_id", "prompt", "completion", "answer")}
         return {"score": sample, "metadata_json": self.metadata_json, "verifier": self.verifier.name}
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _QueuedJob:
     job: Job
     outcome: asyncio.Future[Outcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 class LoadFailed(Exception):
-    """A worker could not load a verifier; the text says why."""
+    """A worker could not load a verifier. The text is the reason."""
 
 
 class WorkerPool:
-    """`processes` workers and their queue. Use it from one event loop."""
+    """Worker processes and their queue. Use it from one event loop."""
 
     def __init__(
         self,
@@ -84,51 +82,52 @@ class WorkerPool:
         processes: int,
         timeout_seconds: float,
         on_failure: Callable[[str], None],
-        confinement: Confinement = _CONFINED,
+        sandbox: WorkerSandbox = _DEFAULT_SANDBOX,
         max_waiting_samples: int = MAX_WAITING_SAMPLES,
     ) -> None:
-        """Make a pool; nothing runs before `start`.
+        """Create a pool; `start` starts the workers.
 
         Args:
-            verifier: loaded by every worker before it is ready.
-            options: of reasoning-gym tasks, by task.
-            processes: number of workers.
-            timeout_seconds: longest time one sample may take.
-            on_failure: called with a message when a slot ends by a bug of ours.
-            confinement: rights of the workers.
-            max_waiting_samples: more are refused.
+            verifier: the default verifier; every worker of its kind loads it at the start.
+            options: reasoning-gym tasks with their options.
+            processes: number of slots.
+            timeout_seconds: time limit of one sample.
+            on_failure: called with a message if a slot ends because of a bug.
+            sandbox: rights of the workers.
+            max_waiting_samples: length of the queue.
         """
         self.verifier = verifier
         self._options = {task: dict(values) for task, values in options.items()}
         self._processes = processes
         self._timeout = timeout_seconds
         self._on_failure = on_failure
-        self._confinement = confinement
+        self._sandbox = sandbox
         self._max_waiting = max_waiting_samples
-        self._waiting: deque[_Waiting] = deque()
-        self._waiting_bytes = 0
-        self._work = asyncio.Event()
+        self._queue: deque[_QueuedJob] = deque()
+        self._queued_bytes = 0
+        self._queue_filled = asyncio.Event()
         self._slots: list[asyncio.Task[None]] = []
-        self._children: dict[int, Child] = {}
+        self._workers: dict[int, WorkerProcess] = {}
         self._mean_seconds = 0.0
         self._start_error = ""
 
     async def start(self) -> None:
-        """Start the workers and load the verifier in each; afterwards `verifier` has its version.
+        """Start the workers and load the verifier in each. Afterwards `verifier` has its version.
 
         Raises:
-            ConfigError: the function cannot be loaded; the message says why.
+            ConfigError: the verifier cannot be loaded.
         """
+        builtin = self.verifier.builtin
         try:
-            builtin = self.verifier.builtin
-            await self._start_child(builtin)  # alone: it tells whether the others can start, and the version
+            # One worker first: if it fails, so would the others, and it returns the version that they must have.
+            await self._start_worker(builtin)
         except LoadFailed as error:
             raise ConfigError(f"reward.verifier: {error}") from None
-        await asyncio.gather(*(self._try_start_child(builtin) for _ in range(self._processes - 1)))
-        children = list(self._children.values())
+        await asyncio.gather(*(self._try_start_worker(builtin) for _ in range(self._processes - 1)))
+        workers = list(self._workers.values())
         for index in range(self._processes):
-            slot = asyncio.create_task(self._run_slot(children[index] if index < len(children) else None))
-            slot.add_done_callback(self._slot_ended)
+            slot = asyncio.create_task(self._run_slot(workers[index] if index < len(workers) else None))
+            slot.add_done_callback(self._on_slot_end)
             self._slots.append(slot)
 
     async def score(self, jobs: Sequence[Job], *, timeout: float) -> list[Outcome]:
@@ -136,154 +135,155 @@ class WorkerPool:
 
         Args:
             jobs: at least one.
-            timeout: seconds after which samples that have no outcome yet get an error; the others keep theirs.
+            timeout: seconds; samples without an outcome then get an error, and the others keep theirs.
 
         Raises:
-            Overloaded: the queue is full; nothing was queued.
+            Overloaded: the queue is full. No sample was queued.
         """
         size = sum(job.size_bytes for job in jobs)
-        full = len(self._waiting) + len(jobs) > self._max_waiting or self._waiting_bytes + size > MAX_WAITING_BYTES
-        if full and self._waiting:  # a call that is too large for an empty queue is the servicer's to refuse
+        full = len(self._queue) + len(jobs) > self._max_waiting or self._queued_bytes + size > MAX_WAITING_BYTES
+        if full and self._queue:  # an empty queue takes any call; the servicer limits its size
             raise Overloaded(
-                f"{len(self._waiting)} samples wait and {len(jobs)} more do not fit (limit {self._max_waiting} "
+                f"{len(self._queue)} samples wait and {len(jobs)} more do not fit (limit {self._max_waiting} "
                 f"samples, {MAX_WAITING_BYTES >> 20} MiB); come back later, or start more reward services",
                 reason="QUEUE_FULL",
                 retry_after=self._retry_after(),
             )
-        entries = [_Waiting(job) for job in jobs]
-        self._waiting.extend(entries)
-        self._waiting_bytes += size
-        self._work.set()
+        queued = [_QueuedJob(job) for job in jobs]
+        self._queue.extend(queued)
+        self._queued_bytes += size
+        self._queue_filled.set()
         try:
-            await asyncio.wait([entry.outcome for entry in entries], timeout=timeout)
-            return [entry.outcome.result() if entry.outcome.done() else self._not_reached() for entry in entries]
-        finally:
-            self._withdraw(entries)
+            await asyncio.wait([entry.outcome for entry in queued], timeout=timeout)
+            return [entry.outcome.result() if entry.outcome.done() else self._too_late() for entry in queued]
+        finally:  # also when the caller went away
+            self._withdraw(queued)
 
     async def close(self) -> None:
-        """Stop the slots and kill the workers; samples that wait get no outcome any more."""
+        """Stop the slots and kill the workers. Queued samples get no outcome."""
         for slot in self._slots:
             slot.cancel()
         await asyncio.gather(*self._slots, return_exceptions=True)
         self._slots.clear()
-        await asyncio.gather(*(self._discard(child) for child in list(self._children.values())))
+        await asyncio.gather(*(self._discard(worker) for worker in list(self._workers.values())))
 
     def worker_pids(self) -> list[int]:
-        """Return the process ids of the workers that live."""
-        return list(self._children)
+        """Return the process ids of the running workers."""
+        return list(self._workers)
 
-    async def _run_slot(self, first: Child | None) -> None:
-        children: dict[bool, Child | None] = {first.builtin: first} if first is not None else {}
+    async def _run_slot(self, first: WorkerProcess | None) -> None:
+        loop = asyncio.get_running_loop()
+        workers: dict[bool, WorkerProcess | None] = {first.builtin: first} if first is not None else {}
         while True:
-            entry = await self._take()
-            builtin = entry.job.verifier.builtin
-            child = children.get(builtin) or await self._try_start_child(builtin)
-            started = asyncio.get_running_loop().time()
-            if child is None:
+            queued = await self._take()
+            builtin = queued.job.verifier.builtin
+            worker = workers.get(builtin) or await self._try_start_worker(builtin)
+            started = loop.time()
+            if worker is None:
                 outcome = Outcome.error("WORKER_DIED", f"no worker process could be started: {self._start_error}")
             else:
-                outcome, child = await self._score_one(child, entry.job)
-            seconds = asyncio.get_running_loop().time() - started
-            self._mean_seconds += 0.1 * (seconds - self._mean_seconds)
-            if not entry.outcome.done():
-                entry.outcome.set_result(outcome)
-            # Now, so that the next sample need not wait for it.
-            children[builtin] = child or await self._try_start_child(builtin)
+                outcome, worker = await self._score_one(worker, queued.job)
+            self._mean_seconds += _NEWEST_WEIGHT * (loop.time() - started - self._mean_seconds)
+            if not queued.outcome.done():
+                queued.outcome.set_result(outcome)
+            # Replace a dead worker now: its start overlaps with the wait for the next sample.
+            workers[builtin] = worker or await self._try_start_worker(builtin)
 
-    async def _take(self) -> _Waiting:
-        while not self._waiting:
-            self._work.clear()
-            await self._work.wait()
-        entry = self._waiting.popleft()
-        self._waiting_bytes -= entry.job.size_bytes
-        return entry
+    async def _take(self) -> _QueuedJob:
+        while not self._queue:
+            self._queue_filled.clear()
+            await self._queue_filled.wait()
+        queued = self._queue.popleft()
+        self._queued_bytes -= queued.job.size_bytes
+        return queued
 
-    async def _score_one(self, child: Child, job: Job) -> tuple[Outcome, Child | None]:
-        """Return the outcome of one sample, and the worker if it is still of use."""
+    async def _score_one(self, worker: WorkerProcess, job: Job) -> tuple[Outcome, WorkerProcess | None]:
+        """Return the outcome of one sample, and the worker unless it had to be killed."""
         try:
-            await self._load(child, job.verifier)
-            reply = await child.ask(job.request(), timeout=self._timeout)
+            await self._load(worker, job.verifier)
+            reply = await worker.call(job.request(), timeout=self._timeout)
             try:
-                return Outcome.from_json(reply), child
+                return Outcome.from_json(reply), worker
             except ValueError as error:
-                raise WorkerDied(f"the worker sent {error}") from None
+                raise WorkerDied(f"the worker sent an invalid reply: {error}") from None
         except LoadFailed as error:
-            return Outcome.error("NOT_FOUND", str(error)), child
+            return Outcome.error("NOT_FOUND", str(error)), worker
         except TimeoutError:
-            _log.warning("sample %s took longer than %g s; its worker was killed", job.sample_id, self._timeout)
+            _log.warning("worker killed at the time limit: sample=%s seconds=%g", job.sample_id, self._timeout)
             outcome = Outcome.error(
                 "TIMEOUT",
                 f"{job.verifier.name} took longer than {self._timeout:g} s and was killed; "
                 "make it faster, or raise reward.timeout_seconds",
             )
         except WorkerDied as error:
-            _log.warning("sample %s: %s", job.sample_id, error)
+            _log.warning("worker died: sample=%s cause=%s", job.sample_id, error)
             outcome = Outcome.error("WORKER_DIED", f"{error} while {job.verifier.name} scored this sample")
-        await self._discard(child)
+        await self._discard(worker)
         return outcome, None
 
-    async def _start_child(self, builtin: bool) -> Child:
-        child = await Child.start(self._confinement, builtin=builtin, timeout_seconds=self._timeout)
-        self._children[child.pid] = child
+    async def _start_worker(self, builtin: bool) -> WorkerProcess:
+        worker = await WorkerProcess.start(self._sandbox, builtin=builtin, timeout_seconds=self._timeout)
+        self._workers[worker.pid] = worker
         if builtin != self.verifier.builtin:
-            return child
+            return worker
         try:
-            self.verifier = await self._load(child, self.verifier)
+            self.verifier = await self._load(worker, self.verifier)
         except LoadFailed:
-            await self._discard(child)
+            await self._discard(worker)
             raise
         except WorkerDied as error:
-            await self._discard(child)
+            await self._discard(worker)
             raise LoadFailed(f"{self.verifier.name!r}: {error} while it imported the function") from None
-        return child
+        return worker
 
-    async def _try_start_child(self, builtin: bool) -> Child | None:
+    async def _try_start_worker(self, builtin: bool) -> WorkerProcess | None:
         try:
-            return await self._start_child(builtin)
+            return await self._start_worker(builtin)
         except (LoadFailed, OSError) as error:
             self._start_error = str(error)
-            _log.error("a worker could not start: %s", error)
+            _log.error("worker start failed: %s", error)
         return None
 
-    async def _load(self, child: Child, verifier: Verifier) -> Verifier:
-        """Load a verifier in a worker, unless it has it; return it with its version."""
-        if verifier.name in child.loaded:
+    async def _load(self, worker: WorkerProcess, verifier: Verifier) -> Verifier:
+        """Load a verifier in a worker unless it is loaded; return it with its version."""
+        if verifier.name in worker.loaded:
             return verifier
-        request = {"load": verifier.to_json(), "options": self._options}
+        request = {"load": asdict(verifier), "options": self._options}
         try:
-            reply = await child.ask(request, timeout=LOAD_TIMEOUT_SECONDS)
+            reply = await worker.call(request, timeout=LOAD_TIMEOUT_SECONDS)
         except TimeoutError:
             raise WorkerDied(f"the worker was stopped after {LOAD_TIMEOUT_SECONDS:g} s") from None
         if "error" in reply:
             raise LoadFailed(str(reply["error"]))
-        child.loaded.add(verifier.name)
-        return verifier.with_version(str(reply["version"]))
+        worker.loaded.add(verifier.name)
+        return replace(verifier, version=str(reply["version"]))
 
-    async def _discard(self, child: Child) -> None:
-        await child.kill()
-        self._children.pop(child.pid, None)
+    async def _discard(self, worker: WorkerProcess) -> None:
+        await worker.kill()
+        self._workers.pop(worker.pid, None)
 
-    def _withdraw(self, entries: Sequence[_Waiting]) -> None:
-        pending = [entry for entry in entries if not entry.outcome.done()]
+    def _withdraw(self, queued: Sequence[_QueuedJob]) -> None:
+        """Remove the jobs without an outcome from the queue."""
+        pending = [entry for entry in queued if not entry.outcome.done()]
         for entry in pending:
             entry.outcome.cancel()
         if pending:
-            self._waiting = deque(entry for entry in self._waiting if not entry.outcome.done())
-            self._waiting_bytes = sum(entry.job.size_bytes for entry in self._waiting)
+            self._queue = deque(entry for entry in self._queue if not entry.outcome.done())
+            self._queued_bytes = sum(entry.job.size_bytes for entry in self._queue)
 
-    def _not_reached(self) -> Outcome:
+    def _too_late(self) -> Outcome:
         return Outcome.error(
             "TIMEOUT",
-            f"not scored before the call's deadline; {len(self._waiting)} samples wait for {self._processes} worker "
+            f"not scored before the call's deadline; {len(self._queue)} samples wait for {self._processes} worker "
             "processes: try again, give the call more time, or raise reward.processes",
             code="UNAVAILABLE",
         )
 
     def _retry_after(self) -> float:
-        estimate = self._mean_seconds * len(self._waiting) / (2 * self._processes)
-        return min(max(estimate, 0.1), _MAX_RETRY_AFTER_SECONDS)
+        half_queue_seconds = self._mean_seconds * len(self._queue) / (2 * self._processes)
+        return min(max(half_queue_seconds, 0.1), _MAX_RETRY_AFTER_SECONDS)
 
-    def _slot_ended(self, slot: asyncio.Task[None]) -> None:
+    def _on_slot_end(self, slot: asyncio.Task[None]) -> None:
         if not slot.cancelled() and (error := slot.exception()) is not None:
-            _log.error("a slot of the worker pool ended", exc_info=error)
+            _log.error("slot of the worker pool failed", exc_info=error)
             self._on_failure(f"the worker pool failed: {type(error).__name__}: {error}")

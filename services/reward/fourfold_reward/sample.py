@@ -1,13 +1,12 @@
-"""What a reward function is given, and what it may return."""
+"""Defines the argument and the return types of reward functions."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
-_REASON: Final = re.compile(r"[A-Z][A-Z0-9_]{0,62}")
+from fourfold.text import is_reason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,38 +15,38 @@ class ScoreInput:
 
     sample_id: str
     prompt: str
-    """The prompt as text, chat template applied."""
+    """Prompt as text, with the chat template applied."""
     completion: str
-    """What the policy wrote, special tokens removed."""
+    """Text that the policy generated, without special tokens."""
     answer: str = ""
-    """Reference answer of the task; empty when it has none."""
+    """Reference answer; empty if the task has none."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """The task's own fields, as the data set gives them."""
+    """Additional fields of the data set's row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A score with parts that go to the logs."""
+    """A score with components for the logs."""
 
     score: float
-    """Finite."""
+    """A finite number."""
     components: Mapping[str, float] = field(default_factory=dict)
     """At most 64 finite numbers by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abstain:
-    """The function has nothing to say of this sample: it is dropped with this reason, and counted."""
+    """The function cannot judge this sample. The run drops the sample and counts the reason."""
 
     reason: str
     """UPPER_SNAKE_CASE, at most 63 characters."""
 
     def __post_init__(self) -> None:
-        """Refuse a reason that could not travel."""
-        if not _REASON.fullmatch(self.reason):
+        """Check the reason."""
+        if not is_reason(self.reason):
             raise ValueError(f"abstain reason {self.reason!r}: it must be UPPER_SNAKE_CASE of at most 63 characters")
 
 
-# A number; None, which abstains; or the dictionary {"score": number, "components": {name: number}}.
+# None abstains. A mapping has the keys "score" and, optionally, "components".
 Result: TypeAlias = float | Score | Abstain | Mapping[str, Any] | None
 RewardFunction: TypeAlias = Callable[[ScoreInput], Result | Awaitable[Result]]

@@ -1,11 +1,13 @@
-"""The role `reward`: `fourfold serve reward RECIPE` runs this until it is told to stop."""
+"""Runs the reward service: `fourfold serve reward RECIPE`, or `serve_reward` in the script of a reward function."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
@@ -13,15 +15,26 @@ from fourfold.errors import ConfigError
 from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
-from fourfold_reward import confinement, loader, verifiers
+from fourfold_reward import loader, verifiers, worker_sandbox
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.pool import WorkerPool
+from fourfold_reward.sample import RewardFunction
 from fourfold_reward.servicer import RewardServicer
 from fourfold_reward.verifiers import GymOptions
 
+# A recipe must describe a run. The reward role reads only [reward] and [security], which `serve_reward` adds.
+_MINIMAL_RECIPE: Final[dict[str, Any]] = {
+    "name": "reward",
+    "steps": 1,
+    "model": {"source": "none"},
+    "data": {"train": {"path": "none.jsonl"}},
+    "sampling": {"max_new_tokens": 1},
+    "batch": {"prompts_per_step": 1, "group_size": 2},
+}
+
 
 def main(options: ServeOptions) -> int:
-    """Serve until the end; return the process's exit code."""
+    """Serve until a signal or a fatal error; return the exit code."""
     return asyncio.run(serve(options))
 
 
@@ -29,20 +42,20 @@ async def serve(options: ServeOptions) -> int:
     """Start the workers, then serve.
 
     Raises:
-        ConfigError: a verifier's name leads nowhere, or a verifier may not run here.
+        ConfigError: a verifier is unknown, not allowed, or cannot be loaded.
     """
     reward = options.config.reward
-    offer = find_offer(options.config)
+    allowed = AllowedVerifiers.from_config(options.config)
     host = ServiceHost(options, role=Role.ROLE_REWARD)
     pool = WorkerPool(
-        verifier=offer.configured,
-        options=offer.tasks,
+        verifier=allowed.default,
+        options=allowed.tasks,
         processes=reward.processes,
         timeout_seconds=reward.timeout_seconds,
         on_failure=host.fatal,
-        confinement=confinement.from_config(options.config, options.run_dir, evaluating=offer.evaluating),
+        sandbox=worker_sandbox.from_config(options.config, options.run_dir, evaluating=allowed.evaluating),
     )
-    servicer = RewardServicer(pool, offer.find)
+    servicer = RewardServicer(pool, allowed.find)
     service = pb.DESCRIPTOR.services_by_name["RewardService"]
     host.server.add(service, add_RewardServiceServicer_to_server, servicer)
 
@@ -53,56 +66,132 @@ async def serve(options: ServeOptions) -> int:
     try:
         return await host.run(start=start)
     finally:
-        await pool.close()  # after the server's last call has ended
+        await pool.close()  # after the last call of the server has ended
+
+
+def serve_reward(
+    function: RewardFunction,
+    *,
+    listen: str = "127.0.0.1:50053",
+    coordinator: str = "",
+    member: str = "reward-0",
+    certs: str | Path = "",
+    advertise: str = "",
+    processes: int = 1,
+    timeout_seconds: float = 10.0,
+    network: bool = False,
+    environment: tuple[str, ...] = (),
+    memory_gib: int = 8,
+) -> int:
+    """Serve a reward function until SIGTERM or Ctrl-C.
+
+    The function runs in sandboxed worker processes, as with `fourfold serve reward`. The workers execute its file
+    again, so a script calls this under `if __name__ == "__main__":`.
+
+    Args:
+        function: takes one ScoreInput; returns a number, a Score, an Abstain or None. It is a top-level `def` or
+            `async def` of a file.
+        listen: "HOST:PORT"; port 0 takes any free port. Prints "READY HOST:PORT" with the address in use.
+        coordinator: "HOST:PORT" of the coordinator to register at; empty: none.
+        member: member id of this service.
+        certs: folder that `fourfold certs` made. Empty: no TLS, and `listen` must be a loopback address.
+        advertise: host name for callers; default: the host in `listen`.
+        processes: number of worker processes.
+        timeout_seconds: time limit of one sample.
+        network: whether the function may open sockets.
+        environment: environment variables that the function may read, besides PATH, HOME and the like.
+        memory_gib: memory limit of a worker process.
+
+    Returns:
+        The exit code: 0 after a drain, 1 after an error.
+
+    Raises:
+        ConfigError: The function cannot be loaded in another process, or an argument is wrong.
+    """
+    reward: dict[str, Any] = {
+        "verifier": _name_of(function),
+        "processes": processes,
+        "timeout_seconds": timeout_seconds,
+        "network": network,
+        "environment": environment,
+        "memory_gib": memory_gib,
+    }
+    security = {"security": {"directory": str(certs)}} if certs else {}
+    options = ServeOptions(
+        role="reward",
+        recipe=Path(),
+        config=Config.model_validate({**_MINIMAL_RECIPE, "reward": reward, **security}),
+        member_id=member,
+        listen=listen,
+        coordinator=coordinator,
+        advertise=advertise,
+    )
+    return main(options)
+
+
+def _name_of(function: RewardFunction) -> str:
+    """Return FILE:NAME, by which a worker process finds a function."""
+    name = getattr(function, "__qualname__", "")
+    try:
+        file = inspect.getsourcefile(function) or ""
+    except TypeError:  # a callable object, or C code
+        file = ""
+    if not name.isidentifier() or not Path(file).is_file():
+        raise ConfigError(
+            f"serve_reward({function!r:.100}): worker processes load the function by its file and name; define it with "
+            f"`def` at the top level of a .py file"
+        )
+    return f"{Path(file).resolve()}:{name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offered:
-    """What callers may ask for. A caller never chooses code."""
+class AllowedVerifiers:
+    """The verifiers that callers may select. A caller cannot name code that the recipe does not name."""
 
-    configured: Verifier
+    default: Verifier
     others: Mapping[str, Verifier]
-    """`reward.allowed_verifiers`, by name."""
+    """Verifiers of `reward.allowed_verifiers`, by name."""
     tasks: GymOptions
-    """The reasoning-gym tasks that a sample's metadata may name, and their options."""
+    """The reasoning-gym tasks that a sample's metadata may name, with their options."""
+
+    @classmethod
+    def from_config(cls, config: Config) -> AllowedVerifiers:
+        """Find the verifiers of a recipe.
+
+        Raises:
+            ConfigError: a verifier is unknown, or runs text as code without `reward.evaluate_text`.
+        """
+        reward = config.reward
+        allowed = cls(
+            default=_find(reward.verifier, "reward.verifier"),
+            others={name: _find(name, "reward.allowed_verifiers") for name in reward.allowed_verifiers},
+            tasks=_gym_options(config),
+        )
+        if allowed.evaluating and not reward.evaluate_text:
+            raise ConfigError(
+                f"verifier {allowed.evaluating!r} runs text of the answer as code, and reward.evaluate_text = false; "
+                f"set reward.evaluate_text = true to run it in a sandbox, or use another verifier or task"
+            )
+        return allowed
 
     @property
     def evaluating(self) -> str:
-        """Name of an offered verifier that runs text of a sample as code; empty when there is none."""
-        names = [self.configured.name, *self.others]
-        if verifiers.GYM in names:
-            names += [verifiers.GYM_PREFIX + task for task in self.tasks]
-        return next((name for name in names if verifiers.evaluates_text(name)), "")
+        """Name of an allowed verifier that runs text of a sample as code; empty if there is none."""
+        found = (verifiers.find_evaluating(name, self.tasks) for name in (self.default.name, *self.others))
+        return next(filter(None, found), "")
 
     def find(self, name: str) -> Verifier:
-        """Return the verifier that a caller asks for instead of the configured one.
+        """Return the verifier that a caller selects instead of the default one.
 
         Raises:
-            VerifierError: it is not offered.
+            VerifierError: the verifier is not allowed.
         """
         if (verifier := self.others.get(name)) is None:
-            known = ", ".join([repr(self.configured.name), *map(repr, self.others)])
+            allowed = ", ".join([repr(self.default.name), *map(repr, self.others)])
             raise VerifierError(
-                f"{name!r:.200} is not offered here; offered: {known:.500}. Add it to reward.allowed_verifiers"
+                f"{name!r:.200} is not allowed here; allowed: {allowed:.500}. Add it to reward.allowed_verifiers"
             )
         return verifier
-
-
-def find_offer(config: Config) -> Offered:
-    """Return what a recipe offers.
-
-    Raises:
-        ConfigError: there is no such verifier, or it runs text as code and the recipe does not allow that.
-    """
-    reward = config.reward
-    others = {name: _find(name, "reward.allowed_verifiers") for name in reward.allowed_verifiers}
-    offered = Offered(configured=_find(reward.verifier, "reward.verifier"), others=others, tasks=gym_options(config))
-    if offered.evaluating and not reward.evaluate_text:
-        raise ConfigError(
-            f"verifier {offered.evaluating!r} runs text of the answer as code, and reward.evaluate_text = false; set "
-            f"reward.evaluate_text = true to run it in a sandbox, or use another verifier or task"
-        )
-    return offered
 
 
 def _find(name: str, key: str) -> Verifier:
@@ -112,14 +201,11 @@ def _find(name: str, key: str) -> Verifier:
         raise ConfigError(f"{key} = {error}") from None
 
 
-def gym_options(config: Config) -> GymOptions:
-    """Return the reasoning-gym tasks that samples may name, and the options that some of them are scored by.
-
-    They are the tasks that this run generates, and those of the allow-list.
-    """
+def _gym_options(config: Config) -> GymOptions:
+    """Return the reasoning-gym tasks that this run generates or that the recipe allows, with their options."""
     sources = [source for source in (config.data.eval, config.data.train) if source is not None]
     options = {source.reasoning_gym: dict(source.options) for source in sources if source.reasoning_gym}
-    # A composite's entries carry the name of their own task.
+    # An entry of a composite names its own task.
     for part in options.pop("composite", {}).get("datasets", []):
         options.setdefault(part["name"], dict(part.get("config", {})))
     for name in config.reward.allowed_verifiers:

@@ -1,4 +1,4 @@
-"""RewardService on a worker pool: checks the request, hands the samples over, packs the outcomes."""
+"""Implements RewardService on a worker pool: checks the request, queues the samples, packs the outcomes."""
 
 from __future__ import annotations
 
@@ -13,59 +13,50 @@ from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1 import reward_service_pb2_grpc as pb_grpc
 from fourfold.rpc.codec import check_id, check_unique
 from fourfold_reward.loader import Verifier, VerifierError
-from fourfold_reward.outcome import Outcome
 from fourfold_reward.pool import Job, WorkerPool
+from fourfold_reward.protocol import Outcome
 
 MAX_SAMPLES: Final = 4096
 MAX_REQUEST_BYTES: Final = 8 << 20
 MAX_METADATA_BYTES: Final = 64 << 10
-# The answer leaves this long before the caller's deadline, so that finished scores are not lost with it.
+# The response leaves this long before the caller's deadline; a later one would lose the finished scores.
 _ANSWER_MARGIN_SECONDS: Final = 0.5
 
 
 class RewardServicer(pb_grpc.RewardServiceServicer):
-    """Stateless: the same request gives the same answer, as far as the reward function does."""
+    """Scores requests without state: a deterministic reward function gives equal responses to equal requests."""
 
     def __init__(self, pool: WorkerPool, find: Callable[[str], Verifier]) -> None:
-        """Serve a pool that may still be starting.
-
-        Args:
-            pool: scores.
-            find: returns a verifier, besides the configured one, that a caller may ask for; raises VerifierError.
-        """
+        """Serve a pool that may still be starting; `find` returns the allowed verifiers besides the default one."""
         self._pool = pool
         self._find = find
         self._ready = False
 
     def set_ready(self) -> None:
-        """The pool has started."""
+        """Accept calls, because the pool has started."""
         self._ready = True
 
     async def GetInfo(
         self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.GetInfoResponse:
-        """Describe the configured verifier."""
+        """Return name and version of the default verifier."""
         self._check_ready()
         verifier = self._pool.verifier
         return pb.GetInfoResponse(name=f"{verifier.name}@{verifier.version}", max_sample_count=MAX_SAMPLES)
 
     async def Score(self, request: pb.ScoreRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.ScoreResponse:
-        """Score a batch; what is not scored shortly before the deadline is an error of that sample."""
+        """Score a batch. A sample that is not scored shortly before the deadline gets an error."""
         self._check_ready()
         _check(request)
-        outcomes: list[Outcome | None] = []
-        jobs: list[Job] = []
-        for item in request.items:
-            refused = self._refuse(item)
-            outcomes.append(refused)
-            if refused is None:
-                jobs.append(self._job(item))
+        prepared = [self._prepare(item) for item in request.items]
+        jobs = [job for job in prepared if isinstance(job, Job)]
         remaining = context.time_remaining() or 0.0
-        scored = iter(await self._pool.score(jobs, timeout=_budget(remaining)) if jobs else ())
+        timeout = max(remaining - min(_ANSWER_MARGIN_SECONDS, 0.2 * remaining), 0.0)
+        scored = iter(await self._pool.score(jobs, timeout=timeout) if jobs else ())
         return pb.ScoreResponse(
             scores=[
-                _pack(item.experience.sample_id, next(scored) if outcome is None else outcome)
-                for item, outcome in zip(request.items, outcomes, strict=True)
+                _pack(item.experience.sample_id, next(scored) if isinstance(entry, Job) else entry)
+                for item, entry in zip(request.items, prepared, strict=True)
             ]
         )
 
@@ -73,37 +64,31 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         if not self._ready:
             raise Unavailable("the reward service is loading its verifier; try again in a few seconds", retry_after=1.0)
 
-    def _refuse(self, item: pb.ScoreItem) -> Outcome | None:
-        """Return the error of an item that no worker should see."""
+    def _prepare(self, item: pb.ScoreItem) -> Job | Outcome:
+        """Return the job of an item, or the error of an item that cannot be scored."""
         size = len(item.metadata_json.encode())
         if size > MAX_METADATA_BYTES:
             return Outcome.error(
                 "BAD_METADATA", f"metadata_json has {size} bytes; it may have {MAX_METADATA_BYTES}: send less"
             )
+        default = self._pool.verifier
         try:
-            self._verifier(item)
+            verifier = default if item.verifier in ("", default.name) else self._find(item.verifier)
         except VerifierError as error:
             return Outcome.error("NOT_FOUND", f"verifier {error}")
-        return None
-
-    def _verifier(self, item: pb.ScoreItem) -> Verifier:
-        configured = self._pool.verifier
-        return configured if item.verifier in ("", configured.name) else self._find(item.verifier)
-
-    def _job(self, item: pb.ScoreItem) -> Job:
         return Job(
             sample_id=item.experience.sample_id,
             prompt=item.prompt_text,
             completion=item.completion_text,
             answer=item.answer,
             metadata_json=item.metadata_json,
-            verifier=self._verifier(item),
+            verifier=verifier,
             size_bytes=item.ByteSize(),
         )
 
 
 def _check(request: pb.ScoreRequest) -> None:
-    """Refuse a request that can never be scored, before anything is queued."""
+    """Refuse a malformed request before any sample is queued."""
     if not request.items:
         raise InvalidInput("the request has no items; send at least one")
     if len(request.items) > MAX_SAMPLES:
@@ -114,10 +99,6 @@ def _check(request: pb.ScoreRequest) -> None:
     for item in request.items:
         check_id(item.experience.sample_id, "sample_id")
     check_unique(item.experience.sample_id for item in request.items)
-
-
-def _budget(remaining: float) -> float:
-    return max(remaining - min(_ANSWER_MARGIN_SECONDS, 0.2 * remaining), 0.0)
 
 
 def _pack(sample_id: str, outcome: Outcome) -> pb.SampleScore:

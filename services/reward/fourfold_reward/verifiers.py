@@ -1,11 +1,8 @@
-"""The built-in verifiers, by name. Each is a reward function; heavy libraries are imported when one is loaded.
+"""Defines the built-in verifiers: reward functions that compare a completion with the reference answer.
 
-A verifier answers 1 or 0 (reasoning-gym tasks: anything between), and abstains when the
-sample carries nothing to compare with. An answer that cannot be read as what it should be is
-a wrong answer; a comparison that does not end is stopped by the pool and is an error.
-
-Some reasoning-gym tasks give text of the answer, or of the sample, to `eval` or to sympy's
-`parse_expr`: TEXT_TASKS. The service offers them only where the recipe says so.
+A verifier returns 1 or 0 (reasoning-gym tasks: any number between), and abstains if the sample has no usable reference
+answer. A completion that cannot be parsed is wrong. Some reasoning-gym tasks pass text of the sample to `eval` or to
+sympy's `parse_expr` (EVALUATING_TASKS); they need `reward.evaluate_text = true`.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import io
 import logging
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from typing import Any, Final
 
@@ -26,12 +23,12 @@ GYM: Final = "reasoning_gym"
 GYM_PREFIX: Final = "reasoning_gym:"
 NO_ANSWER: Final = Abstain("NO_ANSWER")
 
-# The reasoning-gym tasks that a sample's metadata may name, each with its options.
+# reasoning-gym tasks that a sample's metadata may name, with their options.
 GymOptions = Mapping[str, Mapping[str, Any]]
 GymScorer = Callable[[str | None, dict[str, Any]], float]
 
-# Tasks whose `score_answer` runs text as code. A test compares this list with the installed package's source.
-TEXT_TASKS: Final = frozenset(
+# Tasks whose `score_answer` runs text as code. A test compares this list with the source of the installed package.
+EVALUATING_TASKS: Final = frozenset(
     {
         *("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"),  # eval(answer)
         *("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24"),  # parse_expr(answer)
@@ -42,81 +39,83 @@ TEXT_TASKS: Final = frozenset(
 )
 
 _DESCRIPTIONS: Final[tuple[tuple[str, str], ...]] = (
-    ("exact_match", "1 when the completion is the answer, spaces around both left aside"),
-    ("last_number", "1 when the last number in the completion equals the last number in the answer"),
-    ("math_verify", "1 when the completion's final expression equals the answer, both LaTeX or plain text"),
-    (GYM, "the score of the sample's own reasoning-gym task, named by `source_dataset` in its metadata"),
+    ("exact_match", "1 if the completion equals the answer, without surrounding spaces"),
+    ("last_number", "1 if the last number in the completion equals the last number in the answer"),
+    ("math_verify", "1 if the final expression of the completion equals the answer; both are LaTeX or plain text"),
+    (GYM, "the score of the reasoning-gym task that `source_dataset` in the sample's metadata names"),
     (
         f"{GYM_PREFIX}TASK",
-        "the score of one reasoning-gym task, e.g. reasoning_gym:products. These run text of the sample as code, and "
-        f"need reward.evaluate_text = true: {', '.join(sorted(TEXT_TASKS))}",
+        "the score of one reasoning-gym task, e.g. reasoning_gym:products. These tasks run text of the sample as code "
+        f"and need reward.evaluate_text = true: {', '.join(sorted(EVALUATING_TASKS))}",
     ),
 )
 
-# A minus that follows a letter, a digit or a bracket is an operator. Commas may group thousands.
+# A minus after a letter, a digit or a closing bracket is an operator. Commas may group thousands.
 _NUMBER: Final = re.compile(
     r"(?:(?<![A-Za-z0-9_.)\]])[-\u2212])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 )
 _ANSWER_TAG: Final = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-# What malformed text makes a library raise; anything else is not the text's fault.
+# Raised by libraries for malformed text. Any other exception is an error of the verifier.
 _UNREADABLE: Final = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, SyntaxError, AssertionError)
-# Metadata that has been JSON has lists where these tasks compare tuples.
+# These tasks compare tuples, and JSON turned the tuples of their metadata into lists.
 _TUPLE_TASKS: Final = frozenset({"arc_agi", "rearc"})
 
 
-class BadMetadata(ValueError):
-    """A sample's metadata lacks what the verifier needs."""
+class InvalidSample(Exception):
+    """A sample that the verifier cannot score. `reason` is the error reason of its outcome."""
 
-
-class NotOffered(LookupError):
-    """A sample's metadata names a task that the recipe does not offer."""
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def describe() -> list[tuple[str, str]]:
-    """Return (name, one line) of each built-in verifier."""
+    """Return name and description of each built-in verifier."""
     return list(_DESCRIPTIONS)
 
 
 def is_builtin(name: str) -> bool:
-    """Whether `name` is a built-in verifier. The task of "reasoning_gym:TASK" is checked when it is loaded."""
+    """Return whether `name` is a built-in verifier. `load` checks the task of "reasoning_gym:TASK"."""
     return name in _LOADERS or name.startswith(GYM_PREFIX)
 
 
-def evaluates_text(name: str) -> bool:
-    """Whether a verifier is a built-in that runs text of a sample as code."""
-    return name.startswith(GYM_PREFIX) and name.removeprefix(GYM_PREFIX) in TEXT_TASKS
-
-
-def may_evaluate_text(name: str, options: GymOptions) -> bool:
-    """Whether a verifier runs text of some sample as code: of any sample, or of those that name such a task."""
-    return evaluates_text(name) or (name == GYM and not TEXT_TASKS.isdisjoint(options))
+def find_evaluating(name: str, options: GymOptions) -> str:
+    """Return "reasoning_gym:TASK" for a task of this verifier that runs text of samples as code; empty without one."""
+    tasks = options if name == GYM else [name.removeprefix(GYM_PREFIX)]
+    return next((GYM_PREFIX + task for task in tasks if task in EVALUATING_TASKS), "")
 
 
 def load(name: str, options: GymOptions) -> RewardFunction:
-    """Return the built-in verifier `name`, importing what it needs.
+    """Return a built-in verifier and import the libraries that it needs.
 
     Args:
-        name: its name.
-        options: of reasoning-gym tasks; `reasoning_gym` alone scores these tasks and no others.
+        name: name of the verifier.
+        options: reasoning-gym tasks with their options. The verifier `reasoning_gym` scores these tasks only.
 
     Raises:
-        LookupError: no such reasoning-gym task.
-        ImportError: its library is not installed.
+        LookupError: unknown reasoning-gym task.
+        ImportError: a library is not installed.
     """
     if name.startswith(GYM_PREFIX):
         return _load_gym(name.removeprefix(GYM_PREFIX), options)
     return _LOADERS[name](options)
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a hint at the most similar known name, to be appended to an error; empty if none is similar."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
 def exact_match(sample: ScoreInput) -> float | Abstain:
-    """Compare the texts, spaces around both left aside."""
+    """Compare the texts without surrounding spaces."""
     if not sample.answer.strip():
         return NO_ANSWER
     return float(sample.completion.strip() == sample.answer.strip())
 
 
 def last_number(sample: ScoreInput) -> float | Abstain:
-    """Compare the last numbers of completion and answer; "12", "12.0" and "-1,200.50" are numbers."""
+    """Compare the last numbers of completion and answer, such as "12", "12.0" or "-1,200.50", by value."""
     expected = find_last_number(sample.answer)
     if expected is None:
         return NO_ANSWER
@@ -124,9 +123,9 @@ def last_number(sample: ScoreInput) -> float | Abstain:
 
 
 def find_last_number(text: str) -> Decimal | None:
-    """Return the last integer or decimal of a text, or None."""
+    """Return the last integer or decimal number of a text, or None."""
     found = None
-    for found in _NUMBER.finditer(text):  # noqa: B007 - only the last one counts
+    for found in _NUMBER.finditer(text):  # noqa: B007 - only the last match is needed
         pass
     return Decimal(found[0].replace(",", "").replace("\u2212", "-")) if found else None
 
@@ -136,7 +135,7 @@ def _load_math_verify(_: GymOptions) -> RewardFunction:
         from math_verify import parse, verify
     except ImportError:
         raise ImportError("verifier math_verify needs the package math-verify: pip install math-verify") from None
-    # The library's own time limits swallow a timeout and call the answer wrong. The pool's limit does not.
+    # The library scores an answer 0 when its own time limits expire, so they are off. The pool's limit is an error.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def math_verify(sample: ScoreInput) -> float | Abstain:
@@ -154,9 +153,9 @@ def _load_math_verify(_: GymOptions) -> RewardFunction:
 
 
 def _load_gym(task: str, options: GymOptions) -> RewardFunction:
-    """Return the scorer of one task, or of each sample's own when `task` is empty."""
+    """Return the verifier of one task; if `task` is empty, of the task that each sample names."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the library's own syntax warnings
+        warnings.simplefilter("ignore")  # syntax warnings of the library itself
         try:
             from reasoning_gym.factory import DATASETS, create_dataset
         except ImportError:
@@ -167,30 +166,33 @@ def _load_gym(task: str, options: GymOptions) -> RewardFunction:
 
     def scorer(name: str) -> GymScorer:
         if name not in scorers:
-            if name not in DATASETS or name == "composite":  # a composite's entries name their real task
-                close = difflib.get_close_matches(name, DATASETS, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
+            if name not in DATASETS or name == "composite":  # entries of a composite name their real task
+                hint = did_you_mean(name, DATASETS)
                 raise LookupError(f"{name!r} is not one of the {len(DATASETS)} reasoning-gym tasks{hint}")
             scorers[name] = create_dataset(name, **options.get(name, {})).score_answer
         return scorers[name]
 
-    for name in [task] if task else TEXT_TASKS.intersection(options):
-        scorer(name)  # these are scored in processes that end after one sample
+    # Evaluating tasks are scored in a fork per sample, which would create the scorer anew each time.
+    for name in [task] if task else EVALUATING_TASKS.intersection(options):
+        scorer(name)
 
     def reasoning_gym(sample: ScoreInput) -> Score:
         name = task or sample.metadata.get("source_dataset")
         if not isinstance(name, str) or not name:
-            raise BadMetadata("the metadata has no `source_dataset`; add it, or use the verifier reasoning_gym:TASK")
+            raise InvalidSample(
+                "BAD_METADATA", "the metadata has no `source_dataset`; add it, or use the verifier reasoning_gym:TASK"
+            )
         if not task and name not in options:
-            offered = ", ".join(sorted(options)) or "none"
-            raise NotOffered(
-                f"source_dataset = {name!r:.100} is not offered here; offered: {offered}. "
-                f'Add "reasoning_gym:TASK" to reward.allowed_verifiers'
+            allowed = ", ".join(sorted(options)) or "none"
+            raise InvalidSample(
+                "NOT_FOUND",
+                f"source_dataset = {name!r:.100} is not allowed here; allowed: {allowed}. "
+                f'Add "reasoning_gym:TASK" to reward.allowed_verifiers',
             )
         try:
             score = scorer(name)
         except LookupError as error:
-            raise BadMetadata(f"source_dataset: {error.args[0]}") from None
+            raise InvalidSample("BAD_METADATA", f"source_dataset: {error.args[0]}") from None
         return _score_gym(score, name, sample)
 
     return reasoning_gym
@@ -200,15 +202,15 @@ def _score_gym(score: GymScorer, task: str, sample: ScoreInput) -> Score:
     metadata = dict(sample.metadata)
     if task in _TUPLE_TASKS and "output" in metadata:
         metadata["output"] = tuple(tuple(row) for row in metadata["output"])
-    # The tasks without a reference answer have None there; on the wire that is an empty text.
+    # A task without a reference answer expects None, which is an empty string in a request.
     entry = {"question": sample.prompt, "answer": sample.answer or None, "metadata": metadata}
     tagged = _ANSWER_TAG.findall(sample.completion)
     given = (tagged[-1] if tagged else sample.completion).strip()
-    with contextlib.redirect_stdout(io.StringIO()):  # some tasks print what they dislike in an answer
+    with contextlib.redirect_stdout(io.StringIO()):  # some tasks print errors of an answer
         try:
             return Score(score(given, entry))
         except _UNREADABLE:
-            # Some tasks raise on what is no answer at all. An entry that can score its own answer is not to blame.
+            # Some tasks raise on malformed answers. If the reference answer raises as well, the sample is at fault.
             score(sample.answer or None, entry)
             return Score(0.0, {"unreadable": 1.0})
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -16,8 +17,8 @@ import pytest
 
 from fourfold.errors import ConfigError, Overloaded
 from fourfold_reward import loader
-from fourfold_reward.outcome import Outcome
 from fourfold_reward.pool import Job, WorkerPool
+from fourfold_reward.protocol import Outcome
 
 # What a function does is the sample's completion.
 FUNCTIONS = """
@@ -176,7 +177,7 @@ async def test_worker_that_dies_is_an_error_and_is_replaced(pool: WorkerPool) ->
     outcomes = await score(pool, "die", "oom", "1", "2")
     assert [o.error_reason for o in outcomes] == ["WORKER_DIED", "WORKER_DIED", "", ""]
     assert "exit code 7" in outcomes[0].message
-    assert "SIGKILL (out of memory?)" in outcomes[1].message
+    assert "was killed by SIGKILL" in outcomes[1].message
     assert outcomes[0].error_code == "UNAVAILABLE"
     assert len(pool.worker_pids()) == 2
 
@@ -226,7 +227,7 @@ def test_result_that_is_no_score_is_an_error(completion: str, reason: str, text:
 
     worker = Worker()
     verifier = loader.find(f"{file}:reward", directory=Path.cwd())
-    assert worker.answer({"load": verifier.to_json(), "options": {}}) == {"version": verifier.version}
+    assert worker.answer({"load": asdict(verifier), "options": {}}) == {"version": verifier.version}
     sample = {"sample_id": "s", "prompt": "", "completion": completion, "answer": ""}
     outcome = Outcome.from_json(worker.answer({"score": sample, "metadata_json": "", "verifier": verifier.name}))
     assert (outcome.score, outcome.error_reason) == (None, reason)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fourfold_reward import Abstain, Score, ScoreInput, loader, verifiers
-from fourfold_reward.verifiers import BadMetadata, NotOffered, exact_match, find_last_number, last_number
+from fourfold_reward.verifiers import InvalidSample, exact_match, find_last_number, last_number
 
 
 def sample(completion: str, answer: str = "", metadata: dict[str, Any] | None = None) -> ScoreInput:
@@ -127,14 +127,15 @@ def test_answer_that_makes_a_task_raise_is_wrong_and_counted() -> None:
 
 @pytest.mark.parametrize("metadata", [{}, {"source_dataset": 3}, {"source_dataset": "produkts"}])
 def test_sample_without_its_task_is_bad_metadata(metadata: dict[str, Any]) -> None:
-    with pytest.raises(BadMetadata, match="source_dataset"):
+    with pytest.raises(InvalidSample, match="source_dataset") as error:
         verifiers.load("reasoning_gym", {"produkts": {}})(sample("12", "12", metadata))
+    assert error.value.reason == "BAD_METADATA"
 
 
 def test_task_that_the_recipe_does_not_offer_is_refused() -> None:
     scorer = verifiers.load("reasoning_gym", {"products": {}})
     assert scorer(sample("12", "12", {"source_dataset": "products"})) == Score(1.0)
-    with pytest.raises(NotOffered, match=r"'countdown' is not offered here; offered: products\. Add"):
+    with pytest.raises(InvalidSample, match=r"'countdown' is not allowed here; allowed: products\. Add"):
         scorer(sample("12", "12", {"source_dataset": "countdown"}))
 
 

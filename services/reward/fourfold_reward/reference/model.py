@@ -1,13 +1,12 @@
-"""A frozen causal language model that looks tokens up: packed batches under a token budget, in inference mode.
+"""Computes log-probabilities of given tokens with a frozen causal language model, in packed batches.
 
-The forward pass and the chunked log-probabilities are those of the trainer (`fourfold.nn`), so
-that both give the same numbers for the same weights.
+The forward pass and the log-probabilities are those of the trainer (`fourfold.nn`), so that equal weights give equal
+numbers in both services.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,14 +24,14 @@ _DTYPES: Final = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class Stopped(Exception):
-    """The caller of `ReferenceModel.logprobs` asked it to stop."""
+    """`ReferenceModel.logprobs` stopped because its `stopped` function returned True."""
 
 
 class ReferenceModel:
-    """Loaded once, never changed. One call at a time."""
+    """A frozen model, for one call at a time."""
 
     def __init__(self, model: Any, *, device: torch.device, tokens_per_batch: int) -> None:
-        """Wrap a model that `load` made."""
+        """Wrap a model; use `load`."""
         self._model = model
         self._device = device
         self.tokens_per_batch = tokens_per_batch
@@ -43,17 +42,17 @@ class ReferenceModel:
     def load(
         cls, folder: Path, *, dtype: str, device: str, tokens_per_batch: int, max_context_tokens: int
     ) -> ReferenceModel:
-        """Read a Hugging Face model folder.
+        """Load a Hugging Face model folder.
 
         Args:
-            folder: with config.json and safetensors.
+            folder: contains config.json and safetensors files.
             dtype: "bfloat16" or "float32", of the weights.
             device: "cpu" or "cuda".
             tokens_per_batch: most tokens in one forward pass.
             max_context_tokens: longest sample.
 
         Raises:
-            ConfigError: no such device, or a folder that is no causal language model of this size.
+            ConfigError: no such device, not a causal language model, or too few positions or tokens per batch.
         """
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("reference.device = 'cuda', but torch sees no GPU; set it to 'cpu', or start it on a GPU")
@@ -77,10 +76,9 @@ class ReferenceModel:
             )
         model.requires_grad_(False)
         model.eval()
-        place = torch.device(device)
-        model.to(place)
+        model.to(device)
         forward.install(model)
-        return cls(model, device=place, tokens_per_batch=tokens_per_batch)
+        return cls(model, device=torch.device(device), tokens_per_batch=tokens_per_batch)
 
     def logprobs(
         self,
@@ -89,26 +87,21 @@ class ReferenceModel:
         *,
         stopped: Callable[[], bool] = lambda: False,
     ) -> list[Float32Array]:
-        """Look samples up; blocks.
+        """Compute the log-probability of each token given those before it. Blocks.
 
         Args:
-            token_ids: int32 [n] of each sample, 2 <= n <= tokens_per_batch, checked.
-            temperatures: of each sample, above 0; divide the logits.
-            stopped: asked before each batch.
+            token_ids: int32 [n] per sample, 2 <= n <= tokens_per_batch, valid ids.
+            temperatures: divisor of the logits per sample, above 0.
+            stopped: called before each forward pass.
 
         Returns:
-            float32 [n] of each sample in the order given: natural-log probabilities, the first NaN.
+            float32 [n] per sample, in the order given: natural logarithms; the first is NaN.
 
         Raises:
-            Stopped: `stopped` said so.
+            Stopped: `stopped` returned True.
         """
         results = [np.full(len(ids), np.nan, np.float32) for ids in token_ids]
-        under_way: deque[_Pass] = deque()
-
-        def finish() -> None:
-            for index, row in under_way.popleft().rows():
-                results[index][1:] = row
-
+        running: _ForwardPass | None = None
         for indices in split_by_tokens([len(ids) for ids in token_ids], max_tokens=self.tokens_per_batch):
             if stopped():
                 raise Stopped
@@ -116,20 +109,21 @@ class ReferenceModel:
             batch = pack(ids, [np.arange(1, len(i)) for i in ids], [temperatures[i] for i in indices])
             with torch.inference_mode():
                 logprobs, _ = self._model(**forward.batch_arguments(batch, self._device))
-            under_way.append(_Pass(indices, [len(i) - 1 for i in ids], logprobs))
-            if len(under_way) > 1:  # the device has its next work before the host looks at what is done
-                finish()
-        while under_way:
-            finish()
+            # The GPU computes this pass while the host waits for the one before.
+            previous, running = running, _ForwardPass([results[i] for i in indices], logprobs)
+            if previous is not None:
+                previous.finish()
+        if running is not None:
+            running.finish()
         return results
 
 
-class _Pass:
-    """One forward pass on its way to the host."""
+class _ForwardPass:
+    """Results of one forward pass on their way to the host."""
 
-    def __init__(self, indices: Sequence[int], counts: Sequence[int], logprobs: Tensor) -> None:
-        """Begin to copy `logprobs`, float32 [sum(counts)], which belong to the samples `indices`."""
-        self._indices, self._counts = indices, counts
+    def __init__(self, rows: Sequence[Float32Array], logprobs: Tensor) -> None:
+        """Start the copy of `logprobs`, float32 [sum(n - 1)], for the result `rows`, float32 [n] each."""
+        self._rows = rows
         self._event: torch.cuda.Event | None = None
         self._host = logprobs
         if logprobs.device.type == "cuda":
@@ -138,8 +132,10 @@ class _Pass:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def rows(self) -> Iterator[tuple[int, Float32Array]]:
-        """Wait for the copy; return each sample's index and log-probabilities."""
+    def finish(self) -> None:
+        """Wait for the copy and fill the rows."""
         if self._event is not None:
             self._event.synchronize()
-        return zip(self._indices, np.split(self._host.numpy(), np.cumsum(self._counts[:-1])), strict=True)
+        ends = np.cumsum([len(row) - 1 for row in self._rows])
+        for row, values in zip(self._rows, np.split(self._host.numpy(), ends[:-1]), strict=True):
+            row[1:] = values

@@ -18,9 +18,9 @@ from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
 from fourfold.sandbox import SandboxSupport
 from fourfold.types.v1.experience_pb2 import Experience
-from fourfold_reward import confinement
+from fourfold_reward import worker_sandbox
 from fourfold_reward.pool import WorkerPool
-from fourfold_reward.serve import find_offer
+from fourfold_reward.serve import AllowedVerifiers
 from fourfold_reward.servicer import RewardServicer
 from tests.conftest import Serve
 
@@ -47,34 +47,35 @@ def recipe(tmp_path: Path, *, data: str = "products", **reward: Any) -> Config:
 )
 def test_verifier_that_evaluates_text_needs_a_key(tmp_path: Path, data: str, reward: dict[str, Any], name: str) -> None:
     with pytest.raises(ConfigError, match=f"'reasoning_gym:{name}' runs text .* reward.evaluate_text = false; set"):
-        find_offer(recipe(tmp_path, data=data, **reward))
-    assert find_offer(recipe(tmp_path, data=data, evaluate_text=True, **reward)).evaluating.endswith(name)
+        AllowedVerifiers.from_config(recipe(tmp_path, data=data, **reward))
+    allowed = AllowedVerifiers.from_config(recipe(tmp_path, data=data, evaluate_text=True, **reward))
+    assert allowed.evaluating == f"reasoning_gym:{name}"
 
 
 def test_recipe_that_scores_by_another_verifier_needs_no_key(tmp_path: Path) -> None:
-    offered = find_offer(recipe(tmp_path, data="puzzle24", verifier="last_number"))
-    assert (offered.evaluating, dict(offered.others)) == ("", {})
+    allowed = AllowedVerifiers.from_config(recipe(tmp_path, data="puzzle24", verifier="last_number"))
+    assert (allowed.evaluating, dict(allowed.others)) == ("", {})
 
 
 def test_service_with_tls_refuses_evaluation_where_nothing_confines_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(confinement, "probe", lambda: SandboxSupport(network=True, processes=True))
-    with pytest.raises(ConfigError, match=r"'countdown' .* confine it: no Landlock .*\. With \[security\]"):
-        confinement.from_config(recipe(tmp_path, tls=True), None, evaluating="countdown")
+    monkeypatch.setattr(worker_sandbox, "probe", lambda: SandboxSupport(network=True, processes=True))
+    with pytest.raises(ConfigError, match=r"'countdown' .* its sandbox: no Landlock .*\. \[security\] requires"):
+        worker_sandbox.from_config(recipe(tmp_path, tls=True), None, evaluating="countdown")
     assert not caplog.records
     for tls, evaluating in ((False, "countdown"), (True, "")):
         caplog.clear()
-        assert not confinement.from_config(recipe(tmp_path, tls=tls), None, evaluating=evaluating).required
-        assert "scorers are confined in part (network, processes)" in caplog.text
+        assert not worker_sandbox.from_config(recipe(tmp_path, tls=tls), None, evaluating=evaluating).required
+        assert "sandbox of reward workers is enforced in part (network, processes)" in caplog.text
     caplog.clear()
-    off = confinement.from_config(recipe(tmp_path, tls=True, sandbox="off"), None, evaluating="countdown")
+    off = worker_sandbox.from_config(recipe(tmp_path, tls=True, sandbox="off"), None, evaluating="countdown")
     assert not off.enabled
     assert 'reward.sandbox = "off"' in caplog.text
 
 
 def test_keys_and_runs_of_the_recipe_are_hidden(tmp_path: Path) -> None:
-    confined = confinement.from_config(recipe(tmp_path, tls=True), tmp_path / "run", evaluating="")
+    confined = worker_sandbox.from_config(recipe(tmp_path, tls=True), tmp_path / "run", evaluating="")
     assert {str(tmp_path), str(tmp_path / "run"), str(Path.cwd() / "runs")} <= set(confined.hidden)
 
 
@@ -83,17 +84,17 @@ async def start(serve: Serve) -> Any:
     pools: list[WorkerPool] = []
 
     async def start(config: Config) -> AsyncRewardClient:
-        offered = find_offer(config)
+        allowed = AllowedVerifiers.from_config(config)
         pool = WorkerPool(
-            verifier=offered.configured,
-            options=offered.tasks,
+            verifier=allowed.default,
+            options=allowed.tasks,
             processes=1,
             timeout_seconds=20,
             on_failure=lambda message: pytest.fail(message),
         )
         pools.append(pool)
         await pool.start()
-        servicer = RewardServicer(pool, offered.find)
+        servicer = RewardServicer(pool, allowed.find)
         servicer.set_ready()
         service = pb.DESCRIPTOR.services_by_name["RewardService"]
         return AsyncRewardClient(await serve((service, add_RewardServiceServicer_to_server, servicer)), peer="reward-0")
@@ -123,7 +124,7 @@ async def test_caller_gets_the_configured_verifier_and_those_of_the_list_and_no_
     for name, score in zip(asked[3:], scores[3:], strict=True):
         assert (score.error.code, score.error.reason) == (Code.Value("NOT_FOUND"), "NOT_FOUND")
         assert name in score.error.message
-        assert "offered: 'last_number', 'exact_match'. Add it to reward.allowed_verifiers" in score.error.message
+        assert "allowed: 'last_number', 'exact_match'. Add it to reward.allowed_verifiers" in score.error.message
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -135,4 +136,4 @@ async def test_metadata_names_tasks_of_the_recipe_and_no_other(tmp_path: Path, s
     assert [score.score for score in scores[:2]] == [1.0, 1.0]
     for score in scores[2:]:
         assert (score.error.code, score.error.reason) == (Code.Value("NOT_FOUND"), "NOT_FOUND")
-        assert "is not offered here; offered: basic_arithmetic, products. Add" in score.error.message
+        assert "is not allowed here; allowed: basic_arithmetic, products. Add" in score.error.message

@@ -1,0 +1,180 @@
+"""Defines the messages between the reward service and its workers: length-prefixed JSON frames and scoring outcomes.
+
+Reward functions run in the worker and can write any bytes into its pipe. The service therefore reads JSON, never
+pickle, limits the size of a frame, and checks every field of an outcome.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Final
+
+from fourfold.text import MAX_COMPONENTS, MAX_ERROR, clean, is_metric_name
+from fourfold_reward.sample import Abstain, Score
+
+HEADER: Final = struct.Struct("<I")
+"""Length of the JSON text that follows, in bytes."""
+MAX_REPLY_BYTES: Final = 1 << 20  # an outcome is at most a few KiB
+NO_SCORE: Final = "NO_SCORE"
+"""Abstain reason of a function that returned None."""
+# Error reason -> name of its google.rpc.Code. Callers retry UNAVAILABLE and DEADLINE_EXCEEDED.
+ERROR_CODES: Final[dict[str, str]] = {
+    "TIMEOUT": "DEADLINE_EXCEEDED",
+    "WORKER_DIED": "UNAVAILABLE",
+    "RAISED": "UNKNOWN",
+    "NOT_FINITE": "OUT_OF_RANGE",
+    "NOT_A_NUMBER": "INVALID_ARGUMENT",
+    "NOT_FOUND": "NOT_FOUND",
+    "BAD_METADATA": "INVALID_ARGUMENT",
+}
+
+
+def pack(message: Mapping[str, Any]) -> bytes:
+    """Return a message as a frame."""
+    # Texts can contain unpaired surrogates, which UTF-8 cannot encode.
+    body = json.dumps(message, ensure_ascii=False).encode(errors="replace")
+    return HEADER.pack(len(body)) + body
+
+
+def unpack(body: bytes) -> dict[str, Any]:
+    """Parse the JSON text of a frame.
+
+    Raises:
+        ValueError: the text is not a JSON object.
+    """
+    try:
+        message = json.loads(body)
+    except RecursionError:
+        raise ValueError("the JSON text is nested too deeply") from None
+    if not isinstance(message, dict):
+        raise ValueError(f"the JSON text is a {type(message).__name__}; it must be an object")
+    return message
+
+
+def read(stream: BinaryIO, *, max_bytes: int | None = None) -> dict[str, Any] | None:
+    """Block until a message arrives; return None at the end of the stream.
+
+    Args:
+        stream: the read end of a pipe.
+        max_bytes: limit for the JSON text; None if the writer is trusted.
+
+    Raises:
+        ValueError: the text is longer, or not a JSON object.
+    """
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    (size,) = HEADER.unpack(header)
+    if max_bytes is not None and size > max_bytes:
+        raise ValueError(f"the frame has {size} bytes; at most {max_bytes} are allowed")
+    body = stream.read(size)
+    return unpack(body) if len(body) == size else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Result of scoring one sample. Exactly one of score, abstain_reason and error_reason is set."""
+
+    score: float | None = None
+    abstain_reason: str = ""
+    error_reason: str = ""
+    """A key of ERROR_CODES."""
+    error_code: str = ""
+    """Name of a google.rpc.Code."""
+    message: str = ""
+    """Text of the error, at most MAX_ERROR characters."""
+    components: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def error(cls, reason: str, message: str, *, code: str = "") -> Outcome:
+        """Return an error. The message is cut to its limit; the default code is that of the reason."""
+        message = clean(message, MAX_ERROR)
+        return cls(error_reason=reason, error_code=code or ERROR_CODES[reason], message=message)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
+        """Check and convert the reply of a worker, which is the outcome's fields as JSON.
+
+        Raises:
+            ValueError: a field is missing or invalid.
+        """
+        try:
+            reason, code = str(data["error_reason"]), str(data["error_code"])
+            message, abstained = str(data["message"]), str(data["abstain_reason"])
+            result = {"score": data["score"], "components": data["components"]}
+        except KeyError as error:
+            raise ValueError(f"the outcome lacks {error}") from None
+        if reason:
+            if reason not in ERROR_CODES or code not in ERROR_CODES.values():
+                raise ValueError(f"unknown error reason {reason!r:.100} or code {code!r:.100}")
+            return cls.error(reason, message, code=code)
+        if abstained:
+            return cls(abstain_reason=Abstain(abstained).reason)
+        return outcome_of(result)
+
+
+def outcome_of(result: object) -> Outcome:
+    """Convert the return value of a reward function (see `sample.Result`).
+
+    Raises:
+        ValueError: unknown keys, too many components, or an invalid component name.
+    """
+    match result:
+        case None:
+            return Outcome(abstain_reason=NO_SCORE)
+        case Abstain(reason):
+            return Outcome(abstain_reason=reason)
+        case Score(score, components):
+            return _scored(score, components)
+        case Mapping():
+            if unknown := set(result) - {"score", "components"}:
+                key = min(map(str, unknown))
+                raise ValueError(f"a returned dictionary has the key {key!r}; it may have 'score' and 'components'")
+            if "score" not in result:
+                raise ValueError("a returned dictionary needs the key 'score'; return None to abstain")
+            if result["score"] is None:
+                return Outcome(abstain_reason=NO_SCORE)
+            return _scored(result["score"], result.get("components") or {})
+    return _scored(result, {})
+
+
+def _scored(value: object, components: object) -> Outcome:
+    score = _float32(value, "the score")
+    if isinstance(score, Outcome):
+        return score
+    if not isinstance(components, Mapping) or len(components) > MAX_COMPONENTS:
+        raise ValueError(f"components: {_show(components)}; at most {MAX_COMPONENTS} numbers by name")
+    numbers: dict[str, float] = {}
+    for name, raw in components.items():
+        if not isinstance(name, str) or not is_metric_name(name):
+            raise ValueError(f"component name {_show(name)}: it must be 1 to 64 letters, digits, spaces and ._:/@+-")
+        number = _float32(raw, f"component {name!r}")
+        if isinstance(number, Outcome):
+            return number
+        numbers[name] = number
+    return Outcome(score=score, components=numbers)
+
+
+def _float32(value: object, what: str) -> float | Outcome:
+    """Return a number that float32 can represent (the wire format), or else an error about `what`."""
+    # str has a float conversion, too, but a returned "1" is a mistake. numpy and torch scalars have `__float__`.
+    if isinstance(value, str | bytes | bytearray) or not hasattr(value, "__float__"):
+        return Outcome.error("NOT_A_NUMBER", f"{what} is {_show(value)}; it must be a number")
+    try:
+        number = float(value)
+        struct.pack("<f", number)
+    except OverflowError:  # an integer beyond float64, or a float beyond float32
+        number = math.inf
+    except (TypeError, ValueError):  # an array with more than one element
+        return Outcome.error("NOT_A_NUMBER", f"{what} is {_show(value)}; it must be a number")
+    if not math.isfinite(number):
+        return Outcome.error("NOT_FINITE", f"{what} is {_show(value)}; it must be finite in 32 bits")
+    return number
+
+
+def _show(value: object) -> str:
+    return f"{repr(value)[:200]} ({type(value).__name__})"

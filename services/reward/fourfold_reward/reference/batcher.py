@@ -1,0 +1,107 @@
+"""Batches the samples of concurrent calls dynamically, so that forward passes are full.
+
+    calls --FIFO--> batch: up to 8 forward passes of samples --one thread--> rows of each call --> next batch
+
+The completions of one prompt fill about half a forward pass. A call on an idle service starts at once; calls that
+arrive while a batch is computed form the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final
+
+from fourfold.arrays import Float32Array, Int32Array
+from fourfold_reward.reference.model import ReferenceModel
+
+# Many passes per batch waste little on the last, partly filled pass. Few passes keep the wait for a response short.
+PASSES_PER_BATCH: Final = 8
+_NEWEST_WEIGHT: Final = 0.2
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Call:
+    token_ids: Sequence[Int32Array]
+    temperatures: Sequence[float]
+    rows: asyncio.Future[list[Float32Array]]
+    gone: bool = False
+    """Whether the caller no longer waits."""
+
+
+class DynamicBatcher:
+    """Queue of calls for one model. Use it from one event loop; the model runs in a thread, one batch at a time."""
+
+    def __init__(self) -> None:
+        self.mean_seconds = 1.0
+        """Moving average of the duration of a batch."""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reference")
+        self.closing = threading.Event()
+        """Set it to stop: the running batch ends before its next forward pass, and waiting calls fail."""
+        self._waiting: deque[_Call] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    async def logprobs(
+        self, model: ReferenceModel, token_ids: Sequence[Int32Array], temperatures: Sequence[float]
+    ) -> list[Float32Array]:
+        """Return the result of `model.logprobs` for the samples of one call.
+
+        Raises:
+            Stopped: `closing` was set.
+        """
+        call = _Call(token_ids=token_ids, temperatures=temperatures, rows=asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(model))
+        try:
+            return await call.rows
+        finally:
+            call.gone = True
+
+    async def _run(self, model: ReferenceModel) -> None:
+        """Compute batches until no call waits."""
+        loop = asyncio.get_running_loop()
+        while calls := self._next_batch(model.tokens_per_batch * PASSES_PER_BATCH):
+            done = loop.run_in_executor(self._thread, self._compute, model, calls)
+            await asyncio.wait({done})  # not `await done`: an error belongs to the calls of this batch only
+            error = done.exception()
+            for index, call in enumerate(calls):
+                if call.rows.done():  # cancelled, because the client went away
+                    continue
+                if error is not None:
+                    call.rows.set_exception(error)
+                else:
+                    call.rows.set_result(done.result()[index])
+        self._task = None
+
+    def _next_batch(self, max_tokens: int) -> list[_Call]:
+        """Take the oldest waiting calls that fit, and at least one."""
+        batch: list[_Call] = []
+        tokens = 0
+        while self._waiting:
+            call = self._waiting[0]
+            if not call.gone:
+                tokens += sum(map(len, call.token_ids))
+                if batch and tokens > max_tokens:
+                    break
+                batch.append(call)
+            self._waiting.popleft()
+        return batch
+
+    def _compute(self, model: ReferenceModel, calls: Sequence[_Call]) -> list[list[Float32Array]]:
+        """Return the rows of each call. Runs in the thread."""
+        started = time.monotonic()
+        rows = iter(
+            model.logprobs(
+                [ids for call in calls for ids in call.token_ids],
+                [temperature for call in calls for temperature in call.temperatures],
+                stopped=lambda: self.closing.is_set() or all(call.gone for call in calls),
+            )
+        )
+        self.mean_seconds += _NEWEST_WEIGHT * (time.monotonic() - started - self.mean_seconds)
+        return [[next(rows) for _ in call.token_ids] for call in calls]

@@ -13,6 +13,8 @@ from fourfold.errors import InvalidInput
 MAX_NUMBER: Final = 2**53
 # The highest version that a caller may give to the weights. All later versions stay below MAX_NUMBER.
 MAX_RAISED_VERSION: Final = 2**52
+# Most receivers of a group, and most groups, of a weight transfer. Each takes memory before the first one connects.
+MAX_RECEIVERS: Final = 4096
 
 
 def check_number(value: int, name: str, *, least: int = 0, most: int = MAX_NUMBER) -> int:

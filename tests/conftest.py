@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -15,6 +16,9 @@ from hypothesis import settings
 from fourfold.rpc.channel import open_channel
 from fourfold.rpc.server import Server
 from tests.fakes.clock import FakeClock
+
+if TYPE_CHECKING:
+    from tests.fakes.trainer_service import Start, Trainer
 
 # Two shared cores: a slow example is no failure. The same examples every time, so that red is red again.
 settings.register_profile("fourfold", deadline=None, derandomize=True, max_examples=60)
@@ -47,6 +51,21 @@ async def serve() -> AsyncIterator[Serve]:
         await channel.close()
     for server in servers:
         await server.stop(0)
+
+
+@pytest.fixture
+async def start_trainer(serve: Serve, tmp_path: Path) -> AsyncIterator[Start]:
+    """Return a function that serves a trainer with a fake engine; all trainers stop at the end of the test."""
+    from tests.fakes.trainer_service import trainers  # imports torch, which most tests do not need
+
+    async with trainers(serve, tmp_path) as start:
+        yield start
+
+
+@pytest.fixture
+async def trainer(start_trainer: Start) -> Trainer:
+    """Return a trainer of the default recipe with a fake engine."""
+    return await start_trainer()
 
 
 @pytest.fixture

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,26 +14,14 @@ from fourfold.errors import AlreadyExists, InvalidInput, NotFound, WrongState
 from fourfold.trainer.client import ForwardBackwardOutput
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold_trainer.batches import WeightedBatch
-from tests.conftest import Serve
 from tests.fakes.trainer_engine import VOCABULARY, FakeEngine, group_of
-from tests.fakes.trainer_service import SECONDS, Start, Trainer, trainers
+from tests.fakes.trainer_service import SECONDS, Start, Trainer
 
 Rows = Sequence[Sequence[float]]
 
 TOKENS = [[5, 7, 9], [1, 2, 3, 4]]
 WEIGHTS: Rows = [[0, -1, 0], [0, 0.5, 0, 2]]
 OTHERS: Rows = [[0, 1, 1], [0, 0.5, 0, 2]]
-
-
-@pytest.fixture
-async def start_trainer(serve: Serve, tmp_path: Path) -> AsyncIterator[Start]:
-    async with trainers(serve, tmp_path) as start:
-        yield start
-
-
-@pytest.fixture
-async def trainer(start_trainer: Start) -> Trainer:
-    return await start_trainer()
 
 
 async def add(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -16,22 +15,10 @@ from fourfold.rpc.codec import encode
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.types.v1 import experience_pb2
 from fourfold_trainer.service import weight_servicer
-from tests.conftest import Serve
 from tests.fakes.trainer_engine import MANIFEST, VOCABULARY, FakeEngine, group_of, sample
-from tests.fakes.trainer_service import SECONDS, SHA256, Start, Trainer, trainers
+from tests.fakes.trainer_service import SECONDS, SHA256, Start, Trainer
 
 USEFUL = group_of([0, 1])
-
-
-@pytest.fixture
-async def start_trainer(serve: Serve, tmp_path: Path) -> AsyncIterator[Start]:
-    async with trainers(serve, tmp_path) as start:
-        yield start
-
-
-@pytest.fixture
-async def trainer(start_trainer: Start) -> Trainer:
-    return await start_trainer()
 
 
 # ---- status ----
@@ -295,7 +282,7 @@ async def test_another_epoch_is_stale(trainer: Trainer) -> None:
 
 async def test_only_the_present_version_can_be_sent(trainer: Trainer) -> None:
     await trainer.weights.make_offer(epoch=1, backend="shm", receiver_count=1, timeout=SECONDS)
-    with pytest.raises(WrongState, match="policy version 1 cannot be sent; the present weights are 0"):
+    with pytest.raises(WrongState, match="policy version 1 cannot be sent; the current weights are 0"):
         await trainer.weights.send(epoch=1, policy_version=1, timeout=SECONDS)
 
 

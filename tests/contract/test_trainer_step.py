@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -18,9 +16,8 @@ from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Unavail
 from fourfold.rpc.codec import encode
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold_trainer.engine import EngineFailedError
-from tests.conftest import Serve
 from tests.fakes.trainer_engine import VOCABULARY, FakeEngine, group_of, sample
-from tests.fakes.trainer_service import SECONDS, Start, Trainer, config, trainers
+from tests.fakes.trainer_service import SECONDS, Start, Trainer, config
 
 USEFUL = group_of([0, 1])
 NAN, INF = float("nan"), float("inf")
@@ -28,17 +25,6 @@ NAN, INF = float("nan"), float("inf")
 
 def floats(*values: float) -> Float32Array:
     return np.array(values, np.float32)
-
-
-@pytest.fixture
-async def start_trainer(serve: Serve, tmp_path: Path) -> AsyncIterator[Start]:
-    async with trainers(serve, tmp_path) as start:
-        yield start
-
-
-@pytest.fixture
-async def trainer(start_trainer: Start) -> Trainer:
-    return await start_trainer()
 
 
 async def test_a_step_raises_step_and_version_and_reports_metrics(trainer: Trainer) -> None:

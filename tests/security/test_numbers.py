@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,16 +16,10 @@ from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from tests.conftest import Serve
 from tests.fakes.rollout import OPEN, Service, rollout_service
 from tests.fakes.trainer_engine import group_of
-from tests.fakes.trainer_service import SECONDS, Trainer, trainers
+from tests.fakes.trainer_service import SECONDS, Trainer
 
 USEFUL = group_of([0, 1])
 ENDS = (-(2**63), -1, MAX_NUMBER + 1, 2**63 - 1)
-
-
-@pytest.fixture
-async def trainer(serve: Serve, tmp_path: Path) -> AsyncIterator[Trainer]:
-    async with trainers(serve, tmp_path) as start:
-        yield await start()
 
 
 @pytest.fixture

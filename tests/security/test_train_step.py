@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import grpc
 import numpy as np
@@ -16,22 +15,10 @@ from fourfold.errors import AlreadyExists, DeadlinePassed, InvalidInput, Overloa
 from fourfold.rpc.codec import encode
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold_trainer.service import batch_stream
-from tests.conftest import Serve
 from tests.fakes.trainer_engine import group_of
-from tests.fakes.trainer_service import SECONDS, Start, Trainer, trainers
+from tests.fakes.trainer_service import SECONDS, Start, Trainer
 
 USEFUL = group_of([0, 1])
-
-
-@pytest.fixture
-async def start_trainer(serve: Serve, tmp_path: Path) -> AsyncIterator[Start]:
-    async with trainers(serve, tmp_path) as start:
-        yield start
-
-
-@pytest.fixture
-async def trainer(start_trainer: Start) -> Trainer:
-    return await start_trainer()
 
 
 @pytest.fixture
@@ -77,7 +64,9 @@ async def test_one_batch_is_read_at_a_time_and_a_broken_one_is_dropped(
     assert answer.step == 1 and trainer.engine.updates == 1
 
 
-async def test_a_retry_while_the_step_is_trained_gets_the_stored_answer(trainer: Trainer) -> None:
+async def test_a_retry_while_the_step_is_trained_gets_the_stored_answer(
+    trainer: Trainer, added: asyncio.Queue[int]
+) -> None:
     """The connection of the first caller breaks during the step."""
     trainer.engine.gate.clear()
     lost = asyncio.create_task(trainer.train(1, USEFUL))
@@ -86,7 +75,7 @@ async def test_a_retry_while_the_step_is_trained_gets_the_stored_answer(trainer:
         await trainer.train(1, USEFUL)
     lost.cancel()
     retry = asyncio.create_task(_until_admitted(trainer))
-    await asyncio.sleep(0)
+    assert [await asyncio.wait_for(added.get(), SECONDS) for _ in range(2)] == [1, 1], "the retry came before the end"
     trainer.engine.gate.set()
     answer = await asyncio.wait_for(retry, SECONDS)
     assert (answer.step, answer.policy_version) == (1, 1) and trainer.engine.updates == 1
@@ -114,6 +103,19 @@ async def test_a_silent_stream_is_ended_with_a_reason(
         await silent
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "no message of the batch came" in str(caught.value.details())
+
+
+async def test_a_batch_that_arrives_too_slowly_is_ended_with_the_limit() -> None:
+    async def slow() -> AsyncIterator[pb.TrainStepRequest]:
+        while True:
+            yield message(1)
+            await asyncio.sleep(0.02)
+
+    with pytest.raises(
+        DeadlinePassed, match=r"did not arrive within trainer.step_timeout_seconds = 0\.1; send it faster"
+    ):
+        async for _ in batch_stream.read_messages(slow(), timeout=0.1):
+            pass
 
 
 async def test_a_batch_larger_than_the_recipes_largest_is_refused(trainer: Trainer) -> None:

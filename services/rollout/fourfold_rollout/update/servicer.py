@@ -8,7 +8,7 @@ from typing import Any, Final
 import grpc
 import numpy as np
 
-from fourfold.bounds import check_number
+from fourfold.bounds import MAX_RECEIVERS, check_number
 from fourfold.errors import InvalidInput
 from fourfold.rollout.v1 import rollout_control_service_pb2 as pb
 from fourfold.rollout.v1.rollout_control_service_pb2_grpc import RolloutControlServiceServicer
@@ -22,7 +22,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _MAX_MANIFEST_BYTES: Final = 8 << 20
 _MAX_OFFER_BYTES: Final = 4 << 10
 _MAX_OFFERS: Final = 4096
-_MAX_RECEIVERS: Final = 4096
 _PROBE_TOKENS: Final = (2, 4096)
 _DIGEST_BYTES: Final = 32
 # The engine's worker stops waiting this long before the caller does, so that its error arrives in time.
@@ -181,7 +180,7 @@ def _check_open(request: pb.OpenWeightsRequest, engine: RolloutEngine) -> None:
     """Check lengths and ranges before the workers parse the bytes."""
     backends = engine.description.backends
     check_number(request.epoch, "epoch")
-    check_number(request.receiver_count, "receiver_count", least=1, most=_MAX_RECEIVERS)
+    check_number(request.receiver_count, "receiver_count", least=1, most=MAX_RECEIVERS)
     if request.backend not in backends:
         raise InvalidInput(f"backend is {request.backend[:40]!r}; this engine can use {', '.join(backends)}")
     if not 0 < len(request.manifest) <= _MAX_MANIFEST_BYTES:

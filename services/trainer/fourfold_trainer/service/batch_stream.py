@@ -1,10 +1,8 @@
-"""The stream of a TrainStep: one at a time, and never more of it in memory than the recipe's largest batch.
+"""Reads the stream of a TrainStep: one stream at a time, and never more in memory than the recipe's largest batch.
 
-    first message   its step is checked against the trainer's state: another step is refused here
-    one at a time   a second stream is refused until the first one has its answer or its caller is gone
-    the others      decoded while the next one travels; counted against the limits of the recipe
-
-The batch of the last step, sent again, is only hashed: its answer is stored, and its samples are not needed.
+first message    the servicer checks its step against the trainer's state, and refuses any other step
+admission        a second stream is refused until the first one has its answer or its caller is gone
+every message    decoded while the next one travels; counted against the limits of the recipe
 """
 
 from __future__ import annotations
@@ -23,30 +21,25 @@ from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.types.v1.experience_pb2 import Experience
 
 _MESSAGE_BYTES: Final = 4 << 20
-# Largest encoding of a token: two int32, three float32 and two flags less one, and a version span of its own.
+# Largest encoding of a token: an int32, three float32 and two flags, and a version span of its own.
 _TOKEN_BYTES: Final = 18 + 24
-# The same of what a sample has once: ids, scorer, score, tags and lengths.
+# Largest encoding of the fields that a sample has once: ids, scorer, score, tags and lengths.
 _SAMPLE_BYTES: Final = 4096
-# A caller that sends nothing for so long has stopped; its stream would keep all others out.
+# A caller that sends nothing for so long is presumed dead. Its open stream would block all others.
 _IDLE_SECONDS: Final = 30.0
 
 Decode = Callable[[Experience], Sample]
 
 
 class StreamAdmission:
-    """Admits one stream at a time. Belongs to the event loop."""
+    """Admits one stream at a time. Use it on the event loop only."""
 
     def __init__(self) -> None:
-        self._step = 0
-        """Of the stream that is admitted; 0: none is."""
+        self._step = 0  # of the admitted stream; 0: no stream is admitted
 
     @contextmanager
     def enter(self, step: int) -> Iterator[None]:
-        """Admit a stream for as long as the block runs.
-
-        Raises:
-            Overloaded: another one is admitted. The caller may try again.
-        """
+        """Admit a stream while the block runs. Raises Overloaded if another one is admitted."""
         if self._step:
             raise Overloaded(
                 f"another TrainStep, of step {self._step}, is being read or trained; one is taken at a time: try again "
@@ -66,39 +59,39 @@ async def read_messages(
 ) -> AsyncGenerator[pb.TrainStepRequest, None]:
     """Yield the messages of a call.
 
-    Args:
-        stream: as gRPC gives it.
-        timeout: seconds for all of them.
-
     Raises:
-        DeadlinePassed: one did not come in time.
+        DeadlinePassed: no message came for 30 s, or the whole batch did not come within `timeout` seconds.
     """
     end = time.monotonic() + timeout
     while True:
-        seconds = min(end - time.monotonic(), _IDLE_SECONDS)
+        left = end - time.monotonic()
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(min(left, _IDLE_SECONDS)):
                 request = await anext(stream, None)
         except TimeoutError:
-            raise DeadlinePassed(
-                f"no message of the batch came for {seconds:.0f} s; send the whole batch without a pause"
-            ) from None
+            late = f"no message of the batch came for {_IDLE_SECONDS:g} s; send the whole batch without a pause"
+            if left < _IDLE_SECONDS:
+                late = (
+                    f"the batch did not arrive within trainer.step_timeout_seconds = {timeout:g}; send it faster, or "
+                    f"raise the limit"
+                )
+            raise DeadlinePassed(late) from None
         if request is None:
             return
         yield request
 
 
 class IncomingBatch:
-    """What has come of one batch. Not more than one thread at a time may call it."""
+    """Collects the samples of one batch, and hashes and counts its bytes. One thread at a time may use it."""
 
     def __init__(self, step: int, config: Config, decode: Decode, *, keep: bool) -> None:
-        """Begin.
+        """Begin an empty batch.
 
         Args:
-            step: that every message must carry.
-            config: of the run; it limits the batch.
+            step: required in every message.
+            config: recipe of the run, which limits the size of the batch.
             decode: checks and unpacks one sample.
-            keep: False: the samples are hashed and forgotten.
+            keep: False only hashes the samples, as for the batch of the last step, whose answer is stored.
         """
         self._step, self._decode, self._keep = step, decode, keep
         self._most = config.batch.samples_per_step
@@ -109,15 +102,11 @@ class IncomingBatch:
 
     @property
     def sha256(self) -> str:
-        """Digest of the batch, hexadecimal; it does not depend on how the batch was cut into messages."""
+        """Return the digest of the batch, hexadecimal. It does not depend on the cuts between messages."""
         return self._digest.hexdigest()
 
     def add(self, request: pb.TrainStepRequest) -> None:
-        """Take one message.
-
-        Raises:
-            InvalidInput: another step, more than the recipe's largest batch, or a malformed sample.
-        """
+        """Add one message. Raises InvalidInput for another step, a batch that is too large, or a malformed sample."""
         if request.step != self._step:
             raise InvalidInput(f"step is {request.step}; it must be {self._step} in every message of this call")
         self._count += len(request.experiences)
@@ -136,7 +125,7 @@ class IncomingBatch:
             if self._bytes > self._most_bytes:
                 raise InvalidInput(
                     f"the batch has more than {self._most_bytes} bytes, which {self._most} samples of "
-                    f"model.max_context_tokens never have; send what the proto asks for alone"
+                    f"model.max_context_tokens never have; send only the fields of the proto"
                 )
             self._digest.update(len(data).to_bytes(8, "little"))
             self._digest.update(data)

@@ -1,4 +1,4 @@
-"""The metrics of a training step: global sums over global counts, never a mean of means."""
+"""Computes the metrics of a training step, as sums over all ranks divided by counts over all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.train_step import StepResult
 
-# Sums over tokens that are metrics as they are, once divided by the number of tokens.
+# Metrics that are a mean over tokens; the update returns their sums.
 _POLICY_MEANS: Final = (
     m.APPROX_KL,
     m.APPROX_KL_K1,
@@ -29,13 +29,13 @@ _POLICY_MEANS: Final = (
     m.TRUNCATED_WEIGHTS,
     m.REJECTED_TOKENS,
 )
-# Parts of an update's loss: means over the updates.
+# Terms of an update's loss; their metrics are means over the updates.
 _UPDATE_MEANS: Final = (m.KL_LOSS, m.ROUTER_LOSS)
 _SMALL: Final = 1e-5
 
 
 def summarise(result: StepResult, config: Config, *, step: int) -> dict[str, float]:
-    """Return the metrics of a step; those that need no model are the coordinator's."""
+    """Return the metrics of a step, except those that the coordinator computes without the model."""
     found = _advantages(result) | _policy(result) | _mismatch(result)
     distance = result.targets.kl
     if distance is not None and len(distance) and config.algorithm.kl.placement == "reward":
@@ -85,7 +85,7 @@ def _policy(result: StepResult) -> dict[str, float]:
 
 
 def _mismatch(result: StepResult) -> dict[str, float]:
-    """Return how far trainer and engine are from each other, over tokens with a finite engine log-probability."""
+    """Return the logprob mismatch between trainer and engine, over tokens with a finite engine log-probability."""
     sums, mismatches = result.policy.sums, result.policy.mismatches
     found = {m.MISMATCH_NONFINITE: sums[m.MISMATCH_NONFINITE]} if m.MISMATCH_NONFINITE in sums else {}
     count = len(mismatches)
@@ -106,7 +106,7 @@ def _mismatch(result: StepResult) -> dict[str, float]:
 
 def _critic(result: StepResult) -> dict[str, float]:
     returns, values, selected = result.targets.returns, result.targets.values, result.batch.selected
-    assert returns is not None and values is not None, "a critic was asked"
+    assert returns is not None and values is not None, "an algorithm with a critic has returns and values"
     if not selected.any() or not result.critic_norms:
         return {}
     return {
@@ -119,11 +119,11 @@ def _critic(result: StepResult) -> dict[str, float]:
 
 
 def explained_variance(values: Float64Array, returns: Float64Array) -> float:
-    """Return 1 - Var(G - V) / (Var(G) + 1e-5); 0 or less: the values say nothing."""
+    """Return 1 - Var(G - V) / (Var(G) + 1e-5). At 0 or less the values predict no better than their mean."""
     return float(1 - (returns - values).var() / (returns.var() + _SMALL))
 
 
 def _norm(norms: Sequence[float]) -> float:
-    """Return the mean of those that are finite; not a number when none is."""
+    """Return the mean of the finite norms; NaN if none is finite."""
     finite = [norm for norm in norms if math.isfinite(norm)]
     return float(np.mean(finite)) if finite else math.nan

@@ -1,4 +1,4 @@
-"""`fourfold serve trainer`: the service process. gRPC in the main thread, the engine in a thread of its own."""
+"""Runs the process of `fourfold serve trainer`: gRPC in the main thread, the engine in a thread of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fourfold_trainer.service.weight_servicer import TrainerWeightServicer
 def main(options: ServeOptions) -> int:
     """Serve until the end; return the exit code."""
     code = asyncio.run(_serve(options))
-    # Not through the interpreter's end: the engine thread may be inside of a collective that never returns.
+    # Exit without the interpreter's shutdown: the engine thread may be in a collective that never returns.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

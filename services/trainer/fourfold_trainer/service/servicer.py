@@ -1,13 +1,13 @@
-"""TrainerService: messages in, messages out. What they mean is in core.py."""
+"""Implements TrainerService: checks and decodes requests, runs them in the engine thread, and encodes the answers."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, ParamSpec, TypeVar
 
 import grpc
 import numpy as np
@@ -26,45 +26,38 @@ from fourfold_trainer.service.engine_thread import Phase
 from fourfold_trainer.service.state import Status, TrainerCore
 from fourfold_trainer.step.accumulation import OptimCall, Part
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _REQUEST_BYTES: Final = 8 << 20
 _NO_FLOATS: Final[Float32Array] = np.empty(0, np.float32)
 _NO_FLAGS: Final[BoolArray] = np.empty(0, np.bool_)
-_PHASES: Final = {
-    Phase.STARTING: pb.TRAINER_PHASE_STARTING,
-    Phase.WAITING: pb.TRAINER_PHASE_WAITING,
-    Phase.TRAINING: pb.TRAINER_PHASE_TRAINING,
-    Phase.PUBLISHING: pb.TRAINER_PHASE_PUBLISHING,
-    Phase.SAVING: pb.TRAINER_PHASE_SAVING,
-    Phase.COMPUTING: pb.TRAINER_PHASE_COMPUTING,
-}
 
 
 class TrainerServicer(pb_grpc.TrainerServiceServicer):
-    """Answers on the event loop; whatever takes longer than a millisecond runs in a thread."""
+    """Answers on the event loop; decoding and all work on the engine runs in threads."""
 
     def __init__(self, core: TrainerCore, *, tokenizer_sha256: bytes = b"") -> None:
         self._core = core
-        self._one_stream = batch_stream.StreamAdmission()
-        self.tokenizer_sha256 = tokenizer_sha256
-        """32 bytes; empty until the model folder is known."""
+        self._admission = batch_stream.StreamAdmission()
+        self.tokenizer_sha256 = tokenizer_sha256  # 32 bytes; empty until the model folder is known
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        """Report once."""
+        """Return the current status."""
         return pb.GetStatusResponse(status=self._status(self._core.status()))
 
     async def WatchStatus(
         self, request: pb.WatchStatusRequest, context: Context
     ) -> AsyncIterator[pb.WatchStatusResponse]:
-        """Report now and on every change."""
+        """Yield the current status and every later one."""
         async for status in self._core.watch():
             yield pb.WatchStatusResponse(status=self._status(status))
 
     async def TrainStep(
         self, request_iterator: AsyncIterator[pb.TrainStepRequest], context: Context
     ) -> pb.TrainStepResponse:
-        """Check the first message, then read the rest and train."""
+        """Check the first message, then read the others and train."""
         requests = batch_stream.read_messages(request_iterator, timeout=self._core.config.trainer.step_timeout_seconds)
         async with aclosing(requests):
             first = await anext(requests, None)
@@ -72,14 +65,13 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                 raise InvalidInput("the call has no message; send the step and its experiences")
             step = check_number(first.step, "step", least=1)
             is_new = self._core.check_step(step)
-            with self._one_stream.enter(step):
+            with self._admission.enter(step):
                 batch = batch_stream.IncomingBatch(step, self._core.config, self._decode, keep=is_new)
                 await asyncio.to_thread(batch.add, first)
                 async for request in requests:
                     await asyncio.to_thread(batch.add, request)
-                answer = await self._core.train_step(
-                    step, batch.samples if is_new else None, batch.sha256, timeout=time_left(context)
-                )
+                samples = batch.samples if is_new else None
+                answer = await self._run(context, Phase.TRAINING, self._core.train_step, step, samples, batch.sha256)
         return pb.TrainStepResponse(
             step=answer.step,
             policy_version=answer.policy_version,
@@ -88,9 +80,9 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         )
 
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
-        """Add a part to a gradient."""
-        part = await asyncio.to_thread(self._decode_part_of_gradient, request)
-        answer = await self._core.forward_backward(part, timeout=time_left(context))
+        """Add a part to the gradient of the next step."""
+        part = await asyncio.to_thread(self._decode_part, request)
+        answer = await self._run(context, Phase.TRAINING, self._core.forward_backward, part)
         return pb.ForwardBackwardResponse(
             loss=answer.loss,
             logprobs=[pack_floats(row) for row in answer.logprobs],
@@ -98,14 +90,14 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         )
 
     async def OptimStep(self, request: pb.OptimStepRequest, context: Context) -> pb.OptimStepResponse:
-        """Use a gradient up."""
+        """Apply the pending gradient."""
         call = OptimCall(
             step=check_number(request.step, "step", least=1),
             learning_rate=_number(request, "learning_rate"),
             max_grad_norm=_number(request, "max_grad_norm"),
             sha256=_sha256(request),
         )
-        answer = await self._core.optim_step(call, timeout=time_left(context))
+        answer = await self._run(context, Phase.TRAINING, self._core.optim_step, call)
         return pb.OptimStepResponse(
             step=answer.step,
             policy_version=answer.policy_version,
@@ -114,16 +106,22 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         )
 
     async def DiscardGradient(self, request: pb.DiscardGradientRequest, context: Context) -> pb.DiscardGradientResponse:
-        """Forget a gradient."""
-        return pb.DiscardGradientResponse(part_count=await self._core.discard_gradient(timeout=time_left(context)))
+        """Discard the pending gradient."""
+        part_count = await self._run(context, Phase.TRAINING, self._core.discard_gradient)
+        return pb.DiscardGradientResponse(part_count=part_count)
 
     async def ComputeLogprobs(self, request: pb.ComputeLogprobsRequest, context: Context) -> pb.ComputeLogprobsResponse:
-        """Look samples up under the present weights."""
+        """Compute log-probabilities under the current weights, and entropies and values if asked for."""
         more = request.include_entropies or request.include_values
         _check_size(request, request.experiences, limit=_REQUEST_BYTES // 2 if more else _REQUEST_BYTES)
         samples = [self._lookup_sample(message) for message in request.experiences]
-        found, version = await self._core.forward(
-            samples, entropies=request.include_entropies, values=request.include_values, timeout=time_left(context)
+        found, version = await self._run(
+            context,
+            Phase.COMPUTING,
+            self._core.forward,
+            samples,
+            entropies=request.include_entropies,
+            values=request.include_values,
         )
         return pb.ComputeLogprobsResponse(
             logprobs=[pack_floats(row) for row in found.logprobs],
@@ -133,38 +131,43 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         )
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
-        """Write a checkpoint."""
+        """Write a checkpoint of the current step."""
         score = request.score if request.HasField("score") else None
         if score is not None and not math.isfinite(score):
             raise InvalidInput(f"score is {score}; it must be finite: leave it out when there is none")
-        step = await self._core.save_checkpoint(score=score, timeout=time_left(context))
-        return pb.SaveCheckpointResponse(step=step)
+        return pb.SaveCheckpointResponse(step=await self._run(context, Phase.SAVING, self._core.save_checkpoint, score))
 
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Context) -> pb.LoadCheckpointResponse:
-        """Restore a checkpoint."""
+        """Restore the checkpoint of a step."""
         step = check_number(request.step, "step")
-        status = await self._core.load_checkpoint(step, timeout=time_left(context))
+        status = await self._run(context, Phase.SAVING, self._core.load_checkpoint, step)
         return pb.LoadCheckpointResponse(status=self._status(status))
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Context) -> pb.ExportModelResponse:
-        """Write a Hugging Face folder."""
+        """Write the weights as a Hugging Face folder."""
         name = check_id(request.name, "name")
-        path = await self._core.export(name, ema=request.ema, timeout=time_left(context))
+        path = await self._run(context, Phase.SAVING, self._core.export, name, ema=request.ema)
         return pb.ExportModelResponse(path=str(path))
 
     async def RaisePolicyVersion(
         self, request: pb.RaisePolicyVersionRequest, context: Context
     ) -> pb.RaisePolicyVersionResponse:
-        """Give the present weights a higher version."""
+        """Raise the version of the current weights."""
         asked = check_number(request.policy_version, "policy_version", most=MAX_RAISED_VERSION)
-        version = await self._core.raise_policy_version(asked, timeout=time_left(context))
+        version = await self._run(context, Phase.WAITING, self._core.raise_policy_version, asked)
         return pb.RaisePolicyVersionResponse(policy_version=version)
+
+    async def _run(
+        self, context: Context, phase: Phase, method: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call a method of the core in the engine thread, within the caller's deadline."""
+        return await self._core.run(phase, time_left(context), method, *args, **kwargs)
 
     def _status(self, status: Status) -> pb.TrainerStatus:
         return pb.TrainerStatus(
             step=status.state.step,
             policy_version=status.state.policy_version,
-            phase=_PHASES[status.phase],
+            phase=pb.TrainerPhase.Value(f"TRAINER_PHASE_{status.phase.name}"),
             checkpoint_step=status.checkpoint_step,
             skipped_step_count=status.state.skipped_step_count,
             rank_count=self._core.config.trainer.ranks,
@@ -175,13 +178,15 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         )
 
     def _decode(self, message: experience_pb2.Experience) -> Sample:
-        return decode(
-            message,
-            vocabulary_size=self._core.vocabulary_size,
-            max_tokens=self._core.config.model.max_context_tokens,
-        )
+        return decode(message, **self._token_limits())
 
-    def _decode_part_of_gradient(self, request: pb.ForwardBackwardRequest) -> Part:
+    def _token_limits(self) -> dict[str, int]:
+        return {
+            "vocabulary_size": self._core.engine.vocabulary_size,
+            "max_tokens": self._core.config.model.max_context_tokens,
+        }
+
+    def _decode_part(self, request: pb.ForwardBackwardRequest) -> Part:
         step, number = check_number(request.step, "step", least=1), check_number(request.part, "part", least=1)
         experiences = [message.experience for message in request.samples]
         _check_size(request, experiences, limit=_REQUEST_BYTES)
@@ -192,18 +197,14 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         return Part(step=step, number=number, samples=samples, weights=weights, sha256=_sha256(request))
 
     def _lookup_sample(self, message: experience_pb2.Experience) -> Sample:
-        """Return a sample of which only id, tokens and temperature are read."""
-        who = check_id(message.sample_id, "sample_id")
-        ids = decode_token_ids(
-            message,
-            vocabulary_size=self._core.vocabulary_size,
-            max_tokens=self._core.config.model.max_context_tokens,
-        )
+        """Return a sample with id, token ids and temperature alone."""
+        sample_id = check_id(message.sample_id, "sample_id")
+        ids = decode_token_ids(message, **self._token_limits())
         if not 0 < message.temperature <= 2:
-            raise InvalidInput(f"sample {who}: temperature is {message.temperature}; it must be in (0, 2]")
+            raise InvalidInput(f"sample {sample_id}: temperature is {message.temperature}; it must be in (0, 2]")
         return Sample(
-            sample_id=who,
-            group_id=who,
+            sample_id=sample_id,
+            group_id=sample_id,
             token_ids=ids,
             behavior_logprobs=_NO_FLOATS,
             action_mask=_NO_FLAGS,
@@ -224,20 +225,20 @@ def _check_size(request: Message, experiences: Sequence[experience_pb2.Experienc
 
 
 def _loss_weights(message: pb.WeightedSample, count: int) -> Float32Array:
-    who = message.experience.sample_id
-    weights = unpack_floats(message.loss_weights, count, who, "loss_weights")
+    sample_id = message.experience.sample_id
+    weights = unpack_floats(message.loss_weights, count, sample_id, "loss_weights")
     wrong = np.flatnonzero(~np.isfinite(weights))
     if len(wrong):
-        raise InvalidInput(f"sample {who}: loss_weights[{wrong[0]}] is {weights[wrong[0]]}; it must be finite")
+        raise InvalidInput(f"sample {sample_id}: loss_weights[{wrong[0]}] is {weights[wrong[0]]}; it must be finite")
     if weights[0]:
         raise InvalidInput(
-            f"sample {who}: loss_weights[0] is {weights[0]}; it must be 0: nothing comes before the first token"
+            f"sample {sample_id}: loss_weights[0] is {weights[0]}; it must be 0: nothing comes before the first token"
         )
     return weights
 
 
 def _number(request: pb.OptimStepRequest, name: Literal["learning_rate", "max_grad_norm"]) -> float | None:
-    """Return an optional number that is finite and not negative."""
+    """Return an optional field, None if unset; raise InvalidInput unless it is finite and not negative."""
     if not request.HasField(name):
         return None
     value: float = getattr(request, name)
@@ -251,6 +252,6 @@ def _sha256(request: Message) -> str:
 
 
 def time_left(context: Context) -> float:
-    """Return seconds to the caller's deadline; there always is one, the interceptor sees to it."""
+    """Return the seconds to the caller's deadline. The server's interceptor refuses calls without one."""
     left = context.time_remaining()
     return max(left, 0.0) if left is not None else 0.0

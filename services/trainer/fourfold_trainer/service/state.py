@@ -1,13 +1,13 @@
-"""The trainer's state machine: what each call means, and what the trainer remembers between two of them.
+"""Holds the trainer's state and carries out each call: steps, parts of steps, checkpoints and exports.
 
     servicers (event loop)          engine thread
     ----------------------          -------------
-    call ------------------------>  _do_...: check against the state, use the TrainerEngine, replace the state
+    run(phase, ..., method) ----->  check against the state, use the TrainerEngine, replace the state
     result or error  <------------
     status, watch: read the state, never wait for the engine
 
-The state is replaced only when a call has succeeded, so a refused call changes nothing. A step
-that outlived its caller is found again by its number and its batch's digest.
+The state is replaced only when a call has succeeded, so that a refused call changes nothing. A caller that lost the
+answer of a step gets it again with the same step number and batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 from fourfold import metrics
 from fourfold.arrays import Sample
@@ -30,7 +30,6 @@ from fourfold_trainer.checkpoint.store import CheckpointStore, StepAnswer, Train
 from fourfold_trainer.engine import TrainerEngine
 from fourfold_trainer.service import metrics as service_metrics
 from fourfold_trainer.service.engine_thread import EngineThread, Phase
-from fourfold_trainer.service.weight_transfers import Transfers
 from fourfold_trainer.step import accumulation
 from fourfold_trainer.step import train_step as steps
 from fourfold_trainer.step.accumulation import PendingGradient
@@ -39,98 +38,99 @@ from fourfold_trainer.step.micro_batches import Forward, forward_all
 
 _log = logging.getLogger("fourfold.trainer")
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _LEAVE_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """A snapshot."""
+    """A snapshot of the trainer."""
 
     state: TrainerState
     phase: Phase
-    checkpoint_step: int = -1
-    """Of the newest durable checkpoint; -1 for none."""
-    vocabulary_size: int = 0
-    """Number of token ids; 0 while starting."""
-    gradient: PendingGradient = field(default_factory=PendingGradient)
-    """Of the parts of the next step."""
+    checkpoint_step: int = -1  # of the newest complete checkpoint; -1 for none
+    vocabulary_size: int = 0  # number of token ids; 0 while the model is loading
+    gradient: PendingGradient = field(default_factory=PendingGradient)  # of the parts of the next step
 
 
 class TrainerCore:
-    """Serves one engine. Coroutines run on one event loop; `_do_...` methods in the engine thread."""
+    """Serves one engine.
+
+    Call `start`, `stop`, `run`, `status`, `watch` and `check_step` on the event loop, and all other methods by `run`,
+    which calls them in the engine thread.
+    """
 
     def __init__(
         self, config: Config, *, run_dir: Path, make_engine: Callable[[], TrainerEngine], fatal: Callable[[str], None]
     ) -> None:
-        """Prepare; nothing is loaded yet.
+        """Prepare; `start` loads the model.
 
         Args:
-            config: of the run.
-            run_dir: checkpoints go into its `checkpoints`, exports beside it.
+            config: recipe of the run.
+            run_dir: checkpoints go into its folder `checkpoints`, exports beside that.
             make_engine: loads the model; called in the engine thread.
             fatal: ends the service with a message; called from any thread.
         """
-        self._config, self._run_dir = config, run_dir
+        self.config, self._run_dir = config, run_dir
         self._make_engine = make_engine
         self._status = Status(state=TrainerState(), phase=Phase.STARTING)
         self._watchers: set[asyncio.Event] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._engine: TrainerEngine | None = None
-        self._store: CheckpointStore | None = None
+        self._loaded: tuple[TrainerEngine, CheckpointStore] | None = None
         self._stopped = False
-        self._known_changes = 0
-        """Of the engine, when the status was last made to say what it holds."""
+        self._recorded_changes = 0  # the engine's change_count when `_status` last described its weights
         self._thread = EngineThread(
             limit_seconds=config.trainer.step_timeout_seconds,
             on_phase=lambda phase: self._set(phase=phase),
-            is_known=lambda: self._engine is None or self._engine.change_count == self._known_changes,
+            is_unchanged=lambda: self._loaded is None or self.engine.change_count == self._recorded_changes,
             fatal=fatal,
         )
-        self.transfers = Transfers(
-            self._thread, engine=lambda: self._running, version=lambda: self._status.state.policy_version
-        )
-        """Weights on their way to the engines."""
 
     async def start(self) -> None:
         """Load the model; the service is ready when this returns."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
-        await self._thread.run(Phase.STARTING, self._do_start, timeout=self._config.trainer.step_timeout_seconds)
+        await self.run(Phase.STARTING, self.config.trainer.step_timeout_seconds, self._load)
 
     async def stop(self) -> None:
-        """End all ranks: in good order when the engine is idle, at once when it is not. Idempotent."""
-        engine = self._engine
-        if engine is None or self._stopped:
+        """End all ranks: in good order if the engine is idle, otherwise immediately. Idempotent."""
+        if self._loaded is None or self._stopped:
             return
         self._stopped = True
         try:
-            await self._thread.run(Phase.WAITING, engine.leave, timeout=_LEAVE_SECONDS)
+            await self.run(Phase.WAITING, _LEAVE_SECONDS, self.engine.leave)
         except FourfoldError as error:
-            _log.info("the ranks are ended without a farewell: %s", error.message)
+            _log.info("Ranks did not shut down cleanly; terminating them. reason=%s", error.message)
         self._thread.stop()
-        await asyncio.to_thread(engine.close)
+        await asyncio.to_thread(self.engine.close)
 
-    @property
-    def config(self) -> Config:
-        """Of the run."""
-        return self._config
+    async def run(
+        self, phase: Phase, timeout: float, method: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call a method in the engine thread, after the calls before it.
 
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids.
+        Args:
+            phase: of the trainer meanwhile.
+            timeout: seconds, including the time in the queue.
+            method: a method of this class or of the engine, with its arguments.
 
         Raises:
-            Unavailable: the model is not loaded yet.
+            DeadlinePassed: the call did not end in time. It still runs to its end if it had begun.
         """
-        return self._running.vocabulary_size
+        return await self._thread.run(phase, lambda: method(*args, **kwargs), timeout=timeout)
+
+    @property
+    def engine(self) -> TrainerEngine:
+        """Return the engine. Raises Unavailable while the model is loading."""
+        return self._get_loaded()[0]
 
     def status(self) -> Status:
-        """Return the present snapshot."""
+        """Return the current snapshot."""
         return self._status
 
     async def watch(self) -> AsyncGenerator[Status, None]:
-        """Yield the present snapshot, then one after every change; those that come too fast are skipped."""
+        """Yield the current snapshot, then one after every change; changes that follow too quickly are skipped."""
         changed = asyncio.Event()
         self._watchers.add(changed)
         try:
@@ -142,14 +142,14 @@ class TrainerCore:
             self._watchers.discard(changed)
 
     def check_step(self, step: int) -> bool:
-        """Return whether `step` would be trained now; False: it is the last one, whose answer is stored.
+        """Return True if `step` is the next one, and False if it is the last one, whose answer is stored.
 
         Raises:
-            Unavailable: the model is not loaded yet.
-            WrongState: neither the last step nor the next.
+            Unavailable: the model is loading.
+            WrongState: any other step, or a gradient of parts is pending.
         """
         state = self._status.state
-        if self._running and step == state.step and state.answer is not None:
+        if self.engine and step == state.step and state.answer is not None:
             return False
         self._status.gradient.refuse(f"step {step} cannot be trained")
         if step != state.step + 1:
@@ -158,82 +158,23 @@ class TrainerCore:
             )
         return True
 
-    async def train_step(
-        self, step: int, samples: list[Sample] | None, batch_sha256: str, *, timeout: float
-    ) -> StepAnswer:
+    # ---- called in the engine thread, by `run` ----
+
+    def train_step(self, step: int, samples: list[Sample] | None, batch_sha256: str) -> StepAnswer:
         """Train one step, or return the stored answer of the last one.
 
         Args:
             step: 1 for the first.
-            samples: decoded, in the caller's order; None for the last step, whose answer is stored.
+            samples: in the caller's order; None if `step` was the last one when the batch began to arrive.
             batch_sha256: digest of the batch, hexadecimal.
-            timeout: seconds.
 
         Raises:
-            AlreadyExists: the last step, but another batch.
+            AlreadyExists: the last step was trained with another batch.
             WrongState: neither the last step nor the next.
-            InvalidInput: names the sample.
+            InvalidInput: a sample is not valid; the message has its id.
         """
-        return await self._thread.run(
-            Phase.TRAINING, lambda: self._do_train_step(step, samples, batch_sha256), timeout=timeout
-        )
-
-    async def forward_backward(self, part: accumulation.Part, *, timeout: float) -> accumulation.PartAnswer:
-        """Add a part to the gradient of the next step, or return the stored answer of the last one."""
-        return await self._thread.run(Phase.TRAINING, lambda: self._do_forward_backward(part), timeout=timeout)
-
-    async def optim_step(self, call: accumulation.OptimCall, *, timeout: float) -> StepAnswer:
-        """End the step whose gradient waits, or return the stored answer of the last one."""
-        return await self._thread.run(Phase.TRAINING, lambda: self._do_optim_step(call), timeout=timeout)
-
-    async def discard_gradient(self, *, timeout: float) -> int:
-        """Forget the gradient that waits; return the number of its parts."""
-        return await self._thread.run(Phase.TRAINING, self._do_discard, timeout=timeout)
-
-    async def forward(
-        self, samples: list[Sample], *, entropies: bool, values: bool, timeout: float
-    ) -> tuple[Forward, int]:
-        """Return what the models make of every token, and the policy version."""
-
-        def run() -> tuple[Forward, int]:
-            found = forward_all(self._running, samples, self._config, entropies=entropies, values=values)
-            return found, self._status.state.policy_version
-
-        return await self._thread.run(Phase.COMPUTING, run, timeout=timeout)
-
-    async def save_checkpoint(self, *, score: float | None = None, timeout: float) -> int:
-        """Write a checkpoint of the present step, with its held-out score if it has one; return the step."""
-        return await self._thread.run(Phase.SAVING, lambda: self._do_save(score), timeout=timeout)
-
-    async def load_checkpoint(self, step: int, *, timeout: float) -> Status:
-        """Restore a checkpoint. NotFound, and nothing changed, when there is none of that step."""
-        return await self._thread.run(Phase.SAVING, lambda: self._do_load(step), timeout=timeout)
-
-    async def export(self, name: str, *, ema: bool = False, timeout: float) -> Path:
-        """Write the weights, or their average, as a Hugging Face folder in the run's folder; return its path."""
-        return await self._thread.run(Phase.SAVING, lambda: self._do_export(name, ema=ema), timeout=timeout)
-
-    async def raise_policy_version(self, version: int, *, timeout: float) -> int:
-        """Raise the version of the present weights to at least `version`; return it."""
-        return await self._thread.run(Phase.WAITING, lambda: self._do_raise(version), timeout=timeout)
-
-    # ---- engine thread -------------------------------------------------------------------
-
-    def _do_start(self) -> None:
-        engine = self._make_engine()
-        config = self._config
-        self._store = CheckpointStore(
-            self._run_dir / "checkpoints",
-            keep=config.checkpoint.keep,
-            keep_best=config.checkpoint.keep_best,
-            layout=layout_of(config, engine.manifest()),
-        )
-        self._engine = engine
-        self._release_memory()
-        self._set(checkpoint_step=self._store.newest_step, vocabulary_size=engine.vocabulary_size)
-
-    def _do_train_step(self, step: int, samples: list[Sample] | None, batch_sha256: str) -> StepAnswer:
-        state = self._status.state
+        state, config = self._status.state, self.config
+        # The state may have changed since the first message of the batch was checked.
         if not self.check_step(step):
             assert state.answer is not None, "the last step has an answer"
             if batch_sha256 != state.batch_sha256:
@@ -241,10 +182,9 @@ class TrainerCore:
             return state.answer
         if samples is None:
             raise Unavailable(f"a checkpoint before step {step} was loaded while the batch travelled; send it again")
-        config = self._config
         check_samples(samples, config.algorithm, policy_version=state.policy_version)
         began = time.monotonic()
-        result = steps.train_step(self._running, samples, config, step=step, state=state.algorithm_state)
+        result = steps.train_step(self.engine, samples, config, step=step, state=state.algorithm_state)
         self._release_memory()
         seconds = time.monotonic() - began
         skipped = state.skipped_step_count + bool(result.skipped_reason)
@@ -253,7 +193,7 @@ class TrainerCore:
         measured[metrics.TIME_TRAIN] = seconds
         measured[metrics.TRAIN_SPEED] = sum(len(s.token_ids) for s in samples) / seconds
         measured |= flops.speed(
-            self._running.machine,
+            self.engine.machine,
             result.policy_work,
             result.critic_work,
             seconds=seconds,
@@ -278,82 +218,100 @@ class TrainerCore:
         )
         return answer
 
-    def _do_forward_backward(self, part: accumulation.Part) -> accumulation.PartAnswer:
+    def forward_backward(self, part: accumulation.Part) -> accumulation.PartAnswer:
+        """Add a part to the gradient of the next step, or return the stored answer of the last part."""
         status = self._status
-        added = accumulation.add_part(self._running, part, status.state, status.gradient, self._config)
+        added = accumulation.add_part(self.engine, part, status.state, status.gradient, self.config)
         assert added.answer is not None, "a part has an answer"
         self._set(gradient=added)
         return added.answer
 
-    def _do_optim_step(self, call: accumulation.OptimCall) -> StepAnswer:
+    def optim_step(self, call: accumulation.OptimCall) -> StepAnswer:
+        """Apply the pending gradient as a step, or return the stored answer of the last step."""
         before = self._status
-        state = accumulation.apply_call(self._running, call, before.state, before.gradient, self._config)
+        state = accumulation.apply_call(self.engine, call, before.state, before.gradient, self.config)
         assert state.answer is not None, "a step has an answer"
         if state is not before.state:
             self._set(state=state, gradient=PendingGradient())
         return state.answer
 
-    def _do_discard(self) -> int:
+    def discard_gradient(self) -> int:
+        """Discard the pending gradient; return the number of its parts."""
         parts = self._status.gradient.part_count
         if parts:
-            self._running.discard_gradient()
+            self.engine.discard_gradient()
             self._set(gradient=PendingGradient())
         return parts
 
-    def _do_save(self, score: float | None) -> int:
-        state = self._status.state
+    def forward(self, samples: list[Sample], *, entropies: bool, values: bool) -> tuple[Forward, int]:
+        """Return log-probabilities, and entropies and values if asked for, with the policy version."""
+        found = forward_all(self.engine, samples, self.config, entropies=entropies, values=values)
+        return found, self._status.state.policy_version
+
+    def save_checkpoint(self, score: float | None = None) -> int:
+        """Write a checkpoint of the current step, with the held-out score of its weights; return the step."""
+        state, (engine, store) = self._status.state, self._get_loaded()
         self._status.gradient.refuse("no checkpoint can be written")
-        self._checkpoints.save(state, self._running.save, score=score)
-        self._set(checkpoint_step=self._checkpoints.newest_step)
+        store.save(state, engine.save, score=score)
+        self._set(checkpoint_step=store.newest_step)
         return state.step
 
-    def _do_load(self, step: int) -> Status:
-        state, folder = self._checkpoints.read(step)
-        self._do_discard()  # it belongs to the weights that go
-        self._running.load(folder)
+    def load_checkpoint(self, step: int) -> Status:
+        """Restore a checkpoint. Raises NotFound, before anything changes, if there is none of that step."""
+        engine, store = self._get_loaded()
+        state, folder = store.read(step)
+        self.discard_gradient()  # it belongs to the weights that are replaced
+        engine.load(folder)
         self._release_memory()
         self._set(state=state)
         return replace(self._status, phase=Phase.WAITING)
 
-    def _release_memory(self) -> None:
-        """Leave no more of the GPUs taken than what is kept until the next call, where others need it."""
-        if self._config.shares_gpus:
-            self._running.release_memory()
-
-    def _do_export(self, name: str, *, ema: bool) -> Path:
+    def export(self, name: str, *, ema: bool = False) -> Path:
+        """Write the weights, or their average, as a Hugging Face folder into the run's folder; return its path."""
         target = (self._run_dir / name).absolute()
         if name in ("checkpoints", "logs"):
             raise InvalidInput(f"name {name!r} is the run's own folder; choose another one, such as `model`")
-        if ema and not self._config.trainer.ema_decay:
+        if ema and not self.config.trainer.ema_decay:
             raise WrongState(
                 "trainer.ema_decay = 0, so no average is kept; set it, such as 0.99, or export without ema"
             )
         with atomic_folder(target) as partial:
-            self._running.export(partial, ema=ema)
+            self.engine.export(partial, ema=ema)
         return target
 
-    def _do_raise(self, version: int) -> int:
+    def raise_policy_version(self, version: int) -> int:
+        """Raise the version of the current weights to at least `version`; return it."""
         state = self._status.state
         if version > state.policy_version:
             self._set(state=replace(state, policy_version=version))
         return max(version, state.policy_version)
 
-    @property
-    def _running(self) -> TrainerEngine:
-        if self._engine is None:
-            raise Unavailable("the trainer is loading its model; try again when it is ready", retry_after=1.0)
-        return self._engine
+    def _load(self) -> None:
+        engine, kept = self._make_engine(), self.config.checkpoint
+        store = CheckpointStore(
+            self._run_dir / "checkpoints",
+            keep=kept.keep,
+            keep_best=kept.keep_best,
+            layout=layout_of(self.config, engine.manifest()),
+        )
+        self._loaded = engine, store
+        self._release_memory()
+        self._set(checkpoint_step=store.newest_step, vocabulary_size=engine.vocabulary_size)
 
-    @property
-    def _checkpoints(self) -> CheckpointStore:
-        if self._store is None:
+    def _get_loaded(self) -> tuple[TrainerEngine, CheckpointStore]:
+        if self._loaded is None:
             raise Unavailable("the trainer is loading its model; try again when it is ready", retry_after=1.0)
-        return self._store
+        return self._loaded
+
+    def _release_memory(self) -> None:
+        """Return cached GPU memory if the rollout engines share the GPUs."""
+        if self.config.shares_gpus:
+            self.engine.release_memory()
 
     def _set(self, **changes: Any) -> None:
-        """Replace fields of the status, and tell the watchers."""
-        if self._engine is not None and ("state" in changes or "gradient" in changes):
-            self._known_changes = self._engine.change_count
+        """Replace fields of the status, and wake the watchers."""
+        if self._loaded is not None and ("state" in changes or "gradient" in changes):
+            self._recorded_changes = self.engine.change_count
         new = replace(self._status, **changes)
         if new == self._status:
             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from fourfold import Score, ScoreInput, serve_reward
+from fourfold import FourfoldError, Score, ScoreInput, serve_reward
 
 MAX_CHARACTERS = 1000
 
@@ -25,4 +25,7 @@ def reward(sample: ScoreInput) -> Score:
 if __name__ == "__main__":
     if len(sys.argv) not in (2, 3):
         sys.exit("usage: python examples/reward_function.py HOST:PORT [COORDINATOR_HOST:PORT]")
-    sys.exit(serve_reward(reward, listen=sys.argv[1], coordinator="".join(sys.argv[2:])))
+    try:
+        sys.exit(serve_reward(reward, listen=sys.argv[1], coordinator="".join(sys.argv[2:])))
+    except FourfoldError as error:
+        sys.exit(f"reward_function: {error}")

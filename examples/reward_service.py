@@ -60,4 +60,6 @@ def main(listen: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python examples/reward_service.py HOST:PORT")
     main(sys.argv[1])

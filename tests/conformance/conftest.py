@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 30.0
+CONNECT_SECONDS = 5.0
 
 # Makes the mistakes of real functions, which the service must catch.
 FUNCTION = """
@@ -69,6 +70,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Return the address of the service under test."""
     if request.param not in COMMANDS:
+        _require_service(request.param)
         yield request.param
         return
     folder = tmp_path_factory.mktemp(request.param)
@@ -76,6 +78,19 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     (folder / "recipe.toml").write_text(RECIPE)
     with _started(COMMANDS[request.param], folder) as address:
         yield address
+
+
+def _require_service(address: str) -> None:
+    """End the whole run when nothing listens at an address: otherwise every test fails with the same stack trace."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=CONNECT_SECONDS)
+        except grpc.FutureTimeoutError:
+            pytest.exit(
+                f"--target {address}: no connection within {CONNECT_SECONDS:.0f} s; start the reward service, which "
+                f"must serve plain text, and give its HOST:PORT",
+                returncode=1,
+            )
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ _DEEP: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """The result of one check."""
 
@@ -111,9 +111,9 @@ def machine() -> Iterator[Check]:
     version = ".".join(str(part) for part in sys.version_info[:3])
     good = sys.version_info[:2] in _PYTHONS
     yield Check(
-        state="ok" if good else "missing",
-        text=f"Python {version}" if good else f"Python {version}; 3.11 or 3.12 is needed",
-        fix="" if good else "python3.11 -m venv .venv && .venv/bin/pip install fourfold",
+        "ok" if good else "missing",
+        f"Python {version}" if good else f"Python {version}; 3.11 or 3.12 is needed",
+        "" if good else "python3.11 -m venv .venv && .venv/bin/pip install fourfold",
     )
     yield _cores()
     yield _memory()
@@ -128,11 +128,11 @@ def _cores() -> Check:
     cores = len(os.sched_getaffinity(0))
     text = f"{cores} {'core' if cores == 1 else 'cores'}"
     if has_fast_bfloat16():
-        return Check(state="ok", text=text)
+        return Check("ok", text)
     return Check(
-        state="ok",
-        text=f"{text} without AVX-512: bfloat16 takes 4 to 8 times as long as float32",
-        fix='set model.dtype = "float32" in recipes that run here without a GPU',
+        "ok",
+        f"{text} without AVX-512: bfloat16 takes 4 to 8 times as long as float32",
+        'set model.dtype = "float32" in recipes that run here without a GPU',
     )
 
 
@@ -140,11 +140,11 @@ def _memory() -> Check:
     free = available_memory() / _GIB
     text = f"{free:.1f} GiB of memory free"
     if free >= _MEMORY_GIB:
-        return Check(state="ok", text=text)
+        return Check("ok", text)
     return Check(
-        state="missing",
-        text=f"{text}; the quickstart needs up to {_MEMORY_GIB} GiB",
-        fix="lower batch.tokens_per_micro_batch or use a smaller model; fourfold plan RECIPE shows the needs",
+        "missing",
+        f"{text}; the quickstart needs up to {_MEMORY_GIB} GiB",
+        "lower batch.tokens_per_micro_batch or use a smaller model; fourfold plan RECIPE shows the needs",
     )
 
 
@@ -155,11 +155,11 @@ def _disk() -> Check:
     for folder in (runs, existing):
         if (free := free_gib(folder)) < RUN_GIB:
             return Check(
-                state="missing",
-                text=f"{free:.1f} GiB of disk free at {folder}; runs and models need about {RUN_GIB} GiB",
-                fix="work in another folder, or set XDG_CACHE_HOME to a folder with more space",
+                "missing",
+                f"{free:.1f} GiB of disk free at {folder}; runs and models need about {RUN_GIB} GiB",
+                "work in another folder, or set XDG_CACHE_HOME to a folder with more space",
             )
-    return Check(state="ok", text=f"{free_gib(runs):.0f} GiB of disk free at {runs}")
+    return Check("ok", f"{free_gib(runs):.0f} GiB of disk free at {runs}")
 
 
 def _compiler() -> Check:
@@ -167,46 +167,40 @@ def _compiler() -> Check:
     compiler = shutil.which("g++") or shutil.which("c++")
     headers = Path(sysconfig.get_paths()["include"], "Python.h").exists()
     if compiler is None:
-        return Check(
-            state="missing", text=f"no g++, {why}", fix="apt install g++    (or the C++ compiler of your system)"
-        )
+        return Check("missing", f"no g++, {why}", "apt install g++    (or the C++ compiler of your system)")
     if not headers:
-        return Check(state="missing", text=f"no Python.h, {why}", fix="apt install python3-dev")
-    return Check(state="ok", text=f"g++ {_program_version(compiler)} and Python's headers")
+        return Check("missing", f"no Python.h, {why}", "apt install python3-dev")
+    return Check("ok", f"g++ {_program_version(compiler)} and Python's headers")
 
 
 def _gpus() -> Check:
     gpus = find_gpus()
     if not gpus:
-        return Check(state="none", text="no NVIDIA GPU: everything runs on the CPU")
+        return Check("none", "no NVIDIA GPU: everything runs on the CPU")
     text = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: {', '.join(gpus)}"
     if (left := len(visible_gpus())) < len(gpus):
         text += f"; CUDA_VISIBLE_DEVICES = {os.environ.get('CUDA_VISIBLE_DEVICES')!r} hides all but {left}"
     if importlib.util.find_spec("cupy") is None:
         text += "; CuPy is not installed, so weights go to the engines through main memory"
-        return Check(
-            state="none", text=text, fix="pip install 'cupy-cuda13x>=14'    (cupy-cuda12x for PyTorch with CUDA 12)"
-        )
-    return Check(state="ok", text=text)
+        return Check("none", text, "pip install 'cupy-cuda13x>=14'    (cupy-cuda12x for PyTorch with CUDA 12)")
+    return Check("ok", text)
 
 
 def _ports() -> Check:
     try:
         with socket.create_server(("127.0.0.1", 0)):
-            return Check(state="ok", text="ports on 127.0.0.1 can be opened")
+            return Check("ok", "ports on 127.0.0.1 can be opened")
     except OSError as error:
-        return Check(
-            state="missing", text=f"no port on 127.0.0.1 can be opened ({error.strerror})", fix="ip link set lo up"
-        )
+        return Check("missing", f"no port on 127.0.0.1 can be opened ({error.strerror})", "ip link set lo up")
 
 
 def _sandbox() -> Check:
     offer = sandbox.probe()
     text = f"scorers are confined: {offer.describe()}"
     if offer.complete:
-        return Check(state="ok", text=text)
+        return Check("ok", text)
     # Not "missing": every role runs. Only with [security], scorers that evaluate text are refused.
-    return Check(state="none", text=text, fix=f"the machine has {offer.missing()}")
+    return Check("none", text, f"the machine has {offer.missing()}")
 
 
 def services() -> Iterator[Check]:
@@ -222,7 +216,7 @@ def extras() -> Iterator[Check]:
     for name in model_folder.BUILTINS:
         source = model_folder.BUILTIN_PREFIX + name
         converted = "converted" if model_folder.is_ready(source) else "will be converted at its first use"
-        yield Check(state="ok" if model_folder.is_ready(source) else "none", text=f"{source}: {converted}")
+        yield Check("ok" if model_folder.is_ready(source) else "none", f"{source}: {converted}")
 
 
 def _packages(name: str, packages: tuple[str, ...], install: str, *, state: str) -> Check:
@@ -235,11 +229,11 @@ def _packages(name: str, packages: tuple[str, ...], install: str, *, state: str)
         else:
             absent.append(choice.replace("|", " or "))
     if absent:
-        return Check(state=state, text=f"{name}: not installed: {', '.join(absent)}", fix=f"pip install {install}")
+        return Check(state, f"{name}: not installed: {', '.join(absent)}", f"pip install {install}")
     vllm = next((text.split()[1] for text in found if text.startswith("vllm")), "")
     if vllm and not _VLLM[0] <= _numbers(vllm) <= _VLLM[1]:
-        return Check(state=state, text=f"{name}: vLLM {vllm}; 0.26 to 0.32 are supported", fix=f"pip install {install}")
-    return Check(state="ok", text=f"{name}: {', '.join(found)}")
+        return Check(state, f"{name}: vLLM {vllm}; 0.26 to 0.32 are supported", f"pip install {install}")
+    return Check("ok", f"{name}: {', '.join(found)}")
 
 
 def deep() -> Iterator[Check]:
@@ -255,14 +249,12 @@ def _import(module: str, code: str) -> Check:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return Check(
-            state="missing", text=f"{module}: import not finished after {_IMPORT_TIMEOUT_SECONDS:.0f} s", fix=again
-        )
+        return Check("missing", f"{module}: import not finished after {_IMPORT_TIMEOUT_SECONDS:.0f} s", again)
     if done.returncode == 0:
-        return Check(state="ok", text=done.stdout.strip().splitlines()[-1])
+        return Check("ok", done.stdout.strip().splitlines()[-1])
     last = (done.stderr.strip().splitlines() or ["no output"])[-1]
     how = f"signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-    return Check(state="missing", text=f"{module}: import failed ({how}): {last}", fix=again)
+    return Check("missing", f"{module}: import failed ({how}): {last}", again)
 
 
 def version_of(package: str) -> str:

@@ -12,6 +12,7 @@ import datetime
 import hashlib
 import ssl
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -64,20 +65,16 @@ POLICY: Final[Mapping[str, frozenset[str]]] = {
 PUBLIC_SERVICES: Final = frozenset({"fourfold.rollout.v1.RolloutService"})
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Security:
-    """TLS material, tokens and revocations of one process. They follow their files. None of them is ever logged."""
+    """TLS material, tokens and revocations of one process. They follow their files. None of them is ever logged.
 
-    def __init__(
-        self,
-        material: WatchedFiles[Material],
-        *,
-        tokens: WatchedFiles[dict[str, TokenGrant]] | None = None,
-        revoked: WatchedFiles[frozenset[str]] | None = None,
-    ) -> None:
-        """Use `load` or `for_agent` instead."""
-        self._material = material
-        self._tokens = tokens
-        self._revoked = revoked
+    Use `load` or `for_agent` to make one.
+    """
+
+    _material: WatchedFiles[Material]
+    _tokens: WatchedFiles[dict[str, TokenGrant]] | None = None
+    _revoked: WatchedFiles[frozenset[str]] | None = None
 
     @staticmethod
     def load(config: SecurityConfig, who: Principal) -> Security | None:
@@ -108,8 +105,8 @@ class Security:
                 raise ConfigError(f"{tokens_file}: holds no token digest; make one with `fourfold certs token add`")
         return Security(
             WatchedFiles([folder / "ca.pem", own], lambda: read_material(folder, who)),
-            tokens=tokens,
-            revoked=WatchedFiles([revoked], lambda: read_revoked(revoked)),
+            tokens,
+            WatchedFiles([revoked], lambda: read_revoked(revoked)),
         )
 
     @staticmethod
@@ -169,12 +166,7 @@ class Security:
         )
 
     def check_not_revoked(self, caller: Principal, certificates: Sequence[bytes]) -> None:
-        """Raise PermissionDenied when a caller's certificate is revoked.
-
-        Args:
-            caller: its principal, for the message.
-            certificates: the certificates that it presented, PEM.
-        """
+        """Raise PermissionDenied when one of the certificates (PEM) that a caller presented is revoked."""
         revoked = self._revoked.get() if self._revoked else frozenset[str]()
         if revoked and any(fingerprint(pem.decode("ascii")) in revoked for pem in certificates):
             raise PermissionDenied(
@@ -217,11 +209,7 @@ def read_revoked(path: Path) -> frozenset[str]:
 
 
 def check_identity(service: str, identities: Sequence[str]) -> Principal:
-    """Return the caller of a certificate after a check against the policy table.
-
-    Args:
-        service: full name of the called service.
-        identities: URIs of the certificate.
+    """Return the caller with a certificate of these URIs, if its role may call the service with this full name.
 
     Raises:
         Unauthenticated: the certificate has no URI of ours, or several.

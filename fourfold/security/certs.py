@@ -46,6 +46,10 @@ _ISSUED_FILE: Final = "issued.txt"
 _LOCAL: Final = ("localhost", "127.0.0.1", "::1")
 _HOST: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _PEM: Final = serialization.Encoding.PEM
+_KEY_USAGES: Final = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,21 +96,17 @@ def make(
     *,
     days: float = VALID_DAYS,
 ) -> str:
-    """Make a CA, certificates of its members, and one token; return the token.
+    """Make a CA, certificates of its members that are valid for `days`, and one token; return the token.
 
-    Args:
-        directory: target folder; made with mode 0700 if missing.
-        hosts: names and addresses at which agents reach the rollout services, besides this machine.
-        members: principals that get a certificate.
-        days: validity of the members' certificates.
+    A missing folder is made with mode 0700. `hosts` are names and addresses at which agents reach the rollout services,
+    besides this machine.
 
     Raises:
         ConfigError: a host is malformed, or the folder already has a CA. Nothing is overwritten.
     """
-    _check(members, hosts)
+    members_with_hosts = _with_hosts(members, hosts)
     names = ("ca.pem", _KEY_FILE, _ISSUED_FILE, TOKENS_FILE)
-    existing = [path for name in names if (path := directory / name).exists()]
-    if existing:
+    if existing := [path for name in names if (path := directory / name).exists()]:
         raise ConfigError(
             f"{existing[0]}: exists, and no file of an authority is overwritten; `fourfold certs add {directory} "
             f"MEMBER` makes one more certificate, `fourfold certs renew {directory}` new ones"
@@ -115,7 +115,7 @@ def make(
     key = ec.generate_private_key(ec.SECP256R1())
     _write(directory / _KEY_FILE, _private(key), mode=0o600)
     _write(directory / "ca.pem", _authority(key).public_bytes(_PEM), mode=0o644)
-    _issue(directory, _with_hosts(members, hosts), days)
+    _issue(directory, members_with_hosts, days)
     return add_token(directory / TOKENS_FILE, "agent")
 
 
@@ -125,23 +125,18 @@ def add(directory: Path, members: Sequence[Principal], hosts: Sequence[str] = ()
     Raises:
         ConfigError: a member of this name, of any role, has a certificate.
     """
-    _check(members, hosts)
+    members_with_hosts = _with_hosts(members, hosts)
     names = {issued.who.name for issued in current(directory)}
     for who in members:
         if who.name in names:
             raise ConfigError(
                 f"{who.name} has a certificate; `fourfold certs renew {directory} {who.name}` makes another one"
             )
-    _issue(directory, _with_hosts(members, hosts), days)
+    _issue(directory, members_with_hosts, days)
 
 
 def renew(directory: Path, names: Sequence[str] = (), *, days: float = VALID_DAYS) -> list[Issued]:
-    """Replace certificates and keys by new ones; return the new certificates.
-
-    Args:
-        directory: folder of the CA.
-        names: member ids; empty: all.
-        days: validity of the new certificates.
+    """Replace certificates and keys of the named members, or of all, by new ones; return the new certificates.
 
     Raises:
         ConfigError: a member never had a certificate.
@@ -199,12 +194,8 @@ def add_token(
 ) -> str:
     """Make a token, append its grant to the file, and return the token. The token itself is stored nowhere.
 
-    Args:
-        path: the token file; made if missing.
-        name: name of the token's holder.
-        scopes: keys of `tokens.SCOPES`; empty: all.
-        days: validity; None: unlimited.
-        limits: keys from `tokens.LIMITS`.
+    A missing file is made. `scopes` are keys of `tokens.SCOPES`; none means all. Without `days` the token stays valid.
+    `limits` has keys of `tokens.LIMITS`.
 
     Raises:
         ConfigError: the name is malformed or taken, or a scope or limit is unknown.
@@ -237,25 +228,23 @@ def remove_token(path: Path, name: str) -> None:
     _write(path, "".join(line for line in lines if line.split()[:1] != [name]).encode(), mode=0o600)
 
 
-def _check(members: Sequence[Principal], hosts: Sequence[str]) -> None:
-    """Refuse malformed hosts, and two members of one name: the name is the member's id and its file name."""
+def _with_hosts(members: Sequence[Principal], hosts: Sequence[str]) -> list[tuple[Principal, tuple[str, ...]]]:
+    """Return the host names of each member.
+
+    Malformed hosts are refused, and two members of one name: the name is the member's id and its file name.
+    """
     for host in hosts:
         _general_name(host)
     names = [who.name for who in members]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
+    if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"two members are named {twice[0]!r}; a member id occurs once in a run")
-
-
-def _with_hosts(members: Sequence[Principal], hosts: Sequence[str]) -> list[tuple[Principal, tuple[str, ...]]]:
     return [(who, tuple(hosts) if who.role == "rollout" else ()) for who in members]
 
 
 def _chosen(directory: Path, names: Sequence[str]) -> list[Issued]:
     """Return the newest certificates of the named members, or of all members without names."""
     known = {issued.who.name: issued for issued in current(directory)}
-    missing = [name for name in names if name not in known]
-    if missing:
+    if missing := [name for name in names if name not in known]:
         raise ConfigError(
             f"{missing[0]!r:.80} has no certificate of {directory}; it has {', '.join(known)}. `fourfold certs add "
             f"{directory} MEMBER` makes one"
@@ -289,12 +278,11 @@ def _issue(directory: Path, members: Sequence[tuple[Principal, tuple[str, ...]]]
 
 def _authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     name = _name("Fourfold private CA")
-    return (
-        _builder(name, name, key, AUTHORITY_DAYS)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(sign_certificates=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
+    return _certificate(
+        *(name, name, key, key, AUTHORITY_DAYS),
+        (x509.BasicConstraints(ca=True, path_length=0), True),
+        (_usage("key_cert_sign", "crl_sign"), True),
+        (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
     )
 
 
@@ -310,24 +298,28 @@ def _leaf(
     names += [x509.DNSName(server_name(who)), x509.DNSName(server_name(Principal(who.role)))]
     if who.role == "rollout":  # agents connect only to rollout services; a host name does not prove a role
         names += [_general_name(host) for host in dict.fromkeys((*_LOCAL, *hosts))]
-    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    return (
-        _builder(_name(who.name), authority.subject, key, days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(sign_certificates=False), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
-        .sign(authority_key, hashes.SHA256())
+    return _certificate(
+        *(_name(who.name), authority.subject, key, authority_key, days),
+        (x509.BasicConstraints(ca=False, path_length=None), True),
+        (_usage("digital_signature"), True),
+        (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), False),
+        (x509.SubjectAlternativeName(names), False),
+        (x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), False),
     )
 
 
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: float
-) -> x509.CertificateBuilder:
+def _certificate(
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    issuer_key: ec.EllipticCurvePrivateKey,
+    days: float,
+    *extensions: tuple[x509.ExtensionType, bool],
+) -> x509.Certificate:
+    """Sign a certificate with extensions, each critical or not."""
     begin = _now() - datetime.timedelta(minutes=5)  # clocks of other machines may be behind
     # The minimum keeps the begin before the end for `days` <= 0, with which tests make expired certificates.
-    return (
+    builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
@@ -336,18 +328,13 @@ def _builder(
         .not_valid_before(min(begin, _now() + datetime.timedelta(days=days - 1)))
         .not_valid_after(_now() + datetime.timedelta(days=days))
     )
+    for extension, critical in extensions:
+        builder = builder.add_extension(extension, critical)
+    return builder.sign(issuer_key, hashes.SHA256())
 
 
-def _usage(*, sign_certificates: bool) -> x509.KeyUsage:
-    unused = ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
-    return x509.KeyUsage(
-        digital_signature=not sign_certificates,
-        key_cert_sign=sign_certificates,
-        crl_sign=sign_certificates,
-        encipher_only=False,
-        decipher_only=False,
-        **dict.fromkeys(unused, False),
-    )
+def _usage(*allowed: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{name: name in allowed for name in _KEY_USAGES})
 
 
 def _name(text: str) -> x509.Name:

@@ -58,15 +58,7 @@ class WatchedFiles(Generic[T]):
     """
 
     def __init__(self, paths: Sequence[Path], read: Callable[[], T]) -> None:
-        """Read for the first time.
-
-        Args:
-            paths: the files; a missing one may appear later.
-            read: returns the content, or raises ConfigError.
-
-        Raises:
-            ConfigError: from `read`.
-        """
+        """Read for the first time. A missing file may appear later. `read` may raise ConfigError."""
         self._paths: Final = tuple(paths)
         self._read = read
         self._lock = threading.Lock()

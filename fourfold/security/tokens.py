@@ -104,12 +104,9 @@ def read_tokens(path: Path) -> dict[str, TokenGrant]:
 
 
 def check_token(authorization: str, method: str, grants: Mapping[str, TokenGrant]) -> TokenGrant:
-    """Return the grant of the token in an `authorization` header.
+    """Return the grant of the token in an `authorization` header; without the header it is empty.
 
-    Args:
-        authorization: the header's value; empty when there is none.
-        method: name of the called method, without its service.
-        grants: all grants, by token name.
+    `method` is the name of the called method, without its service. `grants` are all grants, by token name.
 
     Raises:
         Unauthenticated: the token is missing, unknown or expired.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -335,8 +336,7 @@ async def test_a_service_and_a_viewer_accept_only_a_coordinator(secured: Desk, p
 async def test_an_agent_sends_its_token_only_to_rollout_services(pki: Pki, checks: str) -> None:
     """This includes an agent whose TLS library checks the host name, which is the default of every library."""
     for name in ("reward-0", "rollout-0"):
-        security = pki.load("rollout-0", tokens=True)
-        security._material = pki.load(name)._material
+        security = dataclasses.replace(pki.load("rollout-0", tokens=True), _material=pki.load(name)._material)
         server = Server(listen="127.0.0.1:0", security=security, public=True)
         server.add(*Rollout().servicer())
         target = await server.start()

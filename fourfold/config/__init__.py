@@ -1,63 +1,32 @@
 """Configures a run by a recipe, a TOML file: `load` reads and checks it, `dump` writes it back."""
 
-from fourfold.config.algorithm import (
-    AlgorithmConfig,
-    CorrectionConfig,
-    FilterConfig,
-    KlConfig,
-    ShapingConfig,
-)
-from fourfold.config.placement import PlacementConfig, gpu_count, gpu_places
-from fourfold.config.presets import PRESETS
-from fourfold.config.recipe import dump, from_tables, load
-from fourfold.config.rollout import RolloutConfig
-from fourfold.config.schema import (
-    BatchConfig,
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    DataSourceConfig,
-    EvaluationConfig,
-    HoldoutConfig,
-    ModelConfig,
-    ReferenceConfig,
-    RetryConfig,
-    RewardConfig,
-    SamplingConfig,
-    SecurityConfig,
-    WeightsConfig,
-)
-from fourfold.config.trainer import CriticConfig, LoraConfig, TrainerConfig
-
-__all__ = [
-    "PRESETS",
-    "AlgorithmConfig",
-    "BatchConfig",
-    "CheckpointConfig",
-    "Config",
-    "CorrectionConfig",
-    "CriticConfig",
-    "DataConfig",
-    "DataSourceConfig",
-    "EvaluationConfig",
-    "FilterConfig",
-    "HoldoutConfig",
-    "KlConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "PlacementConfig",
-    "ReferenceConfig",
-    "RetryConfig",
-    "RewardConfig",
-    "RolloutConfig",
-    "SamplingConfig",
-    "SecurityConfig",
-    "ShapingConfig",
-    "TrainerConfig",
-    "WeightsConfig",
-    "dump",
-    "from_tables",
-    "gpu_count",
-    "gpu_places",
-    "load",
-]
+from fourfold.config.algorithm import AlgorithmConfig as AlgorithmConfig
+from fourfold.config.algorithm import CorrectionConfig as CorrectionConfig
+from fourfold.config.algorithm import FilterConfig as FilterConfig
+from fourfold.config.algorithm import KlConfig as KlConfig
+from fourfold.config.algorithm import ShapingConfig as ShapingConfig
+from fourfold.config.placement import PlacementConfig as PlacementConfig
+from fourfold.config.placement import gpu_count as gpu_count
+from fourfold.config.placement import gpu_places as gpu_places
+from fourfold.config.presets import PRESETS as PRESETS
+from fourfold.config.recipe import dump as dump
+from fourfold.config.recipe import from_tables as from_tables
+from fourfold.config.recipe import load as load
+from fourfold.config.rollout import RolloutConfig as RolloutConfig
+from fourfold.config.schema import BatchConfig as BatchConfig
+from fourfold.config.schema import CheckpointConfig as CheckpointConfig
+from fourfold.config.schema import Config as Config
+from fourfold.config.schema import DataConfig as DataConfig
+from fourfold.config.schema import DataSourceConfig as DataSourceConfig
+from fourfold.config.schema import EvaluationConfig as EvaluationConfig
+from fourfold.config.schema import HoldoutConfig as HoldoutConfig
+from fourfold.config.schema import ModelConfig as ModelConfig
+from fourfold.config.schema import ReferenceConfig as ReferenceConfig
+from fourfold.config.schema import RetryConfig as RetryConfig
+from fourfold.config.schema import RewardConfig as RewardConfig
+from fourfold.config.schema import SamplingConfig as SamplingConfig
+from fourfold.config.schema import SecurityConfig as SecurityConfig
+from fourfold.config.schema import WeightsConfig as WeightsConfig
+from fourfold.config.trainer import CriticConfig as CriticConfig
+from fourfold.config.trainer import LoraConfig as LoraConfig
+from fourfold.config.trainer import TrainerConfig as TrainerConfig

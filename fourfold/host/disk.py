@@ -58,15 +58,10 @@ def check_room(folder: Path) -> str:
 
 
 def append_lines(path: Path, lines: bytes, *, sync: bool = False) -> None:
-    """Append lines to a file: all of them, or none. First remove an incomplete last line, left by a killed process.
+    """Append lines, each with its newline, to a file: all of them, or none if it raises OSError.
 
-    Args:
-        path: file, which is created if it does not exist.
-        lines: lines, each with its newline.
-        sync: flush the file to the disk.
-
-    Raises:
-        OSError: nothing was appended.
+    A missing file is created. An incomplete last line, left by a killed process, is removed first. `sync` flushes the
+    file to the disk.
     """
     # Unbuffered: a buffer that cannot be written would be written again when the file is closed.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)

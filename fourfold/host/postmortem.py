@@ -62,11 +62,7 @@ class Death:
 
 
 def explain_sigkill(oom_kills: int) -> str:
-    """Return the probable cause of a SIGKILL, to be appended to "killed by SIGKILL".
-
-    Args:
-        oom_kills: times that the kernel's out-of-memory killer struck on this machine while the process ran.
-    """
+    """Return the probable cause of a SIGKILL, to be appended to "killed by SIGKILL"; `oom_kills` as in `Death`."""
     if oom_kills:
         return (
             ": the kernel's out-of-memory killer struck while it ran. `fourfold plan RECIPE` shows how much memory "
@@ -93,10 +89,7 @@ def log_tail(log: Path, start: int = 0) -> tuple[str, ...]:
 def last_message(log: Path, name: str, start: int = 0) -> str:
     """Return the text after "NAME: " in the last line of a log that begins so: the reason for which a service ended.
 
-    Args:
-        log: log of the service. `fourfold.service.lifecycle` writes the line to stderr; other lines may follow it.
-        name: member id.
-        start: byte at which the log of this process begins.
+    `fourfold.service.lifecycle` writes that line; others may follow it. The log of this process begins at byte `start`.
     """
     prefix = f"{name}: "
     found = [line for line in _end_of(log, start, _MESSAGE_BYTES) if line.startswith(prefix)]

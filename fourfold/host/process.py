@@ -205,10 +205,7 @@ class Supervisor:
         return sorted((child.death for child in new if child.death is not None), key=lambda death: death.time)
 
     def wait_ready(self, names: Iterable[str], *, timeout_seconds: float) -> dict[str, str]:
-        """Wait until each named child has printed its READY line.
-
-        Returns:
-            host:port of each child, by name.
+        """Wait until each named child has printed its READY line; return the host:port of each by name.
 
         Raises:
             Unavailable: a child died instead; with the explanation of the first death.

@@ -24,14 +24,9 @@ class Scratch:
     """A folder that only this user can enter. It exists as long as this process and its forked children live."""
 
     def __init__(self, purpose: str, *, root: Path | None = None) -> None:
-        """Create the folder, and remove the folders of dead processes.
+        """Create the folder in `root` or the system's temporary folder, and remove the folders of dead processes.
 
-        Args:
-            purpose: part of the name; letters and dashes.
-            root: parent folder. Default: the system's temporary folder.
-
-        Raises:
-            OSError: the folder cannot be created.
+        `purpose`, letters and dashes, is part of the name.
         """
         prefix = f"fourfold-{purpose}-"
         root = root or Path(tempfile.gettempdir())

@@ -131,11 +131,7 @@ def shape(source: str) -> ModelShape:
 
 
 def tensor_shapes(source: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's tensors by name, without a conversion.
-
-    Raises:
-        ConfigError: as in `shape`.
-    """
+    """Return the shapes of a model's tensors by name, without a conversion. Errors as in `shape`."""
     builtin = _builtin_of(source)
     return _llama_shapes(builtin.shape) if builtin else _tensor_shapes(_existing_folder(source))
 

@@ -9,7 +9,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from fourfold.arrays import Float32Array, Int32Array, VersionSpan
@@ -19,7 +18,7 @@ from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as pb_grpc
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
-from fourfold.rpc.codec import pack_ints
+from fourfold.rpc.codec import pack_ints, read_floats, read_ints
 from fourfold.rpc.responses import MAX_DEVICES, MAX_ENGINE_VERSION
 from fourfold.types.v1.experience_pb2 import Experience
 
@@ -118,8 +117,8 @@ class AsyncRolloutClient(AsyncClient):
             async for chunk in chunks:
                 yield CompletionChunk(
                     sample_index=chunk.sample_index,
-                    token_ids=_ints(chunk.token_ids),
-                    logprobs=_floats(chunk.logprobs),
+                    token_ids=read_ints(chunk.token_ids),
+                    logprobs=read_floats(chunk.logprobs),
                     policy_version=chunk.policy_version,
                     finish_reason=chunk.finish_reason,
                 )
@@ -194,14 +193,6 @@ def _request(
     )
 
 
-def _ints(data: bytes) -> Int32Array:
-    return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
-
-
-def _floats(data: bytes) -> Float32Array:
-    return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
-
-
 @dataclass(slots=True, kw_only=True)
 class _Parts:
     """Chunks of one sample as they come."""
@@ -228,8 +219,8 @@ class _Parts:
     def join(self) -> Completion:
         return Completion(
             sample_index=self.index,
-            token_ids=_ints(b"".join(self.token_ids)),
-            logprobs=_floats(b"".join(self.logprobs)),
+            token_ids=read_ints(b"".join(self.token_ids)),
+            logprobs=read_floats(b"".join(self.logprobs)),
             version_spans=tuple(VersionSpan(policy_version=v, token_count=n) for v, n in self.spans),
             finish_reason=self.finish_reason,
         )

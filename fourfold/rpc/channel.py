@@ -8,6 +8,7 @@ config (grpc#34547).
 from __future__ import annotations
 
 import asyncio
+import functools
 import ipaddress
 import json
 import re
@@ -195,29 +196,31 @@ class RenewingChannel(grpc.aio.Channel):
     """
 
     def __init__(self, security: Security, make: Callable[[], grpc.aio.Channel]) -> None:
-        """Make the first channel.
-
-        Args:
-            security: its `material` is a new object after each renewal.
-            make: returns a channel with the current certificate.
-        """
+        """Make the first channel; `make` returns one with the current certificate."""
         self._security: Final = security
         self._make: Final = make
         self._material = security.material
         self._channel = make()
         self._closed = False
 
-    def unary_unary(self, *args: Any, **options: Any) -> Any:
-        return _RenewingMethod(self, "unary_unary", args, options)
+    def _method(self, kind: str, *args: Any, **options: Any) -> Any:
+        """Return a stub's method that binds itself again when the channel changes."""
+        channel: grpc.aio.Channel | None = None
+        bound: Any = None
 
-    def unary_stream(self, *args: Any, **options: Any) -> Any:
-        return _RenewingMethod(self, "unary_stream", args, options)
+        def begin_call(*call_args: Any, **call_options: Any) -> Any:
+            nonlocal channel, bound
+            current = self.current()
+            if current is not channel:
+                channel, bound = current, getattr(current, kind)(*args, **options)
+            return bound(*call_args, **call_options)
 
-    def stream_unary(self, *args: Any, **options: Any) -> Any:
-        return _RenewingMethod(self, "stream_unary", args, options)
+        return begin_call
 
-    def stream_stream(self, *args: Any, **options: Any) -> Any:
-        return _RenewingMethod(self, "stream_stream", args, options)
+    unary_unary: Any = functools.partialmethod(_method, "unary_unary")
+    unary_stream: Any = functools.partialmethod(_method, "unary_stream")
+    stream_unary: Any = functools.partialmethod(_method, "stream_unary")
+    stream_stream: Any = functools.partialmethod(_method, "stream_stream")
 
     def current(self) -> grpc.aio.Channel:
         """Return the channel for a call that begins now."""
@@ -247,34 +250,15 @@ class RenewingChannel(grpc.aio.Channel):
         await self.close()
 
 
-class _RenewingMethod:
-    """A stub's method that binds itself again when the channel changes."""
-
-    def __init__(self, owner: RenewingChannel, kind: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        self._owner, self._kind, self._args, self._options = owner, kind, args, options
-        self._channel: grpc.aio.Channel | None = None
-        self._bound: Any = None
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        channel = self._owner.current()
-        if channel is not self._channel:
-            self._channel, self._bound = channel, getattr(channel, self._kind)(*self._args, **self._options)
-        return self._bound(*args, **options)
-
-
 def method_name(request: Message) -> str:
     """Return the name of the method that takes a request, "GetInfo" for GetInfoRequest."""
     return request.DESCRIPTOR.name.removesuffix("Request")
 
 
 async def call(method: Callable[..., Awaitable[Response]], request: Message, *, timeout: float, peer: str) -> Response:
-    """Make one unary call and return its response with clean strings.
+    """Make one unary call of a stub's method and return its response with clean strings.
 
-    Args:
-        method: a stub's method.
-        request: its message.
-        timeout: seconds; the deadline of the call.
-        peer: the called service, for messages, e.g. "rollout-0 at 127.0.0.1:5000".
+    `timeout` is the deadline in seconds. `peer` names the service in messages, e.g. "rollout-0 at 127.0.0.1:5000".
 
     Raises:
         PeerFault: the response is malformed.

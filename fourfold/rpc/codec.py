@@ -38,30 +38,22 @@ def encode(sample: Sample) -> pb.Experience:
             pb.VersionSpan(policy_version=s.policy_version, token_count=s.token_count) for s in sample.version_spans
         ],
         temperature=sample.temperature,
+        top_p=sample.top_p if sample.top_p != 1.0 else None,
+        top_k=sample.top_k or None,
         end_reason=pb.END_REASON_TRUNCATED if sample.truncated else pb.END_REASON_TERMINATED,
+        score=sample.score,
+        baseline_score=sample.baseline_score,
         scorer=sample.scorer,
         reference_logprobs=pack_floats(sample.reference_logprobs),
         token_rewards=pack_floats(sample.token_rewards),
     )
     if sample.loss_mask is not sample.action_mask and not np.array_equal(sample.loss_mask, sample.action_mask):
         message.loss_mask = sample.loss_mask.tobytes()
-    if sample.top_p != 1.0:
-        message.top_p = sample.top_p
-    if sample.top_k:
-        message.top_k = sample.top_k
-    if sample.score is not None:
-        message.score = sample.score
-    if sample.baseline_score is not None:
-        message.baseline_score = sample.baseline_score
     return message
 
 
 def decode(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> Sample:
-    """Unpack and check one message.
-
-    Raises:
-        InvalidInput: names the sample, the field, the value and the rule.
-    """
+    """Unpack and check one message; InvalidInput names the sample, the field, the value and the rule."""
     who = check_id(message.sample_id, "sample_id")
     check_id(message.group_id, f"sample {who}: group_id")
     token_ids = decode_token_ids(message, vocabulary_size=vocabulary_size, max_tokens=max_tokens)
@@ -128,15 +120,11 @@ def _score(message: pb.Experience, field: Literal["score", "baseline_score"]) ->
 
 
 def decode_token_ids(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> Int32Array:
-    """Unpack and check only `token_ids`: int32 [n] with 2 <= n <= max_tokens.
-
-    Raises:
-        InvalidInput: names the sample and the rule.
-    """
+    """Unpack only `token_ids`, int32 [n] with 2 <= n <= max_tokens; InvalidInput names the sample and the rule."""
     who, data = message.sample_id, message.token_ids
     if len(data) % 4:
         raise InvalidInput(f"sample {who}: token_ids has {len(data)} bytes; int32 needs a multiple of 4")
-    ids = np.frombuffer(data, "<i4").astype(np.int32, copy=False)
+    ids = read_ints(data)
     if not 2 <= len(ids) <= max_tokens:
         raise InvalidInput(f"sample {who}: {len(ids)} tokens; it must have 2 to {max_tokens}")
     # Viewed as unsigned, a negative id is a large one, so one comparison finds both kinds of invalid ids.
@@ -150,7 +138,17 @@ def unpack_floats(data: bytes, count: int, who: str, field: str) -> Float32Array
     """Unpack `count` little-endian float32, or raise InvalidInput when the length is wrong."""
     if len(data) != 4 * count:
         raise InvalidInput(f"sample {who}: {field} has {len(data)} bytes; {count} float32 need {4 * count}")
+    return read_floats(data)
+
+
+def read_floats(data: bytes) -> Float32Array:
+    """Return little-endian float32 values without a copy, where the machine has that byte order."""
     return np.frombuffer(data, "<f4").astype(np.float32, copy=False)
+
+
+def read_ints(data: bytes) -> Int32Array:
+    """Return little-endian int32 values, as `read_floats`."""
+    return np.frombuffer(data, "<i4").astype(np.int32, copy=False)
 
 
 def check_id(value: str, what: str) -> str:

@@ -289,13 +289,9 @@ class RefusalLog:
         self._windows: dict[tuple[str, str, str], _RefusalWindow] = {}
 
     def add(self, method: str, error: FourfoldError, *, caller: str, peer: str) -> None:
-        """Log or count a refusal.
+        """Log or count a refusal of `method` (full name) to `peer` (address and port).
 
-        Args:
-            method: full name of the method.
-            error: the error that the caller receives.
-            caller: principal, or address without port of a caller without a valid token.
-            peer: address and port.
+        `caller` is a principal, or the address without port of a caller without a valid token.
         """
         self.flush(ended_only=True)
         kind = (method, error.reason, caller)

@@ -57,11 +57,9 @@ class CallSlots:
     """
 
     def __init__(self, *, calls_per_service: int, public: bool) -> None:
-        """Start with no calls.
+        """Allow so many calls of one service in flight, watches not counted.
 
-        Args:
-            calls_per_service: calls of one service in flight, without watches.
-            public: the port serves only agents. On any other port, agents together get half of each limit.
+        A `public` port serves only agents. On any other port, agents together get half of each limit.
         """
         self._calls_per_service = calls_per_service
         self._public = public
@@ -120,9 +118,7 @@ def limits_by_role(
 ) -> Callable[[Principal], CallerLimits]:
     """Return a function that gives the limits of a principal; the coordinator and local callers have none.
 
-    Args:
-        agents: default limits of an agent.
-        overrides: returns the fields of `CallerLimits` that differ for the agent of a name.
+    An agent has the limits `agents`, except for the fields that `overrides` returns for its name.
     """
 
     def limits(principal: Principal) -> CallerLimits:
@@ -152,23 +148,14 @@ class Quotas:
     """
 
     def __init__(self, limits: Callable[[Principal], CallerLimits], *, clock: Clock = SYSTEM_CLOCK) -> None:
-        """Start with nothing in use.
-
-        Args:
-            limits: returns the limits of a principal. It runs at every call, so a changed token file applies at once.
-            clock: measures the rates.
-        """
+        """Start with nothing in use. `limits` runs at every call, so a changed token file applies at once."""
         self._limits = limits
         self._clock = clock
         self._usage: dict[Principal, _Usage] = {}
 
     @contextmanager
     def call(self, principal: Principal, *, is_watch: bool = False) -> Iterator[None]:
-        """Count a call while the block runs.
-
-        Args:
-            principal: the caller.
-            is_watch: count only for the rate; `CallSlots` limits the number of watches.
+        """Count a call while the block runs; a watch counts only for the rate, as `CallSlots` limits their number.
 
         Raises:
             Overloaded: the principal has too many calls in flight, or made too many in the last second.

@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from fourfold.arrays import Float32Array
 from fourfold.bounds import MAX_NUMBER
 from fourfold.errors import PeerFault
+from fourfold.rpc.codec import read_floats
 from fourfold.text import clean
 from fourfold.types.v1 import experience_pb2 as pb
 
@@ -35,12 +36,8 @@ _MAX_LOGPROB_MAGNITUDE: Final = 1e6
 
 
 def clean_response(response: Response | None, *, peer: str, name: str) -> Response:
-    """Return `response` with clean strings.
-
-    Raises:
-        PeerFault: the response is None. grpc.aio returns None for bytes that it cannot parse, in unary calls and in
-            streams, and only logs the error.
-    """
+    """Return `response` with clean strings; raise PeerFault when it is None."""
+    # grpc.aio returns None for bytes that it cannot parse, in unary calls and in streams, and only logs the error.
     if response is None:
         raise PeerFault(peer, "MALFORMED_RESPONSE", f"{name}: the response is not the message of this method")
     clean_strings(response)
@@ -164,7 +161,7 @@ class ResponseCheck:
             expected = len(sample.token_ids)  # int32 tokens, float32 values
             rule = f"{what} of sample {sample.sample_id} have {len(row)} bytes; they need {expected}"
             self.require(len(row) == expected, rule, "WRONG_LENGTH")
-        return [np.frombuffer(row, "<f4").astype(np.float32, copy=False) for row in rows]
+        return [read_floats(row) for row in rows]
 
     def logprobs(self, rows: Sequence[Float32Array], requested: Sequence[pb.Experience]) -> None:
         """Check that log-probabilities after the first token are finite and of a possible magnitude."""

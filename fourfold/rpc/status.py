@@ -66,12 +66,7 @@ def _shorten(text: str) -> str:
 
 
 def from_rpc(error: grpc.aio.AioRpcError, *, peer: str) -> FourfoldError:
-    """Return the error of the server, as an instance of the class that the server raised.
-
-    Args:
-        error: the exception of a stub.
-        peer: the called service, for the message, e.g. "rollout-0 at 127.0.0.1:5000".
-    """
+    """Return the error of the server `peer`, as an instance of the class that the server raised."""
     code = error.code()
     # A server that shuts down cancels its calls; another replica can serve them.
     cls = Unavailable if code is grpc.StatusCode.CANCELLED else BY_CODE.get(code.name, Internal)

@@ -14,17 +14,11 @@ which of them the kernel refused. The caller decides what to do on a machine tha
 
 from __future__ import annotations
 
-from fourfold.sandbox.enter import allow_cpu, enter
-from fourfold.sandbox.policy import Policy, SandboxUnavailable, environment, python_paths
-from fourfold.sandbox.support import SandboxSupport, probe
-
-__all__ = [
-    "Policy",
-    "SandboxSupport",
-    "SandboxUnavailable",
-    "allow_cpu",
-    "enter",
-    "environment",
-    "probe",
-    "python_paths",
-]
+from fourfold.sandbox.enter import allow_cpu as allow_cpu
+from fourfold.sandbox.enter import enter as enter
+from fourfold.sandbox.policy import Policy as Policy
+from fourfold.sandbox.policy import SandboxUnavailable as SandboxUnavailable
+from fourfold.sandbox.policy import environment as environment
+from fourfold.sandbox.policy import python_paths as python_paths
+from fourfold.sandbox.support import SandboxSupport as SandboxSupport
+from fourfold.sandbox.support import probe as probe

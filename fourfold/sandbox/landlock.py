@@ -72,13 +72,9 @@ def _other_processes() -> Iterator[str]:
 
 
 def visible(paths: Iterable[str], hidden: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """Yield paths that together contain everything in `paths` except `hidden`.
+    """Yield paths that together contain everything in `paths` except `hidden`; all paths are absolute and resolved.
 
     Landlock rules only grant rights, so a folder with a hidden path is replaced by its other entries.
-
-    Args:
-        paths: absolute, without symbolic links.
-        hidden: absolute, without symbolic links.
 
     Yields:
         (path, True), or (path, False) for a folder that contains a hidden path; its other entries follow.

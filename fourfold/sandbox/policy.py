@@ -69,11 +69,7 @@ class Policy:
 
 
 def environment(keep: Iterable[str] = ()) -> dict[str, str]:
-    """Return the environment variables of this process that a sandboxed program may see.
-
-    Args:
-        keep: names of additional variables.
-    """
+    """Return the environment variables of this process that a sandboxed program may see, and those named in `keep`."""
     kept = frozenset(keep)
     return {name: value for name, value in os.environ.items() if name in kept or _KEPT_VARIABLES.fullmatch(name)}
 

@@ -68,8 +68,7 @@ def probe() -> SandboxSupport:
 def try_operations(outside: str) -> None:
     """Enter a sandbox, try forbidden operations, and print a SandboxSupport as JSON. Runs in the child of `probe`.
 
-    Args:
-        outside: a readable file outside of the sandbox's paths.
+    `outside` is a readable file outside of the sandbox's paths.
     """
     abi, calls = landlock.abi(), seccomp.offered()
     enter(Policy(read=python_paths(), hidden=(outside,), memory_bytes=1 << 30, cpu_seconds=10))

@@ -56,15 +56,8 @@ class Membership:
     ) -> None:
         """Prepare a member with a new incarnation.
 
-        Args:
-            client: client of the coordinator.
-            member_id: stable name of the slot, e.g. "rollout-0".
-            role: the member's role.
-            target: "host:port" of the service.
-            tokenizer_sha256: 32 bytes, or empty.
-            on_drain: called each time the coordinator requests a drain.
-            clock: schedules the calls.
-            random_source: jitter of the back-off.
+        `member_id` is the stable name of the slot, e.g. "rollout-0", and `target` the "host:port" of the service.
+        `tokenizer_sha256` has 32 bytes, or none. `on_drain` is called each time the coordinator requests a drain.
         """
         self._client = client
         self._member_id, self._role, self._target = member_id, role, target

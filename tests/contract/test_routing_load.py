@@ -135,7 +135,7 @@ class Fleet:
             return replica.member.member_id
 
         budget = RetryBudget(infrastructure=tries, data=0)
-        self.done[await self.router.call(Role.ROLE_ROLLOUT, work, demand=demand, budget=budget, version=0)] += 1
+        self.done[await self.router.call(Role.ROLE_ROLLOUT, work, demand=demand, spend=budget.spend, version=0)] += 1
 
     async def close(self) -> None:
         for task in self._tasks:

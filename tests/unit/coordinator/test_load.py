@@ -52,13 +52,15 @@ def test_numbers_that_make_no_sense_are_not_known(rate: float) -> None:
 def test_room_is_that_of_the_report_less_what_was_given_since() -> None:
     load = EngineLoad()
     load.take(report(cache=100, free=60), 0)
-    early, other = load.begin(30), load.begin(20)
+    early, other = load.in_flight(30), load.in_flight(20)
+    early.__enter__()
+    other.__enter__()
     assert load.room(0) == 10
-    load.end(other)
+    other.__exit__(None, None, None)
     assert load.room(0) == 30
     load.take(report(cache=100, free=40), 1)
     assert load.room(1) == 40
-    load.end(early)
+    early.__exit__(None, None, None)
     assert load.room(1) == 40, "the report has counted it; the next one will not"
 
 

@@ -65,7 +65,9 @@ class Bench:
     ) -> Any:
         budget = RetryBudget(infrastructure=infrastructure, data=data)
         async with asyncio.timeout(10):
-            return await self.router.call(role, work, demand=Demand(samples=samples), budget=budget, version=version)
+            return await self.router.call(
+                role, work, demand=Demand(samples=samples), spend=budget.spend, version=version
+            )
 
 
 @pytest.fixture
@@ -372,11 +374,11 @@ async def test_what_was_refused_beside_other_work_is_asked_again_when_that_work_
         return "large"
 
     one = asyncio.create_task(
-        bench.router.call(ROLE, small, demand=Demand(samples=1), budget=RetryBudget(infrastructure=5, data=1))
+        bench.router.call(ROLE, small, demand=Demand(samples=1), spend=RetryBudget(infrastructure=5, data=1).spend)
     )
     await asyncio.sleep(0.05)
     other = asyncio.create_task(
-        bench.router.call(ROLE, large, demand=Demand(samples=8), budget=RetryBudget(infrastructure=5, data=1))
+        bench.router.call(ROLE, large, demand=Demand(samples=8), spend=RetryBudget(infrastructure=5, data=1).spend)
     )
     await asyncio.sleep(0.05)
     gate.set()
@@ -393,5 +395,6 @@ async def test_more_samples_than_anybody_takes_at_once_are_an_error_and_no_endle
 
     with pytest.raises(ServiceMissing, match="takes the 8 samples of one prompt at once; the largest takes 4"):
         await asyncio.wait_for(
-            bench.router.call(ROLE, never, demand=Demand(samples=8), budget=RetryBudget(infrastructure=5, data=1)), 5
+            bench.router.call(ROLE, never, demand=Demand(samples=8), spend=RetryBudget(infrastructure=5, data=1).spend),
+            5,
         )

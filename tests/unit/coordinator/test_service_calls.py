@@ -34,7 +34,7 @@ class Router:
         self.demands: list[Demand] = []
         self.length = 0
 
-    async def call(self, role: int, work: Any, *, demand: Demand, budget: Any, version: int) -> list[Completion]:
+    async def call(self, role: int, work: Any, *, demand: Demand, spend: Any, version: int) -> list[Completion]:
         self.demands.append(demand)
         return [
             Completion(

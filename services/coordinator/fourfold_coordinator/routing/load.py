@@ -12,9 +12,8 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Final
 
 from fourfold import metrics as m
@@ -31,14 +30,6 @@ STALE_SECONDS: Final = 3.5 * PERIOD_SECONDS
 _MAX_REPORTS: Final = 20
 # A measured speed loses half of its weight in this time.
 _HALF_LIFE_SECONDS: Final = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTicket:
-    """One call in an `EngineLoad`: its tokens, and the number of the report after which it began."""
-
-    tokens: int
-    report: int
 
 
 class EngineLoad:
@@ -87,15 +78,16 @@ class EngineLoad:
         result, self._fullest = self._fullest, 0.0
         return result
 
-    def begin(self, tokens: int) -> LoadTicket:
-        """Count a call that begins; `end` it with the ticket."""
+    @contextmanager
+    def in_flight(self, tokens: int) -> Iterator[None]:
+        """Count a call of so many tokens within the block."""
         self._begun += tokens
-        return LoadTicket(tokens, self._reports)
-
-    def end(self, ticket: LoadTicket) -> None:
-        """Count the end of a call."""
-        if ticket.report == self._reports:  # otherwise a report has counted its tokens, and the next one will not
-            self._begun -= ticket.tokens
+        reports = self._reports
+        try:
+            yield
+        finally:
+            if reports == self._reports:  # otherwise a report has counted its tokens, and the next one will not
+                self._begun -= tokens
 
     def _fresh(self, now: float) -> bool:
         return now - self._arrived <= STALE_SECONDS

@@ -98,19 +98,15 @@ class Registry:
         tokenizer_sha256: bytes,
         security: Security | None = None,
         ttl: float = TTL_SECONDS,
-        max_members: int = MAX_MEMBERS,
     ) -> None:
         """Create a registry without members.
 
         Args:
-            clock: Times the leases.
             tokenizer_sha256: Of the run; a member with another tokenizer is refused.
             security: Of the coordinator; None accepts members on this machine only.
             ttl: Seconds that a lease lasts.
-            max_members: Largest number of live members.
         """
-        self.ttl, self._max_members = ttl, max_members
-        self._clock, self._security = clock, security
+        self.ttl, self._clock, self._security = ttl, clock, security
         self._tokenizer_sha256 = tokenizer_sha256
         self._leases: dict[str, _Lease] = {}  # by member_id
         self._fenced: dict[tuple[str, str], None] = {}  # (member_id, incarnation), the oldest first
@@ -148,9 +144,9 @@ class Registry:
                 f"another --member-id",
                 reason="INCARNATION_FENCED",
             )
-        if held is None and len(self._leases) >= self._max_members:
+        if held is None and len(self._leases) >= MAX_MEMBERS:
             raise Overloaded(
-                f"{member.member_id}: this run has {len(self._leases)} members, and no more than {self._max_members} "
+                f"{member.member_id}: this run has {len(self._leases)} members, and no more than {MAX_MEMBERS} "
                 f"are accepted; stop one of them"
             )
         if held is not None and held.member == member and held.owner == owner:

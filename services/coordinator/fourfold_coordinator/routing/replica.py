@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import grpc
 
@@ -18,7 +19,7 @@ from fourfold.rollout.client import AsyncRolloutClient, RolloutControlClient
 from fourfold.trainer.client import AsyncTrainerClient, TrainerWeightClient
 
 from .circuit_breaker import CircuitBreaker
-from .load import EngineLoad, LoadTicket
+from .load import EngineLoad
 from .registry import Member
 from .scheduling import Demand
 
@@ -39,14 +40,6 @@ class GivenUp(FourfoldError):
     """A piece of work has no tries left; `reason` is what the ledger records."""
 
 
-class RetryPolicy(Protocol):
-    """Limits the failed tries of a piece of work."""
-
-    def spend(self, error: FourfoldError) -> None:
-        """Count one failed try; raise GivenUp or FatalRunError when there was none left."""
-        ...
-
-
 @dataclass(slots=True, kw_only=True)
 class RetryBudget:
     """Tries that one group has left, apart for failures of services and of the data."""
@@ -55,11 +48,7 @@ class RetryBudget:
     data: int
 
     def spend(self, error: FourfoldError) -> None:
-        """Count one failed try.
-
-        Raises:
-            GivenUp: There was none left.
-        """
+        """Count one failed try; raise GivenUp when there was none left."""
         data = isinstance(error, InvalidInput)
         left = self.data if data else self.infrastructure
         if left <= 0:
@@ -129,17 +118,20 @@ class Replica:
         """Return whether calls are in flight."""
         return bool(self._calls)
 
-    def begin(self, demand: Demand) -> LoadTicket:
-        """Count a call that begins; `end` it with the ticket."""
+    @contextmanager
+    def in_flight(self, demand: Demand) -> Iterator[None]:
+        """Count a call in the replica's load and in its breaker within the block."""
         self.outstanding += demand.samples
         self.outstanding_size += demand.size
-        return self.load.begin(demand.tokens)
-
-    def end(self, demand: Demand, ticket: LoadTicket) -> None:
-        """Count the end of a call."""
-        self.outstanding -= demand.samples
-        self.outstanding_size -= demand.size
-        self.load.end(ticket)
+        probing = self.breaker.begin_call()
+        try:
+            with self.load.in_flight(demand.tokens):
+                yield
+        finally:
+            if probing:
+                self.breaker.end_call()
+            self.outstanding -= demand.samples
+            self.outstanding_size -= demand.size
 
     def has_room(self, samples: int) -> bool:
         """Return whether it may get so many samples more; a call that it refused next to others may fit alone."""

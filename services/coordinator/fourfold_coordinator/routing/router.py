@@ -18,7 +18,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Final, NamedTuple, TypeVar
 
 import grpc
@@ -32,7 +32,7 @@ from ..state.faults import FaultLog
 from ..state.files import DiskFull
 from .load import summarize_loads, watch_load
 from .registry import ROLE_NAMES, Member, MemberChange, Registry
-from .replica import NOT_INSPECTED, FatalRunError, Replica, RetryPolicy, ServiceMissing
+from .replica import NOT_INSPECTED, FatalRunError, Replica, ServiceMissing
 from .scheduling import Candidate, Demand, PrefixHolders, choose_replica
 
 log = logging.getLogger("fourfold.coordinator")
@@ -67,13 +67,10 @@ class Router:
         """Follow the members of a registry.
 
         Args:
-            registry: Reports the members that join and leave.
-            open_channel: Opens a channel to a member.
+            registry, open_channel, clock, faults: Parts of the run.
             tokenizer_sha256: Of the run; a service with another tokenizer gets no calls.
-            clock: Times rests and waits.
             wait_seconds: Longest wait for a usable replica.
             on_wait: Called with what the run waits for; with an empty text when a wait ends.
-            faults: Counts the failures.
         """
         self.clock, self.on_wait = clock, on_wait
         self.wait_seconds, self._wait = wait_seconds, WaitLimit(wait_seconds)
@@ -142,7 +139,7 @@ class Router:
         work: Callable[[Replica], Awaitable[T]],
         *,
         demand: Demand,
-        budget: RetryPolicy,
+        spend: Callable[[FourfoldError], None],
         version: int | None = None,
         wait: WaitLimit | None = None,
     ) -> T:
@@ -154,13 +151,13 @@ class Router:
             role: A value of `Role`.
             work: One try; its calls have deadlines.
             demand: What the work adds to the replica's load.
-            budget: Limits the failed tries.
+            spend: Counts one failed try; raises GivenUp or FatalRunError when there was none left.
             version: Lowest policy version that a rollout service must have; None for any.
             wait: Longest wait for a usable replica; None for the run's.
 
         Raises:
             GivenUp: No tries are left.
-            FatalRunError: `work` or the budget raised it.
+            FatalRunError: `work` or `spend` raised it.
             ServiceMissing: No replica came in time.
         """
         avoid: set[tuple[str, str]] = set()
@@ -173,12 +170,12 @@ class Router:
                 except Overloaded as error:
                     if not replica.record_congestion(demand.samples):  # calls of other clients fill it
                         self.record_failure(replica, error)
-                        budget.spend(error)
+                        spend(error)
                 except FourfoldError as error:
                     log.warning("call failed, trying again: member=%s: %s", replica.member.member_id, error)
                     avoid.add(replica.key)
                     self.record_failure(replica, error)
-                    budget.spend(error)
+                    spend(error)
                 else:
                     self.record_success(replica)
                     return result
@@ -258,27 +255,18 @@ class Router:
         self, role: int, demand: Demand, wait: WaitLimit, *, version: int | None, avoid: set[tuple[str, str]]
     ) -> AsyncIterator[Replica]:
         """Choose a replica, and count the call in its load within the block."""
-        async with self._turns[role]:
-            replica = await self._choose(role, demand, wait, version, avoid)
-            ticket = replica.begin(demand)
-            self._prefixes.add(demand.prefix, replica.cache_key)
-            probing = replica.breaker.begin_call()
-        try:
+        with ExitStack() as call:
+            async with self._turns[role]:
+                replica = await self._choose(role, demand, wait, version, avoid)
+                call.callback(self.notify)
+                call.enter_context(replica.in_flight(demand))
+                self._prefixes.add(demand.prefix, replica.cache_key)
             yield replica
-        finally:
-            if probing:
-                replica.breaker.end_call()
-            replica.end(demand, ticket)
-            self.notify()
 
     async def _choose(
         self, role: int, demand: Demand, wait: WaitLimit, version: int | None, avoid: set[tuple[str, str]]
     ) -> Replica:
-        """Return the replica for a call; wait for one with room.
-
-        Raises:
-            ServiceMissing: None came in time.
-        """
+        """Return the replica for a call; wait for one with room, and raise ServiceMissing when none came in time."""
         end = self.clock.monotonic() + wait.seconds
         while True:
             now = self.clock.monotonic()
@@ -318,24 +306,20 @@ class Router:
     def _missing(self, role: int, wait: WaitLimit, *, samples: int = 0) -> ServiceMissing:
         """Return the error of a role without usable replicas.
 
-        Args:
-            role: Of the replicas.
-            wait: That has ended.
-            samples: Of the call when usable replicas exist, but none takes so many at once; else 0.
+        `samples` is set when usable replicas exist, but none takes so many samples at once.
         """
         name = ROLE_NAMES[role]
+        text = (
+            f"no usable {name} service for {wait.seconds:g} s ({self.explain(role)}); look at its log, start one "
+            f"with `fourfold serve {name}`, or raise {wait.key}"
+        )
         if samples:
             most = max(r.capacity for r in self.replicas(role))
-            return ServiceMissing(
+            text = (
                 f"no {name} service takes the {samples} samples of one prompt at once; the largest takes {most}: raise "
-                f"{name}.max_concurrent_samples, or lower batch.group_size",
-                reason=f"NO_{name.upper()}_SERVICE",
+                f"{name}.max_concurrent_samples, or lower batch.group_size"
             )
-        return ServiceMissing(
-            f"no usable {name} service for {wait.seconds:g} s ({self.explain(role)}); look at its log, start one "
-            f"with `fourfold serve {name}`, or raise {wait.key}",
-            reason=f"NO_{name.upper()}_SERVICE",
-        )
+        return ServiceMissing(text, reason=f"NO_{name.upper()}_SERVICE")
 
     def _on_member(self, member: Member, change: MemberChange) -> None:
         if change is MemberChange.JOINED:

@@ -105,11 +105,17 @@ class Scoring:
             async with self._shown_while_silent(replica, len(trajectories)):
                 return await self._score_at(replica, trajectories)
 
+        def spend(error: FourfoldError) -> None:
+            if isinstance(error, InvalidInput):  # a fault of the samples always costs the group's own budget
+                budget.spend(error)
+            else:
+                self.record_failure(error, budget)
+
         call = self._router.call(
             Role.ROLE_REWARD,
             work,
             demand=Demand(samples=len(trajectories)),
-            budget=_ScoringRetries(self, budget),
+            spend=spend,
             wait=self._wait_limit(),
         )
         try:
@@ -170,12 +176,7 @@ class Scoring:
         return True
 
     async def _probe(self, replica: Replica, item: reward.ScoreItem) -> None:
-        """Score one sample, with the deadline of one sample.
-
-        Raises:
-            PeerFault: The sample has an error.
-            FourfoldError: The call failed.
-        """
+        """Score one sample, with the deadline of one sample; raise PeerFault when it has an error."""
         (score,) = await replica.reward.score([item], timeout=self._config.timeout_seconds + SLACK_SECONDS)
         if score.HasField("error"):
             text = f"Score: a single sample has the error {score.error.message or score.error.reason}"
@@ -249,21 +250,6 @@ class Scoring:
             f'resume with --resume; reward.on_error = "{self._config.on_error}" decides what an error does',
             reason=first.reason,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _ScoringRetries:
-    """Retry policy of one Score call: a `RetryPolicy`."""
-
-    scoring: Scoring
-    budget: RetryBudget
-
-    def spend(self, error: FourfoldError) -> None:
-        """Count one failed try; a fault of the samples always costs the group's own budget."""
-        if isinstance(error, InvalidInput):
-            self.budget.spend(error)
-        else:
-            self.scoring.record_failure(error, self.budget)
 
 
 def _spend_for_errors(errors: Mapping[str, FourfoldError], budget: RetryBudget) -> set[str]:

@@ -17,7 +17,7 @@ from ..routing.replica import Replica, RetryBudget
 from ..routing.router import Router
 from ..routing.scheduling import CompletionLengths, Demand, call_tokens, prefix_keys
 from ..state.samples import Trajectory, build_sample, check_completions, sampling_params
-from .scoring import ScoreOutcome, Scoring
+from .scoring import Scoring
 
 
 class ServiceCalls:
@@ -39,7 +39,7 @@ class ServiceCalls:
         """
         self._config, self._router, self._decode = config, router, decode
         self._newest_version = newest_version
-        self._scoring = Scoring(config, router)
+        self.score = Scoring(config, router).score
         self._lengths = CompletionLengths()
 
     def budget(self) -> RetryBudget:
@@ -61,18 +61,16 @@ class ServiceCalls:
         """Sample the completions of one prompt in one call.
 
         Args:
-            prompt: To complete.
-            group_id: Of the samples.
-            sample_ids: Of the samples, in order of their index; one completion is sampled for each.
+            prompt, group_id, budget: Of the group.
+            sample_ids: One completion is sampled for each, in order of their index.
             seed: Of the request, in [0, 2^52).
             version: Lowest policy version that the engine may have.
-            budget: Tries of the group.
             greedy: Take the likeliest token at each position.
             on_try: Returns the context that one try runs in.
 
         Raises:
             GivenUp: The budget is used up.
-            ServiceMissing: No rollout service came in time.
+            ServiceMissing: No service came in time.
         """
         params, timeout = sampling_params(self._config, prompt, seed), self._config.trainer.step_timeout_seconds
         name = group_id
@@ -98,17 +96,17 @@ class ServiceCalls:
                 )
             return completions
 
-        demand = self._demand(prompt, samples=len(sample_ids), longest=params.max_tokens)
-        completions = await self._router.call(Role.ROLE_ROLLOUT, work, demand=demand, budget=budget, version=version)
+        samples, expected = len(sample_ids), self._lengths.expected(params.max_tokens)
+        tokens = call_tokens(samples=samples, prompt=len(prompt.token_ids), expected=expected)
+        demand = Demand(samples=samples, tokens=tokens, prefix=prefix_keys(prompt.token_ids))
+        completions = await self._router.call(
+            Role.ROLE_ROLLOUT, work, demand=demand, spend=budget.spend, version=version
+        )
         self._lengths.add(len(completion.token_ids) for completion in completions)
         return [
             self._trajectory(prompt, completion, sample_id=sample_id, group_id=group_id, greedy=greedy)
             for sample_id, completion in zip(sample_ids, completions, strict=True)
         ]
-
-    def _demand(self, prompt: Prompt, *, samples: int, longest: int) -> Demand:
-        tokens = call_tokens(samples=samples, prompt=len(prompt.token_ids), expected=self._lengths.expected(longest))
-        return Demand(samples=samples, tokens=tokens, prefix=prefix_keys(prompt.token_ids))
 
     def _trajectory(
         self, prompt: Prompt, completion: Completion, *, sample_id: str, group_id: str, greedy: bool
@@ -118,16 +116,10 @@ class ServiceCalls:
         sample = build_sample(prompt, completion, sample_id=sample_id, group_id=group_id, temperature=temperature)
         return Trajectory(prompt=prompt, sample=sample, completion=self._decode(completion.token_ids.tolist()))
 
-    async def score(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> list[ScoreOutcome]:
-        """Return the outcomes of scoring trajectories, in order; see `Scoring.score`."""
-        return await self._scoring.score(trajectories, budget)
-
     async def reference(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> list[Trajectory]:
         """Return the trajectories with their log-probabilities under the frozen reference policy.
 
-        Raises:
-            GivenUp: The budget is used up.
-            ServiceMissing: No reference service came in time.
+        Raises the errors of `generate`.
         """
         samples = [t.sample for t in trajectories]
         timeout = self._config.trainer.step_timeout_seconds
@@ -135,6 +127,6 @@ class ServiceCalls:
             Role.ROLE_REFERENCE,
             lambda replica: replica.reference.compute_logprobs(samples, timeout=timeout),
             demand=Demand(samples=len(samples)),
-            budget=budget,
+            spend=budget.spend,
         )
         return [t.with_reference_logprobs(row) for t, row in zip(trajectories, rows, strict=True)]

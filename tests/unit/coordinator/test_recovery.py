@@ -19,7 +19,6 @@ from fourfold_coordinator.state.files import DiskWriter
 from fourfold_coordinator.state.ledger import Ledger
 from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_coordinator.training.recovery import (
-    ResumePoint,
     newest_checkpoint,
     restore,
     rewrite_metrics,
@@ -66,7 +65,7 @@ class Session:
         return version
 
 
-async def restored(folder: Path, ledger: Ledger, session: Session) -> ResumePoint:
+async def restored(folder: Path, ledger: Ledger, session: Session) -> tuple[int, int]:
     disk = DiskWriter(folder, RunBoard(name="t", step_count=9), wait_seconds=1.0)
     return await restore(CONFIG, folder, ledger, cast(TrainerSession, session), disk)
 
@@ -94,18 +93,17 @@ def ledger(tmp_path: Path) -> Ledger:
     ],
 )
 def test_the_newest_checkpoint_that_both_sides_know(ledger: Ledger, trainer_has: int, chosen: tuple[int, int]) -> None:
-    point = newest_checkpoint(ledger, TrainerStatus(checkpoint_step=trainer_has))
-    assert (point.step, point.data_position) == chosen
+    assert newest_checkpoint(ledger, TrainerStatus(checkpoint_step=trainer_has)) == chosen
 
 
 def test_a_step_whose_numbers_are_not_known_is_no_checkpoint(ledger: Ledger) -> None:
     ledger.acknowledge(5, policy_version=5, skipped_reason="", data_position=15)
-    assert newest_checkpoint(ledger, TrainerStatus(checkpoint_step=5)).step == 2
+    assert newest_checkpoint(ledger, TrainerStatus(checkpoint_step=5))[0] == 2
 
 
 def test_without_a_checkpoint_the_run_begins_anew(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
-    assert newest_checkpoint(ledger, TrainerStatus(checkpoint_step=7)).step == 0
+    assert newest_checkpoint(ledger, TrainerStatus(checkpoint_step=7))[0] == 0
 
 
 def test_lines_of_later_steps_and_torn_lines_are_cut_off(tmp_path: Path) -> None:
@@ -180,7 +178,7 @@ async def test_versions_go_on_above_the_only_one_that_was_published(
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.publishing(1, 1)
     session = Session(TrainerStatus(checkpoint_step=-1))
-    assert await restored(tmp_path, ledger, session) == ResumePoint(step=0, data_position=0)
+    assert await restored(tmp_path, ledger, session) == (0, 0)
     assert session.policy_version == 2, "an engine may hold version 1 of the weights that are lost"
     assert "restored: step=0 policy_version=2" in caplog.text
 
@@ -199,7 +197,7 @@ async def test_the_checkpoint_of_the_first_step_is_one_as_any_other(tmp_path: Pa
     ledger.acknowledge(1, policy_version=1, skipped_reason="", data_position=3)
     ledger.record_metrics(1, {"reward/mean": 0.5}, seconds=1.0)
     session = Session(TrainerStatus(step=1, checkpoint_step=1))
-    assert await restored(tmp_path, ledger, session) == ResumePoint(step=1, data_position=3)
+    assert await restored(tmp_path, ledger, session) == (1, 3)
     assert "LoadCheckpoint" in session.timeouts
     checkpoint = ledger.last_checkpoint()
     assert checkpoint is not None and checkpoint.step == 1
@@ -211,7 +209,7 @@ async def test_a_restore_goes_back_to_the_checkpoint_and_gives_every_call_a_dead
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 5)))
     ledger.publishing(4, 4)
     session = Session(TrainerStatus(step=4, checkpoint_step=2))
-    assert await restored(tmp_path, ledger, session) == ResumePoint(step=2, data_position=6)
+    assert await restored(tmp_path, ledger, session) == (2, 6)
     assert session.timeouts == {"GetStatus": 10.0, "LoadCheckpoint": 77.0}
     assert session.policy_version == 5
     assert ledger.last_step() == 2

@@ -32,25 +32,13 @@ class FaultLog:
         report: Callable[[str, str], None] = lambda _subject, _text: None,
         resolve: Callable[[str], None] = lambda _subject: None,
     ) -> None:
-        """Start without faults.
-
-        Args:
-            report: Shows what is wrong with a subject: `RunBoard.report_condition`.
-            resolve: Ends that: `RunBoard.resolve_condition`.
-        """
+        """Start without faults; the arguments are `RunBoard.report_condition` and `resolve_condition`."""
         self._report, self._resolve = report, resolve
         self._faults: dict[tuple[str, str], _Fault] = {}  # by member and kind
         self._shown: dict[str, str] = {}  # member, by subject
 
     def record(self, member_id: str, kind: str, text: str, *, count: int = 1) -> None:
-        """Count a fault.
-
-        Args:
-            member_id: Of the service that caused it.
-            kind: Reason of the error, in UPPER_SNAKE_CASE.
-            text: Of the error; the first one of each kind is kept.
-            count: Number of faults.
-        """
+        """Count faults of one kind (the error's reason, in UPPER_SNAKE_CASE); keep the first text of each kind."""
         key = (member_id, kind)
         if key not in self._faults and sum(name == member_id for name, _ in self._faults) >= _MAX_KINDS:
             key = (member_id, _OTHER)

@@ -59,11 +59,7 @@ class DiskWriter:
         self._waiting = 0
 
     async def write(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `work` on the event loop until there is room; return its result.
-
-        Raises:
-            DiskFull: There was no room for too long.
-        """
+        """Call `work` on the event loop until there is room; raise DiskFull when there was none for too long."""
 
         # The fsync of a ledger commit blocks the event loop for some milliseconds. A thread would not help much: the
         # next line of the loop needs the row in the ledger.
@@ -157,10 +153,7 @@ class MetricsWriter:
             log.warning("a metrics record cannot be written: %s", error)
 
     def close(self, *, timeout: float = 5.0) -> bool:
-        """Write the pending records for at most `timeout` seconds; return whether the file has every record.
-
-        May be called again.
-        """
+        """Write the pending records for at most `timeout` seconds; return whether the file has every record."""
         self._closed.set()
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):

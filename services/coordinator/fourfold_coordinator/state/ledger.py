@@ -161,29 +161,27 @@ class Ledger:
             )
         return IssuedGroup(group_id=group_id, sample_ids=sample_ids)
 
-    def move(self, sample_ids: Sequence[str], to: SampleState) -> None:
+    def move(self, sample_ids: Sequence[str], to: SampleState, *, reason: str = "") -> None:
         """Move all samples to a state, or none.
 
         Raises:
             NotFound: A sample was never issued.
             WrongState: `LEGAL_TRANSITIONS` does not have the move of a sample.
         """
-        with self._transaction():
-            self._move(sample_ids, to, reason="")
+        with self._transaction() as db:
+            for sample_id in sample_ids:
+                state = self.state(sample_id)
+                if to not in LEGAL_TRANSITIONS[state]:
+                    raise WrongState(
+                        f"sample {sample_id} is {state}; it cannot become {to}", reason="ILLEGAL_TRANSITION"
+                    )
+                db.execute("UPDATE samples SET state = ?, reason = ? WHERE sample_id = ?", (to, reason, sample_id))
 
     def drop(self, sample_ids: Sequence[str], reason: str) -> None:
         """Drop samples for a reason in UPPER_SNAKE_CASE; raise the errors of `move`."""
         if not reason:
             raise WrongState("a sample cannot be dropped without a reason; pass one in UPPER_SNAKE_CASE")
-        with self._transaction():
-            self._move(sample_ids, SampleState.DROPPED, reason=reason)
-
-    def _move(self, sample_ids: Sequence[str], to: SampleState, *, reason: str) -> None:
-        for sample_id in sample_ids:
-            state = self.state(sample_id)
-            if to not in LEGAL_TRANSITIONS[state]:
-                raise WrongState(f"sample {sample_id} is {state}; it cannot become {to}", reason="ILLEGAL_TRANSITION")
-            self._db.execute("UPDATE samples SET state = ?, reason = ? WHERE sample_id = ?", (to, reason, sample_id))
+        self.move(sample_ids, SampleState.DROPPED, reason=reason)
 
     def state(self, sample_id: str) -> SampleState:
         """Return the state of a sample; raise NotFound when it was never issued."""
@@ -204,9 +202,8 @@ class Ledger:
             done = self.last_step()
             if step != done + 1:
                 raise WrongState(f"step {step} cannot be leased: {done} steps are done, the next is {done + 1}")
-            held = {
-                row[0] for row in db.execute("SELECT sample_id FROM samples WHERE state = ?", (SampleState.LEASED,))
-            }
+            rows = db.execute("SELECT sample_id FROM samples WHERE state = ?", (SampleState.LEASED,))
+            held = {sample_id for (sample_id,) in rows}
             if held == wanted:
                 return
             if held:
@@ -222,8 +219,7 @@ class Ledger:
     def acknowledge(self, step: int, *, policy_version: int, skipped_reason: str, data_position: int) -> None:
         """Record that the trainer has done `step`: its LEASED samples become TRAINED. A repeat changes nothing.
 
-        Raises:
-            WrongState: The step is not the next one.
+        Raises WrongState when the step is not the next one.
         """
         with self._transaction() as db:
             done = self.last_step()

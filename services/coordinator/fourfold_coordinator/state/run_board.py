@@ -65,12 +65,7 @@ class RunBoard:
             self._changed()
 
     def report_condition(self, subject: str, text: str) -> None:
-        """Show that something is wrong with `subject`; a new text for the same subject keeps the time of the first.
-
-        Args:
-            subject: A member id, or a part of the run such as "disk".
-            text: What is wrong and how to repair it, for users.
-        """
+        """Show that something is wrong with a member or a part of the run; a new text keeps the time of the first."""
         condition = next((c for c in self.status.conditions if c.subject == subject), None)
         if condition is None:
             condition = self.status.conditions.add(subject=subject)
@@ -88,12 +83,7 @@ class RunBoard:
                 return
 
     def add_recovery(self, step: int, reason: str) -> None:
-        """Add a recovery: the run continues from a checkpoint.
-
-        Args:
-            step: Steps done.
-            reason: Why it went back, for users; empty when a new coordinator resumed the run.
-        """
+        """Show that the run continues after `step` steps; `reason` is empty when a new coordinator resumed it."""
         recovery = self.status.recoveries.add(step=step, reason=reason)
         self._stamp(recovery.time)
         if len(self.status.recoveries) > _MAX_RECOVERIES:

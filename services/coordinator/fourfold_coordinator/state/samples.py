@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from fourfold import metrics as m
-from fourfold.arrays import Float32Array, Sample, VersionSpan
+from fourfold.arrays import Sample, VersionSpan
 from fourfold.config import Config
 from fourfold.errors import PeerFault, Unavailable
 from fourfold.rollout.client import Completion
@@ -57,18 +57,6 @@ class Trajectory:
     def with_drop_reason(self, reason: str, *, abstained: bool = False) -> Trajectory:
         """Return a copy that is dropped; a trajectory that was dropped before keeps its first reason."""
         return self if self.dropped else replace(self, dropped=reason, abstained=abstained)
-
-    def with_baseline(self, baseline_score: float) -> Trajectory:
-        """Return a copy with the score of the greedy answer to the same prompt."""
-        return replace(self, sample=replace(self.sample, baseline_score=baseline_score))
-
-    def without_loss(self) -> Trajectory:
-        """Return a copy without tokens to train on."""
-        return replace(self, sample=replace(self.sample, loss_mask=np.zeros_like(self.sample.action_mask)))
-
-    def with_reference_logprobs(self, logprobs: Float32Array) -> Trajectory:
-        """Return a copy with reference log-probabilities, float32 [n]."""
-        return replace(self, sample=replace(self.sample, reference_logprobs=logprobs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -117,11 +105,8 @@ class StepBatch:
     def trajectories(self) -> list[Trajectory]:
         """Return all trajectories that were sampled, dropped ones included."""
         kept = [t for group in self.groups for t in group.all_trajectories()]
-        return (
-            kept
-            + [t.with_drop_reason(FILTERED) for group in self.filtered for t in group.all_trajectories()]
-            + self.lost
-        )
+        filtered = [t.with_drop_reason(FILTERED) for group in self.filtered for t in group.all_trajectories()]
+        return kept + filtered + self.lost
 
     def generated(self) -> list[SampleGroup]:
         """Return all groups that were scored, kept or filtered out, in order."""
@@ -167,9 +152,7 @@ def check_completions(
     The client has checked everything that needs no knowledge of the run.
 
     Args:
-        completions: Of one call.
         peer: Name of the replica, for messages.
-        vocabulary_size: Of the model.
         newest_version: Highest policy version that an engine may have received.
 
     Raises:

@@ -19,6 +19,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from math import fsum
 
+import numpy as np
+
 from fourfold.config.algorithm import FilterConfig
 from fourfold.errors import FourfoldError, WrongState
 
@@ -125,7 +127,10 @@ class BatchCollector:
             try:
                 group = await self._make_group(draft, batch)
             except GivenUp as error:
-                await self._drop_group(draft, batch, error)
+                log.warning("group lost: group=%s reason=%s: %s", draft.issued.group_id, error.reason, error)
+                await self._disk.write(self._ledger.drop, sorted(draft.alive), error.reason)
+                batch.lost += [t.with_drop_reason(error.reason) for t in draft.answers.values()]
+                batch.groups_lost += 1
                 continue
             if group is None:
                 continue
@@ -229,7 +234,9 @@ class BatchCollector:
         if baseline.sample.score is None:
             raise GivenUp("its greedy answer has no score", reason="NO_BASELINE")
         for sample_id in draft.sample_ids:
-            draft.answers[sample_id] = draft.answers[sample_id].with_baseline(baseline.sample.score)
+            answer = draft.answers[sample_id]
+            sample = replace(answer.sample, baseline_score=baseline.sample.score)
+            draft.answers[sample_id] = replace(answer, sample=sample)
         draft.answers[name] = baseline.with_drop_reason(BASELINE)
         draft.alive.discard(name)
         await self._disk.write(self._ledger.drop, [name], BASELINE)
@@ -240,12 +247,6 @@ class BatchCollector:
             return group
         kept = iter(await self._service_calls.reference([t for t in group.trajectories if not t.dropped], budget))
         return replace(group, trajectories=tuple(t if t.dropped else next(kept) for t in group.trajectories))
-
-    async def _drop_group(self, draft: _GroupDraft, batch: StepBatch, error: GivenUp) -> None:
-        log.warning("group lost: group=%s reason=%s: %s", draft.issued.group_id, error.reason, error)
-        await self._disk.write(self._ledger.drop, sorted(draft.alive), error.reason)
-        batch.lost += [t.with_drop_reason(error.reason) for t in draft.answers.values()]
-        batch.groups_lost += 1
 
     async def _keep_muted_groups(self, step: int, batch: StepBatch) -> None:
         """Fill the batch with the last groups that were filtered out, without any token to train on.
@@ -266,5 +267,8 @@ class BatchCollector:
             return
         kept = [sample.sample_id for sample in group.samples]
         await self._disk.write(self._ledger.move, kept, SampleState.READY)
-        muted = tuple(t if t.dropped else t.without_loss() for t in group.trajectories)
+        muted = tuple(
+            t if t.dropped else replace(t, sample=replace(t.sample, loss_mask=np.zeros_like(t.sample.action_mask)))
+            for t in group.trajectories
+        )
         batch.groups.append(replace(group, trajectories=muted))

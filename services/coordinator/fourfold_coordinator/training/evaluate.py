@@ -11,7 +11,6 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Final
 
@@ -31,24 +30,12 @@ EXAMPLE_COUNT: Final = 10
 _SMALL_T: Final = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445, 5: 2.570582, 6: 2.446912}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """A mean and the half width of its 95 % interval."""
-
-    mean: float
-    half_width: float | None  # None with a single cluster, which has no spread
-    count: int
-
-
-def clustered_interval(scores: Sequence[float], clusters: Sequence[str]) -> Interval:
-    """Return the mean of `scores` with a 95 % interval that takes only the clusters as independent.
+def clustered_interval(scores: Sequence[float], clusters: Sequence[str]) -> tuple[float, float | None]:
+    """Return the mean of `scores` and the half width of its 95 % interval; only the clusters count as independent.
 
     With G clusters, n scores and the sum r_g of the residuals in cluster g, the variance is
-    G / (G - 1) * sum_g r_g^2 / n^2. The interval uses Student's t with G - 1 degrees of freedom.
-
-    Args:
-        scores: At least one.
-        clusters: Name of the cluster of each score.
+    G / (G - 1) * sum_g r_g^2 / n^2. The interval uses Student's t with G - 1 degrees of freedom. The half width is
+    None with a single cluster, which has no spread.
     """
     count = len(scores)
     mean = math.fsum(scores) / count
@@ -57,9 +44,9 @@ def clustered_interval(scores: Sequence[float], clusters: Sequence[str]) -> Inte
         residuals[cluster] += score - mean
     groups = len(residuals)
     if groups < 2:
-        return Interval(mean=mean, half_width=None, count=count)
+        return mean, None
     variance = groups / (groups - 1) * math.fsum(r * r for r in residuals.values()) / count**2
-    return Interval(mean=mean, half_width=student_t(groups - 1) * math.sqrt(variance), count=count)
+    return mean, student_t(groups - 1) * math.sqrt(variance)
 
 
 def student_t(degrees: int) -> float:
@@ -86,11 +73,9 @@ class Evaluator:
         self._prompts = tuple(prompts)
 
     async def run(self, *, step: int, version: int, on_progress: Callable[[float], None]) -> EvalRow | None:
-        """Evaluate the weights of `version`.
+        """Evaluate the weights of `version`, or of a later one, after `step` steps.
 
         Args:
-            step: Number of the step that the evaluation follows.
-            version: Lowest policy version that an engine may use.
             on_progress: Called with the share that is done, in [0, 1].
 
         Returns:
@@ -119,12 +104,12 @@ class Evaluator:
             log.warning("evaluation left out answers without a score: step=%d answers=%d", step, missing)
         if not scored:
             return None
-        interval = clustered_interval([score for _, score in scored], [a.prompt.group_key for a, _ in scored])
+        mean, half_width = clustered_interval([score for _, score in scored], [a.prompt.group_key for a, _ in scored])
         return EvalRow(
             step=step,
-            score=interval.mean,
-            half_width=interval.half_width,
-            answer_count=interval.count,
+            score=mean,
+            half_width=half_width,
+            answer_count=len(scored),
             missing_count=missing,
             answers=self._examples(answers),
         )

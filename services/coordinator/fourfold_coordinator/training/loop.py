@@ -39,7 +39,7 @@ from ..weights.update import WeightUpdateResult
 from .collect import BatchCollector
 from .context import RunContext
 from .recovery import SAMPLES_FILE, restore
-from .step_report import StepReporter
+from .step_report import StepRecord, StepReporter
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -92,18 +92,18 @@ class TrainingLoop:
     async def start(self, reason: str) -> None:
         """Wait for the services, go back to the last checkpoint, and bring every engine to its weights.
 
-        Args:
-            reason: Why the run goes back; empty when this process starts.
+        `reason` is why the run goes back; empty when this process starts.
         """
         known = bool(self.ledger.counts())
         self.board.set_phase(run_pb.RUN_PHASE_RECOVERING if known else run_pb.RUN_PHASE_WAITING_FOR_SERVICES)
         await self.context.router.wait_for(self.required, seconds=self.start_seconds)
         await self.session.connect()
         await self.reporter.close()  # `restore` rewrites the file that the reporter appends to
-        restored = await restore(self.config, self.context.folder, self.ledger, self.session, self.disk)
-        self.step, self.collector.prompts_drawn = restored.step, restored.data_position
+        self.step, self.collector.prompts_drawn = await restore(
+            self.config, self.context.folder, self.ledger, self.session, self.disk
+        )
         if reason or self.context.totals.resumes:
-            self.board.add_recovery(restored.step, reason)
+            self.board.add_recovery(self.step, reason)
         self.reporter.resume()
         await self.broker.resync(self.session.policy_version, step=self.step)
         self.board.mark_started()
@@ -113,7 +113,7 @@ class TrainingLoop:
 
     async def run_step(self, step: int) -> None:
         """Collect, train and publish; evaluate and checkpoint when they are due; report."""
-        record = self.reporter.begin(step)
+        record = StepRecord(step)
         batch = await self.collect(step)
         async with self.broker.lock:  # no engine may be filled while the trainer's weights change
             async with self.broker.sleeper.asleep() as sleep_times:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -29,67 +28,51 @@ METRICS_FILE: Final = "metrics.jsonl"
 SAMPLES_FILE: Final = "samples.jsonl"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumePoint:
-    """The point in the run at which it continues."""
-
-    step: int  # steps done
-    data_position: int  # prompts drawn
-
-
 async def restore(
     config: Config, folder: Path, ledger: Ledger, session: TrainerSession, disk: DiskWriter
-) -> ResumePoint:
-    """Bring trainer, ledger and files back to the last checkpoint.
+) -> tuple[int, int]:
+    """Bring trainer, ledger and files back to the last checkpoint; return the steps done and the prompts drawn by then.
 
     Raises:
         WrongState: There is no checkpoint, and the trainer is not at its start.
         NotFound: The trainer does not have the checkpoint.
     """
     status = await session.call("GetStatus", lambda r: r.trainer.get_status(timeout=INFO_SECONDS))
-    point = newest_checkpoint(ledger, status)
-    if point.step > 0:
-        status = await _load(config, session, point.step)
-    if status.step != point.step:
+    step, data_position = newest_checkpoint(ledger, status)
+    if step > 0:
+        status = await _load(config, session, step)
+    if status.step != step:
         raise WrongState(
-            f"the trainer is at step {status.step}, and the run has no checkpoint after step {point.step} to go back "
+            f"the trainer is at step {status.step}, and the run has no checkpoint after step {step} to go back "
             f"to; restart the trainer"
         )
     session.policy_version = status.policy_version
-    dropped = await disk.write(ledger.restore, point.step)
-    if point.step > 0:  # `newest_checkpoint` may have chosen one that the ledger never committed
-        await disk.write(
-            ledger.commit_checkpoint,
-            step=point.step,
-            data_position=point.data_position,
-            policy_version=status.policy_version,
-        )
+    dropped = await disk.write(ledger.restore, step)
+    if step > 0:  # `newest_checkpoint` may have chosen one that the ledger never committed
+        version = status.policy_version
+        await disk.write(ledger.commit_checkpoint, step=step, data_position=data_position, policy_version=version)
     await disk.write_in_thread(rewrite_metrics, folder / METRICS_FILE, ledger.steps())
-    await disk.write_in_thread(truncate_after, folder / SAMPLES_FILE, point.step)
+    await disk.write_in_thread(truncate_after, folder / SAMPLES_FILE, step)
     highest = ledger.highest_version()
     if highest > 0:
         # An engine may still hold that version of the lost weights, so that its number is used up.
         await session.raise_policy_version(highest + 1)
-    if point.step or highest:
-        log.warning(
-            "restored: step=%d policy_version=%d dropped_samples=%d", point.step, session.policy_version, dropped
-        )
-    return point
+    if step or highest:
+        log.warning("restored: step=%d policy_version=%d dropped_samples=%d", step, session.policy_version, dropped)
+    return step, data_position
 
 
-def newest_checkpoint(ledger: Ledger, status: pb.TrainerStatus) -> ResumePoint:
-    """Return the newest checkpoint that both the trainer and the ledger can restore.
+def newest_checkpoint(ledger: Ledger, status: pb.TrainerStatus) -> tuple[int, int]:
+    """Return step and data position of the newest checkpoint that both the trainer and the ledger can restore.
 
     The coordinator may have died after the trainer saved a checkpoint and before the ledger committed it. The ledger
     then has the row of that step, and in the row everything that a restore needs.
     """
     row = ledger.last_checkpoint()
-    newest = ResumePoint(step=0, data_position=0)
-    if row is not None:
-        newest = ResumePoint(step=row.step, data_position=row.data_position)
+    newest = (0, 0) if row is None else (row.step, row.data_position)
     for step in ledger.steps():
-        if step.step == status.checkpoint_step > newest.step and step.metrics:
-            newest = ResumePoint(step=step.step, data_position=step.data_position)
+        if step.step == status.checkpoint_step > newest[0] and step.metrics:
+            newest = (step.step, step.data_position)
     return newest
 
 

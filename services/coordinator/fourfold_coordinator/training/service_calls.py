@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 
 from fourfold.bounds import MAX_NUMBER
 from fourfold.config import Config
@@ -61,7 +62,6 @@ class ServiceCalls:
         """Sample the completions of one prompt in one call.
 
         Args:
-            prompt, group_id, budget: Of the group.
             sample_ids: One completion is sampled for each, in order of their index.
             seed: Of the request, in [0, 2^52).
             version: Lowest policy version that the engine may have.
@@ -129,4 +129,7 @@ class ServiceCalls:
             demand=Demand(samples=len(samples)),
             spend=budget.spend,
         )
-        return [t.with_reference_logprobs(row) for t, row in zip(trajectories, rows, strict=True)]
+        return [
+            replace(t, sample=replace(t.sample, reference_logprobs=row))
+            for t, row in zip(trajectories, rows, strict=True)
+        ]

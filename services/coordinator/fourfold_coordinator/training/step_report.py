@@ -31,7 +31,7 @@ _ABANDON_SECONDS: Final = 0.5
 
 @dataclass(slots=True)
 class StepRecord:
-    """What is known of one step so far."""
+    """The metrics and findings of one step, which starts when the record is made."""
 
     step: int
     began: float = field(default_factory=time.monotonic)
@@ -74,10 +74,6 @@ class StepReporter:
         """Close metrics.jsonl when the run ends, whether or not every line could be written."""
         self._metrics_file.close(timeout=_ABANDON_SECONDS)
 
-    def begin(self, step: int) -> StepRecord:
-        """Return the record of a step that starts now."""
-        return StepRecord(step)
-
     def add_published(
         self,
         record: StepRecord,
@@ -109,10 +105,7 @@ class StepReporter:
         """Compare a step with those before it, and save its metrics."""
         _add_total_time(record)
         findings, alarms = self._diagnosis.examine(
-            record.step,
-            record.metrics,
-            skipped_reason=record.skipped_reason,
-            dropped=self._dropped(record.step),
+            record.step, record.metrics, skipped_reason=record.skipped_reason, dropped=self._dropped(record.step)
         )
         record.findings, record.alarms = [f.text for f in findings], [f.text for f in alarms]
         await self.save(record)
@@ -141,12 +134,7 @@ class StepReporter:
             log.warning("step %d: %s", record.step, text)
 
     async def write_report(self, model: str, model_ema: str | None) -> None:
-        """Write report.json and what it refers to.
-
-        Args:
-            model: Folder of the exported model.
-            model_ema: Folder of its moving average; None without one.
-        """
+        """Write report.json and what it refers to: the folders of the exported model and of its moving average."""
         context, totals, memory = self._context, self._context.totals, self._context.memory
         await memory.update()
         await self._disk.write(totals.save)

@@ -24,7 +24,7 @@ from fourfold_bench.step import command, measure, phases, recipe, table
 from fourfold_bench.step.flops import parameters, step_flops
 from fourfold_bench.step.openrlhf import SECONDS, same_work
 from fourfold_bench.step.settings import Settings
-from fourfold_coordinator.launch.fleet import launched_services
+from fourfold_coordinator.launch.fleet import services_of
 from fourfold_coordinator.launch.placement import assign_gpus
 
 
@@ -140,7 +140,7 @@ def test_layouts_put_services_where_they_say(tmp_path: Path, monkeypatch: pytest
     def places(settings: Settings) -> dict[str, tuple[str, ...]]:
         config = recipe.write(settings, tmp_path)
         gpus = measure.environment(settings)["CUDA_VISIBLE_DEVICES"].split(",")
-        return assign_gpus(launched_services(config), gpus, colocated=config.placement.colocated)
+        return assign_gpus(services_of(config), gpus, colocated=config.placement.colocated)
 
     assert places(GPU) == {"rollout-0": ("1",), "trainer-0": ("0",), "reference-0": ("0",)}
     assert places(replace(GPU, layout="hybrid", sleep=True)) == {

@@ -18,7 +18,7 @@ from fourfold.host.clock import Clock, SystemClock
 from fourfold.host.postmortem import Death
 from fourfold.host.process import Command
 from fourfold_coordinator.cli.dashboard import _PHASES
-from fourfold_coordinator.launch.fleet import COORDINATOR, Fleet, launched_services, manual_services
+from fourfold_coordinator.launch.fleet import COORDINATOR, Fleet, services_of
 from fourfold_coordinator.launch.launcher import ServiceSpec
 from fourfold_coordinator.launch.placement import assign_gpus, bundles, check_cluster_fits, shared_gpus
 from fourfold_coordinator.launch.run_folder import make_run_dir
@@ -98,13 +98,13 @@ def started(tmp_path: Path, config: Config, clock: Clock) -> tuple[Fleet, FakeLa
 
 def test_services_of_a_recipe() -> None:
     config = recipe(rollout={"replicas": 2, "gpus_per_replica": 2}, trainer={"ranks": 4, "device": "cuda"})
-    assert [(s.name, s.gpus) for s in launched_services(config)] == [
+    assert [(s.name, s.gpus) for s in services_of(config)] == [
         ("rollout-0", 2), ("rollout-1", 2), ("trainer-0", 4), ("reward-0", 0),
     ]  # fmt: skip
-    assert "reference-0" in [s.name for s in launched_services(recipe(algorithm={"kl": {"coef": 0.1}}))]
+    assert "reference-0" in [s.name for s in services_of(recipe(algorithm={"kl": {"coef": 0.1}}))]
     by_hand = recipe(rollout={"replicas": 0}, trainer={"replicas": 0})
-    assert [s.name for s in launched_services(by_hand)] == ["reward-0"]
-    assert [s.name for s in manual_services(by_hand)] == ["rollout-0", "trainer-0"]
+    assert [s.name for s in services_of(by_hand)] == ["reward-0"]
+    assert [s.name for s in services_of(by_hand, manual=True)] == ["rollout-0", "trainer-0"]
 
 
 def test_coordinator_starts_first_and_its_address_is_handed_on(tmp_path: Path, clock: FakeClock) -> None:
@@ -202,14 +202,14 @@ def test_service_that_never_gets_ready_is_told(tmp_path: Path, clock: FakeClock)
 @pytest.mark.parametrize(("critic_ranks", "gpus"), [(0, 2), (3, 5)])
 def test_a_critic_apart_has_gpus_of_its_own(critic_ranks: int, gpus: int) -> None:
     tables = {"trainer": {"device": "cuda", "ranks": 2}, "critic": {"ranks": critic_ranks}}
-    (trainer,) = [s for s in launched_services(recipe(algorithm={"preset": "ppo"}, **tables)) if s.role == "trainer"]
+    (trainer,) = [s for s in services_of(recipe(algorithm={"preset": "ppo"}, **tables)) if s.role == "trainer"]
     assert (trainer.gpus, trainer.cpus) == (gpus, gpus)
-    (without,) = [s for s in launched_services(recipe(**tables)) if s.role == "trainer"]
+    (without,) = [s for s in services_of(recipe(**tables)) if s.role == "trainer"]
     assert without.gpus == 2
 
 
 def test_gpus_are_dealt_out_in_order_and_shared_when_there_are_few() -> None:
-    services = launched_services(
+    services = services_of(
         recipe(rollout={"replicas": 2, "gpus_per_replica": 1}, trainer={"ranks": 2, "device": "cuda"})
     )
     assert assign_gpus(services, ["4", "5", "6", "7"], colocated=None) == {
@@ -229,7 +229,7 @@ def test_colocated_services_share_gpus_and_others_do_not() -> None:
         "algorithm": {"kl": {"coef": 0.1}},
         "reference": {"device": "cuda", "replicas": 2, "tokens_per_batch": 8192},
     }
-    together = launched_services(recipe(**tables, placement={"colocated": True}))
+    together = services_of(recipe(**tables, placement={"colocated": True}))
     names = ["4", "5", "6", "7"]
     assert assign_gpus(together, names, colocated=True) == {
         "rollout-0": ("4", "5"), "rollout-1": ("6", "7"), "trainer-0": ("4", "5", "6", "7"),
@@ -237,8 +237,8 @@ def test_colocated_services_share_gpus_and_others_do_not() -> None:
     }  # fmt: skip
     with pytest.raises(ConfigError, match="services share GPUs and ask for 5 GPUs, this machine offers 4"):
         five = tables | {"rollout": {"replicas": 5, "gpus_per_replica": 1, "kv_cache_gib": 1}}
-        assign_gpus(launched_services(recipe(**five, placement={"colocated": True})), names, colocated=True)
-    apart = launched_services(recipe(**tables, placement={"colocated": False}))
+        assign_gpus(services_of(recipe(**five, placement={"colocated": True})), names, colocated=True)
+    apart = services_of(recipe(**tables, placement={"colocated": False}))
     assert shared_gpus(assign_gpus(apart, [str(n) for n in range(10)], colocated=False)) == {}
     with pytest.raises(ConfigError, match="services have their own and ask for 10 GPUs, this machine offers 4"):
         assign_gpus(apart, names, colocated=False)
@@ -267,7 +267,7 @@ def test_what_cannot_share_gpus_is_refused(change: dict[str, Any], message: str)
 
 
 def test_cluster_that_is_too_small_is_refused_with_a_table() -> None:
-    services = launched_services(
+    services = services_of(
         recipe(rollout={"replicas": 2, "gpus_per_replica": 2}, trainer={"ranks": 4, "device": "cuda"})
     )
     check_cluster_fits(services, [{"CPU": 64, "GPU": 4}, {"CPU": 64, "GPU": 4}])
@@ -296,7 +296,7 @@ def test_services_that_share_gpus_are_set_aside_together() -> None:
         "rollout": {"replicas": 3, "gpus_per_replica": 1, "kv_cache_gib": 1},
         "trainer": {"ranks": 2, "device": "cuda"},
     }
-    services = launched_services(recipe(**tables, placement={"colocated": True}))
+    services = services_of(recipe(**tables, placement={"colocated": True}))
     together, alone, reward = bundles(services)
     assert (together.name, together.gpus, together.cpus) == ("rollout-0, rollout-1, trainer-0", 2, 6)
     assert (alone.name, alone.gpus, alone.shares) == ("rollout-2", 1, False)

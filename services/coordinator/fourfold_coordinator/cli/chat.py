@@ -68,8 +68,7 @@ class Conversation:
     """The token ids of a chat."""
 
     def __init__(self, tokenizer: Tokenizer, *, system: str = "") -> None:
-        self.token_ids: list[int] = []
-        """Prompts, answers, and the template's tokens around them."""
+        self.token_ids: list[int] = []  # prompts, answers, and the template's tokens around them
         self.tokenizer = tokenizer
         self._system = [{"role": "system", "content": system}] if system else []
 

@@ -30,7 +30,7 @@ from fourfold.plan.models import adapter_plan, check_sequence_parallel
 from fourfold.plan.placement import check_gpu_memory
 from fourfold.security.access import VIEWER, Security
 
-from ..launch.fleet import Fleet, RunOutcome, launched_services, manual_services, serve_arguments
+from ..launch.fleet import Fleet, RunOutcome, serve_arguments, services_of
 from ..launch.launcher import Launcher, LocalLauncher
 from ..launch.placement import assign_gpus, shared_gpus
 from ..launch.run_folder import CONFIG_FILE, is_finished, locked, make_run_dir
@@ -97,10 +97,8 @@ class SignalHandler:
     """Handles Ctrl-C, SIGTERM and SIGHUP: the first stops the run cleanly, the second kills it."""
 
     def __init__(self) -> None:
-        self.number = 0
-        """The first signal; 0: none."""
-        self.polled = False
-        """Whether the main loop polls `number`. Otherwise the handler raises KeyboardInterrupt."""
+        self.number = 0  # of the first signal; 0: none
+        self.polled = False  # whether the main loop polls `number`; otherwise the handler raises KeyboardInterrupt
         self.launcher: Launcher | None = None
         self.dashboard: Dashboard | None = None
 
@@ -133,11 +131,8 @@ class RunCommand:
     def __init__(
         self, args: argparse.Namespace, config: Config, run_dir: Path, launcher: Launcher, signals: SignalHandler
     ) -> None:
-        self._args = args
-        self._config = config
-        self._run_dir = run_dir
-        self._launcher = launcher
-        self._signals = signals
+        self._args, self._config, self._run_dir = args, config, run_dir
+        self._launcher, self._signals = launcher, signals
         self._security = Security.load(config.security, VIEWER)
         self._dashboard = Dashboard(name=config.name, run_dir=run_dir)
         self._fleet = Fleet(
@@ -164,10 +159,7 @@ class RunCommand:
             return _print_report(self._run_dir)
         print(f"\nThe run failed. {outcome.text}", file=sys.stderr)
         if self._fleet.survived_deaths:
-            print(
-                "\n".join(["Earlier failures:", *(f"  {line}" for line in self._fleet.survived_deaths)]),
-                file=sys.stderr,
-            )
+            print("Earlier failures:", *self._fleet.survived_deaths, sep="\n  ", file=sys.stderr)
         print(self._next_command(), file=sys.stderr)
         return 1
 
@@ -201,7 +193,7 @@ class RunCommand:
                 await asyncio.wait({following}, timeout=_LAST_STATUS_SECONDS)
 
     def _show_manual_commands(self) -> None:
-        for service in manual_services(self._config):
+        for service in services_of(self._config, manual=True):
             words = serve_arguments(service, run_dir=self._run_dir, coordinator=self._fleet.address)
             self._dashboard.note(f"start this service yourself (replicas = 0): fourfold {' '.join(words)}")
 
@@ -218,7 +210,7 @@ class RunCommand:
 
 
 def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launcher:
-    services = launched_services(config)
+    services = services_of(config)
     if args.launcher == "ray":
         try:
             from ..launch.ray import RayLauncher
@@ -256,7 +248,7 @@ def _local_gpus(config: Config) -> dict[str, tuple[str, ...]]:
     Raises:
         ConfigError: the machine has too few GPUs, or they have too little memory.
     """
-    services = launched_services(config)
+    services = services_of(config)
     if not any(service.gpus for service in services):
         return {}
     visible = visible_gpus()

@@ -47,23 +47,15 @@ class _Slot:
     spec: ServiceSpec
     restarts: int = 0
     restart_at: float | None = None
-    died_at: float | None = None
-    """Time of the last death, until the process is ready again."""
-    lost: bool = False
-    """It used up its restarts."""
+    died_at: float | None = None  # the last death, until the process is ready again
+    lost: bool = False  # it used up its restarts
 
 
-def launched_services(config: Config) -> list[ServiceSpec]:
-    """Return the services that the launcher starts besides the coordinator, the slowest to load first."""
-    return _services(config, manual=False)
+def services_of(config: Config, *, manual: bool = False) -> list[ServiceSpec]:
+    """Return the services that the launcher starts besides the coordinator, the slowest to load first.
 
-
-def manual_services(config: Config) -> list[ServiceSpec]:
-    """Return one service for each needed role that the recipe leaves to the user with `replicas = 0`."""
-    return _services(config, manual=True)
-
-
-def _services(config: Config, *, manual: bool) -> list[ServiceSpec]:
+    With `manual`, return instead one service for each needed role that the recipe leaves to the user (`replicas = 0`).
+    """
     roles = [
         ("rollout", config.rollout.replicas, 2),
         ("trainer", config.trainer.replicas, config.trainer_processes),
@@ -103,25 +95,16 @@ class Fleet:
         coordinator_listen: str = "127.0.0.1:0",
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
-        """Create the fleet; `start` starts the first process.
+        """Create the fleet of the run in `run_dir`, which has config.toml; `start` starts the first process.
 
-        Args:
-            config, run_dir, launcher: the run, its folder with config.toml, and the launcher of its processes.
-            notify: receives a line for the user about each death and restart.
-            coordinator_listen: host:port.
-            clock: times restarts and deadlines.
+        `notify` receives a line for the user about each death and restart. `coordinator_listen` is host:port.
         """
         self.config = config
-        self.address = ""
-        """Address of the coordinator; empty until it listens."""
-        self.survived_deaths: list[str] = []
-        """One line for each death that did not end the run."""
-        self._run_dir = run_dir
-        self._launcher = launcher
-        self._notify = notify
+        self.address = ""  # of the coordinator; empty until it listens
+        self.survived_deaths: list[str] = []  # one line for each death that did not end the run
+        self._run_dir, self._launcher, self._notify, self._clock = run_dir, launcher, notify, clock
         self._coordinator_listen = coordinator_listen
-        self._clock = clock
-        self._slots = {service.name: _Slot(service) for service in launched_services(config)}
+        self._slots = {service.name: _Slot(service) for service in services_of(config)}
         self._deadline: float | None = None
 
     def start(self) -> None:

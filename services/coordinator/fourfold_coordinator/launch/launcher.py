@@ -18,12 +18,9 @@ class ServiceSpec:
     """A service process that a recipe asks for."""
 
     role: str
-    name: str
-    """Member id."""
-    place: tuple[int, ...] = ()
-    """Indices of its GPUs within the run. Services with the same index share that GPU."""
-    cpus: int = 1
-    """CPUs that a cluster scheduler reserves; no process is pinned."""
+    name: str  # member id
+    place: tuple[int, ...] = ()  # indices of its GPUs within the run; services with the same index share that GPU
+    cpus: int = 1  # that a cluster scheduler reserves; no process is pinned
 
     @property
     def gpus(self) -> int:

@@ -59,7 +59,7 @@ class ServiceActor:
         Args:
             command: to run.
             on_network: listen on this node's address instead of loopback.
-            gpus: ids of the GPUs that several services share; None: the GPUs that Ray gave to this actor.
+            gpus: ids of the GPUs that several services share; None: those that Ray gave to this actor.
             indices: the service's GPUs among them. It must see no others: libraries would use them.
         """
         available = _actor_gpus() if gpus is None else gpus
@@ -120,7 +120,6 @@ class RayLauncher:
 
         Args:
             services: all services that will be started.
-            run_dir: folder of the run.
             address: of a cluster; empty: start a local Ray.
             secured: whether the recipe has a [security] table.
             coordinator_listen: host:port of the coordinator.

@@ -43,10 +43,9 @@ def make_run_dir(config: Config, name: str, root: Path = Path("runs")) -> tuple[
 
 @contextmanager
 def locked(file: Path, holder: str) -> Iterator[None]:
-    """Hold an exclusive lock on a file in the run's folder; the kernel releases it when this process dies.
+    """Hold an exclusive lock on a file; raise ConfigError when another process, a `holder`, has it.
 
-    Raises:
-        ConfigError: another process, a `holder`, has the lock.
+    The kernel releases the lock when this process dies.
     """
     with file.open("w") as lock:
         try:
@@ -57,11 +56,7 @@ def locked(file: Path, holder: str) -> Iterator[None]:
 
 
 def read_address(run_dir: Path) -> str:
-    """Return the address of the run's coordinator.
-
-    Raises:
-        ConfigError: no run was started in the folder.
-    """
+    """Return the address of the run's coordinator; raise ConfigError when no run was started in the folder."""
     file = run_dir / ADDRESS_FILE
     if not file.is_file():
         raise ConfigError(f"{run_dir}: no run was started here (no {ADDRESS_FILE}); give a folder of runs/")

@@ -11,12 +11,7 @@ from ..state.samples import StepBatch
 
 
 def compute_batch_metrics(batch: StepBatch, *, policy_version: int) -> dict[str, float]:
-    """Return the metrics over all generated groups of a batch, before the filter.
-
-    Args:
-        batch: with at least one generated group.
-        policy_version: of the trainer's weights.
-    """
+    """Return the metrics over all generated groups of a batch (at least one), before the filter."""
     groups = batch.generated()
     scores = [np.array([s.score for s in group.samples], np.float64) for group in groups]
     samples = [sample for group in groups for sample in group.samples]

@@ -45,11 +45,9 @@ _REPEAT_STEPS: Final = 50
 class Finding:
     """A problem of one step."""
 
-    key: str
-    """Identifies the same problem in other steps."""
+    key: str  # identifies the same problem in other steps
     text: str
-    severity: float = 1.0
-    """Above 0; comparable between findings with the same key."""
+    severity: float = 1.0  # above 0; comparable between findings with the same key
 
 
 class TrainingDiagnosis:
@@ -88,8 +86,7 @@ class TrainingDiagnosis:
         """Return all findings of the next step, and those of them to show.
 
         Args:
-            step: its number.
-            metrics: of the step.
+            step, metrics: of the step.
             skipped_reason: the trainer's; empty when it trained.
             dropped: samples dropped in the step, by reason. Reasons in `BY_DESIGN` are no problem.
         """
@@ -174,12 +171,7 @@ class TrainingDiagnosis:
 
 
 def summarize_findings(config: Config, rows: Sequence[StepRow]) -> list[dict[str, Any]]:
-    """Return each finding of a run with its last text, its number of steps, the first and the last of them.
-
-    Args:
-        config: of the run.
-        rows: all steps, in order.
-    """
+    """Return each finding of a run with its last text, its number of steps, the first and the last of them."""
     diagnosis = TrainingDiagnosis.from_config(config)
     found: dict[str, dict[str, Any]] = {}
     for row in rows:

@@ -160,12 +160,9 @@ def _distance(folder: Path, report: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def compare(first: Path, second: Path, report: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the differences of two runs in their first step, rewards and final evaluation.
+    """Return the differences of the runs in two folders in their first step, rewards and final evaluation.
 
-    Args:
-        first: a run's folder, with report.json, samples.jsonl and metrics.jsonl.
-        second: another run's folder.
-        report: of the second run, when it is not written yet.
+    `report` is that of the second run, when it is not written yet.
     """
     one = json.loads((first / REPORT_FILE).read_text(encoding="utf-8"))
     other = report or json.loads((second / REPORT_FILE).read_text(encoding="utf-8"))

@@ -47,10 +47,9 @@ class RunTotals:
         self._began = clock.monotonic()
         stored = ledger.get(_SECONDS)
         self._seconds_before = float(stored or 0.0)
-        self.resumes = int(ledger.get(_RESUMES) or 0) + bool(stored)
-        """Coordinator processes that resumed the run."""
+        self.resumes = int(ledger.get(_RESUMES) or 0) + bool(stored)  # coordinator processes that resumed the run
+        # Processes that replaced another one while the run continued, by member id.
         self.restarts: Counter[str] = Counter(json.loads(ledger.get(_RESTARTS) or "{}"))
-        """Processes that replaced another one while the run continued, by member id."""
         self._incarnations: dict[str, str] = {}  # the last one of each member id
 
     @property

@@ -53,12 +53,7 @@ class CircuitBreaker:
         self.probing = False
 
     def record_failure(self, error: FourfoldError, now: float) -> None:
-        """Count a failed call and start a rest.
-
-        Args:
-            error: Of the call. Its `retry_after` sets the rest, up to the longest one.
-            now: The time.
-        """
+        """Count a failed call and start a rest; the error's `retry_after` sets the rest, up to the longest one."""
         if self.failures and self.resting(now):
             return  # the call began before the rest: calls that fail together count once
         self.first = self.first or error

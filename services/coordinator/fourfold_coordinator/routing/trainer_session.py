@@ -70,11 +70,7 @@ class TrainerSession:
         return status
 
     async def call(self, name: str, work: Callable[[Replica], Awaitable[T]]) -> T:
-        """Make an idempotent call, and repeat it when the response is lost.
-
-        Args:
-            name: Of the call, for messages.
-            work: One try; its calls have deadlines.
+        """Make an idempotent call, `name` in messages, and repeat it when the response is lost.
 
         Raises:
             TrainerRestarted: The trainer is a new process.
@@ -84,12 +80,7 @@ class TrainerSession:
         return await self._repeat(name, self._same_process, work)
 
     async def try_once(self, work: Callable[[Replica], Awaitable[T]]) -> T:
-        """Make one try of a call that must not be repeated.
-
-        Raises:
-            TrainerRestarted: The trainer is a new process.
-            FourfoldError: The call failed.
-        """
+        """Make one try of a call that must not be repeated; raise TrainerRestarted when the process is new."""
         replicas = self._router.replicas(Role.ROLE_TRAINER)
         if not replicas:
             raise Unavailable("no trainer is registered")

@@ -67,17 +67,13 @@ class WeightBroker:
 
         `probe_ids`, int32 [n] with n >= 1, are the tokens whose log-probabilities are compared after each update.
         """
-        self.lock = asyncio.Lock()
-        """Hold it while the trainer's weights change; no engine is updated meanwhile."""
-        self.version = -1
-        """Version published last; -1: none, or its trainer died."""
+        self.lock = asyncio.Lock()  # held while the trainer's weights change; no engine is updated meanwhile
+        self.version = -1  # published last; -1: none, or its trainer died
         self.sleeper = EngineSleeper(config, router, status)
-        self._router = router
-        self._session = session
-        self._ledger, self._disk = ledger, disk
-        self._probe = LogprobProbe(probe_ids, tolerance=config.weights.probe_tolerance)
+        self._router, self._session, self._ledger, self._disk = router, session, ledger, disk
         self._status = status
-        self._updater = WeightUpdater(config, session, self._probe, status)
+        probe = LogprobProbe(probe_ids, tolerance=config.weights.probe_tolerance)
+        self._updater = WeightUpdater(config, session, probe, status)
         self._timeout = config.weights.timeout_seconds
         self._step = 0
         self._failures: dict[ReplicaKey, tuple[int, float]] = {}  # failures in a row, monotonic time of the next try
@@ -97,14 +93,9 @@ class WeightBroker:
             await self.publish(version, step=step)
 
     async def publish(self, version: int, *, step: int) -> WeightUpdateResult:
-        """Bring all engines to the trainer's `version`. The caller holds `lock`.
+        """Bring all engines to the trainer's `version`; the caller holds `lock`. Raises the errors of `resync`.
 
         Engines whose update fails are fenced. With no engine left, sampling waits for one.
-
-        Raises:
-            TrainerRestarted: the trainer lost the weights.
-            WeightsRefused: no engine can ever accept the weights.
-            FourfoldError: the trainer cannot send.
         """
         await self._set_version(version, step)
         async with self._show_slow_update():
@@ -160,11 +151,7 @@ class WeightBroker:
         return healthy or sorted(outdated, key=lambda replica: self._failures[replica.key][1])[:1]
 
     async def _update_or_fence(self, replicas: Sequence[Replica]) -> WeightUpdateResult:
-        """Update replicas; fence those that fail and repeat the update without them.
-
-        Raises:
-            TrainerRestarted: the trainer lost the weights.
-        """
+        """Update replicas; fence those that fail and repeat the update without them."""
         trainer_failed = False
         while replicas := [replica for replica in replicas if not replica.gone]:
             try:
@@ -192,7 +179,7 @@ class WeightBroker:
         current = [engine for engine in engines if self._is_current(engine)]
         outdated = [engine for engine in engines if engine not in current]
         wake_seconds = await self._wake(current, outdated)
-        result = await self._accept_current(current)
+        result = await self._updater.accept_current(current, self.version)
         if outdated:
             for engine in outdated:
                 self._router.set_unusable_reason(engine.replica, f"weights of version {self.version} on their way")
@@ -269,16 +256,6 @@ class WeightBroker:
             version = await self._session.raise_policy_version(max(foreign) + 1)
             await self._set_version(version, self._step)
             log.warning("Engine holds weights of another run; republishing ours as version %d", self.version)
-
-    async def _accept_current(self, engines: Sequence[DescribedEngine]) -> WeightUpdateResult:
-        """Probe engines that hold the current version already, and trust them when the probe agrees."""
-        if not engines:
-            return WeightUpdateResult()
-        probes = await self._updater.probe_engines(engines, self.version, timeout=INFO_SECONDS * 3)
-        for engine in engines:
-            engine.replica.version = self.version
-            self._probe.set_engine_logprobs(engine.key, self.version, probes[engine.key][2])
-        return WeightUpdateResult(probe_diffs=tuple((mean, largest) for mean, largest, _ in probes.values()))
 
     def _fence(self, replica: Replica, error: FourfoldError) -> None:
         """Route nothing to an engine until an update of it succeeds.

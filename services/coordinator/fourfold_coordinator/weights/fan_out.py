@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -15,8 +15,7 @@ from ..routing.trainer_session import TrainerRestarted
 
 T = TypeVar("T")
 
-ReplicaKey = tuple[str, str]
-"""Member id and incarnation of one engine process."""
+ReplicaKey = tuple[str, str]  # member id and incarnation of one engine process
 
 # A member that fails makes the others of its NCCL or gloo group fail a moment later. This is how long `call_all`
 # collects further errors after the first, so that the caller can tell the engines that failed from those that are well.
@@ -83,16 +82,6 @@ async def call_all(
     if failures or trainer_error is not None:
         raise UpdateFailed(failures, trainer_error)
     return {key: task.result() for key, task in tasks.items()}
-
-
-async def call_trainer(call: Awaitable[T]) -> T:
-    """Call the trainer alone; raise the errors that `call_all` raises."""
-    try:
-        return await call
-    except TrainerRestarted:
-        raise
-    except FourfoldError as error:
-        raise UpdateFailed({}, error) from error
 
 
 def _service_error(task: asyncio.Future[Any]) -> FourfoldError | None:

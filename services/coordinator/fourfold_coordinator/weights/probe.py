@@ -28,12 +28,7 @@ class LogprobProbe:
     """Holds the prompt, the trainer's log-probabilities of two versions, and the last ones of each engine."""
 
     def __init__(self, token_ids: Int32Array, *, tolerance: float) -> None:
-        """Create the probe.
-
-        Args:
-            token_ids: int32 [n], n >= 1; the first 64 are used.
-            tolerance: largest mean |trainer - engine|, in nats.
-        """
+        """Use the first 64 of `token_ids`, int32 [n >= 1]; `tolerance` limits the mean |trainer - engine|, in nats."""
         ids = token_ids[:_MAX_TOKENS]
         # The first token has no log-probability, so the prompt needs at least two.
         self.token_ids: Int32Array = ids if len(ids) > 1 else np.concatenate([ids, ids])

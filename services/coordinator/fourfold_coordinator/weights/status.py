@@ -51,13 +51,10 @@ class WeightPlaneStatus:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self.policy_version = -1
-        """Version published last, or being published."""
+        self.policy_version = -1  # published last, or being published
         self.epoch = 0
-        self.last_seconds = self.last_pause_seconds = 0.0
-        """Duration and longest engine pause of the last complete update."""
-        self.phase = ""
-        """Phase of the current update; empty between updates."""
+        self.last_seconds = self.last_pause_seconds = 0.0  # the last complete update, and its longest engine pause
+        self.phase = ""  # of the current update; empty between updates
         self._since = now()
         self._trainer = ""
         self._engines: set[str] = set()  # members of the current update
@@ -126,11 +123,7 @@ class WeightPlaneStatus:
             phase_seconds=self.seconds if self.phase else 0.0,
             last_update_seconds=self.last_seconds,
             last_pause_seconds=self.last_pause_seconds,
-            parties=[
-                self._party(replica)
-                for replica in members
-                if replica.member.role in (Role.ROLE_TRAINER, Role.ROLE_ROLLOUT)
-            ],
+            parties=[self._party(r) for r in members if r.member.role in (Role.ROLE_TRAINER, Role.ROLE_ROLLOUT)],
         )
 
     def _engine(self, name: str, initial_state: str) -> _EngineStatus:

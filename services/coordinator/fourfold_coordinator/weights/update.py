@@ -35,10 +35,10 @@ from fourfold.weights.digest import differing_tensors, join_names
 
 from ..routing.replica import Replica
 from ..routing.router import INFO_SECONDS
-from ..routing.trainer_session import TrainerSession
+from ..routing.trainer_session import TrainerRestarted, TrainerSession
 from . import status
 from .backends import BackendGroup, group_by_backend
-from .fan_out import DescribedEngine, ReplicaKey, UpdateFailed, call_all, call_trainer
+from .fan_out import DescribedEngine, ReplicaKey, UpdateFailed, call_all
 from .probe import LogprobProbe
 from .status import WeightPlaneStatus
 
@@ -47,6 +47,7 @@ log = logging.getLogger("fourfold.coordinator")
 T = TypeVar("T")
 
 _ABORT_SECONDS: Final = 15.0
+_PROBE_SECONDS: Final = 3 * INFO_SECONDS
 _SUMS_SECONDS: Final = 10.0
 _PAUSE_MODES: Final = {
     "keep": control.PAUSE_MODE_KEEP,
@@ -94,10 +95,7 @@ class WeightUpdater:
     """Runs updates, and keeps the epoch open between updates of the same members."""
 
     def __init__(self, config: Config, session: TrainerSession, probe: LogprobProbe, status: WeightPlaneStatus) -> None:
-        self._weights = config.weights
-        self._session = session
-        self._probe = probe
-        self._status = status
+        self._weights, self._session, self._probe, self._status = config.weights, session, probe, status
         # Trainer and engines may have seen epochs of an earlier coordinator, which must be smaller. A coordinator makes
         # far fewer than one epoch per millisecond, so the time of day in milliseconds is always larger.
         self._epoch = int(time.time() * 1000)
@@ -149,28 +147,32 @@ class WeightUpdater:
         log.info("weights published version=%d engines=%d %s", version, len(probe_diffs), parts)
         return WeightUpdateResult(seconds=seconds, probe_diffs=tuple(probe_diffs))
 
-    async def probe_engines(
-        self, engines: Sequence[DescribedEngine], version: int, *, timeout: float
-    ) -> dict[ReplicaKey, tuple[float, float, Float32Array]]:
-        """Probe engines that serve `version`; return mean and largest difference and the engine's values.
+    async def accept_current(self, engines: Sequence[DescribedEngine], version: int) -> WeightUpdateResult:
+        """Probe engines that hold `version` already, and let them serve it.
 
         Raises:
             UpdateFailed: lists the engines whose probe differs or is stale.
         """
-        await self._probe_trainer(version, timeout=timeout)
+        if not engines:
+            return WeightUpdateResult()
+        await self._probe_trainer(version, timeout=_PROBE_SECONDS)
+        probe = self._probe
         values = await call_all(
-            {e.key: e.replica.call(e.replica.control.probe(self._probe.token_ids, timeout=timeout)) for e in engines}
+            {e.key: e.replica.call(e.replica.control.probe(probe.token_ids, timeout=_PROBE_SECONDS)) for e in engines}
         )
-        results: dict[ReplicaKey, tuple[float, float, Float32Array]] = {}
+        diffs: list[tuple[float, float]] = []
         failures: dict[ReplicaKey, FourfoldError] = {}
         for key, logprobs in values.items():
             try:
-                results[key] = (*self._probe.compare(key, version, logprobs), logprobs)
+                diffs.append(probe.compare(key, version, logprobs))
             except WrongState as error:
                 failures[key] = error
         if failures:
             raise UpdateFailed(failures)
-        return results
+        for engine in engines:
+            engine.replica.version = version
+            probe.set_engine_logprobs(engine.key, version, values[engine.key])
+        return WeightUpdateResult(probe_diffs=tuple(diffs))
 
     async def _probe_trainer(self, version: int, *, timeout: float) -> None:
         """Get the trainer's log-probabilities of the probe at `version`, once per version.
@@ -230,8 +232,8 @@ class WeightUpdater:
         return self._layout[1]
 
     async def _make_offers(self, group: BackendGroup, index: int) -> list[bytes]:
-        return await call_trainer(
-            self._session.try_once(
+        try:
+            return await self._session.try_once(
                 lambda r: r.weights.make_offer(
                     epoch=self._epoch,
                     backend=group.backend,
@@ -240,7 +242,10 @@ class WeightUpdater:
                     timeout=self._weights.timeout_seconds,
                 )
             )
-        )
+        except TrainerRestarted:
+            raise
+        except FourfoldError as error:
+            raise UpdateFailed({}, error) from error
 
     # -- transfer -------------------------------------------------------------------------------------------------
 
@@ -312,9 +317,7 @@ class WeightUpdater:
             with self._timer.measure(m.COMMIT_SECONDS):
                 commit = calls.commit(epoch=epoch, policy_version=version, hold=True, timeout=_seconds_until(end))
                 self._timer.add(m.PAUSE_SECONDS, await engine.replica.call(commit))
-            if (
-                engine.about.sleeping
-            ):  # its weights have memory since the wake-up before the update; sampling needs more
+            if engine.about.sleeping:  # the weights got their memory before the update; sampling needs more
                 with self._timer.measure(m.TIME_WAKE):
                     await engine.replica.call(calls.wake("kv_cache", timeout=_seconds_until(end)))
             with self._timer.measure(m.PROBE_SECONDS):

@@ -20,7 +20,6 @@ import grpc
 
 from fourfold.config import dump
 from fourfold.coordinator.v1 import membership_service_pb2, run_service_pb2
-from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.coordinator.v1.membership_service_pb2_grpc import add_MembershipServiceServicer_to_server
 from fourfold.coordinator.v1.run_service_pb2_grpc import add_RunServiceServicer_to_server
 from fourfold.errors import ConfigError, FourfoldError, Internal
@@ -38,7 +37,6 @@ from .reporting.run_service import RunServicer
 from .reporting.run_totals import PEAK_MEMORY, MemoryMeter, RunTotals
 from .routing.membership import CertificateMonitor, MembershipServicer
 from .routing.registry import Member, Registry
-from .routing.replica import Replica
 from .routing.router import Router
 from .routing.trainer_session import TrainerSession
 from .state.faults import FaultLog
@@ -84,7 +82,7 @@ class Coordinator:
     """One coordinator process: its server, background tasks and training loop."""
 
     def __init__(self, options: ServeOptions, folder: Path, *, start_seconds: float = _START_SECONDS) -> None:
-        """Create the parts that need no service; raise ConfigError when the tokenizer is missing.
+        """Create the parts that need no service.
 
         `start_seconds` limits the wait for services at the start, unless retry.service_wait_seconds is longer.
         """
@@ -117,7 +115,7 @@ class Coordinator:
         self._host.server.add(
             run_service_pb2.DESCRIPTOR.services_by_name["RunService"],
             add_RunServiceServicer_to_server,
-            RunServicer(self._board, lambda: self._weight_status.to_proto(self._replicas())),
+            RunServicer(self._board, lambda: self._weight_status.to_proto(self._router.replicas())),
         )
 
     def _open_channel(self, member: Member) -> grpc.aio.Channel:
@@ -178,11 +176,9 @@ class Coordinator:
         config = self._config
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer)
         await self._disk.write(check_same_data, prompts, ledger)
-        sha256 = self._tokenizer.sha256
-        session = TrainerSession(self._router, config, tokenizer_sha256=sha256, board=self._board)
-        service_calls = ServiceCalls(
-            config, self._router, self._tokenizer.decode, newest_version=ledger.highest_version
-        )
+        tokenizer, router = self._tokenizer, self._router
+        session = TrainerSession(router, config, tokenizer_sha256=tokenizer.sha256, board=self._board)
+        service_calls = ServiceCalls(config, router, tokenizer.decode, newest_version=ledger.highest_version)
         self._router.faults.load(ledger)
         return RunContext(
             config=config,
@@ -191,11 +187,11 @@ class Coordinator:
             ledger=ledger,
             disk=self._disk,
             board=self._board,
-            router=self._router,
+            router=router,
             session=session,
             broker=WeightBroker(
                 config,
-                self._router,
+                router,
                 session,
                 ledger,
                 disk=self._disk,
@@ -209,9 +205,6 @@ class Coordinator:
             totals=totals,
             start_seconds=self._start_seconds,
         )
-
-    def _replicas(self) -> list[Replica]:
-        return [replica for role in (Role.ROLE_TRAINER, Role.ROLE_ROLLOUT) for replica in self._router.replicas(role)]
 
     async def _show_members(self) -> None:
         while True:

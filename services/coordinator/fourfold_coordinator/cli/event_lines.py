@@ -64,14 +64,7 @@ class EventLines:
     def new(
         self, status: pb.RunStatus, services: Sequence[tuple[str, str]], notes: Sequence[str], now: float
     ) -> list[str]:
-        """Return the lines of events since the last call.
-
-        Args:
-            status: the newest snapshot.
-            services: (name, state) of the processes.
-            notes: all lines of the launcher so far, in order.
-            now: time.
-        """
+        """Return the lines of events since the last call; `notes` are all lines of the launcher so far, in order."""
         lines = list(self._services(services, now))
         lines += notes[self._note_count :]
         self._note_count = len(notes)

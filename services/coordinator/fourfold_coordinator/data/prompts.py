@@ -15,7 +15,7 @@ import logging
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -156,7 +156,8 @@ def _load(source: DataSourceConfig, data: DataConfig, max_context: int, tokenize
     if too_long:
         log.warning(
             "%s: dropped %d of %d prompts that leave no room in model.max_context_tokens = %d; rows %s",
-            describe(source), len(too_long), count, max_context, _first_rows(too_long),
+            describe(source), len(too_long), count, max_context,
+            ", ".join(map(str, too_long[:5])) + (", ..." if len(too_long) > 5 else ""),
         )  # fmt: skip
     if not prompts:
         why = f"all {count} are too long for model.max_context_tokens = {max_context}" if count else "it is empty"
@@ -220,8 +221,3 @@ def _group_key(index: int, metadata: dict[str, Any], holdout: HoldoutConfig | No
     if not holdout.unordered_numbers:
         return value
     return " ".join(sorted(_NUMBER.findall(value), key=lambda n: (float(n), n)))
-
-
-def _first_rows(rows: Iterable[int], limit: int = 5) -> str:
-    rows = list(rows)
-    return ", ".join(map(str, rows[:limit])) + (", ..." if len(rows) > limit else "")

@@ -131,19 +131,16 @@ def _reasoning_gym(source: DataSourceConfig) -> Iterator[Row]:
     if task not in DATASETS:
         raise ConfigError(f"reasoning_gym = {task!r}: there is no such task; {_nearest(task, DATASETS)}")
     known = [field.name for field in dataclasses.fields(DATASETS[task][1]) if field.name not in ("size", "seed")]
+    where = f"options of reasoning_gym {task!r}"
     for name in source.options:
         if name in ("size", "seed"):
-            raise ConfigError(
-                f"options of reasoning_gym {task!r}: {name!r} is a key next to reasoning_gym; move it there"
-            )
+            raise ConfigError(f"{where}: {name!r} is a key next to reasoning_gym; move it there")
         if name not in known:
-            raise ConfigError(f"options of reasoning_gym {task!r}: it has no {name!r}; {_nearest(name, known)}")
+            raise ConfigError(f"{where}: it has no {name!r}; {_nearest(name, known)}")
     try:
-        yield from reasoning_gym.create_dataset(
-            source.reasoning_gym, size=source.size, seed=source.seed, **source.options
-        )
+        yield from reasoning_gym.create_dataset(task, size=source.size, seed=source.seed, **source.options)
     except (TypeError, ValueError, AssertionError, AttributeError, KeyError) as error:
-        raise ConfigError(f"reasoning_gym {source.reasoning_gym!r} with options {source.options}: {error}") from None
+        raise ConfigError(f"reasoning_gym {task!r} with options {source.options}: {error}") from None
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -18,10 +18,8 @@ def assign_gpus(
 ) -> dict[str, tuple[str, ...]]:
     """Return the ids of each service's GPUs, by service.
 
-    With `colocated = None`, services share GPUs when the machine has fewer than they ask for together.
-
-    Raises:
-        ConfigError: the machine has too few GPUs.
+    With `colocated = None`, services share GPUs when the machine has fewer than they ask for together. Raises
+    ConfigError when the machine has too few GPUs all the same.
     """
     for service in services:
         if service.gpus > len(gpus):
@@ -100,12 +98,7 @@ def bundles(services: Sequence[ServiceSpec]) -> list[Bundle]:
 def check_cluster_fits(services: Sequence[ServiceSpec], nodes: Sequence[Mapping[str, float]]) -> None:
     """Check that every bundle of services fits on a node, the largest bundle first.
 
-    Args:
-        services: all services that will be started.
-        nodes: the numbers "CPU" and "GPU" of each node.
-
-    Raises:
-        ConfigError: with a table of the services' demand and the nodes.
+    Each node is its numbers "CPU" and "GPU". Raises ConfigError with a table of the services' demand and the nodes.
     """
     free = [{"CPU": node.get("CPU", 0.0), "GPU": node.get("GPU", 0.0)} for node in nodes]
     for bundle in sorted(bundles(services), key=lambda b: (-b.gpus, -b.cpus)):

@@ -124,10 +124,6 @@ class Registry:
     def register(self, member: Member, owner: Principal = LOCAL) -> bytes:
         """Grant a lease and return its token; renew the lease when the same incarnation registers again.
 
-        Args:
-            member: The fields of the request.
-            owner: Principal of the caller.
-
         Raises:
             InvalidInput: A field is malformed, or no channel may be opened to the target.
             PermissionDenied: The caller's certificate is that of another member.
@@ -176,11 +172,9 @@ class Registry:
         return lease.drain_requested
 
     def overdue(self, member_id: str) -> tuple[bool, float]:
-        """Return whether a member should have renewed its lease by now, and since when that is so.
+        """Return whether a member should have renewed its lease by now, and since when, in seconds since the epoch.
 
-        Returns:
-            Whether it is overdue; the time of the last renewal when it is, else the time since which it renews in
-            time, in seconds since the epoch.
+        That is the time of the last renewal when it is overdue, else the first of the unbroken series of renewals.
         """
         lease = self._leases.get(member_id)
         if lease is None:  # the lease ended after the caller had listed the members

@@ -149,11 +149,7 @@ class Replica:
         self._congested_at = 0
 
     async def call(self, work: Awaitable[T]) -> T:
-        """Await `work` as long as the member's lease lasts.
-
-        Raises:
-            Unavailable: The lease ended.
-        """
+        """Await `work` as long as the member's lease lasts; raise Unavailable when the lease ended."""
         if self.gone:  # its channel may be closed, and gRPC would raise UsageError, which is no FourfoldError
             if inspect.iscoroutine(work):
                 work.close()

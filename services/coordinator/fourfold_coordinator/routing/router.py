@@ -86,9 +86,9 @@ class Router:
         self._prefixes = PrefixHolders()
         registry.add_listener(self._on_member)
 
-    def replicas(self, role: int) -> list[Replica]:
-        """Return the live replicas of a role, ordered by name."""
-        found = [r for r in self._replicas.values() if r.member.role == role]
+    def replicas(self, role: int | None = None) -> list[Replica]:
+        """Return the live replicas of one role, or of all, ordered by name."""
+        found = [r for r in self._replicas.values() if role is None or r.member.role == role]
         return sorted(found, key=lambda r: r.member.member_id)
 
     async def run(self) -> None:
@@ -148,7 +148,6 @@ class Router:
         While `replica.breaker.probing` is set, `work` is the one call that shows whether the replica works again.
 
         Args:
-            role: A value of `Role`.
             work: One try; its calls have deadlines.
             demand: What the work adds to the replica's load.
             spend: Counts one failed try; raises GivenUp or FatalRunError when there was none left.

@@ -59,10 +59,6 @@ def choose_replica(candidates: Sequence[Candidate], size: int) -> Candidate:
     outstanding work wins. A held prefix saves its prefill, so that a call goes to the replica that holds it unless
     another one finishes earlier even so. A call that does not fit into a KV cache waits in that engine's queue, however
     fast the engine is; so candidates with room come first. Ties go by name.
-
-    Args:
-        candidates: At least one.
-        size: Of the call.
     """
     known = [candidate.speed for candidate in candidates if candidate.speed is not None]
     mean_speed = fmean(known) if known else 1.0
@@ -76,13 +72,10 @@ def choose_replica(candidates: Sequence[Candidate], size: int) -> Candidate:
 
 
 def prefix_keys(token_ids: Int32Array) -> PrefixKeys:
-    """Return the keys of a prompt's leading 64, 128, 256, ... tokens and of the whole prompt.
+    """Return the keys of the leading 64, 128, 256, ... tokens of a prompt, int32 [n >= 1], and of the whole prompt.
 
     Equal keys mean equal tokens. Because the lengths double, a prompt has about a dozen keys, and the longest key that
     two prompts share covers at least half of their common prefix, for example in the next turn of a conversation.
-
-    Args:
-        token_ids: int32 [n], n >= 1.
     """
     data = token_ids.astype("<i4").tobytes()
     digest, done, keys = hashlib.blake2b(digest_size=16), 0, list[tuple[int, bytes]]()

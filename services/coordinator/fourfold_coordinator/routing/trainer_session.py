@@ -50,7 +50,6 @@ class TrainerSession:
         Raises:
             ServiceMissing: No trainer came in time.
             WrongState: The trainer does not fit the run.
-            FourfoldError: The call failed, and its retries.
         """
         return await self._repeat("GetStatus", self._registered, self._begin)
 

@@ -72,8 +72,7 @@ CREATE TABLE IF NOT EXISTS evals (
   step INTEGER PRIMARY KEY, score REAL NOT NULL, half_width REAL, answer_count INTEGER NOT NULL,
   missing_count INTEGER NOT NULL, answers TEXT NOT NULL);
 """
-# The fields of the row classes below have the order of their columns.
-_STEP_COLUMNS: Final = "step, policy_version, skipped_reason, data_position, seconds, metrics"
+# The fields of the row classes below have the order of these columns.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,11 +230,8 @@ class Ledger:
                 "UPDATE samples SET state = ? WHERE state = ? AND step = ?",
                 (SampleState.TRAINED, SampleState.LEASED, step),
             )
-            db.execute(
-                "INSERT INTO steps (step, policy_version, skipped_reason, data_position, seconds) "
-                "VALUES (?, ?, ?, ?, 0)",
-                (step, policy_version, skipped_reason, data_position),
-            )
+            row = (step, policy_version, skipped_reason, data_position)
+            db.execute("INSERT INTO steps VALUES (?, ?, ?, ?, 0, '')", row)
 
     def record_metrics(self, step: int, metrics: Mapping[str, Any], *, seconds: float) -> None:
         """Store the metrics of an acknowledged step, from which metrics.jsonl can be written again."""
@@ -260,11 +256,11 @@ class Ledger:
 
     def steps(self) -> list[StepRow]:
         """Return every step done, in order."""
-        return [_step_row(row) for row in self._db.execute(f"SELECT {_STEP_COLUMNS} FROM steps ORDER BY step")]
+        return [_step_row(row) for row in self._db.execute("SELECT * FROM steps ORDER BY step")]
 
     def step_row(self, step: int) -> StepRow:
         """Return the row of one step; raise NotFound when it is not done."""
-        row = self._db.execute(f"SELECT {_STEP_COLUMNS} FROM steps WHERE step = ?", (step,)).fetchone()
+        row = self._db.execute("SELECT * FROM steps WHERE step = ?", (step,)).fetchone()
         if row is None:
             raise NotFound(f"step {step} is not done")
         return _step_row(row)
@@ -292,9 +288,7 @@ class Ledger:
 
     def evals(self) -> list[EvalRow]:
         """Return every evaluation, in order."""
-        rows = self._db.execute(
-            "SELECT step, score, half_width, answer_count, missing_count, answers FROM evals ORDER BY step"
-        )
+        rows = self._db.execute("SELECT * FROM evals ORDER BY step")
         return [EvalRow(*[*row[:-1], json.loads(row[-1])]) for row in rows]
 
     def commit_checkpoint(self, *, step: int, data_position: int, policy_version: int) -> None:
@@ -307,18 +301,13 @@ class Ledger:
             if step != self.last_step():
                 raise WrongState(f"checkpoint of step {step}, but {self.last_step()} steps are done")
             evals = db.execute("SELECT COUNT(*) FROM evals WHERE step <= ?", (step,)).fetchone()[0]
-            db.execute(
-                "INSERT OR REPLACE INTO checkpoints (step, data_position, policy_version, eval_count) "
-                "VALUES (?, ?, ?, ?)",
-                (step, data_position, policy_version, evals),
-            )
+            row = (step, data_position, policy_version, evals)
+            db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?)", row)
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def last_checkpoint(self) -> CheckpointRow | None:
         """Return the newest committed checkpoint, or None."""
-        row = self._db.execute(
-            "SELECT step, data_position, policy_version, eval_count FROM checkpoints ORDER BY step DESC LIMIT 1"
-        ).fetchone()
+        row = self._db.execute("SELECT * FROM checkpoints ORDER BY step DESC LIMIT 1").fetchone()
         return None if row is None else CheckpointRow(*row)
 
     def restore(self, step: int) -> int:

@@ -36,9 +36,8 @@ log = logging.getLogger("fourfold.coordinator")
 def keep_group(scores: Sequence[float], rule: FilterConfig) -> bool:
     """Return whether dynamic sampling (DAPO, arXiv 2503.14476) keeps a group.
 
-    Args:
-        scores: Of the scorer, before any penalty; at least one.
-        rule: Of the recipe. `mean-inside` is OpenRLHF's rule: it keeps a group in which every sample scored 0.5.
+    `scores` (at least one) are those of the scorer, before any penalty. `mean-inside` is OpenRLHF's rule: it keeps a
+    group in which every sample scored 0.5.
     """
     match rule.keep:
         case "varied":
@@ -169,8 +168,7 @@ class BatchCollector:
     async def _make_group(self, draft: _GroupDraft, batch: StepBatch) -> SampleGroup | None:
         """Generate, score and filter one group, and add reference log-probabilities; None when it is filtered out.
 
-        Raises:
-            GivenUp: Too few samples are left, or a service failed too often.
+        Raises GivenUp when too few samples are left, or a service failed too often.
         """
         if draft.baseline_ids:
             sampled = self._generate_and_score(draft, draft.sample_ids, batch)

@@ -135,12 +135,7 @@ class Scoring:
         return WaitLimit(self._config.wait_seconds, "reward.wait_seconds")
 
     async def _score_at(self, replica: Replica, trajectories: Sequence[Trajectory]) -> dict[str, ScoreOutcome]:
-        """Score trajectories at one replica.
-
-        Raises:
-            PeerFault: No sample has an outcome that a working scorer gives.
-            FourfoldError: The call failed.
-        """
+        """Score trajectories at one replica; raise PeerFault when no sample has an outcome of a working scorer."""
         items = [_item(t, with_tokens=replica.reads_tokens) for t in trajectories]
         if replica.breaker.probing:
             await self._probe(replica, self._scored_items.get(replica.reads_tokens, items[0]))

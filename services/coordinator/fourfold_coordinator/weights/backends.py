@@ -50,7 +50,6 @@ def group_by_backend(
 
     Args:
         wanted: `weights.backend`: "auto", or one backend for all engines.
-        trainer: the trainer's host, GPUs and backends.
         engines: at least one. Their order is kept within each group.
 
     Raises:

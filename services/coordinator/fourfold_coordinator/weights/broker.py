@@ -260,8 +260,7 @@ class WeightBroker:
     def _fence(self, replica: Replica, error: FourfoldError) -> None:
         """Route nothing to an engine until an update of it succeeds.
 
-        Raises:
-            WeightsRefused: the engine can never accept the weights, and no other engine is left to try.
+        Raises WeightsRefused when it can never accept the weights and no other engine is left to try.
         """
         name = replica.member.member_id
         self._router.faults.record(name, error.reason, error.message)

@@ -72,11 +72,9 @@ _DEEP: Final = {
 class Check:
     """The result of one check."""
 
-    state: str
-    """"ok", "missing" (a role cannot run), or "none" (something optional is absent)."""
+    state: str  # "ok", "missing" (a role cannot run), or "none" (something optional is absent)
     text: str
-    fix: str = ""
-    """Command or advice that changes the state; empty: none needed."""
+    fix: str = ""  # command or advice that changes the state; empty: none needed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

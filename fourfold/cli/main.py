@@ -60,11 +60,7 @@ class CommandModule(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, and print an expected error as one message.
-
-    Args:
-        argv: words after the program's name. Default: those of this process.
-    """
+    """Run one command, by default of this process's arguments, and print an expected error as one message."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         code = _dispatch(words)

@@ -24,11 +24,7 @@ _KEY: Final = re.compile(r"^\s*([A-Za-z0-9_\-.\"' ]+?)\s*=")
 
 
 def load(path: str | Path) -> Config:
-    """Read and check a recipe.
-
-    Raises:
-        ConfigError: with file, line, value, rule and fix of every mistake.
-    """
+    """Read and check a recipe; ConfigError has file, line, value, rule and fix of every mistake."""
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8")
@@ -49,15 +45,7 @@ def load(path: str | Path) -> Config:
 
 
 def from_tables(tables: Mapping[str, Any], *, source: str) -> Config:
-    """Check a recipe that a program has made.
-
-    Args:
-        tables: tables of the recipe.
-        source: name of the program, for error messages.
-
-    Raises:
-        ConfigError: as `load`, with `source` in place of file and line.
-    """
+    """Check a recipe that a program has made; in errors, `source` stands in place of file and line."""
     return _check(tables, lambda _keys: source)
 
 

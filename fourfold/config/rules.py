@@ -9,11 +9,7 @@ if TYPE_CHECKING:
 
 
 def check_tables(config: Config) -> None:
-    """Check everything that involves keys of several tables.
-
-    Raises:
-        ValueError: value, rule and fix of the first mistake.
-    """
+    """Check all that involves keys of several tables; ValueError has value, rule and fix of the first mistake."""
     _check_lengths(config)
     if config.checkpoint.keep_best and not config.data.held_out:
         raise ValueError(

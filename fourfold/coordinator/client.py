@@ -50,11 +50,7 @@ class MembershipClient(AsyncClient):
     ) -> Lease:
         """Register a member; raise WrongState when its tokenizer differs from that of the run."""
         request = pb.RegisterRequest(
-            member_id=member_id,
-            incarnation=incarnation,
-            role=role,
-            target=target,
-            tokenizer_sha256=tokenizer_sha256,
+            member_id=member_id, incarnation=incarnation, role=role, target=target, tokenizer_sha256=tokenizer_sha256
         )
         response = await self._call(self._stub.Register, request, timeout)
         token = response.lease_token

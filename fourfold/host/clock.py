@@ -12,15 +12,12 @@ class Clock(Protocol):
 
     def monotonic(self) -> float:
         """Return seconds that never decrease; only differences have a meaning."""
-        ...
 
     def now(self) -> float:
         """Return seconds since 1970, for records."""
-        ...
 
     async def sleep(self, seconds: float) -> None:
         """Suspend the calling task, not the event loop."""
-        ...
 
 
 class SystemClock:

@@ -38,11 +38,7 @@ def free_gib(folder: Path) -> float:
 
 
 def check_room(folder: Path) -> str:
-    """Return a warning if `folder` has less free space than a run usually takes, else an empty text.
-
-    Raises:
-        ConfigError: the free space does not suffice to start a run.
-    """
+    """Return a warning if a run usually takes more space than is free; raise ConfigError if no run can start."""
     free = free_gib(folder)
     if free * 1024 < LEAST_MIB:
         raise ConfigError(

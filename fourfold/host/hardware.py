@@ -24,14 +24,10 @@ _CPUINFO: Final = Path("/proc/cpuinfo")
 class Gpu:
     """An NVIDIA GPU, or a slice of one (MIG)."""
 
-    id: str
-    """Its number or UUID, as in CUDA_VISIBLE_DEVICES."""
-    name: str
-    """Product name, for messages."""
-    uuid: str = ""
-    """Empty if unknown."""
-    memory_bytes: int | None = None
-    """Size of its memory; None if unknown."""
+    id: str  # its number or UUID, as in CUDA_VISIBLE_DEVICES
+    name: str  # product name, for messages
+    uuid: str = ""  # empty if unknown
+    memory_bytes: int | None = None  # size of its memory; None if unknown
 
 
 def machine_gpus() -> list[Gpu]:
@@ -122,11 +118,7 @@ def has_fast_bfloat16(cpuinfo: Path = _CPUINFO) -> bool:
 
 
 def available_memory() -> int:
-    """Return the bytes of main memory that may still be used, on this machine or in this cgroup if that is less.
-
-    Raises:
-        ConfigError: /proc is not mounted.
-    """
+    """Return the bytes of main memory that may still be used, on this machine or in this cgroup if that is less."""
     try:
         meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
     except OSError as error:

@@ -23,22 +23,15 @@ _MESSAGE_CHARACTERS: Final = 500
 class Death:
     """The end of a child process, and the end of its log."""
 
-    name: str
-    """Member id."""
-    time: float
-    """Seconds since the epoch."""
-    exit_code: int
-    """0 if a signal ended the process."""
-    signal: int
-    """0 if the process exited by itself."""
-    oom_kills: int
-    """Times that the kernel's out-of-memory killer struck on this machine while the process ran."""
+    name: str  # member id
+    time: float  # seconds since the epoch
+    exit_code: int  # 0 if a signal ended the process
+    signal: int  # 0 if the process exited by itself
+    oom_kills: int  # times that the kernel's out-of-memory killer struck on this machine while the process ran
     was_ready: bool
-    log: str
-    """Path of the log."""
+    log: str  # path of the log
     last_lines: tuple[str, ...]
-    message: str = ""
-    """Reason that the process itself logged last (`last_message`); empty if it logged none."""
+    message: str = ""  # reason that the process itself logged last (`last_message`); empty if it logged none
 
     @property
     def brief(self) -> str:

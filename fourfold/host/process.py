@@ -43,11 +43,9 @@ _READY: Final = re.compile(rb"^READY (\S+)\s*$", re.MULTILINE)
 class Command:
     """A program to start as a child."""
 
-    name: str
-    """Member id; the log is named after it."""
+    name: str  # member id; the log is named after it
     argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Variables added to the environment of this process."""
+    env: Mapping[str, str] = field(default_factory=dict)  # variables added to the environment of this process
 
 
 class ChildProcess:
@@ -57,8 +55,7 @@ class ChildProcess:
         self.command = command
         self.log = log
         self.started = time.monotonic()
-        self.target = ""
-        """host:port of the READY line; empty until the line has been read."""
+        self.target = ""  # host:port of the READY line; empty until the line has been read
         self.death: Death | None = None
         self._changed = changed
         self._log_lock = threading.Lock()
@@ -165,11 +162,7 @@ class Supervisor:
         self._reported: set[int] = set()
 
     def start(self, command: Command) -> ChildProcess:
-        """Start a child. It replaces a dead child of the same name and continues its log.
-
-        Raises:
-            Unavailable: the program cannot be started, or `stop` was called.
-        """
+        """Start a child. It replaces a dead child of the same name and continues its log."""
         if self._stopping.is_set():
             raise Unavailable(f"{command.name} is not started: all processes are being stopped")
         if (old := self.children.get(command.name)) is not None:

@@ -36,10 +36,8 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     """Have the kernel SIGKILL this process when its parent ends; end now if the parent has ended already.
 
     The kernel watches the parent's *thread* that started this process, so start children from a thread that lives as
-    long as the parent does. On systems without prctl the later end of the parent goes unnoticed.
-
-    Args:
-        parent_pid: the parent. Default: the supervisor that started this process; without one, nothing happens.
+    long as the parent does. On systems without prctl the later end of the parent goes unnoticed. The default parent is
+    the supervisor that started this process; without one, nothing happens.
     """
     if parent_pid is None:
         if (value := os.environ.get(PARENT_PID_VARIABLE)) is None:

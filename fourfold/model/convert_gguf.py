@@ -45,11 +45,7 @@ _LAYER_NAMES: Final = {
 
 
 def convert(source: Path, folder: Path) -> None:
-    """Write config.json, generation_config.json, tokenizer, chat template and bfloat16 weights.
-
-    Raises:
-        ConfigError: the file is no GGUF file, has another architecture, or a tokenizer that cannot be rebuilt.
-    """
+    """Write config.json, generation_config.json, tokenizer, chat template and bfloat16 weights of a Llama."""
     try:
         reader = gguf.GGUFReader(source)
     except (OSError, ValueError) as error:
@@ -168,13 +164,9 @@ def _hugging_face_name(name: str) -> str:
 
 
 def _unpermute(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Return the rows of a query or key projection in Hugging Face's order.
+    """Return the rows of a query or key projection, float32 [heads * head_dim, hidden], in Hugging Face's order.
 
     GGUF interleaves the two halves of each head, so that rotary pairs are neighbours. Hugging Face separates them.
-
-    Args:
-        values: float32 [heads * head_dim, hidden].
-        heads: number of heads.
     """
     half = values.shape[0] // heads // 2
     return values.reshape(heads, half, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)

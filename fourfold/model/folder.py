@@ -45,10 +45,8 @@ class ModelShape:
     head_dim: int
     intermediate: int
     vocabulary: int
-    tied: bool
-    """True if the output projection is the embedding matrix."""
-    parameter_count: int
-    """Parameters of the model; a tied matrix counts once."""
+    tied: bool  # true if the output projection is the embedding matrix
+    parameter_count: int  # parameters of the model; a tied matrix counts once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +56,7 @@ class Builtin:
     name: str
     package: str
     version: str
-    file: str
-    """Path of the GGUF file, relative to site-packages."""
+    file: str  # path of the GGUF file, relative to site-packages
     shape: ModelShape
 
 
@@ -105,11 +102,7 @@ def resolve(source: str) -> Path:
 
 
 def check(source: str) -> None:
-    """Check that a source exists, without a conversion.
-
-    Raises:
-        ConfigError: the folder or built-in model does not exist, or a file is missing.
-    """
+    """Check that a source exists and has every file that is needed, without a conversion."""
     if _builtin_of(source) is None:
         _existing_folder(source)
 
@@ -121,11 +114,7 @@ def is_ready(source: str) -> bool:
 
 
 def shape(source: str) -> ModelShape:
-    """Return the sizes of a model, without a conversion.
-
-    Raises:
-        ConfigError: as in `check`; or config.json lacks a size of a decoder-only model.
-    """
+    """Return the sizes of a model, without a conversion. The model must be decoder-only."""
     builtin = _builtin_of(source)
     return builtin.shape if builtin else folder_shape(_existing_folder(source))
 
@@ -160,11 +149,7 @@ def _llama_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def folder_shape(folder: Path) -> ModelShape:
-    """Return the sizes of the model in a folder.
-
-    Raises:
-        ConfigError: config.json or a safetensors header cannot be read, or lacks a size.
-    """
+    """Return the sizes of the model in a folder, from config.json and the safetensors headers."""
     path = folder / "config.json"
     config = _read_json(path)
     try:

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import jinja2
     import tokenizers
 
-Message = Mapping[str, Any]
-"""One chat message: at least "role" and "content"."""
+Message = Mapping[str, Any]  # one chat message: at least "role" and "content"
 
 _SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 

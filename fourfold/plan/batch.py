@@ -45,12 +45,9 @@ class BatchPlan:
 class EngineLimits:
     """Limits of one engine. They count samples, not memory: samples without room in the KV cache wait in its queue."""
 
-    concurrent_samples: int
-    """Samples in flight; more are refused, and wait in the coordinator."""
-    batched_tokens: int
-    """Tokens that one engine step may process."""
-    agent_samples: int
-    """Samples in flight that all agents together may use."""
+    concurrent_samples: int  # samples in flight; more are refused, and wait in the coordinator
+    batched_tokens: int  # tokens that one engine step may process
+    agent_samples: int  # samples in flight that all agents together may use
 
 
 def batch_plan(config: Config) -> BatchPlan:

@@ -100,11 +100,8 @@ def memory_plan(
 ) -> list[MemoryRow]:
     """Return one row per role that the recipe uses, the trainer first, and one for weights in transfer.
 
-    Args:
-        config: recipe of the run.
-        shape: sizes of the policy.
-        critic: sizes of the critic, if they are not the policy's.
-        trained: parameters of the policy that are trained; None: all.
+    `critic` has the sizes of the critic, if they are not the policy's. `trained` counts the trained parameters of the
+    policy; None: all.
     """
     rows = _split_offloaded(config, _trainer(config, shape, trained), shape)
     if config.algorithm.needs_critic:

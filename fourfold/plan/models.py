@@ -17,12 +17,9 @@ from fourfold.model.folder import ModelShape
 class AdapterPlan:
     """The LoRA adapters of a model."""
 
-    layers: int
-    """Linear layers that get an adapter."""
-    kinds: tuple[str, ...]
-    """Names of these layers inside their blocks, such as `q_proj`."""
-    parameter_count: int
-    """Elements of all adapters."""
+    layers: int  # linear layers that get an adapter
+    kinds: tuple[str, ...]  # names of these layers inside their blocks, such as `q_proj`
+    parameter_count: int  # elements of all adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +27,8 @@ class ModelSizes:
     """Sizes of the models that a recipe trains."""
 
     policy: ModelShape
-    critic: ModelShape
-    """The policy's, unless the recipe trains a critic from another source."""
-    adapters: AdapterPlan | None
-    """None if all weights of the policy are trained."""
+    critic: ModelShape  # the policy's, unless the recipe trains a critic from another source
+    adapters: AdapterPlan | None  # None if all weights of the policy are trained
 
     @property
     def trained(self) -> int | None:
@@ -42,11 +37,7 @@ class ModelSizes:
 
 
 def model_sizes(config: Config) -> ModelSizes:
-    """Read the models of a recipe from their config.json and file headers.
-
-    Raises:
-        ConfigError: a model does not exist, or has no layer of a name in `trainer.lora.target_modules`.
-    """
+    """Read the models of a recipe from their config.json and file headers; its LoRA layers must exist."""
     policy = folder.shape(config.model.source)
     own_critic = config.algorithm.needs_critic and config.critic.source
     critic = folder.shape(config.critic.source) if own_critic else policy
@@ -57,9 +48,6 @@ def check_sequence_parallel(config: Config) -> None:
     """Check that `trainer.sequence_parallel_size` divides the attention heads of policy and critic.
 
     Key and value heads need no rule: those that the size does not divide are repeated.
-
-    Raises:
-        ConfigError: the size does not divide the heads, or a model does not exist.
     """
     size = config.trainer.sequence_parallel_size
     if size == 1:
@@ -78,11 +66,7 @@ def check_sequence_parallel(config: Config) -> None:
 
 
 def adapter_plan(config: Config) -> AdapterPlan | None:
-    """Return the adapters of a recipe; None if all weights are trained.
-
-    Raises:
-        ConfigError: the model does not exist, or has no layer of a name that the recipe gives.
-    """
+    """Return the adapters of a recipe, whose layers the model must have; None if all weights are trained."""
     lora = config.trainer.lora
     if not lora.rank:
         return None
@@ -109,14 +93,9 @@ def linear_shapes(source: str) -> Mapping[str, tuple[int, int]]:
 
 
 def select_adapter_layers(names: Collection[str], lora: LoraConfig) -> list[str]:
-    """Return the layers that get an adapter, in their order.
+    """Return the layers in `names` that end in one of `lora.target_modules` and so get an adapter, in their order.
 
-    Args:
-        names: all linear layers of the model's blocks.
-        lora: its `target_modules` are the ends of the names to select.
-
-    Raises:
-        ConfigError: no layer ends in one of `target_modules`; with the nearest name.
+    The ConfigError of a target without a layer has the nearest name.
     """
     if lora.target_modules == (ALL_LINEAR,):
         if not names:

@@ -41,16 +41,9 @@ def gpu_plan(config: Config, rows: Sequence[MemoryRow]) -> list[str]:
 
 
 def check_gpu_memory(config: Config, gpu_bytes: int) -> None:
-    """Check that weights, gradients, optimizer and KV caches of services that share a GPU fit on it.
+    """Check that weights, gradients, optimizer and KV caches of services that share a GPU fit on the smallest one.
 
     Activations are left out: they depend on the samples.
-
-    Args:
-        config: recipe of the run.
-        gpu_bytes: memory of the smallest GPU.
-
-    Raises:
-        ConfigError: they do not fit.
     """
     if not config.placement.colocated:
         return

@@ -36,11 +36,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def describe(config: Config) -> str:
-    """Return the plan as text.
-
-    Raises:
-        ConfigError: a model does not exist, or does not fit the recipe.
-    """
+    """Return the plan as text; its models must exist and fit the recipe."""
     check_sequence_parallel(config)
     sizes, plan = model_sizes(config), batch_plan(config)
     shape = sizes.policy

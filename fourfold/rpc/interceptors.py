@@ -156,9 +156,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._refusals.add(method, known, caller=caller, peer=peer)
         status = to_status(known)
         await context.abort(
-            grpc.StatusCode[known.code],
-            status.message,
-            (("grpc-status-details-bin", status.SerializeToString()),),
+            grpc.StatusCode[known.code], status.message, (("grpc-status-details-bin", status.SerializeToString()),)
         )
 
 

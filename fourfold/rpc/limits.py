@@ -189,11 +189,7 @@ class Quotas:
 
     @contextmanager
     def tokens(self, principal: Principal, count: int) -> Iterator[None]:
-        """Count `count` tokens of a call while the block runs.
-
-        Raises:
-            Overloaded: the principal has too many tokens in flight.
-        """
+        """Count `count` tokens of a call while the block runs; raise Overloaded when there are too many in flight."""
         limits = self._limits(principal)
         if limits.tokens_in_flight == math.inf:
             yield

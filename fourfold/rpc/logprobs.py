@@ -25,17 +25,10 @@ async def compute_logprobs(
     experiences: Iterable[pb.Experience],
     timeout: float | None,
 ) -> list[Float32Array]:
-    """Compute log-probabilities of samples in as few calls as the request size allows.
+    """Compute log-probabilities of samples in as few calls of the stub's ComputeLogprobs as the request size allows.
 
-    Args:
-        client: client of the service.
-        method: the stub's ComputeLogprobs.
-        make_request: its request class.
-        experiences: at least one; only sample_id, token_ids and temperature are sent.
-        timeout: seconds for all calls together; None: the client's.
-
-    Returns:
-        One float32 [n] per sample, in order; the first value of each is NaN, the others are finite.
+    Of the experiences, at least one, only sample_id, token_ids and temperature are sent. `timeout` holds for all calls
+    together. The result is one float32 [n] per sample, in order; the first value of each is NaN, the others are finite.
     """
     left = client._countdown(timeout)
     rows: list[Float32Array] = []

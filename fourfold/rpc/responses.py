@@ -26,8 +26,7 @@ Response = TypeVar("Response", bound=Message)
 
 # A run publishes its weights under a higher version than any engine reports. The bound leaves room for that.
 MAX_ENGINE_VERSION: Final = 1 << 40
-MAX_DEVICES: Final = 4096
-"""Devices, workers or ranks of one service."""
+MAX_DEVICES: Final = 4096  # devices, workers or ranks of one service
 MAX_OFFER_BYTES: Final = 4096
 _UUID_BYTES: Final = 16
 _SUM_BYTES: Final = 16
@@ -99,10 +98,8 @@ class ModelInfo(Protocol):
 class ResponseCheck:
     """The rules for responses of one method. All methods raise PeerFault with the value and the rule."""
 
-    peer: str
-    """The called service, for messages, e.g. "rollout-0 at 127.0.0.1:5000"."""
-    name: str
-    """The called method."""
+    peer: str  # the called service, for messages, e.g. "rollout-0 at 127.0.0.1:5000"
+    name: str  # the called method
 
     def require(self, holds: bool, rule: str, kind: str = "BAD_RESPONSE") -> None:
         """Raise PeerFault with the reason `kind` unless the response keeps a rule."""

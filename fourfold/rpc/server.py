@@ -87,13 +87,7 @@ class Server:
     def add(
         self, service: ServiceDescriptor, register: Callable[[Any, grpc.aio.Server], None], servicer: object
     ) -> None:
-        """Add one service before `start`.
-
-        Args:
-            service: the descriptor, `..._pb2.DESCRIPTOR.services_by_name["XService"]`.
-            register: the generated `add_XServiceServicer_to_server`.
-            servicer: the implementation, with async methods.
-        """
+        """Add a service before `start`: descriptor, generated `add_XServiceServicer_to_server`, and servicer."""
         if self._server is not None:
             raise RuntimeError("add servicers before start")
         if self._public and service.full_name not in PUBLIC_SERVICES:
@@ -101,11 +95,7 @@ class Server:
         self._servicers.append((service, register, servicer))
 
     async def start(self) -> str:
-        """Listen, and return the bound "host:port".
-
-        Raises:
-            ConfigError: the port is in use, or the address is not one of this machine.
-        """
+        """Listen, and return the bound "host:port"; raise ConfigError when it is in use or not of this machine."""
         server = grpc.aio.server(
             interceptors=(CallInterceptor(self._authorize(), self._slots, self._quotas, self._refusals),),
             options=PUBLIC_SERVER_OPTIONS if self._public else SERVER_OPTIONS,

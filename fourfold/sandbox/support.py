@@ -27,14 +27,10 @@ _CHILD: Final = "import sys; from fourfold.sandbox import support; support.try_o
 class SandboxSupport:
     """The forbidden operations that the kernel refused to a sandboxed process."""
 
-    files: bool = False
-    """Reading a file outside of the policy's paths."""
-    network: bool = False
-    """Creating a socket."""
-    processes: bool = False
-    """Starting a process."""
-    landlock_abi: int = 0
-    """The kernel's Landlock ABI version; 0 without Landlock."""
+    files: bool = False  # reading a file outside of the policy's paths
+    network: bool = False  # creating a socket
+    processes: bool = False  # starting a process
+    landlock_abi: int = 0  # the kernel's Landlock ABI version; 0 without Landlock
 
     @property
     def complete(self) -> bool:

@@ -80,8 +80,7 @@ class Security:
     def load(config: SecurityConfig, who: Principal) -> Security | None:
         """Read the files of `who`; return None when the recipe has no [security] table.
 
-        Raises:
-            ConfigError: a file is missing or malformed, other users can read a key, or a certificate is not usable.
+        ConfigError names a file that is missing, malformed or readable by others, or a certificate that is not usable.
         """
         if not config.directory:
             if config.tokens_file:
@@ -192,11 +191,7 @@ def fingerprint(pem: str) -> str:
 
 
 def read_revoked(path: Path) -> frozenset[str]:
-    """Return the fingerprints in a file of lines "FINGERPRINT ROLE/MEMBER EXPIRY"; none when the file is absent.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is malformed.
-    """
+    """Return the fingerprints in a file of lines "FINGERPRINT ROLE/MEMBER EXPIRY"; none when the file is absent."""
     if not path.exists():
         return frozenset()
     found: set[str] = set()

@@ -73,11 +73,7 @@ class Issued:
 
 
 def parse_member(text: str) -> Principal:
-    """Return the principal of "rollout-0" or "reward/math".
-
-    Raises:
-        ConfigError: the role is unknown, or the name is not a DNS label.
-    """
+    """Return the principal of "rollout-0" or "reward/math"; the role must exist, and the name be a DNS label."""
     role, slash, name = text.partition("/")
     if not slash:
         role, name = text.partition("-")[0], text
@@ -120,11 +116,7 @@ def make(
 
 
 def add(directory: Path, members: Sequence[Principal], hosts: Sequence[str] = (), *, days: float = VALID_DAYS) -> None:
-    """Make certificates for new members.
-
-    Raises:
-        ConfigError: a member of this name, of any role, has a certificate.
-    """
+    """Make certificates for new members; their names must be new, also among other roles."""
     members_with_hosts = _with_hosts(members, hosts)
     names = {issued.who.name for issued in current(directory)}
     for who in members:
@@ -136,20 +128,12 @@ def add(directory: Path, members: Sequence[Principal], hosts: Sequence[str] = ()
 
 
 def renew(directory: Path, names: Sequence[str] = (), *, days: float = VALID_DAYS) -> list[Issued]:
-    """Replace certificates and keys of the named members, or of all, by new ones; return the new certificates.
-
-    Raises:
-        ConfigError: a member never had a certificate.
-    """
+    """Replace certificates and keys of the named members, or of all, by new ones; return the new certificates."""
     return _issue(directory, [(issued.who, issued.hosts) for issued in _chosen(directory, names)], days)
 
 
 def revoke(directory: Path, names: Sequence[str]) -> None:
-    """Revoke every certificate that these members ever had. A renewal afterwards makes a valid one.
-
-    Raises:
-        ConfigError: a member never had a certificate.
-    """
+    """Revoke every certificate that these members ever had. A renewal afterwards makes a valid one."""
     chosen = {issued.who for issued in _chosen(directory, names)}
     path = directory / REVOKED_FILE
     lines = [f"{line}\n" for line in read_file(path).decode().splitlines()] if path.exists() else []
@@ -164,11 +148,7 @@ def current(directory: Path) -> list[Issued]:
 
 
 def all_issued(directory: Path) -> list[Issued]:
-    """Return all issued certificates, the oldest first.
-
-    Raises:
-        ConfigError: `directory` is not the folder of a CA.
-    """
+    """Return all issued certificates, the oldest first; `directory` must be the folder of a CA."""
     path = directory / _ISSUED_FILE
     found: list[Issued] = []
     text = read_file(path, hint="give the folder that `fourfold certs DIR` made, where ca-key.pem is").decode()
@@ -217,11 +197,7 @@ def add_token(
 
 
 def remove_token(path: Path, name: str) -> None:
-    """Remove a token's line. Rollout services refuse the token from its next call on.
-
-    Raises:
-        ConfigError: no token has this name.
-    """
+    """Remove a token's line. Rollout services refuse the token from its next call on."""
     if name not in read_tokens(path):
         raise ConfigError(f"{path}: has no token named {name!r:.80}; `fourfold certs token list` shows them")
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)

@@ -101,12 +101,7 @@ def uri(who: Principal) -> str:
 
 
 def read_material(folder: Path, who: Principal) -> Material:
-    """Read and check the files of `who`.
-
-    Raises:
-        ConfigError: a file is missing, malformed or readable by other users, or the certificate has expired or belongs
-            to another member.
-    """
+    """Read the files of `who`, and check that only this user can read the key and that the certificate is usable."""
     path = folder / f"{who.name}.pem"
     authority = read_file(folder / "ca.pem")
     text = read_file(

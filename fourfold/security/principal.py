@@ -44,10 +44,8 @@ class CallerLimits:
 
 
 UNLIMITED: Final = CallerLimits()
-LOCAL: Final = Principal("local")
-"""Every caller of an internal port without TLS."""
-LOCAL_AGENT: Final = Principal("agent")
-"""Every caller of a public port without TLS."""
+LOCAL: Final = Principal("local")  # every caller of an internal port without TLS
+LOCAL_AGENT: Final = Principal("agent")  # every caller of a public port without TLS
 
 _current: ContextVar[Principal] = ContextVar("fourfold_principal", default=LOCAL)
 

@@ -61,11 +61,7 @@ class TokenGrant:
 
 
 def parse_grant(line: str) -> TokenGrant:
-    """Return the grant of one line of the file.
-
-    Raises:
-        ConfigError: the line is malformed; the message has no file name and line number.
-    """
+    """Return the grant of one line of the file. The ConfigError of a malformed line has no file name and number."""
     name, digest, *options = line.split() if len(line.split()) > 1 else ("", "")
     if not _TOKEN_NAME.fullmatch(name) or not _DIGEST.fullmatch(digest):
         raise ConfigError("no token digest; a line is NAME, a space, and 64 hexadecimal digits, then KEY=VALUE words")
@@ -86,11 +82,7 @@ def parse_grant(line: str) -> TokenGrant:
 
 
 def read_tokens(path: Path) -> dict[str, TokenGrant]:
-    """Return the grants in a token file by name. Empty lines and lines that start with # are skipped.
-
-    Raises:
-        ConfigError: the file is missing, or a line is malformed.
-    """
+    """Return the grants in a token file by name. Empty lines and lines that start with # are skipped."""
     grants: dict[str, TokenGrant] = {}
     for number, line in read_lines(path, hint="`fourfold certs DIR` makes one"):
         try:

@@ -47,25 +47,21 @@ _ON_DRAIN_SECONDS: Final = 2.0
 _GRACE_SECONDS: Final = 1.0
 # After a signal, or a fatal error under a launcher, the process exits even when a thread of a library is stuck.
 _HARD_EXIT_SECONDS: Final = 4.0
+_PUBLIC_CALLS: Final = 512  # in flight, of one service on the port for agents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
     """Command-line options of a service."""
 
-    role: str
-    """rollout, trainer, reward, reference or coordinator."""
+    role: str  # rollout, trainer, reward, reference or coordinator
     recipe: Path
     config: Config
-    member_id: str
-    """Stable name of the slot, e.g. "rollout-0"."""
+    member_id: str  # stable name of the slot, e.g. "rollout-0"
     listen: str = "127.0.0.1:0"
-    coordinator: str = ""
-    """host:port; empty: the service runs without a coordinator."""
-    run_dir: Path | None = None
-    """Folder of the run, for checkpoints, exports and logs."""
-    advertise: str = ""
-    """Host name or address that other services connect to; empty: the one of `listen`."""
+    coordinator: str = ""  # host:port; empty: the service runs without a coordinator
+    run_dir: Path | None = None  # folder of the run, for checkpoints, exports and logs
+    advertise: str = ""  # host name or address that other services connect to; empty: the one of `listen`
 
 
 class ServiceHost:
@@ -79,16 +75,10 @@ class ServiceHost:
         tokenizer_sha256: bytes = b"",
         max_concurrent_rpcs: int = 1024,
     ) -> None:
-        """Prepare; nothing listens yet.
+        """Prepare, and check addresses and certificates; nothing listens yet.
 
-        Args:
-            options: from the command line.
-            role: role in the run; None for the coordinator.
-            tokenizer_sha256: 32 bytes, or empty; `start` may still set it.
-            max_concurrent_rpcs: calls of one service in flight on the internal server.
-
-        Raises:
-            ConfigError: an address or a certificate is not usable.
+        The coordinator has no `role`. `tokenizer_sha256` has 32 bytes or none; `start` may still set it.
+        `max_concurrent_rpcs` counts the calls of one service in flight on the internal server.
         """
         die_with_parent()
         raise_file_limit()
@@ -99,14 +89,10 @@ class ServiceHost:
         self.security = Security.load(options.config.security, Principal(options.role, options.member_id))
         self.quotas = Quotas(limits_by_role(agent_limits(options.config), self._token_limits))
         self.server = Server(
-            listen=options.listen,
-            security=self.security,
-            max_concurrent_rpcs=max_concurrent_rpcs,
-            quotas=self.quotas,
+            listen=options.listen, security=self.security, max_concurrent_rpcs=max_concurrent_rpcs, quotas=self.quotas
         )
         self.on_drain: list[Callable[[], Awaitable[None]]] = []
-        self.target = ""
-        """host:port for other services; set when the server listens."""
+        self.target = ""  # host:port for other services; set when the server listens
         self._servers = [self.server]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
@@ -116,14 +102,10 @@ class ServiceHost:
         if options.coordinator:
             check_target(options.coordinator, self.security)
 
-    def public_server(self, listen: str, *, max_concurrent_rpcs: int = 512) -> Server:
+    def public_server(self, listen: str) -> Server:
         """Add a server for agents. `run` starts and stops it, and sets its health, with the internal server."""
         server = Server(
-            listen=listen,
-            security=self.security,
-            public=True,
-            max_concurrent_rpcs=max_concurrent_rpcs,
-            quotas=self.quotas,
+            listen=listen, security=self.security, public=True, max_concurrent_rpcs=_PUBLIC_CALLS, quotas=self.quotas
         )
         self._servers.append(server)
         return server
@@ -148,10 +130,7 @@ class ServiceHost:
         Args:
             start: makes the service ready, e.g. loads a model; a signal cancels it.
             until: ends the service, with its result as exit code. A signal cancels it; the exit code is then 128 plus
-                the signal's number.
-
-        Returns:
-            Without `until`: 0 after a drain, 1 after an error.
+                the signal's number. Without `until` the exit code is 0 after a drain and 1 after an error.
         """
         self._loop = asyncio.get_running_loop()
         work: asyncio.Future[int] | None = None

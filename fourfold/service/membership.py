@@ -75,11 +75,7 @@ class Membership:
         return self._lease is not None
 
     async def run(self) -> None:
-        """Register and keep alive until cancelled.
-
-        Raises:
-            FourfoldError: the coordinator can never accept this member.
-        """
+        """Register and keep alive until cancelled; raise the error if the coordinator can never accept it."""
         while True:
             try:
                 wait = await self._once()

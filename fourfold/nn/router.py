@@ -36,10 +36,8 @@ from fourfold.nn.sequence import Exchange
 class Routed:
     """The routing of one pass."""
 
-    loss: Tensor
-    """Scalar: mean balance loss of the layers, detached."""
-    counts: Tensor
-    """[L, E]: tokens routed to each expert; each row adds up to k t."""
+    loss: Tensor  # scalar: mean balance loss of the layers, detached
+    counts: Tensor  # [L, E]: tokens routed to each expert; each row adds up to k t
 
 
 class Routers:
@@ -49,8 +47,7 @@ class Routers:
         """Register the hooks. The ranks of `exchange` share every row."""
         self.token_count = 0
         """Tokens of the next pass's row. Needed only with an exchange, because a slice may end in padding."""
-        self.weight = 0.0
-        """Weight of the mean loss in the gradient. A pass keeps the value that it had at its forward."""
+        self.weight = 0.0  # of the mean loss in the gradient; a pass keeps the value that it had at its forward
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._count, self._exchange = len(modules), exchange
         for index, module in enumerate(modules):

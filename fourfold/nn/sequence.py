@@ -81,8 +81,7 @@ class RowSlice:
         self.exchange = exchange
         self.lengths = lengths
         """Lengths of the segments. A last one of padding, which no row asks for, makes the row a multiple of n."""
-        self.rows = _send(rows, device)
-        """int64 [k']: the asked rows in this slice, as indices of the slice."""
+        self.rows = _send(rows, device)  # int64 [k']: the asked rows in this slice, as indices of the slice
         if exchange is None:
             return
         if padding := -int(lengths.sum()) % exchange.size:

@@ -43,7 +43,6 @@ class OneWorker:
     """The vote of an engine with one worker."""
 
     def first_refusal(self, own: FourfoldError | None, deadline: Deadline) -> FourfoldError | None:
-        """Return this worker's error."""
         return own
 
 
@@ -55,7 +54,6 @@ class GroupConsensus:
         self._group, self._rank, self._count = group, rank, count
 
     def first_refusal(self, own: FourfoldError | None, deadline: Deadline) -> FourfoldError | None:
-        """Gather all votes; see `WorkerConsensus`."""
         votes = [torch.zeros(_VOTE_BYTES, dtype=torch.uint8) for _ in range(self._count)]
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=max(deadline.remaining, _MIN_SECONDS))

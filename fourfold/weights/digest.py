@@ -28,11 +28,7 @@ _NAMES_SHOWN: Final = 3
 
 
 def add_sums(manifest: Manifest, parts: Sequence[bytes]) -> bytes:
-    """Return the sums of all parts together.
-
-    Raises:
-        InvalidInput: a part has a wrong length.
-    """
+    """Return the sums of all parts together. Raises InvalidInput: a part has a wrong length."""
     total = np.zeros(2 * len(manifest.tensors), np.uint64)
     for part in parts:
         _check_length(manifest, part)

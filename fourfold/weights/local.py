@@ -63,10 +63,8 @@ class Published:
     """A version that all engines serve."""
 
     policy_version: int
-    digest: bytes
-    """Digest of the weights (32 bytes); empty if they were not verified."""
-    sent_bytes: int
-    """Bytes sent by all ranks."""
+    digest: bytes  # digest of the weights (32 bytes); empty if they were not verified
+    sent_bytes: int  # bytes sent by all ranks
 
 
 class PublishFailed(Exception):
@@ -115,16 +113,13 @@ class Publisher:
         self._started: list[Future[Any]] = []
 
     def __enter__(self) -> Self:
-        """Return this publisher, which the block's end closes."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close this publisher."""
         self.close()
 
     @property
     def epoch(self) -> int:
-        """The last epoch opened."""
         return self._epoch
 
     def open(self) -> list[dict[str, Any]]:

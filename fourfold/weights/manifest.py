@@ -43,12 +43,10 @@ class TensorSpec:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element."""
         return ITEM_BYTES[self.dtype]
 
     @property
@@ -92,16 +90,11 @@ class Manifest:
         object.__setattr__(self, "_encoded", encoded)
 
     def to_bytes(self) -> bytes:
-        """Return the canonical bytes."""
         return self._encoded
 
     @staticmethod
     def from_bytes(data: bytes) -> Manifest:
-        """Return the manifest that `data` encodes.
-
-        Raises:
-            InvalidInput: not the canonical bytes of a valid manifest.
-        """
+        """Return the manifest that `data` encodes. Raises InvalidInput: not the canonical bytes of a valid manifest."""
         return _decode(data)
 
     @property

@@ -250,7 +250,6 @@ class _SummingSink:
         self._sink.take(span, values)
 
     def flush(self) -> None:
-        """Flush the sink."""
         self._sink.flush()
 
     def finish(self) -> bytes:

@@ -30,8 +30,7 @@ from fourfold.weights.transport.waiting import Deadline, aborted
 class SendResult:
     """The result of a send on one rank."""
 
-    partial_sums: bytes
-    """Sums of this rank's shard, for `combine_digest`; empty if they were skipped."""
+    partial_sums: bytes  # sums of this rank's shard, for `combine_digest`; empty if they were skipped
     sent_bytes: int
 
 

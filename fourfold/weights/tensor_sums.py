@@ -18,8 +18,7 @@ _ROW: Final = 2048
 _ROWS: Final = 256
 _DEVICE_BLOCK: Final = 1 << 24
 
-Part = tuple[Span, torch.Tensor]
-"""A span and its elements, 1-D [span.count] in the manifest's dtype, on any device."""
+Part = tuple[Span, torch.Tensor]  # a span and its elements, 1-D [span.count] in the manifest's dtype, on any device
 
 
 class TensorSums:

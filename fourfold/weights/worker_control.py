@@ -90,11 +90,7 @@ class AbortFlag:
 
     @classmethod
     def attach(cls, path: Path) -> Self:
-        """Map a file that `create` made.
-
-        Raises:
-            Unavailable: the file is gone, so the service has ended.
-        """
+        """Map a file that `create` made. Raises Unavailable: the file is gone, so the service has ended."""
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:

@@ -48,8 +48,7 @@ class ApplyReport:
 
     direct_tensor_count: int
     reload_tensor_count: int
-    reload_reason: str = ""
-    """Why tensors are reloaded on a device whose memory could be written in place."""
+    reload_reason: str = ""  # why tensors are reloaded on a device whose memory could be written in place
 
 
 class CannotApply(Exception):

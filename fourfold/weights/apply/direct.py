@@ -84,7 +84,6 @@ class DirectApplier:
         return ApplyReport(direct_tensor_count=len(manifest.tensors), reload_tensor_count=0)
 
     def begin(self, *, stable: bool) -> None:
-        """Wait until the device has finished the steps enqueued."""
         if not self._flat:
             raise WrongState("no manifest was baked; open the epoch first")
         synchronize(self._model.device)
@@ -114,20 +113,17 @@ class DirectApplier:
                 target.copy_(source, non_blocking=True)
 
     def flush(self) -> None:
-        """Launch the small copies."""
         targets, sources = self._small
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
             self._small = ([], [])
 
     def finish(self) -> None:
-        """Wait until everything is written."""
         self.flush()
         synchronize(self._model.device)
         self._state = "clean"
 
     def abort(self) -> ModelState:
-        """Return the state of the model."""
         self._small = ([], [])
         return self._state
 

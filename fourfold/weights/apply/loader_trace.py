@@ -46,16 +46,13 @@ class Region:
 class LoaderTrace:
     """The effect that loading a manifest's tensors would have."""
 
-    unused: tuple[str, ...]
-    """Checkpoint tensors that no parameter takes anything from."""
+    unused: tuple[str, ...]  # checkpoint tensors that no parameter takes anything from
     missing: Mapping[str, tuple[int, int]]
     """Parameters that would not be filled: name -> (elements that would be written, elements of the parameter)."""
     cut: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Checkpoint tensors of which a part would be left out: name -> (elements taken, elements of the tensor)."""
-    regions: tuple[Region, ...] = ()
-    """All copies, if `irregular` is empty."""
-    irregular: str = ""
-    """Description of a copy that is not one between rectangles of the same dtype."""
+    regions: tuple[Region, ...] = ()  # all copies, if `irregular` is empty
+    irregular: str = ""  # description of a copy that is not one between rectangles of the same dtype
 
 
 def check_fits(trace: LoaderTrace) -> None:
@@ -94,14 +91,10 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._alive = (list(sources), list(destinations))  # a freed tensor's storage address could be used again
         self._sources = {_storage(tensor): name for name, tensor in self._alive[0]}
         self._destinations = {_storage(tensor): name for name, tensor in self._alive[1]}
-        self.read: Counter[str] = Counter()
-        """Elements taken from each source."""
-        self.written: Counter[str] = Counter()
-        """Elements written to each destination."""
-        self.copies: list[Region] = []
-        """All copies, when `irregular` is empty."""
-        self.irregular = ""
-        """Description of a copy that `copies` cannot express."""
+        self.read: Counter[str] = Counter()  # elements taken from each source
+        self.written: Counter[str] = Counter()  # elements written to each destination
+        self.copies: list[Region] = []  # all copies, when `irregular` is empty
+        self.irregular = ""  # description of a copy that `copies` cannot express
         self._regions: set[tuple[Any, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

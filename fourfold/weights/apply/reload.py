@@ -60,7 +60,6 @@ class ReloadApplier:
         return ApplyReport(direct_tensor_count=0, reload_tensor_count=len(manifest.tensors))
 
     def begin(self, *, stable: bool) -> None:
-        """Expect a version."""
         if self._manifest is None:
             raise WrongState("no manifest was baked; open the epoch first")
         self._stable = stable
@@ -90,7 +89,6 @@ class ReloadApplier:
             self._complete.append((spec.name, whole.view(spec.shape)))
 
     def flush(self) -> None:
-        """Load the tensors that are complete."""
         if not self._complete:
             return
         if not self._loading:
@@ -102,7 +100,6 @@ class ReloadApplier:
         self._model.load(tensors)
 
     def finish(self) -> None:
-        """Load the rest and finish loading."""
         self.flush()
         if not self._loading or self._parts:
             raise WrongState(f"{len(self._parts)} tensors did not arrive whole; abort the update")
@@ -111,7 +108,6 @@ class ReloadApplier:
         self._whole = True
 
     def abort(self) -> ModelState:
-        """Cancel a load in progress and return the state of the model."""
         self._complete, self._parts = [], {}
         if self._loading:
             self._model.cancel_load()

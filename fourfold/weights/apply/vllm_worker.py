@@ -160,15 +160,12 @@ class VllmModel:
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
         return self._device
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Return a parameter that a trace names."""
         return self._model.get_parameter(name)
 
     def obstacle(self) -> str:
-        """Return why the parameters cannot be written in place; empty: they can."""
         if self._device.type != "cuda":
             return "on a CPU vLLM packs the weights when it loads them"
         if self._config.model_config.quantization is not None:
@@ -195,7 +192,6 @@ class VllmModel:
             self._expert_kernels = _remove_expert_kernels(self._model)
 
     def load(self, tensors: NamedTensors) -> None:
-        """Hand checkpoint tensors to the model's loader."""
         with set_current_vllm_config(self._config):
             self._model.load_weights(iter(tensors))  # type: ignore[operator]
 

@@ -23,11 +23,7 @@ class WeightSource(Protocol):
         """Return the layout: the same object at every call, the same bytes on every rank."""
 
     def begin_round(self) -> None:
-        """Make the present weights readable.
-
-        Raises:
-            WrongState: the weights are not where the manifest places them.
-        """
+        """Make the present weights readable. Raises WrongState: the weights are not where the manifest places them."""
 
     def read(self, span: Span) -> torch.Tensor:
         """Return the elements of one of this rank's spans: 1-D [span.count], on any device.

@@ -59,11 +59,9 @@ class DenseSource:
 
     @property
     def slices(self) -> Sequence[tuple[str, ParameterSlice]]:
-        """For each tensor of the manifest, the name of its parameter and the slice of it."""
         return [(name, part) for name, _, part in self._slices]
 
     def manifest(self) -> Manifest:
-        """Return the layout."""
         return self._manifest
 
     def begin_round(self) -> None:
@@ -81,7 +79,6 @@ class DenseSource:
         synchronize(self._parameters[0][1].device)
 
     def read(self, span: Span) -> torch.Tensor:
-        """Return the elements of a span, 1-D."""
         _, parameter, part = self._slices[span.tensor]
         flat = parameter.detach().reshape(-1)
         return flat[part.start + span.start : part.start + span.start + span.count]

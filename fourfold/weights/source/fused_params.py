@@ -23,8 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.errors import WrongState
 
-Rename = Callable[[str], str]
-"""Maps a parameter's name to the name that it is sent under; "" leaves the parameter out."""
+Rename = Callable[[str], str]  # maps a parameter's name to the name that it is sent under; "" leaves the parameter out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +36,6 @@ class ParameterSlice:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
 

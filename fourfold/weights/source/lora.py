@@ -28,10 +28,8 @@ _CHUNK_ELEMENTS: Final = 1 << 24
 class Adapter:
     """The adapter of one weight."""
 
-    a: Any
-    """A: [r, in], a parameter; whole on this rank when it is read."""
-    b: Any
-    """B: [out, r], likewise."""
+    a: Any  # A: [r, in], a parameter; whole on this rank when it is read
+    b: Any  # B: [out, r], likewise
     scale: float
 
 
@@ -86,11 +84,9 @@ class MergedSource:
             gather()
 
     def manifest(self) -> Manifest:
-        """Return the layout: that of the base weights."""
         return self._base.manifest()
 
     def begin_round(self) -> None:
-        """Make base weights and adapters readable; raise WrongState as the base does."""
         if self._gather:
             self._gather()
         self._base.begin_round()
@@ -111,7 +107,6 @@ class MergedSource:
         return self._adapters[span.tensor] is None and self._base.is_view(span)
 
     def end_round(self) -> None:
-        """Release the last merged span."""
         self._last = None
         self._base.end_round()
 

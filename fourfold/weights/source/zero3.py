@@ -81,11 +81,9 @@ class Zero3Source:
 
     @property
     def slices(self) -> Sequence[tuple[str, ParameterSlice]]:
-        """For each tensor of the manifest, the name of its parameter and the slice of it."""
         return [(owner.name, part) for owner, part in self._places]
 
     def manifest(self) -> Manifest:
-        """Return the layout."""
         return self._manifest
 
     def begin_round(self) -> None:

@@ -150,8 +150,7 @@ class ReceiveTransport(ABC, Generic[_OfferT, _LinkT]):
     """
 
     backend: ClassVar[Backend]
-    stable: ClassVar[bool] = False
-    """Whether the data handed to `Sink.take` stays until the next `receive` or `close`."""
+    stable: ClassVar[bool] = False  # whether the data handed to `Sink.take` stays until the next `receive` or `close`
 
     def __init__(self, group: TransferGroup, receiver_index: int, device: torch.device) -> None:
         """Make receiver `receiver_index` of the group; its model is on `device`."""

@@ -107,11 +107,7 @@ def nccl_unique_id() -> bytes:
 
 
 def make_communicator(size: int, unique_id: bytes, rank: int) -> Communicator:
-    """Connect to the other ranks with `unique_id`. Blocks without a limit.
-
-    Raises:
-        Unavailable: NCCL failed.
-    """
+    """Connect to the other ranks with `unique_id`. Blocks without a limit. Raises Unavailable: NCCL failed."""
     nccl = _cupy().cuda.nccl
     try:
         communicator: Communicator = nccl.NcclCommunicator(size, unique_id, rank)

@@ -53,11 +53,7 @@ class CudaIpcSender(PageSender):
     """The page of one trainer rank."""
 
     def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
-        """Lay the windows out; nothing is exported yet.
-
-        Raises:
-            WrongState: the weights are not on a GPU.
-        """
+        """Lay the windows out; nothing is exported yet. Raises WrongState: the weights are not on a GPU."""
         self._source, self._receiver_count = source, group.receiver_count
         spans = group.manifest.spans_of_rank(rank)
         self._byte_count = shard_bytes(group.manifest, spans)
@@ -95,7 +91,6 @@ class CudaIpcSender(PageSender):
         return self._byte_count
 
     def close(self) -> None:
-        """Release page and buffers."""
         self._page.close()
         self._slots, self._staging = [], []
         for watch in self._watches.values():
@@ -209,7 +204,6 @@ class _MappedShard(SenderLink):
         _RECEIVER.pack_into(self.page.memory, self._row, os.getpid(), self.taken + count)
 
     def close(self) -> None:
-        """Unmap everything."""
         self.windows = []
         for address in self._addresses.values():
             cuda.close_handle(address)
@@ -235,11 +229,7 @@ class CudaIpcReceiver(ReceiveTransport[bytes, _MappedShard]):
     backend = Backend.CUDA_IPC
 
     def accept(self, offers: Sequence[bytes]) -> None:
-        """Check and keep the offers; see `ReceiveTransport`.
-
-        Raises:
-            WrongState: the model is not on a GPU.
-        """
+        """Check and keep the offers; see `ReceiveTransport`. Raises WrongState: the model is not on a GPU."""
         needs_gpu(self._device, "the engine's model is", "shm")
         super().accept(offers)
 

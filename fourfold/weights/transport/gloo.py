@@ -107,7 +107,6 @@ class _Member(SenderLink):
             raise self._failure(error, deadline, "a transfer") from None
 
     def close(self) -> None:
-        """Disconnect."""
         self._group = None
 
     def _is_aborted(self) -> bool:
@@ -142,11 +141,9 @@ class GlooSender:
         self._closed = False
 
     def offer(self) -> bytes:
-        """Return nonce and folder."""
         return pack_offer(Backend.GLOO, self._group, self._rank, (self._nonce + str(self._scratch.path)).encode())
 
     def open(self, deadline: Deadline) -> None:
-        """Wait for all receivers."""
         self._member.join(deadline)
 
     def send(self, policy_version: int, deadline: Deadline) -> int:
@@ -168,7 +165,6 @@ class GlooSender:
         self._marker.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Disconnect and remove the folder."""
         self._closed = True
         self.abort()
         self._member.close()
@@ -194,7 +190,6 @@ class GlooReceiver(ReceiveTransport[Path, _Member]):
         self._shards = [torch.empty(size, dtype=torch.uint8) for size in self._group.manifest.shard_bytes]
 
     def close(self) -> None:
-        """Disconnect and release the memory."""
         super().close()
         self._shards = ()
 

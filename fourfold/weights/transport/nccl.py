@@ -68,8 +68,7 @@ class _Member(SenderLink):
         """Buffer for parts that cannot go in place; used in the order of `stream`."""
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         """The stream of everything that this member enqueues."""
-        self.sender: ProcessWatch | None = None
-        """The sender's process, in a receiver on the same host."""
+        self.sender: ProcessWatch | None = None  # the sender's process, in a receiver on the same host
         self.sender_rank, self._name = sender_rank, f"the NCCL group of trainer rank {sender_rank}"
         self._size, self._unique_id, self._rank, self._device = 1 + group.receiver_count, unique_id, rank, device
         self._communicator: cuda.Communicator | None = None
@@ -126,7 +125,6 @@ class _Member(SenderLink):
             cuda.check(self._communicator, self._name)
 
     def close(self) -> None:
-        """Disconnect, and stop watching the sender."""
         self._disconnect()
         if self.sender is not None:
             self.sender.close()
@@ -157,11 +155,7 @@ class NcclSender:
     """Rank 0 of the communicator of one trainer rank."""
 
     def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
-        """Make the rendezvous id.
-
-        Raises:
-            WrongState: CuPy is not installed, or the weights are not on a GPU.
-        """
+        """Make the rendezvous id. Raises WrongState: CuPy is not installed, or the weights are not on a GPU."""
         self._group, self._rank, self._source = group, rank, source
         self._abort = threading.Event()
         self._member: _Member | None = None
@@ -179,7 +173,6 @@ class NcclSender:
         return pack_offer(Backend.NCCL, self._group, self._rank, body)
 
     def open(self, deadline: Deadline) -> None:
-        """Meet all receivers."""
         if self._member is not None:
             self._member.join(deadline)
 
@@ -200,7 +193,6 @@ class NcclSender:
         self._abort.set()
 
     def close(self) -> None:
-        """Disconnect."""
         self._abort.set()
         if self._member is not None:
             self._member.close()

@@ -40,11 +40,7 @@ class ProgressPage:
     """The page in the process of the trainer rank that made it."""
 
     def __init__(self, backend: Backend, group: TransferGroup, rank: int, body_bytes: int) -> None:
-        """Allocate the page.
-
-        Raises:
-            Overloaded: not enough memory.
-        """
+        """Allocate the page. Raises Overloaded: not enough memory."""
         self._backend, self._group, self._rank = backend, group, rank
         self._body_bytes = body_bytes
         self._nonce = secrets.token_bytes(16)
@@ -69,7 +65,6 @@ class ProgressPage:
         return self._words[_SEQUENCE]
 
     def offer(self) -> bytes:
-        """Return the offer for the receivers."""
         body = _OFFER.pack(os.getpid(), self._fd, self._body_bytes, self._nonce)
         return pack_offer(self._backend, self._group, self._rank, body)
 
@@ -79,7 +74,6 @@ class ProgressPage:
         self._words[_SEQUENCE] = sequence
 
     def abort(self) -> None:
-        """Show the receivers that nothing more comes. From any thread."""
         self._abort.set()
         with self._lock:
             if self.memory is not None:
@@ -102,14 +96,12 @@ class PageSender:
     _page: ProgressPage
 
     def offer(self) -> bytes:
-        """Return the address of the page."""
         return self._page.offer()
 
     def open(self, deadline: Deadline) -> None:
         """Do nothing: the sender needs no connection."""
 
     def abort(self) -> None:
-        """End the waits of the receivers, and those of this sender."""
         self._page.abort()
 
 

@@ -29,11 +29,7 @@ class ShmSender(PageSender):
     """The arena of one trainer rank."""
 
     def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
-        """Allocate the arena.
-
-        Raises:
-            Overloaded: not enough memory.
-        """
+        """Allocate the arena. Raises Overloaded: not enough memory."""
         self._manifest, self._source = group.manifest, source
         self._spans = group.manifest.spans_of_rank(rank)
         shard_bytes = group.manifest.shard_bytes[rank]
@@ -42,7 +38,6 @@ class ShmSender(PageSender):
         self._arena = _as_tensor(self._page.memory, shard_bytes)
 
     def send(self, policy_version: int, deadline: Deadline) -> int:
-        """Copy the shard into the arena, cast where needed, and publish it."""
         if self._page.memory is None:
             raise used_up()
         writing = self._page.sequence + 1
@@ -60,7 +55,6 @@ class ShmSender(PageSender):
         return sent
 
     def close(self) -> None:
-        """Release the arena."""
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._page.close()
 
@@ -102,7 +96,6 @@ class ShmReceiver(ReceiveTransport[bytes, _MappedArena]):
         Shards(self._group.manifest, [arena.shard for arena in self._links]).hand_to(sink)
 
     def check(self) -> None:
-        """Raise WrongState if a sender has started to write again since `receive`."""
         for rank, arena in enumerate(self._links):
             if arena.page.sequence != arena.taken:
                 raise WrongState(

@@ -91,7 +91,6 @@ class ProcessWatch:
         return bool(self._poll.poll(0))
 
     def close(self) -> None:
-        """Close the pidfd. Once."""
         os.close(self._pidfd)
 
 

@@ -57,7 +57,6 @@ class CallOutputs:
         await self._end
 
     def put(self, index: int, output: SampleOutput) -> None:
-        """Take a sample's next output."""
         for version, piece in self._versions[index].cut(output, self._token_hold.version):
             self._token_hold.pass_on(self, index, version, piece)
 
@@ -88,7 +87,6 @@ class CallOutputs:
         self._token_hold.forget(self)
 
     def deliver(self, index: int, version: int, output: SampleOutput) -> None:
-        """Emit one output as a chunk."""
         self._emit(
             pb.SampleChunk(
                 sample_index=index,

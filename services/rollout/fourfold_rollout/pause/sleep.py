@@ -63,11 +63,7 @@ class SleepState:
         self.lost_weights |= level > 1
 
     def to_wake(self, tags: Sequence[str]) -> tuple[str, ...]:
-        """Return those of `tags` that are asleep; without tags, all that are.
-
-        Raises:
-            InvalidInput: no such tag.
-        """
+        """Return those of `tags` that are asleep; without tags, all that are. Raises InvalidInput: no such tag."""
         unknown = [tag for tag in tags if tag not in _TAGS]
         if unknown:
             raise InvalidInput(f"tag {unknown[0][:40]!r} is unknown; tags are {', '.join(_TAGS)}, or none for all")

@@ -61,11 +61,7 @@ class WeightUpdate:
         return time.monotonic() - self._since if self.is_open else 0.0
 
     def enter(self, phase: UpdatePhase) -> None:
-        """Go to the next phase.
-
-        Raises:
-            RuntimeError: `TRANSITIONS` has no such transition; a bug of the controller.
-        """
+        """Go to the next phase. Raises RuntimeError: `TRANSITIONS` has no such transition; a bug of the controller."""
         if phase not in TRANSITIONS[self.phase]:
             raise RuntimeError(f"an update cannot go from {self.phase.name} to {phase.name}")
         self.phase, self._since = phase, time.monotonic()

@@ -38,11 +38,7 @@ _LARGEST_GRAPH: Final = 512
 
 
 def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
-    """Return vLLM's arguments.
-
-    Raises:
-        ConfigError: the installed vLLM does not have an option of the recipe.
-    """
+    """Return vLLM's arguments. Raises ConfigError: the installed vLLM does not have an option of the recipe."""
     options: dict[str, Any] = {}
     if settings.gpus:
         options["tensor_parallel_size"] = settings.gpus

@@ -55,11 +55,7 @@ class LogprobTable:
         return self.slots * self.width * _ITEM_BYTES
 
     def check_room(self, count: int) -> None:
-        """Check that `count` rows are free.
-
-        Raises:
-            Overloaded: too many samples run or are still being ended.
-        """
+        """Check that `count` rows are free. Raises Overloaded: too many samples run or are still being ended."""
         if count > self.free_count:
             raise Overloaded(
                 f"{self.slots - self.free_count} samples are in the engine, those that are being ended included, and "
@@ -102,11 +98,7 @@ class LogprobRow:
         self._taken = 0
 
     def take(self, count: int) -> Float32Array:
-        """Return a copy of the next `count` values, float32 [count].
-
-        Raises:
-            Internal: a value is missing or NaN.
-        """
+        """Return a copy of the next `count` values, float32 [count]. Raises Internal: a value is missing or NaN."""
         if self.slot == NO_SLOT:
             raise Internal("the sample has given back its row of log-probabilities")
         start, self._taken = self._taken, self._taken + count
@@ -126,11 +118,7 @@ class LogprobRow:
 
 
 def open_table(path: str, slots: int, width: int) -> Float32Array:
-    """Map the table of another process for writing: float32 [slots, width].
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Map the table of another process for writing: float32 [slots, width]. Raises OSError: it cannot be opened."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return _map(descriptor, slots, width)

@@ -55,7 +55,7 @@ class Segments:
 
     @property
     def token_count(self) -> int:
-        """Number of tokens of the row, t."""
+        """t, the tokens of the row."""
         return int(self._ends[-1])
 
     @functools.cached_property
@@ -91,7 +91,6 @@ class Segments:
 
 
 def register() -> None:
-    """Register the implementation with transformers under NAME."""
     transformers.AttentionInterface.register(NAME, attend)
     transformers.AttentionMaskInterface.register(NAME, _window)
 
@@ -161,13 +160,11 @@ def _attend(
 
 
 def _window(*, config: Any, local_size: int | None = None, use_vmap: bool = False, **arguments: Any) -> int | None:
-    """Return the stand-in for the mask of a kind of layer; transformers calls it with the ingredients of a mask.
+    """Return the number of tokens that a token reads, including itself, or None for all before it.
 
-    Returns:
-        The number of tokens that a token reads, including itself; None: all before it.
+    transformers calls it with the ingredients of a mask, for which the number stands in.
 
-    Raises:
-        ConfigError: the mask is neither causal nor a sliding window.
+    Raises ConfigError: the mask is neither causal nor a sliding window.
     """
     sliding = getattr(config, "sliding_window", None)
     both_ways = "allow_is_bidirectional_skip" in arguments

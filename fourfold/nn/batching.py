@@ -45,14 +45,11 @@ def split_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[list[int
     with samples of nearly its size, the batches of first-fit stay.
 
     Args:
-        lengths: tokens of each sample.
+        lengths: tokens of each sample, at most `max_tokens`.
         max_tokens: most tokens in one batch.
 
     Returns:
         Batches of sample indices, the one with the longest sample first; in each the longest sample first.
-
-    Raises:
-        InvalidInput: a sample is longer than the budget.
     """
     longest = max(lengths, default=0)
     if longest > max_tokens:
@@ -67,15 +64,12 @@ def split_by_tokens(lengths: Sequence[int], *, max_tokens: int) -> list[list[int
 
 
 def pack(token_ids: Sequence[Int32Array], positions: Sequence[Int64Array], temperatures: Sequence[float]) -> TokenBatch:
-    """Concatenate samples into one batch.
+    """Concatenate samples into one batch, whose rows are in the order of `positions`, sample by sample.
 
     Args:
         token_ids: int32 [n] of each sample.
         positions: int64 [m] of each sample: the tokens whose log-probability is asked, each in [1, n).
         temperatures: one per sample.
-
-    Returns:
-        A batch whose rows are in the order of `positions`, sample by sample.
     """
     lengths = np.array([len(ids) for ids in token_ids], np.int32)
     starts = np.cumsum(lengths, dtype=np.int64) - lengths

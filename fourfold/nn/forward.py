@@ -42,10 +42,9 @@ _PROBE_SHARE_ULPS: Final = 16
 
 
 class LogprobHead(nn.Module):
-    """The output embedding, which computes log-probabilities instead of logits."""
+    """The output embedding `linear`, which computes log-probabilities instead of logits."""
 
     def __init__(self, linear: nn.Module, softcap: float) -> None:
-        """Take over the parameters of `linear`."""
         super().__init__()
         self.weight: nn.Parameter = linear.weight  # type: ignore[assignment]  # [v, h]
         self.bias: nn.Parameter | None = getattr(linear, "bias", None)  # [v]
@@ -78,11 +77,9 @@ class ValueHead(nn.Linear):
 def install(model: Any) -> None:
     """Make `model` return log-probabilities, and compare them with its own logits on a few tokens.
 
-    Args:
-        model: a `PreTrainedModel` with an output embedding, whole in memory.
+    `model` is a `PreTrainedModel` with an output embedding, whole in memory.
 
-    Raises:
-        ConfigError: samples of this architecture cannot be packed, or it computes its logits in an unknown way.
+    Raises ConfigError: samples of this architecture cannot be packed, or it computes its logits in an unknown way.
     """
     linear = _output_embedding(model)
     ids = _probe_ids(linear)
@@ -110,14 +107,10 @@ def install(model: Any) -> None:
 def install_values(model: Any, weight: Tensor | None = None) -> None:
     """Make `model` return one value per row, and compare its hidden states with its own on a few tokens.
 
-    `score` replaces the output embedding, as in a ...ForSequenceClassification.
+    `score` replaces the output embedding, as in a ...ForSequenceClassification. Its `weight` is [1, h]; None: zeros, so
+    that every value begins at 0.
 
-    Args:
-        model: a `PreTrainedModel` with an output embedding, whole in memory.
-        weight: [1, h] of the head; None: zeros, so that every value begins at 0.
-
-    Raises:
-        ConfigError: samples of this architecture cannot be packed, or `weight` has another size.
+    Raises ConfigError: samples of this architecture cannot be packed, or `weight` has another size.
     """
     linear = _output_embedding(model)
     if weight is not None and weight.shape != (1, linear.in_features):
@@ -149,10 +142,9 @@ def install_values(model: Any, weight: Tensor | None = None) -> None:
 
 
 def share_rows(model: Any, exchange: Exchange) -> None:
-    """Share every row among the ranks of `exchange` from now on. Each rank has called `install` on the model.
+    """Share every row among the ranks of `exchange` from now on, after `install`.
 
-    Raises:
-        ConfigError: so many ranks cannot share a row of this architecture.
+    Raises ConfigError: so many ranks cannot share a row of this architecture.
     """
     sequence.check(model, exchange.size)
     model.exchange = exchange

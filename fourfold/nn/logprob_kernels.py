@@ -22,29 +22,11 @@ _WARPS = 8
 def row_statistics(
     logits: Tensor, targets: Tensor, temperatures: Tensor, softcap: float, *, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return log-probabilities of the targets, logsumexp(z), and entropies or None: float32 [r] each.
-
-    Args:
-        logits: [r, v], before softcap and temperature.
-        targets: int64 [r].
-        temperatures: float32 [r].
-        softcap: of the logits; 0: no cap.
-        entropy: return entropies.
-    """
+    """Return log-probabilities of the targets, logsumexp(z), and entropies or None: float32 [r] each."""
     count, width = logits.shape
     logprobs, normalisers, entropies = (torch.empty(count, device=logits.device) for _ in range(3))
-    _launch(
-        _row_statistics_kernel,
-        logits,
-        targets,
-        temperatures,
-        logprobs,
-        normalisers,
-        entropies,
-        logits.stride(0),
-        width,
-        softcap,
-    )
+    results = logprobs, normalisers, entropies
+    _launch(_row_statistics_kernel, logits, targets, temperatures, *results, logits.stride(0), width, softcap)
     return logprobs, normalisers, entropies if entropy else None
 
 
@@ -59,33 +41,16 @@ def logit_gradient_(
     entropies: Tensor | None,
     of_entropies: Tensor | None,
 ) -> Tensor:
-    """Overwrite the logits [r, v] with their gradient, and return it.
-
-    Args:
-        logits: [r, v], before softcap and temperature; overwritten.
-        targets: int64 [r].
-        temperatures: float32 [r].
-        softcap: of the logits; 0: no cap.
-        normalisers: float32 [r].
-        of_logprobs: float32 [r], gradient of the log-probabilities; None: zero.
-        entropies: float32 [r], where `of_entropies` is given.
-        of_entropies: float32 [r], gradient of the entropies; None: zero.
-    """
+    """Overwrite the logits [r, v] with their gradient, and return it."""
     rows = torch.zeros_like(normalisers)
     with_entropy = entropies is not None and of_entropies is not None
-    _launch(
-        _logit_gradient_kernel,
-        logits,
-        targets,
-        temperatures,
+    columns = (
         normalisers,
         rows if of_logprobs is None else of_logprobs,
         entropies if with_entropy else rows,
         of_entropies if with_entropy else rows,
-        logits.stride(0),
-        logits.shape[1],
-        softcap,
     )
+    _launch(_logit_gradient_kernel, logits, targets, temperatures, *columns, logits.stride(0), logits.shape[1], softcap)
     return logits
 
 

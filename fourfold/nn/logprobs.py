@@ -186,15 +186,9 @@ def _logit_gradient(
     if _has_kernels(logits):
         from fourfold.nn import logprob_kernels
 
+        columns = {"of_logprobs": of_logprobs, "entropies": entropies, "of_entropies": of_entropies}
         return logprob_kernels.logit_gradient_(
-            logits,
-            targets,
-            temperatures,
-            softcap,
-            normalisers=normalisers,
-            of_logprobs=of_logprobs,
-            entropies=entropies,
-            of_entropies=of_entropies,
+            logits, targets, temperatures, softcap, normalisers=normalisers, **columns
         )
     of_logprobs, of_entropies = (None if g is None else g / temperatures for g in (of_logprobs, of_entropies))
     z = _scale(logits, temperatures, softcap)
@@ -220,14 +214,9 @@ def _grad_scaled(
     entropies: Tensor | None,
     of_entropies: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the scaled logits: g * (onehot - pi) - e * pi * (log pi + entropy).
+    """Return the gradient of the scaled logits: g * (onehot - pi) - e * pi * (log pi + entropy), [r, v].
 
-    Args:
-        logs: [r, v], log pi; overwritten.
-        targets: [r].
-        of_logprobs: g [r], gradient of the log-probabilities; None: zero.
-        entropies: [r], if `of_entropies` is given.
-        of_entropies: [r], gradient of the entropies; None: zero.
+    `logs`, [r, v], is log pi, and is overwritten; the other arguments are those of `_logit_gradient`.
     """
     factor = None
     if entropies is not None and of_entropies is not None:

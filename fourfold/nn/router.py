@@ -7,15 +7,13 @@ The loss of one layer (Switch Transformers, arXiv 2101.03961, eq. 4 to 6; for to
     f_e    share of the t tokens that are routed to expert e; the sum over the experts is k. No gradient.
     P_e    mean over the tokens of the router's probability of e, softmax(logits)
 
-and the loss of a pass is the mean over its layers: k if all experts are used alike, more if not. This is the paper's
-loss of each layer. The function of transformers joins the tokens of all layers first, which can hide the imbalance of
-one layer behind that of another.
+and the loss of a pass is the mean over its layers: k if all experts are used alike, more if not. The function of
+transformers joins the tokens of all layers first, which can hide the imbalance of one layer behind that of another.
 
-The loss is not returned and added to another one. As in Megatron-LM, each router attaches its own loss to the weights
-that it returns, so its gradient comes with that of the pass, whatever else the pass computes. If several ranks share a
-row (sequence.py), f and P are those of the whole row, and each rank attaches the part of its slice. Gradient
-checkpointing runs layers twice, but only the second run has a graph to attach to. So nothing counts double, and no
-layer's logits outlive it.
+As in Megatron-LM, each router attaches its own loss to the weights that it returns, so its gradient comes with that of
+the pass, whatever else the pass computes. If several ranks share a row (sequence.py), f and P are those of the whole
+row, and each rank attaches the part of its slice. Gradient checkpointing runs layers twice, but only the second run has
+a graph to attach to. So nothing counts double, and no layer's logits outlive it.
 
 Legend: t tokens of a pass, E experts, k experts that a token is routed to, L layers with a router.
 """
@@ -41,10 +39,9 @@ class Routed:
 
 
 class Routers:
-    """The routers of one model. `install` makes it; the thread that runs the model uses it."""
+    """The routers of one model. The ranks of `exchange` share every row. The thread that runs the model uses it."""
 
     def __init__(self, modules: list[nn.Module], exchange: Exchange | None = None) -> None:
-        """Register the hooks. The ranks of `exchange` share every row."""
         self.token_count = 0
         """Tokens of the next pass's row. Needed only with an exchange, because a slice may end in padding."""
         self.weight = 0.0  # of the mean loss in the gradient; a pass keeps the value that it had at its forward
@@ -75,18 +72,12 @@ class Routers:
 
 
 def install(model: Any, *, coef: float = 0.0, exchange: Exchange | None = None) -> Routers | None:
-    """Hook into the routers of a model; return None if it has none of a known kind.
+    """Hook into the routers of a model of transformers, whole in memory; return None if it has none of a known kind.
 
     Known routers choose by softmax(logits) and return (logits [t, E], weights [t, k], experts [t, k]), such as those of
     Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE. Others are balanced in other ways (DeepSeek-V3 by a bias).
 
-    Args:
-        model: a model of transformers, whole in memory.
-        coef: weight that the loss will have.
-        exchange: the ranks that share every row, if there are several.
-
-    Raises:
-        ConfigError: `coef` is set, but the model has no known router.
+    Raises ConfigError: `coef`, the weight that the loss will have, is set, but the model has no known router.
     """
     config = model.config.get_text_config()
     kinds = [getattr(module, "_can_record_outputs", None) or {} for module in model.modules()]

@@ -50,16 +50,13 @@ class Exchange(Protocol):
         """Number of ranks, n."""
 
     def attend(self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return this rank's slice of what `kernel` computes for the whole row; differentiable.
+        """Return this rank's slice, [1, t / n, h, d], of what `kernel` computes for the whole row; differentiable.
 
         Args:
             kernel: [1, t, h / n, d], [1, t, g / n, d] twice -> [1, t, h / n, d].
             query: [1, t / n, h, d], h a multiple of n.
             key: [1, t / n, g, d], g a multiple of n.
             value: as `key`.
-
-        Returns:
-            [1, t / n, h, d].
         """
 
     def add(self, numbers: Tensor) -> None:
@@ -70,13 +67,9 @@ class RowSlice:
     """This rank's slice of a packed row and the asked rows in it; without an exchange, the whole row."""
 
     def __init__(self, exchange: Exchange | None, lengths: Tensor, rows: Tensor, device: torch.device) -> None:
-        """Divide a row.
+        """Divide a row of segments of `lengths`, [s] integers on the CPU, of which `rows`, int64 [k], are asked.
 
-        Args:
-            exchange: the ranks that share the row, each with the same arguments; None: this rank alone.
-            lengths: [s] integers on the CPU: lengths of the segments.
-            rows: int64 [k]: indices of the asked rows.
-            device: of the model.
+        All ranks of `exchange` pass the same arguments; None: this rank alone.
         """
         self.exchange = exchange
         self.lengths = lengths
@@ -148,8 +141,7 @@ def attend(exchange: Exchange, kernel: Kernel, query: Tensor, key: Tensor, value
 def check(model: Any, size: int) -> None:
     """Check that `size` ranks can share the rows of a model.
 
-    Raises:
-        ConfigError: `size` does not divide its heads, or its positions depend on the longest sample of a row.
+    Raises ConfigError: `size` does not divide its heads, or its positions depend on the longest sample of a row.
     """
     config = model.config.get_text_config()
     if config.num_attention_heads % size:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
@@ -24,36 +24,17 @@ _MESSAGE_CHARACTERS: Final = 1000
 _MIN_SECONDS: Final = 1.0
 
 
-class WorkerConsensus(Protocol):
-    """A vote of all workers of an engine."""
+class GroupConsensus:
+    """The vote of several workers, which share a gloo process group; this worker is `rank` of `count`."""
+
+    def __init__(self, group: Any, rank: int, count: int) -> None:
+        self._group, self._rank, self._count = group, rank, count
 
     def first_refusal(self, own: FourfoldError | None, deadline: Deadline) -> FourfoldError | None:
         """Return the error of the first worker that has one. Every worker calls this once for each epoch to join.
 
-        Args:
-            own: this worker's error; None: the epoch fits.
-            deadline: of the call.
-
-        Raises:
-            Unavailable: a worker did not vote.
+        `own` is this worker's error; None: the epoch fits. Raises Unavailable: a worker did not vote.
         """
-
-
-class OneWorker:
-    """The vote of an engine with one worker."""
-
-    def first_refusal(self, own: FourfoldError | None, deadline: Deadline) -> FourfoldError | None:
-        return own
-
-
-class GroupConsensus:
-    """The vote of several workers, which share a gloo process group."""
-
-    def __init__(self, group: Any, rank: int, count: int) -> None:
-        """Use a process group in which this worker is `rank` of `count`."""
-        self._group, self._rank, self._count = group, rank, count
-
-    def first_refusal(self, own: FourfoldError | None, deadline: Deadline) -> FourfoldError | None:
         votes = [torch.zeros(_VOTE_BYTES, dtype=torch.uint8) for _ in range(self._count)]
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=max(deadline.remaining, _MIN_SECONDS))

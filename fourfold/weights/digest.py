@@ -37,11 +37,7 @@ def add_sums(manifest: Manifest, parts: Sequence[bytes]) -> bytes:
 
 
 def digest_of(manifest: Manifest, sums: bytes) -> bytes:
-    """Return the digest (32 bytes) of weights whose sums are complete.
-
-    Raises:
-        InvalidInput: `sums` has a wrong length.
-    """
+    """Return the digest (32 bytes) of weights whose sums are complete. Raises InvalidInput: a wrong length."""
     _check_length(manifest, sums)
     return hashlib.sha256(manifest.sha256 + sums).digest()
 
@@ -53,24 +49,14 @@ def unsummed_digest(manifest: Manifest, policy_version: int) -> bytes:
 
 
 def combine_digest(manifest: Manifest, parts: Sequence[bytes]) -> bytes:
-    """Return the digest (32 bytes) of the weights that the ranks hold together, from the sums of each rank.
-
-    Raises:
-        InvalidInput: a part has a wrong length.
-    """
+    """Return the digest (32 bytes) of the weights that the ranks hold together, from the sums of each rank."""
     return digest_of(manifest, add_sums(manifest, parts))
 
 
 def differing_tensors(manifest: bytes, left: bytes, right: bytes) -> list[str]:
-    """Return the names of the tensors whose sums differ, in manifest order.
+    """Return the names of the tensors whose sums differ, in manifest order; none if a side computed no sums.
 
-    Args:
-        manifest: canonical bytes, from the trainer.
-        left: sums of one side, 16 bytes per tensor, or empty when that side computed none.
-        right: sums of the other side.
-
-    Returns:
-        Names; empty when the two cannot be compared.
+    `manifest` is canonical bytes; `left` and `right` are the sums of both sides, 16 bytes per tensor, or empty.
     """
     names = [str(tensor[0]) for tensor in json.loads(manifest)["tensors"]]
     if len(left) != len(names) * _ENTRY_BYTES or len(left) != len(right):

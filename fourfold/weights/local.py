@@ -40,10 +40,10 @@ class PublishEngine(Protocol):
 
 
 class PublishSender(Protocol):
-    """A trainer rank: a `WeightSender`, or a proxy of one in another process."""
+    """A trainer rank: a `WeightSender`, whose documentation applies, or a proxy of one in another process."""
 
     def manifest(self) -> Manifest:
-        """Return what will be sent; see `WeightSender` for all methods."""
+        """Return the layout of the weights."""
 
     def make_offer(self, epoch: int, backend: str, receiver_count: int, *, timeout: float) -> bytes:
         """Start an epoch and return this rank's offer."""
@@ -70,8 +70,7 @@ class Published:
 class PublishFailed(Exception):
     """The update was aborted; the next `publish` opens a new epoch.
 
-    `clean`: every engine still holds the last version. Otherwise some may hold a mixture of two versions: let no engine
-    generate until a publish succeeds.
+    `clean`: every engine still holds the last version. Otherwise let no engine generate until a publish succeeds.
     """
 
     def __init__(self, error: Exception, *, clean: bool) -> None:
@@ -92,9 +91,6 @@ class Publisher:
             engines: the engines that receive the weights.
             backend: a `transport.base.Backend` that the trainer and every engine support.
             timeout: for each phase of an update, in seconds.
-
-        Raises:
-            InvalidInput: no sender or no engine.
         """
         if not senders or not engines:
             raise InvalidInput(f"{len(senders)} senders and {len(engines)} engines; there must be at least one of each")
@@ -125,8 +121,7 @@ class Publisher:
     def open(self) -> list[dict[str, Any]]:
         """Connect senders and engines in a new epoch; return the reply of each engine to `weights_open`.
 
-        Raises:
-            PublishFailed: the weights do not fit an engine, or senders and engines did not meet.
+        Raises PublishFailed: the weights do not fit an engine, or senders and engines did not meet.
         """
         self._epoch += 1
         self._errors, self._started = [], []

@@ -51,7 +51,6 @@ class TensorSpec:
 
     @property
     def byte_count(self) -> int:
-        """Bytes of all elements together."""
         return self.count * self.item_bytes
 
 
@@ -68,11 +67,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Tensors, spans (sorted by tensor and start) and the bytes of every rank's shard.
-
-    Raises:
-        InvalidInput: a rule is broken; names the tensor.
-    """
+    """Tensors, spans (sorted by tensor and start) and the bytes of every rank's shard. Raises InvalidInput."""
 
     tensors: tuple[TensorSpec, ...]
     spans: tuple[Span, ...]
@@ -137,13 +132,8 @@ def partition_count(count: int, rank_count: int) -> int:
 def partition_spans(first: int, specs: Sequence[TensorSpec], rank_count: int, offset: int) -> list[Span]:
     """Return the spans of the tensors of a parameter that the ranks hold in equal partitions.
 
-    The tensors lie back to back. A partition may hold the end of one tensor, whole ones, and the start of another.
-
-    Args:
-        first: index of the first tensor.
-        specs: the tensors, of one dtype; together they are the parameter.
-        rank_count: number of partitions.
-        offset: first byte of the partition in every rank's shard.
+    The tensors lie back to back, have one dtype and are the whole parameter; the first has index `first`. A partition,
+    which begins at byte `offset` of every shard, may hold the end of one tensor, whole ones, and the start of another.
     """
     size = partition_count(sum(spec.count for spec in specs), rank_count)
     result, begin = [], 0  # of the tensor, in the parameter

@@ -21,7 +21,7 @@ import torch
 
 from fourfold.errors import FourfoldError, Internal, StaleEpoch, WrongState
 from fourfold.weights.apply.base import Applier, ApplyReport, CannotApply, ModelState
-from fourfold.weights.consensus import OneWorker, WorkerConsensus
+from fourfold.weights.consensus import GroupConsensus
 from fourfold.weights.digest import digest_of, unsummed_digest
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.tensor_sums import TensorSums, warm_up
@@ -32,8 +32,6 @@ from fourfold.weights.worker_control import AbortFlag
 
 @dataclass(slots=True)
 class _Epoch:
-    """The open epoch."""
-
     number: int
     manifest: Manifest
     transport: ReceiveTransport[Any, Any]
@@ -48,7 +46,7 @@ class WeightReceiver:
     """Receives weights and applies them to one worker's model. One thread calls it; an `AbortFlag` ends its waits."""
 
     def __init__(
-        self, appliers: Sequence[Applier], device: torch.device, consensus: WorkerConsensus | None = None
+        self, appliers: Sequence[Applier], device: torch.device, consensus: GroupConsensus | None = None
     ) -> None:
         """Serve a model that holds whole weights now.
 
@@ -58,7 +56,7 @@ class WeightReceiver:
             consensus: the link to the other workers of the engine; None: there is one worker.
         """
         self._appliers, self._device = tuple(appliers), device
-        self._consensus: WorkerConsensus = consensus or OneWorker()
+        self._consensus = consensus
         self._open_epoch: _Epoch | None = None
         self._last_epoch = -1
         self._uncommitted = False
@@ -77,6 +75,16 @@ class WeightReceiver:
     ) -> ApplyReport:
         """Join an epoch, replacing the open one. If any worker refuses it, nothing changes in any worker.
 
+        Args:
+            epoch: above every earlier one.
+            backend: one of `transport.base.available_backends`.
+            manifest: canonical bytes.
+            offers: of all trainer ranks, in rank order.
+            receiver_count: receivers of all engines.
+            receiver_index: of this worker among them.
+            timeout: in seconds, as in all methods.
+            abort_path: file of the `AbortFlag` that ends waits of this epoch; empty: none.
+
         Raises:
             StaleEpoch: the epoch is not above the last one, or was aborted already.
             InvalidInput: bad manifest, offers or numbers.
@@ -92,7 +100,7 @@ class WeightReceiver:
         except FourfoldError as error:
             own = error
         finally:  # also for errors that are not caught here: the other workers wait for this one's vote
-            refusal = self._consensus.first_refusal(own, deadline)
+            refusal = own if self._consensus is None else self._consensus.first_refusal(own, deadline)
         if refusal is not None:
             if own is None and self._open_epoch is not None:  # _prepare baked the new manifest into the applier
                 self._open_epoch.applier.bake(self._open_epoch.manifest)
@@ -113,13 +121,8 @@ class WeightReceiver:
     def receive(self, epoch: int, policy_version: int, timeout: float, skip_sums: bool = False) -> bytes:
         """Receive `policy_version` into the model and return its digest (32 bytes).
 
-        The model must not run meanwhile. After an error it can run again; `abort` returns what it holds.
-
-        Args:
-            epoch: the open epoch.
-            policy_version: the version that is due.
-            timeout: in seconds.
-            skip_sums: compute no sums, as the sender does; the digest then does not depend on the weights.
+        The model must not run meanwhile. After an error it can run again; `abort` returns what it holds. If both
+        sides have `skip_sums`, no sums are computed, and the digest does not depend on the weights.
 
         Raises:
             StaleEpoch: not the open epoch, or it was aborted.
@@ -165,12 +168,7 @@ class WeightReceiver:
         return self._current(epoch).sums
 
     def commit(self, epoch: int, policy_version: int) -> None:
-        """Record that the received version is served. Idempotent.
-
-        Raises:
-            StaleEpoch: not the open epoch.
-            WrongState: that version was not received.
-        """
+        """Record that the received version is served. Idempotent. Raises WrongState: it was not received."""
         received = self._current(epoch).received_version
         if received != policy_version:
             raise WrongState(f"version {policy_version} cannot be committed: the last one received is {received}")
@@ -180,9 +178,6 @@ class WeightReceiver:
         """Close the epoch; return "clean" if the model holds exactly the served version. Idempotent.
 
         A version that was received but not committed is whole, yet not the one served: "dirty".
-
-        Raises:
-            StaleEpoch: another epoch is open.
         """
         if self._open_epoch is not None:
             current = self._current(epoch)
@@ -253,7 +248,6 @@ class _SummingSink:
         self._sink.flush()
 
     def finish(self) -> bytes:
-        """Return the sums of all tensors."""
         self._sums.add(self._in_place)
         return self._sums.to_bytes()
 
@@ -266,7 +260,6 @@ class _Clock:
         self._last = time.perf_counter()
 
     def lap(self, part: str) -> None:
-        """End a part and begin the next."""
         now = time.perf_counter()
         self._seconds[part], self._last = now - self._last, now
 

@@ -1,11 +1,6 @@
 """Runs the trainer's side of a weight update, one `WeightSender` per trainer rank.
 
-    make_offer(epoch)  close the open epoch and make a transport; with group 1, 2, ...: add another transport
-    open(epoch)        meet the receivers of all groups
-    send(epoch, v)     begin_round -> transports -> sums -> end_round
-    abort(epoch)       from any thread: end what is under way and close the epoch
-
-Epochs only grow. A transfer that failed or was aborted closes its epoch, and the next one needs make_offer with a
+Epochs only grow. A transfer that failed or was aborted closes its epoch, and the next one needs `make_offer` with a
 higher epoch. All methods but `abort` belong to one thread.
 """
 
@@ -38,11 +33,6 @@ class WeightSender:
     """Sends the weights of one rank."""
 
     def __init__(self, source: WeightSource, *, rank: int, rank_count: int) -> None:
-        """Make the sender of trainer rank `rank`.
-
-        Raises:
-            InvalidInput: the source was made for another number of ranks.
-        """
         self._source = source
         self._manifest = source.manifest()
         if self._manifest.rank_count != rank_count or not 0 <= rank < rank_count:
@@ -70,11 +60,10 @@ class WeightSender:
             backend: one of `transport.base.Backend`.
             receiver_count: workers of all engines of the group together.
             group: 0, then 1, 2, ...
-            timeout: in seconds.
+            timeout: in seconds, as in all methods.
 
         Raises:
             StaleEpoch: the epoch or the group is not the next one.
-            InvalidInput: unknown backend, bad numbers.
             WrongState: the backend cannot send from where the weights are.
         """
         Deadline(timeout)
@@ -96,12 +85,7 @@ class WeightSender:
         return transport.offer()
 
     def open(self, epoch: int, *, timeout: float) -> None:
-        """Meet all receivers of the epoch. Idempotent.
-
-        Raises:
-            StaleEpoch: not the open epoch, or aborted meanwhile.
-            DeadlinePassed: a receiver did not come; the epoch is closed.
-        """
+        """Meet the receivers of all groups. Idempotent. Raises DeadlinePassed: one did not come."""
         deadline = Deadline(timeout)
         with self._using(epoch) as transports:
             if not self._opened:
@@ -115,7 +99,6 @@ class WeightSender:
         """Send the present weights as `policy_version` to all receivers. When this returns, the weights may change.
 
         Raises:
-            StaleEpoch: not the open epoch.
             WrongState: not opened, or the weights are not where the manifest places them.
             DeadlinePassed, Unavailable: a receiver is too slow or gone; the epoch is closed.
         """
@@ -134,11 +117,7 @@ class WeightSender:
         return SendResult(partial_sums=sums, sent_bytes=sent_bytes)
 
     def abort(self, epoch: int) -> None:
-        """Abort `epoch` and close it. From any thread; does nothing if it is closed already.
-
-        Raises:
-            StaleEpoch: another epoch is open.
-        """
+        """Abort `epoch` and close it, from any thread; does nothing if it is closed already."""
         with self._lock:
             if not self._transports:
                 return

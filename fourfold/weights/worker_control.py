@@ -1,12 +1,8 @@
 """Lets a service control the workers of its engine during an update: replies that carry errors, and the abort flag.
 
-The engine calls its workers through vLLM's `collective_rpc`. That call turns an exception into text and, with several
-workers, leaves the replies of the other workers in their queues. The methods of `vllm_worker.WeightWorker` therefore
-never raise: a reply is the result, or a dict with the key "error". `unwrap` raises the error again in the service.
-
-A worker that receives weights serves no other call, so an abort reaches it through shared memory: `AbortFlag`.
-
-This module needs no torch.
+vLLM's `collective_rpc` turns an exception into text and, with several workers, leaves the replies of the others in
+their queues. The methods of `vllm_worker.WeightWorker` therefore never raise: a reply is the result, or a dict with the
+key "error". `unwrap` raises the error again in the service. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +32,6 @@ _NO_EPOCH: Final = -1
 
 
 def error_reply(error: FourfoldError) -> dict[str, str]:
-    """Return the reply that carries `error`."""
     return {_ERROR: error.code, "message": error.message, "reason": error.reason}
 
 
@@ -48,11 +43,7 @@ def reply_error(reply: Any) -> FourfoldError | None:
 
 
 def unwrap(replies: Sequence[Any]) -> list[Any]:
-    """Return the results of all workers of one engine, in worker order.
-
-    Raises:
-        FourfoldError: the first error among the replies, of the class that the worker raised.
-    """
+    """Return the results of all workers of one engine, in worker order; raise the first error, in its class."""
     for index, reply in enumerate(replies):
         if (error := reply_error(reply)) is not None:
             where = f"engine worker {index}: " if len(replies) > 1 else ""
@@ -61,11 +52,7 @@ def unwrap(replies: Sequence[Any]) -> list[Any]:
 
 
 def unwrap_same(replies: Sequence[Any]) -> Any:
-    """Return the result that all workers of one engine agree on.
-
-    Raises:
-        FourfoldError: the error of a worker, or `Internal` when the results differ.
-    """
+    """Return the result that all workers of one engine agree on; raise the error of one, or Internal if they differ."""
     results = unwrap(replies)
     if not results or any(result != results[0] for result in results[1:]):
         raise Internal(f"the {len(results)} workers of one engine replied with different results: abort the update")
@@ -73,7 +60,10 @@ def unwrap_same(replies: Sequence[Any]) -> Any:
 
 
 class AbortFlag:
-    """The highest aborted epoch, in a file that the service and its engine's workers map; it only grows."""
+    """The highest aborted epoch, in a file that the service and its engine's workers map; it only grows.
+
+    A worker that receives weights serves no other call, so an abort reaches it through shared memory.
+    """
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._word = memoryview(memory).cast("q")
@@ -105,5 +95,4 @@ class AbortFlag:
         self._word[0] = max(self._word[0], epoch)
 
     def is_aborted(self, epoch: int) -> bool:
-        """Return whether `epoch` was aborted."""
         return epoch <= self._word[0]

@@ -193,7 +193,7 @@ class FakeEngine:
             raise self.commit_error
         self.log.append(f"commit {policy_version}")
 
-    def stop_transfers(self, *, epoch: int) -> None:
+    def abort_transfers(self, *, epoch: int) -> None:
         """End the transfer that waits."""
         self.log.append(f"stop {epoch}")
         self.stopped_epoch = max(self.stopped_epoch, epoch)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
 from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, WrongState
+from fourfold.weights.apply.loader_trace import LoaderTrace, NamedTensors
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.transport.base import Sink
 
@@ -40,6 +41,17 @@ VERIFIED_ARCHITECTURES: Final = frozenset(
 )
 
 ModelState = Literal["clean", "dirty"]
+
+
+class TraceableModel(Protocol):
+    """The methods of an engine's model that every applier calls."""
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """Names that must all be verified: the checkpoint's architecture and the class that implements it."""
+
+    def trace(self, tensors: NamedTensors) -> LoaderTrace:
+        """Return the effect that loading these meta tensors would have; the model does not change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

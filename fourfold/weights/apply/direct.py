@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Final, Protocol
 
 import torch
 
 from fourfold.errors import WrongState
-from fourfold.weights.apply.base import ApplyReport, CannotApply, ModelState, check_verified
-from fourfold.weights.apply.loader_trace import LoaderTrace, NamedTensors, Region, check_fits, meta_tensors
+from fourfold.weights.apply.base import ApplyReport, CannotApply, ModelState, TraceableModel, check_verified
+from fourfold.weights.apply.loader_trace import Region, check_fits, meta_tensors
 from fourfold.weights.manifest import Manifest, Span
 from fourfold.weights.source.base import synchronize
 
@@ -28,19 +29,12 @@ from fourfold.weights.source.base import synchronize
 _SMALL_BYTES: Final = 1 << 20
 
 
-class DirectModel(Protocol):
-    """The methods of an engine's model that `DirectApplier` calls; see also `ReloadableModel`."""
-
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        """Names that must all be verified."""
+class DirectModel(TraceableModel, Protocol):
+    """The methods of an engine's model that `DirectApplier` calls."""
 
     @property
     def device(self) -> torch.device:
         """Device of the parameters."""
-
-    def trace(self, tensors: NamedTensors) -> LoaderTrace:
-        """Return the effect that loading these meta tensors would have."""
 
     def parameter(self, name: str) -> torch.Tensor:
         """Return a parameter of the running model that a trace names."""
@@ -53,7 +47,6 @@ class DirectApplier:
     """Applies weights in place."""
 
     def __init__(self, model: DirectModel) -> None:
-        """Wrap a model that holds whole weights now."""
         self._model = model
         self._regions: list[list[Region]] = []  # of each tensor of the manifest, sorted by source
         self._flat: dict[str, torch.Tensor] = {}
@@ -62,12 +55,7 @@ class DirectApplier:
         self._state: ModelState = "clean"
 
     def bake(self, manifest: Manifest) -> ApplyReport:
-        """Trace the loaders, and check that their copies can be repeated in place.
-
-        Raises:
-            WrongState: the architecture is not verified, or names or shapes do not fit the model.
-            CannotApply: the model must be reloaded.
-        """
+        """Trace the loaders and check that their copies can be repeated in place; otherwise raise CannotApply."""
         check_verified(self._model.architectures)
         if obstacle := self._model.obstacle():
             raise CannotApply(obstacle)
@@ -166,15 +154,12 @@ def clip(region: Region, start: int, stop: int) -> Iterator[Region]:
 def _rows(region: Region, first: int, stop: int, begin: int, end: int) -> Iterator[Region]:
     """Yield columns [begin, end) of rows [first, stop) of a region, unless they are empty."""
     if first < stop and begin < end:
-        yield Region(
-            tensor=region.tensor,
-            parameter=region.parameter,
+        yield replace(
+            region,
             rows=stop - first,
             columns=end - begin,
             source=region.source + first * region.source_stride + begin,
-            source_stride=region.source_stride,
             target=region.target + first * region.target_stride + begin,
-            target_stride=region.target_stride,
         )
 
 

@@ -81,12 +81,7 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
     """
 
     def __init__(self, sources: NamedTensors, destinations: NamedTensors) -> None:
-        """Record copies between meta tensors.
-
-        Args:
-            sources: checkpoint tensors by name.
-            destinations: parameters by name; those that share memory count as one.
-        """
+        """Record copies between meta tensors, given by name; destinations that share memory count as one."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._alive = (list(sources), list(destinations))  # a freed tensor's storage address could be used again
         self._sources = {_storage(tensor): name for name, tensor in self._alive[0]}

@@ -7,20 +7,13 @@ from typing import Protocol
 import torch
 
 from fourfold.errors import WrongState
-from fourfold.weights.apply.base import ApplyReport, ModelState, check_verified
-from fourfold.weights.apply.loader_trace import LoaderTrace, NamedTensors, check_fits, meta_tensors
+from fourfold.weights.apply.base import ApplyReport, ModelState, TraceableModel, check_verified
+from fourfold.weights.apply.loader_trace import NamedTensors, check_fits, meta_tensors
 from fourfold.weights.manifest import Manifest, Span
 
 
-class ReloadableModel(Protocol):
+class ReloadableModel(TraceableModel, Protocol):
     """The methods of an engine's model that `ReloadApplier` calls."""
-
-    @property
-    def architectures(self) -> tuple[str, ...]:
-        """Names that must all be verified: the checkpoint's architecture and the class that implements it."""
-
-    def trace(self, tensors: NamedTensors) -> LoaderTrace:
-        """Return the effect that loading these meta tensors would have; the model does not change."""
 
     def begin_load(self) -> None:
         """Prepare for loading."""
@@ -39,7 +32,6 @@ class ReloadApplier:
     """Applies weights with the engine's own loaders, which take whole checkpoint tensors."""
 
     def __init__(self, model: ReloadableModel) -> None:
-        """Wrap a model that holds whole weights now."""
         self._model = model
         self._manifest: Manifest | None = None
         self._loading = False
@@ -49,11 +41,6 @@ class ReloadApplier:
         self._parts: dict[int, tuple[torch.Tensor, int]] = {}  # incomplete tensors, and their missing elements
 
     def bake(self, manifest: Manifest) -> ApplyReport:
-        """Check `manifest` against the model.
-
-        Raises:
-            WrongState: the architecture is not verified, or names or shapes do not fit the model.
-        """
         check_verified(self._model.architectures)
         check_fits(self._model.trace(meta_tensors(manifest)))
         self._manifest = manifest

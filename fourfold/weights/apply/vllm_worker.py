@@ -1,14 +1,8 @@
 """Runs weight updates inside vLLM's worker processes. The only module of the package that imports vLLM.
 
-vLLM mixes `WeightWorker` into its worker class (`worker_extension_cls=
-"fourfold.weights.apply.vllm_worker.WeightWorker"`), and the service calls its methods with `collective_rpc`. A worker
-does nothing else during a call, so every wait in here has a deadline of its own. The methods take and return plain
-values and never raise: see `fourfold.weights.worker_control`.
-
-    weights_open       check the manifest against the model in all workers, then meet the senders
-    weights_receive    the engine must be paused: wait, load, check; returns the digest
-    weights_commit     record that the received version is served
-    weights_abort      close the epoch; "clean": the served weights are whole, "dirty": they are not
+vLLM mixes `WeightWorker` into its worker class (`worker_extension_cls`), and the service calls its methods with
+`collective_rpc`. A worker does nothing else during a call, so every wait in here has a deadline of its own. The methods
+take and return plain values and never raise: see `fourfold.weights.worker_control`.
 
 vLLM's core waits for a `collective_rpc` in the thread that schedules, so the engine samples nothing until all workers
 have replied. `weights_open` therefore needs no pause, but while it waits for senders (with NCCL for all receivers too),
@@ -41,7 +35,7 @@ from fourfold.host.process_tree import die_with, die_with_parent, parent_of
 from fourfold.weights.apply.direct import DirectApplier
 from fourfold.weights.apply.loader_trace import CopyRecorder, LoaderTrace, NamedTensors, load_refused
 from fourfold.weights.apply.reload import ReloadApplier
-from fourfold.weights.consensus import GroupConsensus, OneWorker, WorkerConsensus
+from fourfold.weights.consensus import GroupConsensus
 from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.source.base import synchronize
 from fourfold.weights.transport.base import available_backends
@@ -78,10 +72,9 @@ _die_with_service()
 
 
 class VllmModel:
-    """A worker's model: implements `ReloadableModel` and `DirectModel`."""
+    """A worker's loaded model: implements `ReloadableModel` and `DirectModel`."""
 
     def __init__(self, worker: Any) -> None:
-        """Wrap the model of a worker that has loaded it and is not loading again."""
         self._config = worker.vllm_config
         self._device: torch.device = worker.device
         self._model: torch.nn.Module = worker.get_model()
@@ -245,19 +238,11 @@ class WeightWorker:
     ) -> Any:
         """Join an epoch; return {"direct": tensors written in place, "reload": reloaded, "reason": why}, or an error.
 
-        Args:
-            epoch: above every earlier one.
-            backend: one of those that `weights_describe` names.
-            manifest: canonical bytes.
-            offers: of all trainer ranks, in rank order.
-            receiver_count: receivers of all engines.
-            first_receiver_index: index of this engine's first worker among them.
-            timeout: in seconds, as in all methods.
-            abort_path: file of the `AbortFlag` that ends waits of this epoch; empty: none.
+        The arguments are those of `WeightReceiver.open`, but for the index of this engine's first worker.
         """
 
         def run() -> dict[str, Any]:
-            index = first_receiver_index + _rank(self)
+            index = first_receiver_index + int(self.rank)  # type: ignore[attr-defined]
             report = self._fourfold_weights().open(
                 epoch, backend, manifest, offers, receiver_count, index, timeout, abort_path
             )
@@ -274,7 +259,7 @@ class WeightWorker:
         return _reply(lambda: self._fourfold_weights().receive(epoch, policy_version, timeout, skip_sums))
 
     def weights_timings(self, epoch: int) -> Any:
-        """Return the seconds of each part of the last receive, by name, or an error."""
+        """Return `WeightReceiver.timings`, or an error."""
         return _reply(lambda: self._fourfold_weights().timings(epoch))
 
     def weights_sums(self, epoch: int) -> Any:
@@ -293,17 +278,15 @@ class WeightWorker:
         if self._fourfold_receiver is None:
             model = VllmModel(self)
             appliers = (DirectApplier(model), ReloadApplier(model))
-            self._fourfold_receiver = WeightReceiver(appliers, model.device, _workers())
+            self._fourfold_receiver = WeightReceiver(appliers, model.device, _consensus())
         return self._fourfold_receiver
 
     def _fourfold_describe(self) -> dict[str, Any]:
         device: torch.device = self.device  # type: ignore[attr-defined]
-        uuids: list[bytes] = []
-        if device.type == "cuda":
-            uuids.append(torch.cuda.get_device_properties(device).uuid.bytes)  # type: ignore[attr-defined]
+        gpus = [device] if device.type == "cuda" else []
         return {
             "device_type": device.type,
-            "device_uuids": uuids,
+            "device_uuids": [torch.cuda.get_device_properties(gpu).uuid.bytes for gpu in gpus],  # type: ignore[attr-defined]
             "backends": available_backends(device),
             "architectures": list(VllmModel(self).architectures),
         }
@@ -325,15 +308,9 @@ def _form(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}"
 
 
-def _rank(worker: Any) -> int:
-    return int(worker.rank)
-
-
-def _workers() -> WorkerConsensus:
+def _consensus() -> GroupConsensus | None:
     world = get_world_group()
-    if world.world_size == 1:
-        return OneWorker()
-    return GroupConsensus(world.cpu_group, world.rank_in_group, world.world_size)
+    return GroupConsensus(world.cpu_group, world.rank_in_group, world.world_size) if world.world_size > 1 else None
 
 
 def _recording(tensors: NamedTensors, handed_out: list[str]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Defines what a source of weights offers to a sender, and helpers that sources share.
+"""Defines the interface of a source of weights, and helpers that sources share.
 
 A source belongs to one trainer rank. Its manifest is the same on all ranks. A source copies nothing where it can avoid
 it: `read` returns views of the parameters, which must not change between `begin_round` and `end_round`.
@@ -26,15 +26,12 @@ class WeightSource(Protocol):
         """Make the present weights readable. Raises WrongState: the weights are not where the manifest places them."""
 
     def read(self, span: Span) -> torch.Tensor:
-        """Return the elements of one of this rank's spans: 1-D [span.count], on any device.
-
-        The dtype may differ from the manifest's; the sender casts.
-        """
+        """Return the elements of one of this rank's spans: 1-D [span.count], on any device. The sender casts it."""
 
     def is_view(self, span: Span) -> bool:
         """Return whether `read` gives the parameter's own memory, in the dtype sent, at the same address every round.
 
-        Such a span is sent from where it is, without a copy.
+        Such a span is sent without a copy.
         """
 
     def end_round(self) -> None:
@@ -50,7 +47,6 @@ class ParameterSource(WeightSource, Protocol):
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype that a manifest names."""
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
         raise InvalidInput(f"dtype {name!r} is not a torch dtype; known are {sorted(ITEM_BYTES)}")
@@ -58,11 +54,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype, tensor: str) -> str:
-    """Return the name of `dtype` in a manifest.
-
-    Raises:
-        InvalidInput: weights of this dtype cannot be sent; names the tensor.
-    """
+    """Return the name of `dtype` in a manifest. Raises InvalidInput: weights of this dtype cannot be sent."""
     text = str(dtype).removeprefix("torch.")
     if text not in ITEM_BYTES:
         raise InvalidInput(f"tensor {tensor} would be sent as {text}; set dtype to one of {sorted(ITEM_BYTES)}")

@@ -23,17 +23,16 @@ class DenseSource:
         dtype: torch.dtype | None = None,
         rename: Rename | None = None,
     ) -> None:
-        """Describe the parameters of `model`.
+        """Describe the parameters of `model`, a Hugging Face model.
 
         Args:
-            model: a Hugging Face model; its parameters' names are the checkpoint's.
+            model: its parameters' names are the checkpoint's.
             rank_count: trainer ranks; all but rank 0 hold empty shards.
             dtype: type to send; None: each parameter's own.
             rename: names of the checkpoint where they differ from the parameters'.
 
         Raises:
             WrongState: the model keeps state outside of its parameters, which an update would miss.
-            InvalidInput: a dtype that cannot be sent.
         """
         if rank_count < 1:
             raise InvalidInput(f"rank_count is {rank_count}; it must be at least 1")
@@ -65,11 +64,7 @@ class DenseSource:
         return self._manifest
 
     def begin_round(self) -> None:
-        """Check that every parameter still has its shape, dtype and address.
-
-        Raises:
-            WrongState: names the parameter that changed.
-        """
+        """Raise WrongState unless every parameter still has its shape, dtype and address."""
         for before, (name, parameter) in zip(self._states, self._parameters, strict=True):
             if _state(parameter) != before:
                 raise WrongState(
@@ -84,7 +79,6 @@ class DenseSource:
         return flat[part.start + span.start : part.start + span.start + span.count]
 
     def is_view(self, span: Span) -> bool:
-        """Return whether the parameter is contiguous and of the dtype that is sent."""
         _, parameter, _ = self._slices[span.tensor]
         return parameter.is_contiguous() and parameter.dtype == torch_dtype(self._manifest.tensors[span.tensor].dtype)
 

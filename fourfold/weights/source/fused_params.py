@@ -42,8 +42,7 @@ class ParameterSlice:
 def named_weights(model: torch.nn.Module, rename: Rename | None = None) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """Yield name and parameter of everything that is sent; tied parameters once.
 
-    Raises:
-        WrongState: the model has persistent buffers. They are part of a checkpoint, but an update does not send them.
+    Raises WrongState: the model has persistent buffers, which are part of a checkpoint, but which no update sends.
     """
     for module_name, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -60,11 +59,7 @@ def named_weights(model: torch.nn.Module, rename: Rename | None = None) -> Itera
 def sent_parameters(
     model: torch.nn.Module, rename: Rename | None = None
 ) -> list[tuple[str, Any, tuple[ParameterSlice, ...]]]:
-    """Return (name, parameter, its checkpoint tensors) of everything that is sent.
-
-    Raises:
-        WrongState: see `named_weights` and `checkpoint_slices`.
-    """
+    """Return (name, parameter, its checkpoint tensors) of everything that is sent. Raises WrongState."""
     named = list(named_weights(model, rename))
     shapes = {name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in named}
     slices = checkpoint_slices(model, shapes)
@@ -76,12 +71,10 @@ def checkpoint_slices(
 ) -> dict[str, tuple[ParameterSlice, ...]]:
     """Return for each parameter its checkpoint tensors, by start; they tile it exactly once.
 
-    Args:
-        model: a Hugging Face model; every parameter of another model is one tensor.
-        shapes: full shapes of the parameters that are sent, by their names in the model without adapters.
+    Every parameter of a model that is not Hugging Face's is one tensor. `shapes` has the full shapes of the parameters
+    that are sent, by their names in the model without adapters.
 
-    Raises:
-        WrongState: a checkpoint tensor is not a contiguous slice of one parameter; names it.
+    Raises WrongState: a checkpoint tensor is not a contiguous slice of one parameter.
     """
     if not hasattr(model, "save_pretrained"):
         return {name: (ParameterSlice(name=name, start=0, shape=shape),) for name, shape in shapes.items()}

@@ -68,11 +68,10 @@ class MergedSource:
         Args:
             base: source of the base weights, under the names that are sent.
             adapters: by the name that their parameter has in the model without adapters.
-            gather: makes all adapters whole on this rank. It is called on all ranks at the same time, first in this
-                constructor. None: they are always whole.
+            gather: collective that makes all adapters whole on this rank, called here first. None: they are so already.
 
         Raises:
-            WrongState: an adapter belongs to no matrix that is sent; names it.
+            WrongState: an adapter belongs to no matrix that is sent.
         """
         self._base, self._gather = base, gather
         _check(adapters, base)
@@ -103,7 +102,6 @@ class MergedSource:
         return self._last[1]
 
     def is_view(self, span: Span) -> bool:
-        """Return whether the base's own memory is sent, which it is not where an adapter is added."""
         return self._adapters[span.tensor] is None and self._base.is_view(span)
 
     def end_round(self) -> None:

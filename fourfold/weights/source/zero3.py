@@ -89,8 +89,7 @@ class Zero3Source:
     def begin_round(self) -> None:
         """Wait for the optimizer, then check that every partition is still where the manifest places it.
 
-        Raises:
-            WrongState: the engine's states are offloaded, or were moved.
+        Raises WrongState: the engine's states are offloaded, or were moved.
         """
         synchronize(self._device)
         offloaded = [str(state) for state in self._optimizer.offloaded_states]
@@ -115,7 +114,6 @@ class Zero3Source:
         return partition[begin : begin + span.count]
 
     def is_view(self, span: Span) -> bool:
-        """Return whether the partition is on the engine's device and of the dtype that is sent."""
         owner, _ = self._places[span.tensor]
         partition: torch.Tensor = owner.parameter.ds_tensor
         alike = (
@@ -191,9 +189,6 @@ def gathering(engine: Any) -> Iterator[None]:
     next. Gathering skips such a parameter, and partitioning it again fails ("Cannot partition a param in flight").
     DeepSpeed's checkpoints make the same two calls: the first waits for parameters in flight and partitions everything,
     the second makes the small ("persistent") parameters whole again. Both are collectives.
-
-    Args:
-        engine: the engine of `deepspeed.initialize`, stage 3.
     """
     engine.optimizer.checkpoint_event_prologue()
     try:
@@ -205,11 +200,7 @@ def gathering(engine: Any) -> Iterator[None]:
 def make_whole(engine: Any, parameters: Sequence[Any]) -> None:
     """Make persistent parameters whole on this rank where one is not, until DeepSpeed partitions them again.
 
-    A collective when there are any; DeepSpeed keeps persistent parameters whole between its steps.
-
-    Args:
-        engine: the engine of `deepspeed.initialize`, stage 3.
-        parameters: of the engine's model; not larger than its persistence threshold.
+    A collective when there are any; DeepSpeed keeps parameters below its persistence threshold whole between its steps.
     """
     if any(p.ds_status is not ZeroParamStatus.AVAILABLE for p in parameters):
         with gathering(engine):

@@ -1,7 +1,6 @@
-"""Defines what every transport offers: backends, sinks, the sender's protocol, the receiver's base class, and offers.
+"""Defines the interface of every transport: backends, sinks, the sender's protocol, the receiver's base class, offers.
 
-A transport is one pair of classes. To add one, write a module with such a pair, a member of `Backend` and one entry in
-each of the tables `_SENDERS`, `_RECEIVERS` and `_NUMBERS`.
+A transport is one pair of classes. To add one, write a module with such a pair and a row of `_BACKENDS`.
 
     trainer rank r                    coordinator                 engine worker i (receiver i)
     make_sender(backend, source)
@@ -117,10 +116,7 @@ class SendTransport(Protocol):
         """Connect to all receivers, where the backend needs connections."""
 
     def send(self, policy_version: int, deadline: Deadline) -> int:
-        """Send this rank's shard and return its bytes. The source is between begin_round and end_round.
-
-        When it returns, the weights may change again.
-        """
+        """Send this rank's shard and return its bytes, between the source's begin_round and end_round."""
 
     def abort(self) -> None:
         """End every wait, here and in the receivers. From any thread, any number of times."""
@@ -144,7 +140,7 @@ _LinkT = TypeVar("_LinkT", bound=SenderLink)
 
 
 class ReceiveTransport(ABC, Generic[_OfferT, _LinkT]):
-    """The end of one receiver, connected to all trainer ranks.
+    """The end of one receiver, connected to all trainer ranks; its model is on `device`.
 
     This class runs the life cycle. A backend parses the offer of a rank, connects to a rank, and moves one version.
     """
@@ -153,7 +149,6 @@ class ReceiveTransport(ABC, Generic[_OfferT, _LinkT]):
     stable: ClassVar[bool] = False  # whether the data handed to `Sink.take` stays until the next `receive` or `close`
 
     def __init__(self, group: TransferGroup, receiver_index: int, device: torch.device) -> None:
-        """Make receiver `receiver_index` of the group; its model is on `device`."""
         self._group, self._index, self._device = group, receiver_index, device
         self._offers: list[_OfferT] = []
         self._links: list[_LinkT] = []
@@ -164,8 +159,7 @@ class ReceiveTransport(ABC, Generic[_OfferT, _LinkT]):
         """Check and keep the offers of all ranks, in rank order; connect to none.
 
         Raises:
-            InvalidInput: an offer of a wrong length or content.
-            StaleEpoch: an offer of another epoch.
+            InvalidInput, StaleEpoch: see `unpack_offers`.
             WrongState: this backend cannot reach the engine's model.
         """
         bodies = unpack_offers(self.backend, self._group, offers)
@@ -237,15 +231,9 @@ def check_header(rank: int, found: tuple[int, int], due: tuple[int, int]) -> Non
 
 
 class Shards:
-    """The shards of all ranks, as bytes in memory."""
+    """The shards of all ranks, uint8 [manifest.shard_bytes[r]] each, which must outlive the tensors returned here."""
 
     def __init__(self, manifest: Manifest, shards: Sequence[torch.Tensor]) -> None:
-        """Wrap shards.
-
-        Args:
-            manifest: the layout.
-            shards: uint8 [manifest.shard_bytes[r]] of each rank r; must outlive the tensors that this object returns.
-        """
         self._manifest = manifest
         self._shards = tuple(shards)
         self._spans = manifest.spans_by_tensor()
@@ -263,25 +251,18 @@ class Shards:
         return whole.view(self._manifest.tensors[index].shape)
 
     def hand_to(self, sink: Sink) -> None:
-        """Give every span to a sink."""
         for span in self._manifest.spans:
             sink.take(span, self.read(span))
         sink.flush()
 
 
 # A backend's module is imported when it is used: CuPy and gloo are not installed everywhere.
-_PACKAGE: Final = "fourfold.weights.transport"
-_SENDERS: Final = {
-    Backend.CUDA_IPC: (f"{_PACKAGE}.cuda_ipc", "CudaIpcSender"),
-    Backend.NCCL: (f"{_PACKAGE}.nccl", "NcclSender"),
-    Backend.SHM: (f"{_PACKAGE}.shm", "ShmSender"),
-    Backend.GLOO: (f"{_PACKAGE}.gloo", "GlooSender"),
-}
-_RECEIVERS: Final = {
-    Backend.CUDA_IPC: (f"{_PACKAGE}.cuda_ipc", "CudaIpcReceiver"),
-    Backend.NCCL: (f"{_PACKAGE}.nccl", "NcclReceiver"),
-    Backend.SHM: (f"{_PACKAGE}.shm", "ShmReceiver"),
-    Backend.GLOO: (f"{_PACKAGE}.gloo", "GlooReceiver"),
+# Its module is named like the backend. Number in offers, and prefix of the names of both classes:
+_BACKENDS: Final = {
+    Backend.CUDA_IPC: (4, "CudaIpc"),
+    Backend.NCCL: (3, "Nccl"),
+    Backend.SHM: (1, "Shm"),
+    Backend.GLOO: (2, "Gloo"),
 }
 
 
@@ -289,43 +270,37 @@ def make_sender(backend: str, group: TransferGroup, rank: int, source: WeightSou
     """Return the sending end of `backend` for trainer rank `rank`, which holds `source`.
 
     Raises:
-        InvalidInput: unknown backend.
         WrongState: the backend cannot send from where the weights are.
         Overloaded: not enough memory.
     """
-    return cast(SendTransport, _load(_SENDERS[parse_backend(backend)])(group, rank, source))
+    return cast(SendTransport, _load(backend, "Sender")(group, rank, source))
 
 
 def make_receiver(
     backend: str, group: TransferGroup, receiver_index: int, device: torch.device
 ) -> ReceiveTransport[Any, Any]:
-    """Return the receiving end of `backend` for receiver `receiver_index` of the group, whose model is on `device`.
-
-    Raises:
-        InvalidInput: unknown backend, or an index outside the group.
-    """
+    """Return the receiving end of `backend` for receiver `receiver_index` of the group, whose model is on `device`."""
     if not 0 <= receiver_index < group.receiver_count:
         raise InvalidInput(f"receiver {receiver_index} of {group.receiver_count}; it must be inside the group")
-    make = _load(_RECEIVERS[parse_backend(backend)])
-    return cast(ReceiveTransport[Any, Any], make(group, receiver_index, device))
+    return cast(ReceiveTransport[Any, Any], _load(backend, "Receiver")(group, receiver_index, device))
 
 
-def _load(place: tuple[str, str]) -> Callable[..., object]:
-    return cast(Callable[..., object], getattr(import_module(place[0]), place[1]))
+def _load(backend: str, end: str) -> Callable[..., object]:
+    parsed = parse_backend(backend)
+    module = import_module(f"fourfold.weights.transport.{parsed}")
+    return cast(Callable[..., object], getattr(module, _BACKENDS[parsed][1] + end))
 
 
 # An offer is a fixed header, then the backend's own body.
 # magic, backend number, rank, rank count, receiver count, epoch, manifest SHA-256
 _HEADER: Final = struct.Struct("<4sIIIIq32s")
 _MAGIC: Final = b"FFO1"
-_NUMBERS: Final = {Backend.SHM: 1, Backend.GLOO: 2, Backend.NCCL: 3, Backend.CUDA_IPC: 4}
 
 
 def pack_offer(backend: Backend, group: TransferGroup, rank: int, body: bytes) -> bytes:
-    """Return an offer of trainer rank `rank`."""
     manifest = group.manifest
     header = _HEADER.pack(
-        _MAGIC, _NUMBERS[backend], rank, manifest.rank_count, group.receiver_count, group.epoch, manifest.sha256
+        _MAGIC, _BACKENDS[backend][0], rank, manifest.rank_count, group.receiver_count, group.epoch, manifest.sha256
     )
     return header + body
 
@@ -348,7 +323,7 @@ def unpack_offers(backend: Backend, group: TransferGroup, offers: Sequence[bytes
                 f"unchanged"
             )
         magic, number, its_rank, rank_count, receiver_count, epoch, sha256 = _HEADER.unpack_from(offer)
-        if magic != _MAGIC or number != _NUMBERS[backend]:
+        if magic != _MAGIC or number != _BACKENDS[backend][0]:
             raise InvalidInput(f"offer {rank} is no {backend} offer of this release; pass MakeOffer's bytes unchanged")
         if (its_rank, rank_count, receiver_count) != (rank, manifest.rank_count, group.receiver_count):
             raise InvalidInput(

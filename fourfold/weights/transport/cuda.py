@@ -150,8 +150,7 @@ def broadcast(communicator: Communicator, values: torch.Tensor, stream: int) -> 
 def export(values: torch.Tensor) -> tuple[bytes, int]:
     """Return the handle (64 bytes, secret) of the allocation that holds a tensor, and the tensor's offset in bytes.
 
-    Raises:
-        WrongState: the memory cannot be exported.
+    Raises WrongState: the memory cannot be exported.
     """
     base = _allocation(values.data_ptr())
     runtime = _cupy().cuda.runtime
@@ -169,8 +168,7 @@ def export(values: torch.Tensor) -> tuple[bytes, int]:
 def open_handle(handle: bytes) -> int:
     """Map an exported allocation of this GPU, or of one with peer access, and return its address.
 
-    Raises:
-        Unavailable: the owner has ended, or the GPUs have no peer access.
+    Raises Unavailable: the owner has ended, or the GPUs have no peer access.
     """
     runtime = _cupy().cuda.runtime
     try:

@@ -72,7 +72,6 @@ class CudaIpcSender(PageSender):
         self._watches: dict[int, ProcessWatch] = {}  # by receiver
 
     def send(self, policy_version: int, deadline: Deadline) -> int:
-        """Publish the shard, window by window, and wait until all receivers have taken it."""
         if self._page.memory is None:
             raise used_up()
         with torch.cuda.device(self._device):
@@ -117,7 +116,6 @@ class CudaIpcSender(PageSender):
         _COUNTS.pack_into(memory, HEADER_BYTES, len(rows), self._window_count, self._generation)
 
     def _stage(self, window: int) -> list[torch.Tensor]:
-        """Return the staging memory of the parts of a window."""
         staging = self._staging[window % _BUFFERS]
         staging.begin()
         return [staging.slot(part) for part in self._staged[window]]
@@ -224,12 +222,11 @@ class _MappedShard(SenderLink):
 
 
 class CudaIpcReceiver(ReceiveTransport[bytes, _MappedShard]):
-    """Copies from the memory of all ranks."""
+    """Copies from the memory of all ranks; accepts offers only for a model on a GPU."""
 
     backend = Backend.CUDA_IPC
 
     def accept(self, offers: Sequence[bytes]) -> None:
-        """Check and keep the offers; see `ReceiveTransport`. Raises WrongState: the model is not on a GPU."""
         needs_gpu(self._device, "the engine's model is", "shm")
         super().accept(offers)
 

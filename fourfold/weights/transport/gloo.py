@@ -46,10 +46,9 @@ _STORE_FILE: Final = "store"
 
 
 class _Member(SenderLink):
-    """One end of the group of a trainer rank and all receivers."""
+    """One end, rank `rank` of `size`, of the group of the trainer rank `sender_rank` and all receivers."""
 
     def __init__(self, marker: Path, sender_rank: int, rank: int, size: int, abort: threading.Event) -> None:
-        """Describe the group of `sender_rank`, in which this process is `rank` of `size`."""
         self._marker, self._rank, self._size, self._abort = marker, rank, size, abort
         self._name = f"the gloo group of trainer rank {sender_rank}"
         self._group: ProcessGroupGloo | None = None
@@ -57,8 +56,7 @@ class _Member(SenderLink):
     def join(self, deadline: Deadline) -> None:
         """Wait for all members, then connect each with each.
 
-        Raises:
-            Unavailable: the folder does not exist: the sender is on another host, or has closed.
+        Raises Unavailable: the folder does not exist: the sender is on another host, or has closed.
         """
         if not self._marker.is_file():
             if self._abort.is_set():
@@ -129,7 +127,6 @@ class GlooSender:
     """Rank 0 of the group of one trainer rank."""
 
     def __init__(self, group: TransferGroup, rank: int, source: WeightSource) -> None:
-        """Make the folder in which the members meet."""
         self._group, self._rank, self._source = group, rank, source
         self._spans = sorted(group.manifest.spans_of_rank(rank), key=lambda span: span.offset)
         self._scratch = Scratch("gloo")
@@ -147,7 +144,6 @@ class GlooSender:
         self._member.join(deadline)
 
     def send(self, policy_version: int, deadline: Deadline) -> int:
-        """Broadcast version and size, then the shard, bucket by bucket."""
         if self._closed:
             raise used_up()
         shard_bytes = self._group.manifest.shard_bytes[self._rank]

@@ -36,14 +36,10 @@ def host_id() -> str:
 
 
 def reachable_gpus(device_uuids: Sequence[bytes]) -> list[bytes]:
-    """Return the CUDA UUIDs of the host's GPUs that can read the memory of every one of `device_uuids`.
+    """Return the CUDA UUIDs (16 bytes each) of the host's GPUs that can read the memory of every one of `device_uuids`.
 
-    Args:
-        device_uuids: CUDA UUIDs of the ranks' GPUs, 16 bytes each, in any order and with repetitions.
-
-    Returns:
-        UUIDs in the driver's order. Empty without ranks on GPUs, when one of theirs is a MIG slice, and when the
-        library or the driver is missing.
+    In the driver's order. Empty without ranks on GPUs, when one of theirs is a MIG slice, and when the library or the
+    driver is missing.
     """
     if not device_uuids:
         return []

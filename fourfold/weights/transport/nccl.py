@@ -49,7 +49,7 @@ _WARM_UP_BYTES: Final = 4096
 
 
 class _Member(SenderLink):
-    """One end of the communicator of a trainer rank and all receivers."""
+    """One end, rank `rank`, of the communicator of the trainer rank `sender_rank` and all receivers."""
 
     def __init__(
         self,
@@ -60,7 +60,6 @@ class _Member(SenderLink):
         device: torch.device,
         abort: threading.Event,
     ) -> None:
-        """Describe the communicator of `sender_rank`, in which this process is `rank`."""
         spans = group.manifest.spans_of_rank(sender_rank)
         self.windows = windows(group.manifest, spans)
         self.byte_count = shard_bytes(group.manifest, spans)
@@ -168,7 +167,6 @@ class NcclSender:
             self._in_place = [[source.is_view(part) for part in parts] for parts in self._member.windows]
 
     def offer(self) -> bytes:
-        """Return the rendezvous id, NCCL's version and this process's identity."""
         body = _BODY.pack(cuda.nccl_version(), os.getpid(), host_id().encode(), self._unique_id)
         return pack_offer(Backend.NCCL, self._group, self._rank, body)
 
@@ -177,7 +175,6 @@ class NcclSender:
             self._member.join(deadline)
 
     def send(self, policy_version: int, deadline: Deadline) -> int:
-        """Broadcast version and size, then the shard, window by window."""
         if (member := self._member) is None:
             return 0
         member.stream.wait_stream(torch.cuda.current_stream(self._device))  # the optimizer's step
@@ -208,24 +205,17 @@ class NcclSender:
 
 
 class _Offer(NamedTuple):
-    """The content of a rank's offer."""
-
     pid: int
     host: str
     unique_id: bytes
 
 
 class NcclReceiver(ReceiveTransport[_Offer, _Member]):
-    """Rank 1 + its index in the communicator of every trainer rank that sends."""
+    """Rank 1 + its index in the communicator of every trainer rank that sends. Needs a model on a GPU."""
 
     backend = Backend.NCCL
 
     def accept(self, offers: Sequence[bytes]) -> None:
-        """Check and keep the offers; see `ReceiveTransport`.
-
-        Raises:
-            WrongState: the trainer has another version of NCCL, or the model is not on a GPU.
-        """
         needs_gpu(self._device, "the engine's model is", "gloo")
         super().accept(offers)
 

@@ -56,7 +56,6 @@ class ProgressPage:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether this process aborted the epoch."""
         return self._abort.is_set()
 
     @property
@@ -106,20 +105,10 @@ class PageSender:
 
 
 class MappedPage:
-    """The page of a trainer rank, mapped into a receiver."""
+    """The page of the trainer rank `rank`, mapped into a receiver. `offer`: a body checked by `parse_page_offer`."""
 
     def __init__(self, group: TransferGroup, rank: int, offer: bytes, *, writable: bool = False) -> None:
-        """Map the page.
-
-        Args:
-            group: the group of the transfer.
-            rank: trainer rank of the sender.
-            offer: body of its offer, checked by `parse_page_offer`.
-            writable: map the body for writing.
-
-        Raises:
-            Unavailable: the sender has ended, or its memory cannot be mapped from here.
-        """
+        """Map the page. Raises Unavailable: the sender has ended, or its memory cannot be mapped from here."""
         pid, fd, body_bytes, nonce = _OFFER.unpack(offer)
         self._rank = rank
         watch: ProcessWatch | None = None
@@ -180,11 +169,7 @@ class MappedPage:
 
 
 def parse_page_offer(backend: Backend, rank: int, body: bytes) -> int:
-    """Check the form of the body of a page's offer, and return the size of the page's body in bytes.
-
-    Raises:
-        InvalidInput: wrong length.
-    """
+    """Check the form of the body of a page's offer, and return the size of the page's body in bytes."""
     if len(body) != _OFFER.size:
         raise InvalidInput(f"{backend} offer {rank} has a body of {len(body)} bytes; it must have {_OFFER.size}")
     return int(_OFFER.unpack(body)[2])

@@ -45,7 +45,6 @@ class Staging:
         self._filled = 0
 
     def begin(self) -> None:
-        """Begin a window, which overwrites the parts of the last one."""
         self._filled = 0
 
     def slot(self, part: Span) -> torch.Tensor:

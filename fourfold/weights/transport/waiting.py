@@ -1,4 +1,4 @@
-"""Waits for another process: with a deadline, an abort, and that process's death in view."""
+"""Waits for another process until a deadline, an abort, or that process's death."""
 
 from __future__ import annotations
 
@@ -19,15 +19,7 @@ class Deadline:
     """A point in time that waits must not pass, and a way to end them earlier."""
 
     def __init__(self, seconds: float, *, stopped: Callable[[], bool] | None = None) -> None:
-        """Set a deadline `seconds` from now.
-
-        Args:
-            seconds: time left.
-            stopped: returns whether the operation was aborted from outside; called often, so it must be cheap.
-
-        Raises:
-            InvalidInput: not a positive number of seconds.
-        """
+        """Set a deadline `seconds` from now; `stopped`, called often, returns whether it was aborted from outside."""
         if not 0 < seconds < 1e9:
             raise InvalidInput(f"timeout is {seconds} s; it must be a positive number of seconds")
         self._seconds = seconds
@@ -41,14 +33,10 @@ class Deadline:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the operation was aborted from outside."""
         return self._stopped is not None and self._stopped()
 
     def check(self, what: str) -> float:
-        """Return the seconds left.
-
-        Args:
-            what: the event that the caller waits for, for the message.
+        """Return the seconds left. `what` names the event that the caller waits for.
 
         Raises:
             DeadlinePassed: no time is left.
@@ -65,8 +53,7 @@ class Deadline:
 def wait_until(done: Callable[[], bool], deadline: Deadline, what: str) -> None:
     """Poll `done` until it returns True: it reads memory that another process or a GPU writes, and no event exists.
 
-    Raises:
-        DeadlinePassed, StaleEpoch: see `Deadline.check`.
+    Raises DeadlinePassed, StaleEpoch: see `Deadline.check`.
     """
     sleep = _FIRST_SLEEP
     while not done():
@@ -87,7 +74,6 @@ class ProcessWatch:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has ended."""
         return bool(self._poll.poll(0))
 
     def close(self) -> None:
@@ -95,5 +81,4 @@ class ProcessWatch:
 
 
 def aborted() -> StaleEpoch:
-    """Return the error of a transfer that was aborted."""
     return StaleEpoch("the weight transfer was aborted; its epoch is closed, open a new one", reason="TRANSFER_ABORTED")

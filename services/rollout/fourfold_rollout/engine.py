@@ -213,7 +213,7 @@ class RolloutEngine(Protocol):
     async def abort_weights(self, *, epoch: int) -> bool:
         """Close the epoch; return whether the loaded weights are exactly those of the served version."""
 
-    def stop_transfers(self, *, epoch: int) -> None:
+    def abort_transfers(self, *, epoch: int) -> None:
         """End every wait of the workers in `epoch` and earlier epochs. Returns at once."""
 
     async def weight_sums(self, *, epoch: int) -> bytes:

@@ -39,8 +39,7 @@ class LoadMeter:
     def read(self, *, updating: bool) -> LoadReport:
         """Return the present load.
 
-        Args:
-            updating: weights are being replaced or an epoch is being joined; this time does not count for the rate.
+        `updating`: weights are being replaced or an epoch is being joined; this time does not count for the rate.
         """
         load = self._engine.load()
         # The engine's count falls by the tokens that an abandoned sample had not put.

@@ -68,8 +68,7 @@ def main(options: ServeOptions) -> int:
 def check_ports(*addresses: str) -> None:
     """Check that the ports are free, before the engine starts. Empty addresses are ignored.
 
-    Raises:
-        ConfigError: another process uses the port, or this machine does not have the address.
+    Raises ConfigError: another process uses the port, or this machine does not have the address.
     """
     for address in filter(None, addresses):
         host, port = split_target(address)
@@ -83,7 +82,6 @@ def check_ports(*addresses: str) -> None:
 
 
 def engine_settings(config: Config, folder: Path) -> EngineSettings:
-    """Return the engine's settings in a recipe."""
     rollout, limits = config.rollout, engine_limits(config)
     on_cpu = rollout.gpus_per_replica == 0
     return EngineSettings(

@@ -22,12 +22,7 @@ _FILTERS: Final = ((1.0, 0), (0.9, 2))  # (top_p, top_k) of each sample
 
 
 async def warm_up(engine: RolloutEngine, *, timeout: float = _SECONDS) -> None:
-    """Sample and probe. The engine must have no other user yet.
-
-    Raises:
-        DeadlinePassed: not done after `timeout` seconds.
-        Unavailable, Internal: the engine failed.
-    """
+    """Sample and probe. The engine must have no other user yet. Raises DeadlinePassed."""
     began = time.monotonic()
     try:
         async with asyncio.timeout(timeout):

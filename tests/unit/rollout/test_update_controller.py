@@ -356,7 +356,7 @@ class TestFailure:
     ) -> None:
         monkeypatch.setattr(module, "_WATCHDOG_EXTRA_SECONDS", 0.0)
         engine, weights = make(update_timeout=0.05)
-        monkeypatch.setattr(engine, "stop_transfers", lambda *, epoch: None)  # a worker that hangs
+        monkeypatch.setattr(engine, "abort_transfers", lambda *, epoch: None)  # a worker that hangs
         receive = await self._receiving(engine, weights)
         await until(lambda: "another weight call was not done" in caplog.text)
         assert weights.updating

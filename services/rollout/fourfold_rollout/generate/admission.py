@@ -56,7 +56,7 @@ class GenerateLimits:
         return self.agent_samples
 
     def max_tokens(self, caller: Principal) -> float:
-        """Return the limit on tokens in flight of the caller's kind: all agents, or all other callers."""
+        """Return the limit on tokens in flight of the caller's kind; see `max_samples`."""
         share = self.agent_token_share if caller.is_agent else 1.0
         return self.kv_cache_tokens * _TOKENS_PROMISED_PER_CACHED * share or math.inf
 
@@ -113,9 +113,7 @@ class GenerateCall:
 def parse(request: pb.GenerateRequest, limits: GenerateLimits, caller: Principal) -> GenerateCall:
     """Check a request and fill in its defaults.
 
-    Raises:
-        InvalidInput: a field is out of its range.
-        PermissionDenied: the caller is an agent and agents may not sample here.
+    Raises InvalidInput: a field is out of its range. Raises PermissionDenied: agents may not sample here.
     """
     most_samples = limits.max_samples(caller)
     if not most_samples:
@@ -180,15 +178,12 @@ class _InFlight:
 
 
 class Admission:
-    """Admits calls within the limits on samples and tokens in flight. Belongs to one event loop."""
+    """Admits calls within the limits on samples and tokens in flight. Belongs to one event loop.
+
+    `quotas` are the limits of each caller; the server counts calls with the same object.
+    """
 
     def __init__(self, limits: GenerateLimits, quotas: Quotas) -> None:
-        """Start with nothing in flight.
-
-        Args:
-            limits: the limits of the service.
-            quotas: the limits of each caller; the server counts calls with the same object.
-        """
         self._limits = limits
         self._quotas = quotas
         self._live: dict[tuple[Principal, str], _LiveCall] = {}
@@ -208,10 +203,8 @@ class Admission:
     async def enter(self, call: GenerateCall, *, is_retry: bool) -> AsyncIterator[None]:
         """Count a call as in flight.
 
-        Args:
-            call: the call.
-            is_retry: gRPC's metadata mark the call as a retry. The caller's earlier call with this id is dead, even if
-                the server has not noticed it yet, and is cancelled.
+        `is_retry`: gRPC's metadata mark the call as a retry. The caller's earlier call with this id is dead, even if
+        the server has not noticed it yet, and is cancelled.
 
         Raises:
             AlreadyExists: a call with this request id is in flight.

@@ -47,11 +47,7 @@ class RequestCoalescer:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def submit(self, requests: Sequence[SampleRequest], *, at_once: bool) -> Sequence[EngineSample]:
-        """Start samples and return them. When cancelled, it returns after the engine has dropped them.
-
-        Raises:
-            Unavailable: the engine is dead.
-        """
+        """Start samples and return them. When cancelled, it returns after the engine has dropped them."""
         entry = _Waiting(requests)
         if at_once or (self._engine.running_count and not self._waiting):
             self._start([entry])

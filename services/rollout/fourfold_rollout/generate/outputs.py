@@ -29,16 +29,10 @@ _FINISH_REASONS: Final = {
 
 
 class CallOutputs:
-    """The `SampleSink` and `TokenSink` of one call. No chunk has tokens of two versions."""
+    """The `SampleSink` and `TokenSink` of one call on the running event loop. No chunk has tokens of two versions."""
 
     def __init__(self, sample_count: int, token_hold: TokenHold, emit: Callable[[pb.SampleChunk], None]) -> None:
-        """Belong to the running event loop.
-
-        Args:
-            sample_count: samples that must finish.
-            token_hold: the engine's; the call begins with its present version.
-            emit: called with each chunk.
-        """
+        """Begin a call with the present version of the engine's hold; `emit` gets each chunk."""
         self._loop = asyncio.get_running_loop()
         self._left = sample_count
         self._token_hold, self._emit = token_hold, emit
@@ -49,7 +43,6 @@ class CallOutputs:
 
     @property
     def done(self) -> bool:
-        """Whether every sample has finished."""
         return self._left == 0
 
     async def complete(self) -> None:
@@ -72,11 +65,9 @@ class CallOutputs:
             sample.flush()
 
     def boundary(self, index: int, token_count: int) -> None:
-        """Record that the weights may change after a sample's first `token_count` tokens."""
         self._versions[index].end(token_count, self._token_hold.version)
 
     def fail(self, error: FourfoldError) -> None:
-        """End the call with an error."""
         if not self._end.done():
             self._end.set_exception(error)
 

@@ -46,9 +46,7 @@ class SamplingController:
     async def serving(self, timeout: float) -> AsyncIterator[RequestLease]:
         """Hold a lease on the served weights, after waiting at most `timeout` seconds for the gate.
 
-        Raises:
-            Unavailable: the weights are dirty, or the gate stayed closed.
-            FourfoldError: the error given to `refuse`.
+        Raises Unavailable: the weights are dirty, or the gate stayed closed; or the error given to `refuse`.
         """
         is_open = await self._gate.wait_open(timeout)
         if self._refusal is not None:
@@ -91,11 +89,7 @@ class SamplingController:
             self._gate.open()
 
     async def stop(self, mode: PauseMode, timeout: float) -> None:
-        """Return when nothing is sampled. The gate must be closed.
-
-        Raises:
-            DeadlinePassed: samples still run; they continue.
-        """
+        """Return when nothing is sampled. The gate must be closed. After DeadlinePassed, running samples continue."""
         if not self.sleep_state.awake:
             return
         try:
@@ -123,11 +117,7 @@ class SamplingController:
         self.open_gate()
 
     async def end_all(self) -> None:
-        """End all samples with the tokens that the hold lets pass. The gate must be closed.
-
-        Raises:
-            DeadlinePassed: the engine did not end them.
-        """
+        """End all samples with the tokens that the hold lets pass. The gate must be closed. Raises DeadlinePassed."""
         try:
             async with asyncio.timeout(_END_SECONDS):
                 await self._drain(interrupt=True)
@@ -138,10 +128,7 @@ class SamplingController:
     async def sleep(self, level: int, timeout: float) -> None:
         """Make new requests wait, let running samples finish, then free memory. A confirmed sleep is not repeated.
 
-        Raises:
-            InvalidInput: no such level.
-            WrongState: the engine cannot sleep, samples were in it for half of `timeout` seconds, or it sleeps at
-                another level.
+        Raises WrongState: see `SleepState.check`, or samples were in the engine for half of `timeout` seconds.
         """
         if not self.sleep_state.check(level, self._engine.description):
             return
@@ -161,11 +148,7 @@ class SamplingController:
             self.open_gate()
 
     async def wake(self, tags: Sequence[str], timeout: float) -> None:
-        """Allocate all memory again, or the parts in `tags`. The gate does not move.
-
-        Raises:
-            InvalidInput: no such tag.
-        """
+        """Allocate all memory again, or the parts in `tags`. The gate does not move."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         for tag in self.sleep_state.to_wake(tags):

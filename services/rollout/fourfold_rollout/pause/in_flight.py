@@ -39,11 +39,9 @@ class RequestGate:
 
     @property
     def lease_count(self) -> int:
-        """The number of requests that hold a lease."""
         return self._leases
 
     def open(self) -> None:
-        """Admit the requests that wait."""
         self._open.set()
 
     def close(self) -> None:
@@ -71,7 +69,6 @@ class RequestGate:
         await self._none_submitting.wait()
 
     async def wait_empty(self) -> None:
-        """Return when no request holds a lease."""
         await self._no_leases.wait()
 
     @contextmanager

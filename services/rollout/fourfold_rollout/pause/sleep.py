@@ -29,15 +29,12 @@ class SleepState:
 
     @property
     def weights_asleep(self) -> bool:
-        """Whether the engine has no memory for weights."""
         return _WEIGHTS in self._asleep
 
     def check(self, level: int, description: EngineDescription) -> bool:
         """Return whether the engine must be asked to sleep; False if it confirmed a sleep of this level.
 
-        Raises:
-            InvalidInput: no such level.
-            WrongState: the engine cannot sleep, or sleeps at another level.
+        Raises InvalidInput: no such level. Raises WrongState: the engine cannot sleep, or sleeps at another level.
         """
         if level not in _LEVELS:
             raise InvalidInput(f"level is {level}; it must be 1 (weights wait in the host's memory) or 2 (dropped)")
@@ -70,5 +67,4 @@ class SleepState:
         return tuple(tag for tag in self._asleep if not tags or tag in tags)
 
     def woke(self, tag: str) -> None:
-        """Record that the memory of `tag` is allocated again."""
         self._asleep = tuple(other for other in self._asleep if other != tag)

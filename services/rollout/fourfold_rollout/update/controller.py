@@ -64,11 +64,9 @@ class WeightController:
     """The weights of one engine. Belongs to one event loop."""
 
     def __init__(self, engine: RolloutEngine, *, update_timeout: float) -> None:
-        """Serve version 0, the weights of the model folder.
+        """Serve version 0, the weights of the model folder. The engine must have no other user.
 
-        Args:
-            engine: a running engine that has no other user.
-            update_timeout: seconds that an update may take from begin to commit or, with hold, to release.
+        `update_timeout`: seconds that an update may take from begin to commit or, with hold, to release.
         """
         self._engine = engine
         self._update_timeout = update_timeout
@@ -85,7 +83,6 @@ class WeightController:
 
     @property
     def token_hold(self) -> TokenHold:
-        """The hold that every sampled token passes."""
         return self._sampling.token_hold
 
     @property
@@ -114,18 +111,13 @@ class WeightController:
         return not self._sampling.sleep_state.awake
 
     def serving(self, timeout: float) -> AbstractAsyncContextManager[RequestLease]:
-        """Hold a lease on the served weights. Waits while an update is open or the engine sleeps.
+        """Hold a lease on the served weights; see `SamplingController.serving`.
 
-        Args:
-            timeout: seconds to wait, limited to the longest duration of an update.
-
-        Raises:
-            Unavailable: the weights are dirty, or the update or the sleep did not end in time.
+        Waits while an update is open or the engine sleeps, at most for the longest duration of an update.
         """
         return self._sampling.serving(min(timeout, self._update_timeout))
 
     def refuse(self, error: FourfoldError) -> None:
-        """Raise `error` in every present and future call of `serving`."""
         self._sampling.refuse(error)
 
     async def open(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
@@ -153,7 +145,6 @@ class WeightController:
         """Close the gate and stop sampling. A repetition with the same version does nothing.
 
         Raises:
-            StaleEpoch: not the open epoch.
             WrongState: the version is not above the served one, another update is open, or the weights sleep.
             DeadlinePassed: samples still run; they continue, and the gate is open again.
         """
@@ -208,12 +199,9 @@ class WeightController:
     async def commit(self, *, epoch: int, policy_version: int, hold: bool = False, timeout: float) -> float:
         """Sample with the received version; with `hold`, keep its tokens back until `release`.
 
-        Returns:
-            Seconds for which sampling stopped; 0 in a repetition, which does nothing.
+        Returns the seconds for which sampling stopped; 0 in a repetition, which does nothing.
 
-        Raises:
-            StaleEpoch: not the open epoch.
-            WrongState: that version was not received, or is held already.
+        Raises WrongState: that version was not received, or is held already.
         """
         if self._is_served(epoch, policy_version):
             return 0.0
@@ -236,12 +224,7 @@ class WeightController:
 
     @_in_order
     async def release(self, *, epoch: int, policy_version: int, timeout: float) -> None:
-        """Deliver the tokens that a commit with hold kept back. A repetition does nothing.
-
-        Raises:
-            StaleEpoch: not the open epoch.
-            WrongState: that version was not committed.
-        """
+        """Deliver the tokens that a commit with hold kept back. A repetition does nothing."""
         if self._is_served(epoch, policy_version):
             return
         self._check_update(epoch, policy_version)
@@ -250,11 +233,7 @@ class WeightController:
         await self._serve(epoch)
 
     async def abort(self, *, epoch: int, timeout: float) -> bool:
-        """Give up the epoch and its update; return whether the weights are clean. Idempotent.
-
-        Raises:
-            StaleEpoch: another epoch is open.
-        """
+        """Give up the epoch and its update; return whether the weights are clean. Idempotent."""
         # The workers cannot be called while they receive. Stop the transfer first, or the abort waits for its deadline.
         self._epochs.stop(epoch)
         return await self._abort(epoch, timeout=timeout)
@@ -272,10 +251,7 @@ class WeightController:
     async def probe(self, token_ids: Sequence[int], *, timeout: float) -> list[float]:
         """Return the log-probabilities of the given tokens under the loaded weights, committed or not.
 
-        Raises:
-            WrongState: the update has failed, samples are paused in the engine, or it sleeps.
-            Unavailable: the weights are dirty.
-            DeadlinePassed: no answer in time.
+        Raises WrongState or Unavailable: see `_check_probe`. Raises DeadlinePassed: no reply in time.
         """
         self._check_probe()
         try:
@@ -286,25 +262,20 @@ class WeightController:
 
     @_in_order
     async def sums(self, *, epoch: int, timeout: float) -> bytes:
-        """Return the sums of the tensors received last; raises StaleEpoch if `epoch` is not open."""
+        """Return the sums of the tensors received last."""
         self._epochs.check(epoch)
         return await self._engine.weight_sums(epoch=epoch)
 
     @_in_order
     async def sleep(self, level: int, *, timeout: float) -> None:
-        """Make new requests wait and free memory. A repetition at the same level does nothing.
-
-        Raises:
-            InvalidInput: no such level.
-            WrongState: the engine cannot sleep, samples run, an update is open, or it sleeps at another level.
-        """
+        """Make new requests wait and free memory; see `SamplingController.sleep`. Not during an update."""
         if self.updating:
             raise WrongState(f"an update to version {self._update.version} is open; end it before the sleep")
         await self._sampling.sleep(level, timeout)
 
     @_in_order
     async def wake(self, tags: Sequence[str], *, timeout: float) -> None:
-        """Allocate all memory or the parts in `tags`; admit requests when all is there. Raises InvalidInput: no tag."""
+        """Allocate all memory or the parts in `tags`; admit requests when all is there."""
         await self._sampling.wake(tags, timeout)
         if self._update.phase in (UpdatePhase.READY, UpdatePhase.COMMITTED):
             self._sampling.open_gate()

@@ -26,8 +26,7 @@ class SerialExecutor:
     async def run(self, job: Job[_T], timeout: float) -> _T:
         """Run one job after those before it. The job runs to its end even if the caller is cancelled.
 
-        Raises:
-            DeadlinePassed: an earlier job was still running after `timeout` seconds.
+        Raises DeadlinePassed: an earlier job was still running after `timeout` seconds.
         """
         return await asyncio.shield(self._spawn(self._run_in_order(job, timeout), awaited=True))
 

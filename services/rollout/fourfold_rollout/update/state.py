@@ -52,7 +52,6 @@ class WeightUpdate:
 
     @property
     def is_open(self) -> bool:
-        """Whether an update is open."""
         return self.phase is not UpdatePhase.READY
 
     @property
@@ -69,7 +68,6 @@ class WeightUpdate:
             self._paused_at = self._since
 
     def end_pause(self) -> None:
-        """Record that sampling goes on."""
         self.pause_seconds = time.monotonic() - self._paused_at
 
     def check_version(self, version: int) -> None:
@@ -82,15 +80,9 @@ class WeightUpdate:
             raise WrongState(f"the update to version {version} has failed; abort it and open a new epoch")
 
     def check_may_begin(self, version: int, *, served: int | None) -> None:
-        """Check that an update to `version` may begin.
+        """Check that an update to `version` may begin: no other is open, and the version is above the `served` one.
 
-        Args:
-            version: the new version.
-            served: the present version; None if the weights are dirty, which any version may replace.
-
-        Raises:
-            InvalidInput: not a version number.
-            WrongState: another update is open, or the version is not above the served one.
+        `served` is None if the weights are dirty; any version may replace them.
         """
         check_number(version, "policy_version")
         if self.phase is UpdatePhase.COMMITTED:
@@ -154,7 +146,7 @@ class WeightEpochs:
     def stop(self, epoch: int | None) -> None:
         """End every wait of the workers in `epoch` if it is open or being joined."""
         if epoch is not None and epoch in (self.open, self.joining):
-            self._engine.stop_transfers(epoch=epoch)
+            self._engine.abort_transfers(epoch=epoch)
 
     async def leave(self) -> bool:
         """Close the open epoch; return whether the workers hold exactly the served weights. False without one."""

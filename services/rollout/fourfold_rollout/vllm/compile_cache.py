@@ -26,12 +26,8 @@ _STEP_SECONDS: Final = 0.1
 def compiled_once(root: Path, key: str, *, wait_seconds: float = _WAIT_SECONDS) -> Iterator[None]:
     """Start an engine inside: alone the first time, in parallel once an engine with the same key has started.
 
-    vLLM writes the index of its cache in place, and an engine that reads a half-written index does not start.
-
-    Args:
-        root: the folder of the compiled code.
-        key: the hash of the engine's configuration.
-        wait_seconds: the longest wait for another engine's start.
+    vLLM writes the index of its cache in place, and an engine that reads a half-written index does not start. `root` is
+    the folder of the compiled code, `key` the hash of the engine's configuration.
     """
     folder = root / "fourfold"
     folder.mkdir(parents=True, exist_ok=True)

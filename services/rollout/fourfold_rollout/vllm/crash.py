@@ -40,7 +40,6 @@ class CrashNote:
         logging.getLogger(_CORE_LOGGER).addHandler(_NoteHandler(self._descriptor))
 
     def read(self) -> str:
-        """Return the error, or an empty text."""
         return os.pread(self._descriptor, _NOTE_BYTES, 0).decode(errors="replace")
 
 
@@ -61,15 +60,9 @@ class _NoteHandler(logging.Handler):
 
 
 class CrashWatch:
-    """Watches one engine on the event loop, without blocking it. The cause is searched once."""
+    """Watches one engine on the event loop, without blocking it. `on_death` gets the cause once."""
 
     def __init__(self, launched: LaunchedEngine, on_death: Callable[[str], None]) -> None:
-        """Start to watch.
-
-        Args:
-            launched: the engine.
-            on_death: called once with the reason.
-        """
         loop = asyncio.get_running_loop()
         self.reason: asyncio.Future[str] = loop.create_future()  # done at most half a second after the death
         self._launched = launched

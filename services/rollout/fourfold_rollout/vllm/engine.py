@@ -192,37 +192,26 @@ class VllmEngine:
         return [math.nan, *logprob_values(result.prompt_logprobs[1:], ids[1:])]
 
     async def open_weights(self, terms: EpochTerms, *, timeout: float) -> OpenReport:
-        answers = await self._call(
-            "weights_open",
-            terms.epoch,
-            terms.backend,
-            terms.manifest,
-            list(terms.offers),
-            terms.receiver_count,
-            terms.first_receiver_index,
-            timeout,
-            str(self._abort_path),
-            timeout=timeout,
-        )
-        report = unwrap_same(answers)
+        session = (terms.epoch, terms.backend, terms.manifest, list(terms.offers))
+        places = (terms.receiver_count, terms.first_receiver_index)
+        replies = await self._call("weights_open", *session, *places, timeout, str(self._abort_path), timeout=timeout)
+        report = unwrap_same(replies)
         return OpenReport(
-            direct_tensor_count=report["direct"],
-            reload_tensor_count=report["reload"],
-            reload_reason=report["reason"],
+            direct_tensor_count=report["direct"], reload_tensor_count=report["reload"], reload_reason=report["reason"]
         )
 
     async def receive_weights(self, *, epoch: int, policy_version: int, skip_sums: bool, timeout: float) -> bytes:
-        answers = await self._call("weights_receive", epoch, policy_version, timeout, skip_sums, timeout=timeout)
-        return bytes(unwrap_same(answers))
+        replies = await self._call("weights_receive", epoch, policy_version, timeout, skip_sums, timeout=timeout)
+        return bytes(unwrap_same(replies))
 
     async def commit_weights(self, *, epoch: int, policy_version: int) -> None:
         unwrap_same(await self._call("weights_commit", epoch, policy_version, timeout=_ABORT_SECONDS))
 
     async def abort_weights(self, *, epoch: int) -> bool:
-        answers = unwrap(await self._call("weights_abort", epoch, timeout=_ABORT_SECONDS))
-        return all(answer == "clean" for answer in answers)
+        states = unwrap(await self._call("weights_abort", epoch, timeout=_ABORT_SECONDS))
+        return all(state == "clean" for state in states)
 
-    def stop_transfers(self, *, epoch: int) -> None:
+    def abort_transfers(self, *, epoch: int) -> None:
         self._abort_flag.abort(epoch)
 
     async def weight_sums(self, *, epoch: int) -> bytes:
@@ -325,10 +314,8 @@ class VllmEngine:
 
     async def _call(self, method: str, *args: Any, timeout: float) -> list[Any]:
         """Call a method of every worker, which enforces the deadline of `timeout` seconds itself."""
-        answers: list[Any] = await self._unless_dead(
-            self._llm.collective_rpc(method, args=args), timeout + _STUCK_SECONDS
-        )
-        return answers
+        work: Awaitable[list[Any]] = self._llm.collective_rpc(method, args=args)
+        return await self._unless_dead(work, timeout + _STUCK_SECONDS)
 
     async def _unless_dead(self, work: Awaitable[_T], timeout: float | None) -> _T:
         """Await an answer of the engine; raise if the engine dies or does not answer."""

@@ -94,8 +94,7 @@ def graph_limits(concurrent_samples: int) -> tuple[int, int | None]:
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe's options with the types of `AsyncEngineArgs`.
 
-    Raises:
-        ConfigError: the installed vLLM has no option of that name, or the option has another type.
+    Raises ConfigError: the installed vLLM has no option of that name, or the option has another type.
     """
     known = {field.name: field.type for field in dataclasses.fields(AsyncEngineArgs)}
     taken: dict[str, Any] = {}
@@ -113,7 +112,6 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_whole_prompts(options: Mapping[str, Any]) -> None:
-    """Refuse options that split prompts into chunks on CPU; raises ConfigError."""
     for name in _PROMPT_SPLITTING:
         if options.get(name):
             raise ConfigError(

@@ -53,11 +53,8 @@ class LaunchedEngine:
 def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
     """Start vLLM; return when it can sample. Blocks for about ten seconds.
 
-    Call it in a thread that lives as long as the process: the kernel ends the engine with the thread.
-
-    Args:
-        settings: the engine to start.
-        fork: this process has one thread and nothing that a fork breaks (gRPC, CUDA, parallel tensor operations).
+    Call it in a thread that lives as long as the process: the kernel ends the engine with the thread. `fork`: this
+    process has one thread and nothing that a fork breaks (gRPC, CUDA, parallel tensor operations).
 
     Raises:
         ConfigError: vLLM cannot run this model, these settings or these options.
@@ -129,12 +126,10 @@ class _ForkGuard:
 
     @classmethod
     def disarm(cls) -> None:
-        """Ignore forked children from now on."""
         cls._armed = False
 
     @classmethod
     def in_child(cls) -> None:
-        """Run in every forked child."""
         if cls._armed:
             cls._armed = False  # vLLM itself ends the children of its core process
             os.setsid()

@@ -120,11 +120,8 @@ def _write(
 def check_table(table: Tensor, host: Any, vocabulary: int, dtype: torch.dtype) -> str:
     """Compile the kernel, write one value and check that it arrived; return the reason if not, or an empty text.
 
-    Args:
-        table: the mapped table; cell [0, 0] is overwritten.
-        host: the same memory on the host.
-        vocabulary: columns of the logits to come.
-        dtype: of the logits to come.
+    `table` is `host` as mapped on the GPU; cell [0, 0] is overwritten. The logits to come have `vocabulary` columns of
+    `dtype`.
     """
     logits = torch.zeros((1, vocabulary), dtype=dtype, device=table.device)
     zero, one = (torch.full((1,), number, dtype=torch.int32, device=table.device) for number in (0, 1))

@@ -23,15 +23,10 @@ _RETRY_SECONDS: Final = 0.5
 
 
 class LogprobTable:
-    """Float32 [slots, width] in memory of this process, which other processes open by `path`. Belongs to one thread."""
+    """Float32 [slots, width], a row per running sample, in memory that other processes open by `path`. One thread."""
 
     def __init__(self, slots: int, width: int) -> None:
-        """Reserve the memory; a page is allocated when it is first touched.
-
-        Args:
-            slots: samples that may run.
-            width: tokens of a sample.
-        """
+        """Reserve the memory; a page is allocated when it is first touched."""
         self.slots, self.width = slots, width
         # Not in /dev/shm: a container's is small, and a process that touches one page too many is killed.
         self._descriptor = os.memfd_create("fourfold-logprobs")
@@ -46,7 +41,6 @@ class LogprobTable:
 
     @property
     def free_count(self) -> int:
-        """The number of free rows."""
         return len(self._free)
 
     @property
@@ -65,14 +59,11 @@ class LogprobTable:
             )
 
     def acquire(self, token_count: int) -> LogprobRow:
-        """Take a row for a sample of at most `token_count` tokens.
+        """Take a row for a sample of at most `token_count` tokens. Raises Internal: no row is free, or it is shorter.
 
         A row may be taken again right after its release, although one more step of the old sample may be in progress
         with asynchronous scheduling. Steps end in the order of their start: a late value of the old sample comes before
         the new sample's value, which replaces it before its token is known.
-
-        Raises:
-            Internal: all rows are taken, or they are shorter.
         """
         if token_count > self.width:
             raise Internal(f"a sample of {token_count} tokens; the rows for log-probabilities have {self.width} cells")

@@ -65,8 +65,7 @@ class EndConditions(NamedTuple):
 def obstacle(scheduler: Scheduler) -> str:
     """Return the configured feature that the loops do not support; empty if there is none.
 
-    Raises:
-        AttributeError: an unknown version of vLLM's scheduler.
+    Raises AttributeError: an unknown version of vLLM's scheduler.
     """
     for name in _UNSUPPORTED:
         if getattr(scheduler, name, None):
@@ -84,7 +83,6 @@ class DecodingScheduler(Scheduler):
     ahead = 0  # 1: asynchronous scheduling, a step is scheduled before the tokens of the previous one are known
 
     def schedule(self, *arguments: Any, **options: Any) -> SchedulerOutput:
-        """Return the next step of the GPU."""
         decoding = self._decoding() if self.decodes else None
         if decoding is None:
             return super().schedule(*arguments, **options)
@@ -238,12 +236,7 @@ def _end_conditions(request: Request, longest: int) -> EndConditions | None:
 
 
 def find_end_conditions(request: Request, longest: int) -> EndConditions | None:
-    """Return the end conditions of a sample, or None if it returns more than tokens.
-
-    Args:
-        request: vLLM's request.
-        longest: tokens of the model's context.
-    """
+    """Return the end conditions of a sample, or None if it returns more than tokens; `longest`: the model's context."""
     wanted: Any = request.sampling_params
     if (
         wanted is None

@@ -72,11 +72,8 @@ class OutputBarrier:
 def take_outputs(collector: Any, put: Callable[[Any], None]) -> None:
     """Call `put` with each output of a request instead of collecting it for a waiting task.
 
-    vLLM's collector would need one task per sample, which wakes up for each output.
-
-    Args:
-        collector: vLLM's RequestOutputCollector; an output that it holds already is put now.
-        put: must not raise: vLLM would end the task that processes the outputs of all requests.
+    vLLM's collector would need one task per sample, which wakes up for each output. `put` must not raise: vLLM would
+    end the task that processes the outputs of all requests.
     """
     collector.put = put
     if (early := collector.output) is not None:
@@ -94,8 +91,5 @@ def on_output_failure(llm: AsyncLLM, callback: Callable[[Exception], None]) -> N
 
 
 def disarm_shutdown(llm: AsyncLLM) -> None:
-    """Make later calls of `shutdown` do nothing.
-
-    vLLM calls it again when the object is collected, at a time when its modules may be gone.
-    """
+    """Make later calls of `shutdown` do nothing: vLLM makes one at its collection, when its modules may be gone."""
     llm.shutdown = lambda *_args, **_kwargs: None  # type: ignore[method-assign]

@@ -32,11 +32,7 @@ class LogprobSampler:
     """Replaces `sample` of a runner's sampler."""
 
     def __init__(self, runner: Any) -> None:
-        """Look up the parts of the runner, without changing it.
-
-        Raises:
-            AttributeError: an unknown version of vLLM's runner.
-        """
+        """Look up the parts of the runner, without changing it. Raises AttributeError: an unknown version of vLLM."""
         self.write: Write | None = None  # None: this worker does not write
         self._runner = runner
         self._sampler = runner.sampler

@@ -24,18 +24,10 @@ _NEEDED: Final = ("expanded_idx_mapping", "idx_mapping_np", "pos")
 
 
 class LogprobSampler:
-    """Wraps three methods of a runner's sampler."""
+    """Wraps three methods of a runner's sampler; `table` is float32 [slots, width], mapped on the GPU."""
 
     def __init__(self, runner: Any, table: Tensor) -> None:
-        """Look up the parts of the runner, without changing it.
-
-        Args:
-            runner: vLLM's model runner.
-            table: float32 [slots, width], mapped on the GPU.
-
-        Raises:
-            AttributeError, ValueError: an unknown version of vLLM's sampler.
-        """
+        """Look up the parts of the runner, without changing it. Raises AttributeError, ValueError: an unknown vLLM."""
         self._sampler = runner.sampler
         self._states = runner.req_states
         self._table = table
@@ -51,7 +43,6 @@ class LogprobSampler:
         _ = self._states.prompt_len.gpu, self._states.prefill_len.gpu
 
     def install(self) -> None:
-        """Replace the methods of the sampler."""
         self._sampler.add_request = self.add_request
         self._sampler.apply_staged_writes = self.apply_staged_writes
         self._sampler.sample = self.sample

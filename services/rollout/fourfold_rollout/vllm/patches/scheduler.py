@@ -53,11 +53,7 @@ def scheduler_for(config: Any) -> type[Scheduler]:
 
 
 def shorten(manager: KVCacheManager) -> str:
-    """Make `manager` return at once where it would change nothing.
-
-    Returns:
-        Why it cannot be done, and nothing was changed; empty if it was done.
-    """
+    """Make `manager` return at once where it would change nothing; return why it cannot be done, or an empty text."""
     if reason := _manager_obstacle(manager):
         return reason
     only = manager.coordinator.single_type_managers[0]

@@ -22,11 +22,7 @@ class SeededSampling:
     """Replaces `forward` of a runner's TopKTopPSampler, which `logprobs_v1.py` must have set to filtered logits."""
 
     def __init__(self, runner: Any) -> None:
-        """Look up the parts of the runner, without changing it.
-
-        Raises:
-            AttributeError: an unknown version of vLLM's runner.
-        """
+        """Look up the parts of the runner, without changing it. Raises AttributeError: an unknown version of vLLM."""
         self._runner = runner
         self._sampler = runner.sampler.topk_topp_sampler
         self._forward = self._sampler.forward
@@ -44,10 +40,7 @@ class SeededSampling:
     def forward(
         self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return sampled ids [r] and the filtered logits, [r, vocabulary].
-
-        Greedy rows have no generator, and vLLM ignores their ids.
-        """
+        """Return sampled ids [r] and the filtered logits, [r, vocabulary]. vLLM ignores the ids of greedy rows."""
         count, batch = len(logits), self._runner.input_batch
         if batch.num_reqs != count or len(generators) + len(batch.greedy_reqs) != count:
             sampled, filtered = self._forward(logits, generators, k, p)  # a row has neither a seed nor greedy sampling

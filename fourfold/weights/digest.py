@@ -24,7 +24,6 @@ from fourfold.errors import InvalidInput
 from fourfold.weights.manifest import Manifest
 
 _ENTRY_BYTES: Final = 16
-_NAMES_SHOWN: Final = 3
 
 
 def add_sums(manifest: Manifest, parts: Sequence[bytes]) -> bytes:
@@ -65,10 +64,10 @@ def differing_tensors(manifest: bytes, left: bytes, right: bytes) -> list[str]:
     return [name for name, place in zip(names, places, strict=True) if left[place] != right[place]]
 
 
-def join_names(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str], most: int = 3) -> str:
     """Return names for a message, such as "a, b, c and 5 more"."""
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def _check_length(manifest: Manifest, sums: bytes) -> None:

@@ -79,7 +79,13 @@ class Manifest:
         _check_shards(self.shard_bytes)
         _check_tiling(self.tensors, self.spans)
         _check_places(self)
-        encoded = _encode(self)
+        document = {
+            "format": FORMAT,
+            "shard_bytes": self.shard_bytes,
+            "spans": [(s.tensor, s.start, s.count, s.rank, s.offset) for s in self.spans],
+            "tensors": [(t.name, t.dtype, t.shape) for t in self.tensors],
+        }
+        encoded = json.dumps(document, separators=(",", ":"), sort_keys=True).encode("ascii")
         if len(encoded) > MAX_MANIFEST_BYTES:
             raise InvalidInput(f"the manifest has {len(encoded)} bytes; at most {MAX_MANIFEST_BYTES} can be sent")
         object.__setattr__(self, "_encoded", encoded)
@@ -214,16 +220,6 @@ def _check_places(manifest: Manifest) -> None:
         if span.offset < ends[span.rank]:
             raise InvalidInput(f"manifest: tensor {spec.name} overlaps another one in the shard of rank {span.rank}")
         ends[span.rank] = end
-
-
-def _encode(manifest: Manifest) -> bytes:
-    document = {
-        "format": FORMAT,
-        "shard_bytes": manifest.shard_bytes,
-        "spans": [(s.tensor, s.start, s.count, s.rank, s.offset) for s in manifest.spans],
-        "tensors": [(t.name, t.dtype, t.shape) for t in manifest.tensors],
-    }
-    return json.dumps(document, separators=(",", ":"), sort_keys=True).encode("ascii")
 
 
 def _decode(data: bytes) -> Manifest:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -108,14 +109,11 @@ class WeightReceiver:
         self._close()
         self._last_epoch, self._open_epoch = epoch, opening
         opening.abort_flag = flag
-        opened = False
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(self._close)
             warm_up(self._device)
             opening.transport.open(deadline)
-            opened = True
-        finally:
-            if not opened:
-                self._close()
+            on_error.pop_all()
         return report
 
     def receive(self, epoch: int, policy_version: int, timeout: float, skip_sums: bool = False) -> bytes:

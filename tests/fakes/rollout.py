@@ -20,7 +20,7 @@ from fourfold.security.principal import UNLIMITED
 from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
 from fourfold_rollout.update.controller import WeightController
-from fourfold_rollout.update.servicer import EngineIdentity, RolloutControlServicer
+from fourfold_rollout.update.servicer import RolloutControlServicer
 from tests.conftest import Serve
 from tests.fakes.engine import CONTEXT, STOP_TOKEN, VOCABULARY, FakeEngine
 
@@ -72,9 +72,7 @@ async def rollout_service(
     servicer = RolloutServicer(
         ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits), engine, weights, quotas
     )
-    control = RolloutControlServicer(
-        EngineIdentity(model_sha256=SHA256, host_id="here"), engine, weights, update_timeout=5
-    )
+    control = RolloutControlServicer(engine, weights, model_sha256=SHA256, host_id="here", update_timeout=5)
     channel = await serve(
         (pb.DESCRIPTOR.services_by_name["RolloutService"], add_RolloutServiceServicer_to_server, servicer),
         (

@@ -43,7 +43,7 @@ from fourfold_reward.servicer import RewardServicer
 from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
 from fourfold_rollout.update.controller import WeightController
-from fourfold_rollout.update.servicer import EngineIdentity, RolloutControlServicer
+from fourfold_rollout.update.servicer import RolloutControlServicer
 from fourfold_trainer.service.servicer import TrainerServicer
 from fourfold_trainer.service.state import TrainerCore
 from fourfold_trainer.service.weight_servicer import TrainerWeightServicer
@@ -285,9 +285,7 @@ async def serve_all(serve: Serve, tmp_path: Path) -> AsyncIterator[System]:
     weights = WeightController(engine, update_timeout=0.5)
     model = ServedModel(name="tiny", tokenizer_sha256=SHA256, limits=limits)
     rollout = RolloutServicer(model, engine, weights, NO_QUOTAS)
-    control = RolloutControlServicer(
-        EngineIdentity(model_sha256=SHA256, host_id="here"), engine, weights, update_timeout=0.5
-    )
+    control = RolloutControlServicer(engine, weights, model_sha256=SHA256, host_id="here", update_timeout=0.5)
     core = TrainerCore(config(), run_dir=tmp_path, make_engine=lambda: trainer, fatal=fatal.append)
     registry = Registry(clock=SystemClock(), tokenizer_sha256=SHA256)
     board = RunBoard(name="fuzz", step_count=4, clock=SystemClock())

@@ -15,7 +15,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, MODEL_MISMATCH, WrongState
+from fourfold.weights.digest import join_names
 from fourfold.weights.manifest import Manifest
+from fourfold.weights.source.fused_params import storage_id
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -58,13 +60,16 @@ class LoaderTrace:
 def check_fits(trace: LoaderTrace) -> None:
     """Raise WrongState unless the model takes exactly the tensors that were traced."""
     if trace.unused:
-        raise _mismatch(f"the engine's model has no place for {_some(trace.unused)}")
+        raise _mismatch(f"the engine's model has no place for {join_names(trace.unused, _NAMES_SHOWN)}")
     if trace.missing:
         gaps = [f"{name} ({done} of {count} elements)" for name, (done, count) in trace.missing.items()]
-        raise _mismatch(f"the trainer does not send all of {_some(gaps)}")
+        raise _mismatch(f"the trainer does not send all of {join_names(gaps, _NAMES_SHOWN)}")
     if trace.cut:
         parts = [f"{name} (takes {done} of {count} elements)" for name, (done, count) in trace.cut.items()]
-        raise _mismatch(f"the engine's model is smaller than the trainer's: it would leave out parts of {_some(parts)}")
+        raise _mismatch(
+            f"the engine's model is smaller than the trainer's: it would leave out parts of "
+            f"{join_names(parts, _NAMES_SHOWN)}"
+        )
 
 
 def meta_tensors(manifest: Manifest) -> NamedTensors:
@@ -84,8 +89,8 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         """Record copies between meta tensors, given by name; destinations that share memory count as one."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._alive = (list(sources), list(destinations))  # a freed tensor's storage address could be used again
-        self._sources = {_storage(tensor): name for name, tensor in self._alive[0]}
-        self._destinations = {_storage(tensor): name for name, tensor in self._alive[1]}
+        self._sources = {storage_id(tensor): name for name, tensor in self._alive[0]}
+        self._destinations = {storage_id(tensor): name for name, tensor in self._alive[1]}
         self.read: Counter[str] = Counter()  # elements taken from each source
         self.written: Counter[str] = Counter()  # elements written to each destination
         self.copies: list[Region] = []  # all copies, when `irregular` is empty
@@ -93,13 +98,13 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         self._regions: set[tuple[Any, ...]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = self._destinations.get(_storage(args[0])) if args and isinstance(args[0], torch.Tensor) else None
+        name = self._destinations.get(storage_id(args[0])) if args and isinstance(args[0], torch.Tensor) else None
         if name is None or not func._schema.is_mutable:
             return func(*args, **(kwargs or {}))
         target = args[0]
         region = (name, target.storage_offset(), tuple(target.shape), target.stride())
         if func in _COPIES:
-            source = self._sources.get(_storage(args[1]))
+            source = self._sources.get(storage_id(args[1]))
             if source is None or args[1].numel() != target.numel():
                 raise _unverified(f"the loader of {name} fills it with something else than a checkpoint tensor")
             self.read[source] += target.numel()
@@ -161,16 +166,6 @@ def as_rectangle(source: torch.Tensor, target: torch.Tensor) -> tuple[int, int, 
 def load_refused(tensor: str, error: Exception) -> WrongState:
     """Return the error for a checkpoint tensor that a loader refuses with `error`."""
     return _mismatch(f"the engine's model refuses {tensor}: {str(error) or 'another shape is needed'}")
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
 
 
 def _mismatch(what: str) -> WrongState:

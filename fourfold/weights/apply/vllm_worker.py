@@ -38,6 +38,7 @@ from fourfold.weights.apply.reload import ReloadApplier
 from fourfold.weights.consensus import GroupConsensus
 from fourfold.weights.receiver import WeightReceiver
 from fourfold.weights.source.base import synchronize
+from fourfold.weights.source.fused_params import storage_id
 from fourfold.weights.transport.base import available_backends
 from fourfold.weights.worker_control import error_reply
 
@@ -326,7 +327,7 @@ def _tied_groups(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Module
     for path, layer in model.named_modules():
         for name, parameter in layer._parameters.items():
             if parameter is not None and parameter.numel():
-                owners.setdefault(parameter.untyped_storage()._cdata, []).append((path, layer, name))
+                owners.setdefault(storage_id(parameter), []).append((path, layer, name))
     return [group for group in owners.values() if len(group) > 1]
 
 

@@ -81,7 +81,7 @@ def checkpoint_slices(
     from transformers.core_model_loading import revert_weight_conversion
 
     whole = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-    owners = {_storage(tensor): name for name, tensor in whole.items()}
+    owners = {storage_id(tensor): name for name, tensor in whole.items()}
     try:
         with torch.no_grad(), _WithoutCopies():  # type: ignore[no-untyped-call]
             stored: Mapping[str, Any] = revert_weight_conversion(model, dict(whole))  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ def checkpoint_slices(
         raise _refused(model, f"its checkpoint tensors cannot be located in its parameters ({error})") from None
     result: dict[str, list[ParameterSlice]] = {name: [] for name in shapes}
     for name, tensor in stored.items():
-        owner = owners.get(_storage(tensor))
+        owner = owners.get(storage_id(tensor))
         if owner is None or not tensor.is_contiguous():
             raise _refused(
                 model, f"{name} {tuple(tensor.shape)} of its checkpoint is not a contiguous slice of a parameter"
@@ -114,7 +114,8 @@ class _WithoutCopies(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
         return func(*args, **(kwargs or {}))
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return a number that tensors have in common as long as they share memory."""
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -103,7 +103,11 @@ class CudaIpcSender(PageSender):
         if self._generation and addresses == self._addresses:
             return
         rows = [(span, 0, part) for span, part in zip(self._in_place, values, strict=True)]
-        self._slots = [self._stage(window) for window in range(len(self._staged))]
+        self._slots = []
+        for window, parts in enumerate(self._staged):
+            staging = self._staging[window % _BUFFERS]
+            staging.begin()
+            self._slots.append([staging.slot(part) for part in parts])
         for window, (parts, slots) in enumerate(zip(self._staged, self._slots, strict=True)):
             rows += [(part, window, slot) for part, slot in zip(parts, slots, strict=True)]
         memory = self._page.memory
@@ -114,11 +118,6 @@ class CudaIpcSender(PageSender):
             _PART.pack_into(memory, place, span.tensor, span.start, span.count, window, offset, handle)
         self._addresses, self._generation = addresses, self._generation + 1
         _COUNTS.pack_into(memory, HEADER_BYTES, len(rows), self._window_count, self._generation)
-
-    def _stage(self, window: int) -> list[torch.Tensor]:
-        staging = self._staging[window % _BUFFERS]
-        staging.begin()
-        return [staging.slot(part) for part in self._staged[window]]
 
     def _wait_taken(self, number: int, deadline: Deadline) -> None:
         """Wait until every receiver has taken window `number` of the epoch."""

@@ -175,7 +175,19 @@ class GlooReceiver(ReceiveTransport[Path, _Member]):
     _shards: Sequence[torch.Tensor] = ()
 
     def _parse(self, rank: int, body: bytes) -> Path:
-        return _parse_body(rank, body)
+        nonce_length = 2 * _NONCE_BYTES
+        if len(body) <= nonce_length:
+            raise InvalidInput(
+                f"gloo offer {rank} has a body of {len(body)} bytes; it must have more than {nonce_length}"
+            )
+        try:
+            text = body.decode()
+        except UnicodeDecodeError:
+            text = ""  # refused below
+        folder, nonce = Path(text[nonce_length:]), text[:nonce_length]
+        if not nonce.isalnum() or "\0" in text or not folder.is_absolute():
+            raise InvalidInput(f"gloo offer {rank} holds no absolute path; pass MakeOffer's bytes unchanged")
+        return folder / nonce
 
     def _connect(self, rank: int, offer: Path) -> _Member:
         return _Member(offer, rank, 1 + self._index, 1 + self._group.receiver_count, self._abort)
@@ -223,18 +235,3 @@ def _fill(
             values = source.read(span)[(first - span.offset) // item : (last - span.offset) // item]
             target = bucket[first - start : last - start]
             target.view(torch_dtype(manifest.tensors[span.tensor].dtype)).copy_(values)
-
-
-def _parse_body(rank: int, body: bytes) -> Path:
-    """Return the path of the marker file that an offer names."""
-    nonce_length = 2 * _NONCE_BYTES
-    if len(body) <= nonce_length:
-        raise InvalidInput(f"gloo offer {rank} has a body of {len(body)} bytes; it must have more than {nonce_length}")
-    try:
-        text = body.decode("utf-8")
-    except UnicodeDecodeError:
-        raise InvalidInput(f"gloo offer {rank} holds no absolute path; pass MakeOffer's bytes unchanged") from None
-    folder, nonce = Path(text[nonce_length:]), text[:nonce_length]
-    if not nonce.isalnum() or "\0" in text or not folder.is_absolute():
-        raise InvalidInput(f"gloo offer {rank} holds no absolute path; pass MakeOffer's bytes unchanged")
-    return folder / nonce

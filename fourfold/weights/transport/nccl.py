@@ -17,8 +17,8 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Final, NamedTuple
 
 import torch
@@ -86,8 +86,10 @@ class _Member(SenderLink):
             return communicator
 
         what = f"the meeting of all {self._size} members of {self._name}"
-        with self._disconnecting_on_error(), torch.cuda.device(self._device):  # NCCL uses the thread's current device
+        with ExitStack() as on_error, torch.cuda.device(self._device):  # NCCL uses the thread's current device
+            on_error.callback(self._disconnect)
             cuda.watched(connect, self._abortable(deadline), what, undo=lambda communicator: communicator.abort())
+            on_error.pop_all()
 
     def exchange_header(self, policy_version: int, deadline: Deadline) -> tuple[int, int]:
         """Broadcast (version, bytes) from the sender; return the sender's."""
@@ -117,11 +119,13 @@ class _Member(SenderLink):
                 raise Unavailable(f"trainer rank {self.sender_rank}, process {self.sender.pid}, ended in the transfer")
             return bool(event.query())  # type: ignore[no-untyped-call]
 
-        with self._disconnecting_on_error():
+        with ExitStack() as on_error:
+            on_error.callback(self._disconnect)
             wait_until(done, self._abortable(deadline), what)
             if self._communicator is None:
                 raise used_up()
             cuda.check(self._communicator, self._name)
+            on_error.pop_all()
 
     def close(self) -> None:
         self._disconnect()
@@ -134,16 +138,6 @@ class _Member(SenderLink):
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.abort()
-
-    @contextmanager
-    def _disconnecting_on_error(self) -> Iterator[None]:
-        succeeded = False
-        try:
-            yield
-            succeeded = True
-        finally:
-            if not succeeded:
-                self._disconnect()
 
     def _abortable(self, deadline: Deadline) -> Deadline:
         """Return the same deadline, ended also by an abort of this transport."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -63,10 +64,5 @@ def _cut(span: Span, item_bytes: int, limit: int) -> Iterator[Span]:
     """Yield a span in parts of at most `limit` bytes."""
     count = max(1, limit // item_bytes)
     for begin in range(0, span.count, count):
-        yield Span(
-            tensor=span.tensor,
-            start=span.start + begin,
-            count=min(count, span.count - begin),
-            rank=span.rank,
-            offset=span.offset + begin * item_bytes,
-        )
+        stop = min(begin + count, span.count)
+        yield replace(span, start=span.start + begin, count=stop - begin, offset=span.offset + begin * item_bytes)

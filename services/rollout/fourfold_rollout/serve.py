@@ -30,7 +30,7 @@ from fourfold_rollout.engine import EngineSettings
 from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
 from fourfold_rollout.update.controller import WeightController
-from fourfold_rollout.update.servicer import EngineIdentity, RolloutControlServicer
+from fourfold_rollout.update.servicer import RolloutControlServicer
 from fourfold_rollout.vllm import environment
 from fourfold_rollout.warm_up import warm_up
 
@@ -131,8 +131,9 @@ async def _serve(host: ServiceHost, engine: VllmEngine, settings: EngineSettings
     weights = WeightController(engine, update_timeout=update_timeout)
     model = ServedModel(name=config.model.source, tokenizer_sha256=host.tokenizer_sha256, limits=limits)
     servicer = RolloutServicer(model, engine, weights, host.quotas)
-    identity = EngineIdentity(model_sha256=model_sha256(folder), host_id=host_id())
-    control = RolloutControlServicer(identity, engine, weights, update_timeout=update_timeout)
+    control = RolloutControlServicer(
+        engine, weights, model_sha256=model_sha256(folder), host_id=host_id(), update_timeout=update_timeout
+    )
     host.server.add(_SERVICE, add_RolloutServiceServicer_to_server, servicer)
     host.server.add(_CONTROL_SERVICE, add_RolloutControlServiceServicer_to_server, control)
     if config.rollout.public_listen:

@@ -30,7 +30,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, ExitStack
 from typing import Any, Final, TypeVar, cast
 
 from fourfold.errors import DeadlinePassed, FourfoldError, StaleEpoch, WrongState
@@ -158,13 +158,10 @@ class WeightController:
         update.version = policy_version
         update.enter(UpdatePhase.PAUSING)
         self._sampling.close_gate(f"the weights are being updated to version {policy_version}")
-        paused = False
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(lambda: self._end_update(dirty=self._sampling.dirty))
             await self._sampling.stop(PauseMode.ABORT if self._sampling.dirty else mode, timeout)
-            paused = True
-        finally:
-            if not paused:
-                self._end_update(dirty=self._sampling.dirty)
+            on_error.pop_all()
         self.token_hold.end_drop()
         update.enter(UpdatePhase.PAUSED)
         self._start_watchdog(epoch, self._update_timeout + _WATCHDOG_EXTRA_SECONDS)

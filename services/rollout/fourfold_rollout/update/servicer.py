@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
@@ -34,31 +33,28 @@ _PAUSE_MODES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineIdentity:
-    """The model and the host of the engine, as DescribeEngine reports them."""
-
-    model_sha256: bytes
-    host_id: str
-
-
 class RolloutControlServicer(RolloutControlServiceServicer):
     """Controls the weights and the sleep of one engine. The proto documents the methods."""
 
     def __init__(
-        self, identity: EngineIdentity, engine: RolloutEngine, weights: WeightController, *, update_timeout: float
+        self,
+        engine: RolloutEngine,
+        weights: WeightController,
+        *,
+        model_sha256: bytes,
+        host_id: str,
+        update_timeout: float,
     ) -> None:
-        self._identity = identity
-        self._engine = engine
-        self._weights = weights
+        self._engine, self._weights = engine, weights
+        self._model_sha256, self._host_id = model_sha256, host_id
         self._update_timeout = update_timeout
 
     async def DescribeEngine(self, request: pb.DescribeEngineRequest, context: Context) -> pb.DescribeEngineResponse:
         engine = self._engine.description
         phase, seconds = self._weights.phase
         return pb.DescribeEngineResponse(
-            model_sha256=self._identity.model_sha256,
-            host_id=self._identity.host_id,
+            model_sha256=self._model_sha256,
+            host_id=self._host_id,
             device_uuids=engine.device_uuids,
             backends=engine.backends,
             policy_version=self._weights.policy_version,
@@ -93,11 +89,9 @@ class RolloutControlServicer(RolloutControlServiceServicer):
         if mode is None:
             names = ", ".join(pb.PauseMode.Name(known) for known in _PAUSE_MODES)
             raise InvalidInput(f"pause_mode is {request.pause_mode}; it must be one of {names}")
+        timeout = self._timeout(context)
         await self._weights.begin(
-            epoch=request.epoch,
-            policy_version=request.policy_version,
-            mode=mode,
-            timeout=self._timeout(context),
+            epoch=request.epoch, policy_version=request.policy_version, mode=mode, timeout=timeout
         )
         return pb.BeginWeightsResponse()
 
@@ -137,9 +131,8 @@ class RolloutControlServicer(RolloutControlServiceServicer):
         return pb.ProbeLogprobsResponse(logprobs=pack_floats(np.asarray(logprobs, np.float32)))
 
     async def GetWeightSums(self, request: pb.GetWeightSumsRequest, context: Context) -> pb.GetWeightSumsResponse:
-        return pb.GetWeightSumsResponse(
-            sums=await self._weights.sums(epoch=request.epoch, timeout=self._timeout(context))
-        )
+        sums = await self._weights.sums(epoch=request.epoch, timeout=self._timeout(context))
+        return pb.GetWeightSumsResponse(sums=sums)
 
     async def SleepEngine(self, request: pb.SleepEngineRequest, context: Context) -> pb.SleepEngineResponse:
         await self._weights.sleep(request.level, timeout=self._timeout(context))

@@ -14,6 +14,7 @@ import itertools
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import Any, Final, Self, TypeVar
 
@@ -157,23 +158,20 @@ class VllmEngine:
 
     async def pause(self) -> None:
         await self._check_alive()
-        async with self._order:
-            done = False
-            try:
-                # Not AsyncLLM.pause_generation: it sleeps for 20 ms instead of waiting for the outputs.
-                await self._unless_dead(self._llm.engine_core.pause_scheduler_async("keep", False), None)
-                await self._unless_dead(self._barrier.passed(), None)
-                for sample in tuple(self._live.values()):
-                    sample.request.sink.boundary(sample.request.index, self._barrier.token_count(sample.id))
-                self._paused = done = True
-            finally:
-                if not done:
-                    await self._post(self._llm.engine_core.resume_scheduler_async())
+        async with self._order, AsyncExitStack() as on_error:
+            on_error.push_async_callback(self._resume_scheduler)
+            # Not AsyncLLM.pause_generation: it sleeps for 20 ms instead of waiting for the outputs.
+            await self._unless_dead(self._llm.engine_core.pause_scheduler_async("keep", False), None)
+            await self._unless_dead(self._barrier.passed(), None)
+            for sample in tuple(self._live.values()):
+                sample.request.sink.boundary(sample.request.index, self._barrier.token_count(sample.id))
+            self._paused = True
+            on_error.pop_all()
 
     async def resume(self) -> None:
         if self._paused:
             self._paused = False
-            await self._post(self._llm.engine_core.resume_scheduler_async())
+            await self._resume_scheduler()
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         await self._check_alive()
@@ -280,13 +278,10 @@ class VllmEngine:
         row = None if self._logprobs is None else self._logprobs.acquire(request.max_tokens)
         sample = VllmSample(self, request, row)
         prompt = tokens_input(request.prompt_token_ids, cache_salt=request.cache_salt)
-        added = False
-        try:
+        with ExitStack() as on_error:
+            on_error.callback(sample.release)
             collector = await self._llm.add_request(request.key, prompt, sampling_params(request, row))
-            added = True
-        finally:
-            if not added:
-                sample.release()
+            on_error.pop_all()
         self._live[id(sample)] = sample
         sample.attach(collector)
         return sample
@@ -299,6 +294,9 @@ class VllmEngine:
             finally:
                 self._paused = False
                 await self._post(self._llm.engine_core.resume_scheduler_async())
+
+    async def _resume_scheduler(self) -> None:
+        await self._post(self._llm.engine_core.resume_scheduler_async())
 
     async def _post(self, message: Coroutine[Any, Any, Any]) -> None:
         """Send a message to the core process without waiting for the answer. Messages arrive in order."""

@@ -213,6 +213,6 @@ class _Serve:
             return 2
         service = _load("fourfold.services", role, _SERVICES[role])
         verifiers = importlib.import_module(service.__module__.rpartition(".")[0] + ".verifiers")
-        for name, line in verifiers.describe():
+        for name, line in verifiers.DESCRIPTIONS:
             print(f"{name:22} {line}")
         return 0

@@ -1,10 +1,6 @@
-"""Scores samples (role `reward`) and serves log-probabilities of a frozen model (role `reference`).
+"""Scores samples (role `reward`) and computes log-probabilities of a frozen model (role `reference`).
 
-What a reward function needs is here; importing it brings neither torch nor grpc:
-
-    from fourfold_reward import Abstain, Score, ScoreInput
-
-    def reward(sample: ScoreInput) -> float | Score | Abstain | None: ...
+The package itself exports the types of reward functions, and imports neither torch nor grpc.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import sys
 import types
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from fourfold_reward import __version__, verifiers
 from fourfold_reward.sample import RewardFunction
@@ -52,11 +52,7 @@ class Verifier:
 
 
 def find(name: str, *, directory: Path) -> Verifier:
-    """Return the verifier of a name without running its code.
-
-    Args:
-        name: a built-in name, `package.module:function` or `file.py:function`.
-        directory: start of relative file paths.
+    """Return the verifier of a name without running its code. Relative file paths start from `directory`.
 
     Raises:
         VerifierError: unknown built-in, unreadable file, or malformed name.
@@ -64,7 +60,7 @@ def find(name: str, *, directory: Path) -> Verifier:
     if verifiers.is_builtin(name):
         return Verifier(name=name, version=__version__)
     place, colon, function = name.rpartition(":")
-    known = [builtin for builtin, _ in verifiers.describe()]
+    known = [builtin for builtin, _ in verifiers.DESCRIPTIONS]
     usage = f"Known: {', '.join(known)}; or give package.module:function, or path/file.py:function."
     if not colon or not place or not function.isidentifier():
         raise VerifierError(f"{name!r} is no verifier{did_you_mean(name, known) or '.'} {usage}")
@@ -98,10 +94,18 @@ def load(verifier: Verifier, options: GymOptions) -> tuple[RewardFunction, Verif
     module = _run_file(verifier) if verifier.file else importlib.import_module(verifier.module)
     function = getattr(module, verifier.function, None)
     if function is None:
-        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        hint = did_you_mean(verifier.function, names)
+        hint = did_you_mean(verifier.function, [n for n, v in vars(module).items() if callable(v) and n[0] != "_"])
         raise VerifierError(f"{verifier.name!r}: no {verifier.function!r} there{hint}")
-    _check_callable(function, verifier.name)
+    if not callable(function):
+        raise VerifierError(
+            f"{verifier.name!r} is {function!r:.100}; it must be a function of one argument, the sample"
+        )
+    try:
+        inspect.signature(function).bind(object())
+    except ValueError:
+        pass  # C code without a signature
+    except TypeError as error:
+        raise VerifierError(f"{verifier.name!r} is called with one argument, the sample: {error}") from None
     return function, verifier if verifier.file else _with_version(verifier, module)
 
 
@@ -114,19 +118,6 @@ def _run_file(verifier: Verifier) -> types.ModuleType:
     sys.modules[module.__name__] = module  # dataclasses and type hints look up their module
     exec(compile(verifier.source, verifier.file, "exec"), module.__dict__)
     return module
-
-
-def _check_callable(function: Any, name: str) -> None:
-    if not callable(function):
-        raise VerifierError(f"{name!r} is {function!r:.100}; it must be a function of one argument, the sample")
-    try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):
-        return  # C code without a signature
-    try:
-        signature.bind(object())
-    except TypeError:
-        raise VerifierError(f"{name!r} has the parameters {signature}; it is called with one, the sample") from None
 
 
 def _with_version(verifier: Verifier, module: types.ModuleType) -> Verifier:

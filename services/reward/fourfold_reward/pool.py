@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from fourfold.errors import ConfigError, Overloaded
-from fourfold_reward.loader import Verifier
+from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.protocol import Outcome
 from fourfold_reward.verifiers import GymOptions
 from fourfold_reward.worker_process import WorkerDied, WorkerProcess
@@ -67,10 +67,6 @@ class _QueuedJob:
     outcome: asyncio.Future[Outcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-class LoadFailed(Exception):
-    """A worker could not load a verifier. The text is the reason."""
-
-
 class WorkerPool:
     """Worker processes and their queue. Use it from one event loop."""
 
@@ -89,12 +85,8 @@ class WorkerPool:
 
         Args:
             verifier: the default verifier; every worker of its kind loads it at the start.
-            options: reasoning-gym tasks with their options.
-            processes: number of slots.
             timeout_seconds: time limit of one sample.
             on_failure: called with a message if a slot ends because of a bug.
-            sandbox: rights of the workers.
-            max_waiting_samples: length of the queue.
         """
         self.verifier = verifier
         self._options = {task: dict(values) for task, values in options.items()}
@@ -121,7 +113,7 @@ class WorkerPool:
         try:
             # One worker first: if it fails, so would the others, and it returns the version that they must have.
             await self._start_worker(builtin)
-        except LoadFailed as error:
+        except VerifierError as error:
             raise ConfigError(f"reward.verifier: {error}") from None
         await asyncio.gather(*(self._try_start_worker(builtin) for _ in range(self._processes - 1)))
         workers = list(self._workers.values())
@@ -147,7 +139,10 @@ class WorkerPool:
                 f"{len(self._queue)} samples wait and {len(jobs)} more do not fit (limit {self._max_waiting} "
                 f"samples, {MAX_WAITING_BYTES >> 20} MiB); come back later, or start more reward services",
                 reason="QUEUE_FULL",
-                retry_after=self._retry_after(),
+                # The expected time until half of the queue is empty.
+                retry_after=min(
+                    max(self._mean_seconds * len(self._queue) / (2 * self._processes), 0.1), _MAX_RETRY_AFTER_SECONDS
+                ),
             )
         queued = [_QueuedJob(job) for job in jobs]
         self._queue.extend(queued)
@@ -175,7 +170,11 @@ class WorkerPool:
         loop = asyncio.get_running_loop()
         workers: dict[bool, WorkerProcess | None] = {first.builtin: first} if first is not None else {}
         while True:
-            queued = await self._take()
+            while not self._queue:
+                self._queue_filled.clear()
+                await self._queue_filled.wait()
+            queued = self._queue.popleft()
+            self._queued_bytes -= queued.job.size_bytes
             builtin = queued.job.verifier.builtin
             worker = workers.get(builtin) or await self._try_start_worker(builtin)
             started = loop.time()
@@ -189,14 +188,6 @@ class WorkerPool:
             # Replace a dead worker now: its start overlaps with the wait for the next sample.
             workers[builtin] = worker or await self._try_start_worker(builtin)
 
-    async def _take(self) -> _QueuedJob:
-        while not self._queue:
-            self._queue_filled.clear()
-            await self._queue_filled.wait()
-        queued = self._queue.popleft()
-        self._queued_bytes -= queued.job.size_bytes
-        return queued
-
     async def _score_one(self, worker: WorkerProcess, job: Job) -> tuple[Outcome, WorkerProcess | None]:
         """Return the outcome of one sample, and the worker unless it had to be killed."""
         try:
@@ -206,7 +197,7 @@ class WorkerPool:
                 return Outcome.from_json(reply), worker
             except ValueError as error:
                 raise WorkerDied(f"the worker sent an invalid reply: {error}") from None
-        except LoadFailed as error:
+        except VerifierError as error:
             return Outcome.error("NOT_FOUND", str(error)), worker
         except TimeoutError:
             _log.warning("worker killed at the time limit: sample=%s seconds=%g", job.sample_id, self._timeout)
@@ -228,18 +219,18 @@ class WorkerPool:
             return worker
         try:
             self.verifier = await self._load(worker, self.verifier)
-        except LoadFailed:
+        except VerifierError:
             await self._discard(worker)
             raise
         except WorkerDied as error:
             await self._discard(worker)
-            raise LoadFailed(f"{self.verifier.name!r}: {error} while it imported the function") from None
+            raise VerifierError(f"{self.verifier.name!r}: {error} while it imported the function") from None
         return worker
 
     async def _try_start_worker(self, builtin: bool) -> WorkerProcess | None:
         try:
             return await self._start_worker(builtin)
-        except (LoadFailed, OSError) as error:
+        except (VerifierError, OSError) as error:
             self._start_error = str(error)
             _log.error("worker start failed: %s", error)
         return None
@@ -254,7 +245,7 @@ class WorkerPool:
         except TimeoutError:
             raise WorkerDied(f"the worker was stopped after {LOAD_TIMEOUT_SECONDS:g} s") from None
         if "error" in reply:
-            raise LoadFailed(str(reply["error"]))
+            raise VerifierError(str(reply["error"]))
         worker.loaded.add(verifier.name)
         return replace(verifier, version=str(reply["version"]))
 
@@ -278,10 +269,6 @@ class WorkerPool:
             "processes: try again, give the call more time, or raise reward.processes",
             code="UNAVAILABLE",
         )
-
-    def _retry_after(self) -> float:
-        half_queue_seconds = self._mean_seconds * len(self._queue) / (2 * self._processes)
-        return min(max(half_queue_seconds, 0.1), _MAX_RETRY_AFTER_SECONDS)
 
     def _on_slot_end(self, slot: asyncio.Task[None]) -> None:
         if not slot.cancelled() and (error := slot.exception()) is not None:

@@ -16,11 +16,9 @@ from typing import Any, BinaryIO, Final
 from fourfold.text import MAX_COMPONENTS, MAX_ERROR, clean, is_metric_name
 from fourfold_reward.sample import Abstain, Score
 
-HEADER: Final = struct.Struct("<I")
-"""Length of the JSON text that follows, in bytes."""
+HEADER: Final = struct.Struct("<I")  # bytes of JSON text that follow
 MAX_REPLY_BYTES: Final = 1 << 20  # an outcome is at most a few KiB
-NO_SCORE: Final = "NO_SCORE"
-"""Abstain reason of a function that returned None."""
+NO_SCORE: Final = "NO_SCORE"  # abstain reason of a function that returned None
 # Error reason -> name of its google.rpc.Code. Callers retry UNAVAILABLE and DEADLINE_EXCEEDED.
 ERROR_CODES: Final[dict[str, str]] = {
     "TIMEOUT": "DEADLINE_EXCEEDED",
@@ -58,12 +56,8 @@ def unpack(body: bytes) -> dict[str, Any]:
 def read(stream: BinaryIO, *, max_bytes: int | None = None) -> dict[str, Any] | None:
     """Block until a message arrives; return None at the end of the stream.
 
-    Args:
-        stream: the read end of a pipe.
-        max_bytes: limit for the JSON text; None if the writer is trusted.
-
     Raises:
-        ValueError: the text is longer, or not a JSON object.
+        ValueError: the text is longer than `max_bytes`, or not a JSON object.
     """
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
@@ -161,15 +155,15 @@ def _scored(value: object, components: object) -> Outcome:
 
 def _float32(value: object, what: str) -> float | Outcome:
     """Return a number that float32 can represent (the wire format), or else an error about `what`."""
-    # str has a float conversion, too, but a returned "1" is a mistake. numpy and torch scalars have `__float__`.
-    if isinstance(value, str | bytes | bytearray) or not hasattr(value, "__float__"):
-        return Outcome.error("NOT_A_NUMBER", f"{what} is {_show(value)}; it must be a number")
     try:
+        # float("1") works, too, but a returned "1" is a mistake. numpy and torch scalars have `__float__`.
+        if isinstance(value, str | bytes | bytearray) or not hasattr(value, "__float__"):
+            raise TypeError
         number = float(value)
         struct.pack("<f", number)
     except OverflowError:  # an integer beyond float64, or a float beyond float32
         number = math.inf
-    except (TypeError, ValueError):  # an array with more than one element
+    except (TypeError, ValueError):  # also an array with more than one element
         return Outcome.error("NOT_A_NUMBER", f"{what} is {_show(value)}; it must be a number")
     if not math.isfinite(number):
         return Outcome.error("NOT_FINITE", f"{what} is {_show(value)}; it must be finite in 32 bits")

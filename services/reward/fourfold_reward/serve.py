@@ -116,11 +116,11 @@ def serve_reward(
         "environment": environment,
         "memory_gib": memory_gib,
     }
-    security = {"security": {"directory": str(certs)}} if certs else {}
+    security = {"directory": str(certs)} if certs else {}
     options = ServeOptions(
         role="reward",
         recipe=Path(),
-        config=Config.model_validate({**_MINIMAL_RECIPE, "reward": reward, **security}),
+        config=Config.model_validate({**_MINIMAL_RECIPE, "reward": reward, "security": security}),
         member_id=member,
         listen=listen,
         coordinator=coordinator,

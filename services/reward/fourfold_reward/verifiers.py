@@ -38,7 +38,8 @@ EVALUATING_TASKS: Final = frozenset(
     }
 )
 
-_DESCRIPTIONS: Final[tuple[tuple[str, str], ...]] = (
+# Name and description of each built-in verifier.
+DESCRIPTIONS: Final[tuple[tuple[str, str], ...]] = (
     ("exact_match", "1 if the completion equals the answer, without surrounding spaces"),
     ("last_number", "1 if the last number in the completion equals the last number in the answer"),
     ("math_verify", "1 if the final expression of the completion equals the answer; both are LaTeX or plain text"),
@@ -69,14 +70,9 @@ class InvalidSample(Exception):
         self.reason = reason
 
 
-def describe() -> list[tuple[str, str]]:
-    """Return name and description of each built-in verifier."""
-    return list(_DESCRIPTIONS)
-
-
 def is_builtin(name: str) -> bool:
     """Return whether `name` is a built-in verifier. `load` checks the task of "reasoning_gym:TASK"."""
-    return name in _LOADERS or name.startswith(GYM_PREFIX)
+    return name in ("exact_match", "last_number", "math_verify", GYM) or name.startswith(GYM_PREFIX)
 
 
 def find_evaluating(name: str, options: GymOptions) -> str:
@@ -86,19 +82,20 @@ def find_evaluating(name: str, options: GymOptions) -> str:
 
 
 def load(name: str, options: GymOptions) -> RewardFunction:
-    """Return a built-in verifier and import the libraries that it needs.
-
-    Args:
-        name: name of the verifier.
-        options: reasoning-gym tasks with their options. The verifier `reasoning_gym` scores these tasks only.
+    """Return a built-in verifier and import its libraries. `reasoning_gym` scores only the tasks in `options`.
 
     Raises:
         LookupError: unknown reasoning-gym task.
         ImportError: a library is not installed.
     """
-    if name.startswith(GYM_PREFIX):
-        return _load_gym(name.removeprefix(GYM_PREFIX), options)
-    return _LOADERS[name](options)
+    match name:
+        case "exact_match":
+            return exact_match
+        case "last_number":
+            return last_number
+        case "math_verify":
+            return _load_math_verify()
+    return _load_gym("" if name == GYM else name.removeprefix(GYM_PREFIX), options)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -130,7 +127,7 @@ def find_last_number(text: str) -> Decimal | None:
     return Decimal(found[0].replace(",", "").replace("\u2212", "-")) if found else None
 
 
-def _load_math_verify(_: GymOptions) -> RewardFunction:
+def _load_math_verify() -> RewardFunction:
     try:
         from math_verify import parse, verify
     except ImportError:
@@ -213,11 +210,3 @@ def _score_gym(score: GymScorer, task: str, sample: ScoreInput) -> Score:
             # Some tasks raise on malformed answers. If the reference answer raises as well, the sample is at fault.
             score(sample.answer or None, entry)
             return Score(0.0, {"unreadable": 1.0})
-
-
-_LOADERS: Final[dict[str, Callable[[GymOptions], RewardFunction]]] = {
-    "exact_match": lambda _: exact_match,
-    "last_number": lambda _: last_number,
-    "math_verify": _load_math_verify,
-    GYM: lambda options: _load_gym("", options),
-}

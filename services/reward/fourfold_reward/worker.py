@@ -39,11 +39,7 @@ _LOAD_CPU_SECONDS: Final = 120
 
 
 def main(arguments: list[str]) -> int:
-    """Answer requests until the service closes the pipe or ends.
-
-    Args:
-        arguments: process id of the service, and the sandbox policy as JSON (empty: no sandbox).
-    """
+    """Answer requests of the service, `arguments[0]`, in the sandbox policy `arguments[1]` (JSON; empty: none)."""
     die_with_parent(int(arguments[0]))
     requests, replies = _take_pipes()
     sys.path.append(str(Path.cwd()))  # last, so that no file there hides an installed package
@@ -161,7 +157,8 @@ class Worker:
             sys.stderr.write(f"reward function raised {kind} (printed once)\n")
             traceback.print_exception(error, limit=-20)
         suffix = f" ({place})" if place else ""
-        if self._policy is not None and _is_permission_error(error):
+        refused = isinstance(error, PermissionError) or os.strerror(errno.EPERM) in str(error)
+        if refused and self._policy is not None:
             suffix += "; the sandbox may have refused this: see reward.network and reward.sandbox"
         # A long text is cut before the place, which the caller needs most.
         text = clean(f"{type(error).__name__}: {error}".rstrip(": "), MAX_ERROR - len(suffix))
@@ -169,7 +166,7 @@ class Worker:
 
 
 async def _wait_for(result: Awaitable[Any]) -> Any:
-    return await result  # `Runner.run` takes only coroutines
+    return await result  # `Runner.run` takes only coroutines, and a function may return a future
 
 
 def _parse_metadata(text: str) -> dict[str, Any]:
@@ -180,10 +177,6 @@ def _parse_metadata(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidSample("BAD_METADATA", f"metadata_json holds a {type(value).__name__}; it must hold an object")
     return value
-
-
-def _is_permission_error(error: BaseException) -> bool:
-    return isinstance(error, PermissionError) or os.strerror(errno.EPERM) in str(error)
 
 
 def _place(trace: TracebackType | None, file: str) -> str:

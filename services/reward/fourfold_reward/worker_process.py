@@ -46,13 +46,7 @@ class WorkerProcess:
 
     @classmethod
     async def start(cls, sandbox: WorkerSandbox, *, builtin: bool, timeout_seconds: float) -> Self:
-        """Start a worker with the import path of this process.
-
-        Args:
-            sandbox: rights of workers.
-            builtin: whether the worker gets the rights of built-in verifiers or those of reward functions.
-            timeout_seconds: time limit of one sample; the sandbox limits CPU time accordingly.
-        """
+        """Start a worker with the rights of built-in verifiers or of reward functions, for samples of limited time."""
         scratch = Scratch("reward-worker")
         policy = sandbox.policy(builtin=builtin, timeout_seconds=timeout_seconds, scratch=scratch.path)
         variables = sandbox.variables(builtin=builtin, scratch=scratch.path)
@@ -63,6 +57,7 @@ class WorkerProcess:
                 policy.to_json() if policy is not None else "",
                 stdin=PIPE,
                 stdout=PIPE,
+                # The worker imports what the service can import, also from a source checkout.
                 env=variables | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
                 start_new_session=True,
             )

@@ -29,7 +29,6 @@ _FONTS: Final = ("/etc/fonts", str(Path.home() / ".cache/matplotlib"), str(Path.
 _CPU_MARGIN_SECONDS: Final = 5
 # RLIMIT_NPROC counts all processes and threads of the user, including services that start threads later.
 _PROCESSES: Final = 4096
-_FUNCTION_OPEN_FILES: Final = 4096
 # Where common programs keep a user's credentials.
 _SECRETS_AT_HOME: Final = (
     *(".ssh", ".gnupg", ".aws", ".azure", ".kube", ".docker", ".config/gcloud", ".config/gh"),
@@ -57,13 +56,7 @@ class WorkerSandbox:
     """Names of additional environment variables."""
 
     def policy(self, *, builtin: bool, timeout_seconds: float, scratch: Path) -> Policy | None:
-        """Return the policy of a worker; None if it has all rights.
-
-        Args:
-            builtin: whether the worker runs built-in verifiers.
-            timeout_seconds: wall-clock limit of a sample; the limit on CPU time is a little higher.
-            scratch: folder for temporary files of a reward function.
-        """
+        """Return the policy of a worker; None if it has all rights. `scratch` is for a function's temporary files."""
         if not self.enabled:
             return None
         cpu_seconds = int(timeout_seconds) + _CPU_MARGIN_SECONDS
@@ -87,7 +80,7 @@ class WorkerSandbox:
             processes=_PROCESSES,
             memory_bytes=self.memory_gib << 30,
             cpu_seconds=cpu_seconds * len(os.sched_getaffinity(0)),
-            open_files=_FUNCTION_OPEN_FILES,
+            open_files=4096,
         )
 
     def variables(self, *, builtin: bool, scratch: Path) -> dict[str, str]:
@@ -103,8 +96,6 @@ def from_config(config: Config, run_dir: Path | None, *, evaluating: str) -> Wor
     """Return the sandbox that a recipe asks for; warn if this machine cannot enforce all of it.
 
     Args:
-        config: the recipe.
-        run_dir: folder of the run, if known.
         evaluating: an allowed verifier that runs text of the model as code; empty if there is none.
 
     Raises:
@@ -114,6 +105,7 @@ def from_config(config: Config, run_dir: Path | None, *, evaluating: str) -> Wor
     if reward.sandbox == "off":
         _log.warning('reward.sandbox = "off": reward workers run with all rights of this service')
         return WorkerSandbox(enabled=False)
+    # Without TLS the service serves loopback only: a development machine, where a warning is enough.
     required = bool(security.directory and evaluating)
     support = probe()
     if required and not support.complete:

@@ -330,7 +330,7 @@ async def test_edited_module_is_refused_by_a_new_worker(tmp_path: Path, monkeypa
         ("def rewards(s): return 1\n", "reward", "did you mean 'rewards'"),
         ("import no_such_package\n", "reward", "ModuleNotFoundError: No module named 'no_such_package'"),
         ("def reward(s) return 1\n", "reward", "SyntaxError"),
-        ("def reward(s, t): return 1\n", "reward", "called with one, the sample"),
+        ("def reward(s, t): return 1\n", "reward", "is called with one argument, the sample: missing"),
         ("reward = 3\n", "reward", "must be a function"),
         ("import os; os._exit(9)\n", "reward", "exit code 9"),
         ("import sys; sys.exit(9)\n", "reward", "SystemExit"),

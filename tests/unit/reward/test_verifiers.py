@@ -145,7 +145,7 @@ def test_unknown_task_is_refused_with_the_nearest_name() -> None:
 
 
 def test_every_described_verifier_loads() -> None:
-    for name, line in verifiers.describe():
+    for name, line in verifiers.DESCRIPTIONS:
         assert line
         verifiers.load(name.replace("TASK", "products"), {})
 

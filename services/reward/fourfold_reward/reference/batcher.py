@@ -30,8 +30,7 @@ class _Call:
     token_ids: Sequence[Int32Array]
     temperatures: Sequence[float]
     rows: asyncio.Future[list[Float32Array]]
-    gone: bool = False
-    """Whether the caller no longer waits."""
+    """Cancelled when the caller goes away."""
 
 
 class DynamicBatcher:
@@ -58,10 +57,7 @@ class DynamicBatcher:
         self._waiting.append(call)
         if self._task is None:
             self._task = asyncio.create_task(self._run(model))
-        try:
-            return await call.rows
-        finally:
-            call.gone = True
+        return await call.rows
 
     async def _run(self, model: ReferenceModel) -> None:
         """Compute batches until no call waits."""
@@ -71,7 +67,7 @@ class DynamicBatcher:
             await asyncio.wait({done})  # not `await done`: an error belongs to the calls of this batch only
             error = done.exception()
             for index, call in enumerate(calls):
-                if call.rows.done():  # cancelled, because the client went away
+                if call.rows.cancelled():
                     continue
                 if error is not None:
                     call.rows.set_exception(error)
@@ -85,7 +81,7 @@ class DynamicBatcher:
         tokens = 0
         while self._waiting:
             call = self._waiting[0]
-            if not call.gone:
+            if not call.rows.done():
                 tokens += sum(map(len, call.token_ids))
                 if batch and tokens > max_tokens:
                     break
@@ -100,7 +96,7 @@ class DynamicBatcher:
             model.logprobs(
                 [ids for call in calls for ids in call.token_ids],
                 [temperature for call in calls for temperature in call.temperatures],
-                stopped=lambda: self.closing.is_set() or all(call.gone for call in calls),
+                stopped=lambda: self.closing.is_set() or all(call.rows.cancelled() for call in calls),
             )
         )
         self.mean_seconds += _NEWEST_WEIGHT * (time.monotonic() - started - self.mean_seconds)

@@ -46,10 +46,9 @@ class ReferenceModel:
 
         Args:
             folder: contains config.json and safetensors files.
-            dtype: "bfloat16" or "float32", of the weights.
+            dtype: "bfloat16" or "float32".
             device: "cpu" or "cuda".
             tokens_per_batch: most tokens in one forward pass.
-            max_context_tokens: longest sample.
 
         Raises:
             ConfigError: no such device, not a causal language model, or too few positions or tokens per batch.
@@ -101,7 +100,7 @@ class ReferenceModel:
             Stopped: `stopped` returned True.
         """
         results = [np.full(len(ids), np.nan, np.float32) for ids in token_ids]
-        running: _ForwardPass | None = None
+        finish: Callable[[], None] | None = None
         for indices in split_by_tokens([len(ids) for ids in token_ids], max_tokens=self.tokens_per_batch):
             if stopped():
                 raise Stopped
@@ -110,32 +109,32 @@ class ReferenceModel:
             with torch.inference_mode():
                 logprobs, _ = self._model(**forward.batch_arguments(batch, self._device))
             # The GPU computes this pass while the host waits for the one before.
-            previous, running = running, _ForwardPass([results[i] for i in indices], logprobs)
-            if previous is not None:
-                previous.finish()
-        if running is not None:
-            running.finish()
+            finish_previous, finish = finish, _start_copy([results[i] for i in indices], logprobs)
+            if finish_previous is not None:
+                finish_previous()
+        if finish is not None:
+            finish()
         return results
 
 
-class _ForwardPass:
-    """Results of one forward pass on their way to the host."""
+def _start_copy(rows: Sequence[Float32Array], logprobs: Tensor) -> Callable[[], None]:
+    """Start the copy of `logprobs`, float32 [sum(n - 1)], to the host.
 
-    def __init__(self, rows: Sequence[Float32Array], logprobs: Tensor) -> None:
-        """Start the copy of `logprobs`, float32 [sum(n - 1)], for the result `rows`, float32 [n] each."""
-        self._rows = rows
-        self._event: torch.cuda.Event | None = None
-        self._host = logprobs
-        if logprobs.device.type == "cuda":
-            self._host = torch.empty_like(logprobs, device="cpu", pin_memory=True)
-            self._host.copy_(logprobs, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+    Returns:
+        A function that waits for the copy and fills the `rows`, float32 [n] each.
+    """
+    host, event = logprobs, None
+    if logprobs.device.type == "cuda":
+        host = torch.empty_like(logprobs, device="cpu", pin_memory=True)  # other memory makes the copy synchronous
+        host.copy_(logprobs, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
 
-    def finish(self) -> None:
-        """Wait for the copy and fill the rows."""
-        if self._event is not None:
-            self._event.synchronize()
-        ends = np.cumsum([len(row) - 1 for row in self._rows])
-        for row, values in zip(self._rows, np.split(self._host.numpy(), ends[:-1]), strict=True):
+    def finish() -> None:
+        if event is not None:
+            event.synchronize()
+        ends = np.cumsum([len(row) - 1 for row in rows])
+        for row, values in zip(rows, np.split(host.numpy(), ends[:-1]), strict=True):
             row[1:] = values
+
+    return finish

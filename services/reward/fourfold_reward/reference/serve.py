@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.model import folder as model_folder
@@ -14,9 +13,6 @@ from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold_reward.reference.model import ReferenceModel
 from fourfold_reward.reference.servicer import MAX_CALLS, ReferenceServicer
 
-# Room for health checks and GetInfo beside MAX_CALLS calls of ComputeLogprobs.
-_OTHER_CALLS: Final = 64
-
 
 def main(options: ServeOptions) -> int:
     """Serve until a signal or a fatal error; return the exit code."""
@@ -26,7 +22,8 @@ def main(options: ServeOptions) -> int:
 async def serve(options: ServeOptions) -> int:
     """Load the model in a thread, so that health checks are answered meanwhile, then serve it."""
     config = options.config
-    host = ServiceHost(options, role=Role.ROLE_REFERENCE, max_concurrent_rpcs=MAX_CALLS + _OTHER_CALLS)
+    # Room for health checks and GetInfo besides the calls of ComputeLogprobs.
+    host = ServiceHost(options, role=Role.ROLE_REFERENCE, max_concurrent_rpcs=MAX_CALLS + 64)
     servicer = ReferenceServicer(name=config.model.source, max_context_tokens=config.model.max_context_tokens)
     service = pb.DESCRIPTOR.services_by_name["ReferenceService"]
     host.server.add(service, add_ReferenceServiceServicer_to_server, servicer)

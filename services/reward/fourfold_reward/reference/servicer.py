@@ -14,7 +14,6 @@ from fourfold.errors import InvalidInput, Overloaded, Unavailable
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1 import reference_service_pb2_grpc as pb_grpc
 from fourfold.rpc.codec import check_id, decode_token_ids, pack_floats
-from fourfold.types.v1.experience_pb2 import Experience
 from fourfold_reward.reference.batcher import DynamicBatcher
 from fourfold_reward.reference.model import ReferenceModel, Stopped
 
@@ -97,10 +96,11 @@ class ReferenceServicer(pb_grpc.ReferenceServiceServicer):
         size = request.ByteSize()
         if size > MAX_REQUEST_BYTES:
             raise InvalidInput(f"the request has {size} bytes; at most {MAX_REQUEST_BYTES} fit: split it")
-        return [self._token_ids(experience, model) for experience in request.experiences]
-
-    def _token_ids(self, experience: Experience, model: ReferenceModel) -> Int32Array:
-        sample_id = check_id(experience.sample_id, "sample_id")
-        if not 0 < experience.temperature <= 2:
-            raise InvalidInput(f"sample {sample_id}: temperature is {experience.temperature}; it must be in (0, 2]")
-        return decode_token_ids(experience, vocabulary_size=model.vocabulary_size, max_tokens=self._max_context_tokens)
+        limits = {"vocabulary_size": model.vocabulary_size, "max_tokens": self._max_context_tokens}
+        token_ids = []
+        for experience in request.experiences:
+            sample_id = check_id(experience.sample_id, "sample_id")
+            if not 0 < experience.temperature <= 2:
+                raise InvalidInput(f"sample {sample_id}: temperature is {experience.temperature}; it must be in (0, 2]")
+            token_ids.append(decode_token_ids(experience, **limits))
+        return token_ids

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 from fourfold import config as configuration
@@ -53,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
     folder = model_folder.resolve(args.model)
     tokenizer = Tokenizer.load(folder)
     conversation = Conversation(tokenizer, system=args.system)
-    signal.signal(signal.SIGTERM, _raise_keyboard_interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     try:
         if args.target:
             return _chat(args, conversation, args.target)
@@ -197,7 +196,3 @@ def _lines() -> Iterator[str]:
                 return
             continue
         yield line
-
-
-def _raise_keyboard_interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -59,9 +58,7 @@ class Dashboard:
         self._is_live = self._console.is_terminal if live is None else live
         self._live: Live | None = None
         self._broken = False
-        self._name = name
-        self._run_dir = run_dir
-        self._began = time.monotonic()
+        self._name, self._run_dir, self._began = name, run_dir, time.monotonic()
         self._status = pb.RunStatus()
         self._services: list[tuple[str, str]] = []
         self._notes: list[str] = []
@@ -73,9 +70,7 @@ class Dashboard:
             self._guarded(self._start_live)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         """Draw the last state, which stays on the screen."""
         self.refresh()
         if self._live is not None:
@@ -127,13 +122,10 @@ class Dashboard:
 
     def _panel(self) -> RenderableType:
         seconds = time.monotonic() - self._began
-        title = (
-            f"{self._name}: step {self._status.step} of {self._status.step_count}" if self._status.name else self._name
-        )
-        left = self._time_left.estimate(self._status)
-        footer = f"{format_duration(seconds)} elapsed" + (
-            f", about {format_duration(left)} left" if left is not None else ""
-        )
+        progress = f": step {self._status.step} of {self._status.step_count}" if self._status.name else ""
+        footer = f"{format_duration(seconds)} elapsed"
+        if (left := self._time_left.estimate(self._status)) is not None:
+            footer += f", about {format_duration(left)} left"
         rows = Table.grid(padding=(0, 2))
         rows.add_column(style="dim", no_wrap=True)
         rows.add_column()
@@ -150,7 +142,9 @@ class Dashboard:
         parts += [Text(line, style="bold yellow") for line in _alarm_lines(self._status)[-_ALARMS:]]
         parts += [Text(recovery_line(r), style="yellow") for r in self._status.recoveries[-_RECOVERIES:]]
         parts += [Text(note, style="yellow") for note in self._notes[-_NOTES:]]
-        return Panel(Group(*parts), title=Text(title), subtitle=footer, title_align="left", subtitle_align="left")
+        return Panel(
+            Group(*parts), title=Text(self._name + progress), subtitle=footer, title_align="left", subtitle_align="left"
+        )
 
 
 class TimeLeft:
@@ -175,9 +169,7 @@ class TimeLeft:
             return None
         if self._last[0] > self._first[0]:
             return remaining * (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
-        times = [
-            record.metrics[metrics.TIME_STEP] for record in status.steps[-8:] if metrics.TIME_STEP in record.metrics
-        ]
+        times = [r.metrics[metrics.TIME_STEP] for r in status.steps[-8:] if metrics.TIME_STEP in r.metrics]
         return remaining * sum(times) / len(times) if times else None
 
 

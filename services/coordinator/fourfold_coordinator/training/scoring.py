@@ -112,11 +112,7 @@ class Scoring:
                 self.record_failure(error, budget)
 
         call = self._router.call(
-            Role.ROLE_REWARD,
-            work,
-            demand=Demand(samples=len(trajectories)),
-            spend=spend,
-            wait=self._wait_limit(),
+            Role.ROLE_REWARD, work, demand=Demand(samples=len(trajectories)), spend=spend, wait=self._wait_limit()
         )
         try:
             outcomes = await self._unless_all_fail(call)

@@ -103,7 +103,6 @@ class StepReporter:
 
     async def diagnose(self, record: StepRecord) -> None:
         """Compare a step with those before it, and save its metrics."""
-        _add_total_time(record)
         findings, alarms = self._diagnosis.examine(
             record.step, record.metrics, skipped_reason=record.skipped_reason, dropped=self._dropped(record.step)
         )
@@ -124,12 +123,8 @@ class StepReporter:
         row = self._ledger.step_row(record.step)
         self._metrics_file.write({"step": record.step, **row.metrics})
         self._context.board.add_step(record.step, row.metrics)
-        log.info(
-            "step %d of %d is done",
-            record.step,
-            self._context.config.steps,
-            extra={"reward": row.metrics.get(m.REWARD_MEAN)},
-        )
+        reward, steps = row.metrics.get(m.REWARD_MEAN), self._context.config.steps
+        log.info("step %d of %d is done", record.step, steps, extra={"reward": reward})
         for text in record.alarms:
             log.warning("step %d: %s", record.step, text)
 
@@ -152,9 +147,8 @@ class StepReporter:
             model_ema=model_ema,
             faults=context.router.faults.rows(),
         )
-        await self._disk.write_in_thread(
-            report.write, context.folder, facts, self._ledger.steps(), self._ledger.evals()
-        )
+        steps, evals = self._ledger.steps(), self._ledger.evals()
+        await self._disk.write_in_thread(report.write, context.folder, facts, steps, evals)
         log.info("run finished: report=%s model=%s", context.folder / "report.json", model)
 
     def _count(self, step: int, batch: StepBatch) -> dict[str, float]:

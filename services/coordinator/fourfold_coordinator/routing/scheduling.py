@@ -8,6 +8,7 @@ Pure functions and small tables, which `router.py` uses.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -79,18 +80,12 @@ def prefix_keys(token_ids: Int32Array) -> PrefixKeys:
     """
     data = token_ids.astype("<i4").tobytes()
     digest, done, keys = hashlib.blake2b(digest_size=16), 0, list[tuple[int, bytes]]()
-    for count in (*_doublings(len(token_ids)), len(token_ids)):
+    doublings = (_MIN_PREFIX_TOKENS << i for i in itertools.count())
+    for count in (*itertools.takewhile(lambda n: n < len(token_ids), doublings), len(token_ids)):
         digest.update(data[4 * done : 4 * count])
         keys.append((count, digest.copy().digest()))
         done = count
     return tuple(keys)
-
-
-def _doublings(end: int) -> Iterable[int]:
-    count = _MIN_PREFIX_TOKENS
-    while count < end:
-        yield count
-        count *= 2
 
 
 class PrefixHolders:

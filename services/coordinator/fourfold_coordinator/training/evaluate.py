@@ -142,11 +142,6 @@ class Evaluator:
         random.Random(derive_seed(self._config.seed, "shown")).shuffle(order)
         examples = [first[index] for index in order if index in first][:EXAMPLE_COUNT]
         return [
-            {
-                "prompt": answer.prompt.text,
-                "completion": answer.completion,
-                "answer": answer.prompt.answer,
-                "score": answer.sample.score,
-            }
-            for answer in examples
+            {"prompt": a.prompt.text, "completion": a.completion, "answer": a.prompt.answer, "score": a.sample.score}
+            for a in examples
         ]

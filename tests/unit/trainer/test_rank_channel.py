@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from fourfold.errors import DeadlinePassed, InvalidInput, Overloaded, Unavailable
-from fourfold_trainer.ranks.rank_channel import Array, RankChannel, RankMessage, from_bytes
+from fourfold_trainer.batches import Array
+from fourfold_trainer.ranks.rank_channel import RankChannel, RankMessage, from_bytes
 from fourfold_trainer.ranks.worker import ERROR, read_error
 
 
@@ -49,7 +50,7 @@ def test_an_end_that_is_gone_is_noticed(ends: tuple[RankChannel, RankChannel]) -
     left.close()
     with pytest.raises(Unavailable, match="gone"):
         right.receive(timeout=10)
-    with pytest.raises(Unavailable, match="the link broke while sending update"):
+    with pytest.raises(Unavailable, match="the rank channel broke while sending update"):
         for _ in range(100):
             right.send(RankMessage(name="update", arrays=[np.zeros(1 << 16)]))
 

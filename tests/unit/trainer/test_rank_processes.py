@@ -53,7 +53,7 @@ def test_a_critic_is_in_the_ranks_of_the_policy_or_on_gpus_after_them() -> None:
 def group(second: ThreadPoolExecutor | None) -> DistributedEngine:
     """Return one without ranks."""
     made = object.__new__(DistributedEngine)
-    made._second = second
+    made._critic_executor = second
     return made
 
 
@@ -84,12 +84,12 @@ def test_calls_in_shared_ranks_take_turns_the_critic_first() -> None:
     assert order == ["critic", "policy"]
 
 
-def process_group(*links: RankChannel) -> RankProcesses:
-    """Return a group whose ranks are the other ends of these links."""
+def process_group(*channels: RankChannel) -> RankProcesses:
+    """Return a group whose ranks are the other ends of these channels."""
     made = object.__new__(RankProcesses)
     made._config, made._timeout, made._sequence, made._death = recipe(), 0.05, 0, ""
     made._places = place_ranks(recipe(), critic=False)[1:]
-    made.links, made.worker, made.change_count = list(links), None, 0
+    made.channels, made.worker, made.change_count = list(channels), None, 0
     return made
 
 
@@ -98,10 +98,10 @@ def test_a_broken_link_without_a_death_is_no_error_for_a_caller(monkeypatch: pyt
     left, right = socket.socketpair()
     group = process_group(RankChannel(left))
     right.close()
-    with pytest.raises(EngineFailedError, match="compute_logprobs: the link broke while sending"):
+    with pytest.raises(EngineFailedError, match="compute_logprobs: the rank channel broke while sending"):
         group.call("compute_logprobs")
     assert group.change_count == 0
-    with pytest.raises(EngineFailedError, match="update_policy: the link broke"):
+    with pytest.raises(EngineFailedError, match="update_policy: the rank channel broke"):
         group.call("update_policy")
     assert group.change_count == 1, "some rank may have got the command"
     left.close()
@@ -112,10 +112,10 @@ def test_a_rank_that_does_not_answer_ends_all_but_transfers(monkeypatch: pytest.
     left, right = socket.socketpair()
     with left, right:
         group = process_group(RankChannel(left))
-        with pytest.raises(EngineFailedError, match="save: the other end of the link did not answer in time"):
+        with pytest.raises(EngineFailedError, match="save: the other end of the rank channel did not answer in time"):
             group.call("save")
         with pytest.raises(DeadlinePassed):  # aborted, and the next epoch may do
-            group.ask("send_weights", fields={}, timeout=0.05)
+            group.request("send_weights", fields={}, timeout=0.05)
 
 
 class Dying:

@@ -61,20 +61,14 @@ def write(
     *,
     rank: int,
 ) -> None:
-    """Write this rank's file, durably.
+    """Write this rank's file of `model`, which is `policy` or `critic`, durably.
 
     Args:
-        folder: of the checkpoint.
-        model: `policy` or `critic`.
-        masters: of this rank. Masters that all ranks share are written by rank 0 alone.
         states: tensors of each master, by kind.
         random: states of the rank's random generators, by name.
-        rank: of this process.
-
-    Raises:
-        Unavailable: the disk refuses.
     """
     tensors = {f"{_RANDOM}{name}": state for name, state in random.items()}
+    # Masters that all ranks share are in the file of rank 0 alone.
     for piece in [] if masters.shared and rank else masters.slices:
         for kind, value in states[piece.master].items():
             flat = value.detach().reshape(-1)
@@ -85,17 +79,9 @@ def write(
 
 
 def read(folder: Path, model: str, masters: MasterWeights, kinds: Collection[str], *, rank: int) -> Shard:
-    """Read this rank's share, whatever number of ranks and ZeRO stage the files were written with.
+    """Read this rank's share of `kinds`, whatever number of ranks and ZeRO stage the files were written with.
 
-    Args:
-        folder: of the checkpoint.
-        model: `policy` or `critic`.
-        masters: of this rank.
-        kinds: to read; each but MASTER may be missing.
-        rank: of this process.
-
-    Raises:
-        WrongState: a file cannot be read, or the files hold another model.
+    Each kind but MASTER may be missing. Raises WrongState if a file cannot be read, or holds another model.
     """
     paths = sorted(folder.glob(rank_file(model, "*")))
     if not paths:

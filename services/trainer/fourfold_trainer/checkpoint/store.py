@@ -5,6 +5,8 @@ checkpoints/step-000012/
     policy-000.safetensors  rank 0's share of the policy: weights, optimizer, random state (see shards.py)
     policy-001.safetensors  ...
     critic-000.safetensors  the same of the critic, if there is one
+
+Every function that writes raises Unavailable when the disk refuses.
 """
 
 from __future__ import annotations
@@ -105,9 +107,6 @@ class CheckpointStore:
             state: of the trainer.
             write: writes every rank's file into the given folder, durably.
             score: of a held-out evaluation of these weights, higher is better; None without an evaluation.
-
-        Raises:
-            Unavailable: the disk refuses.
         """
         if self._is_there(state):
             if score is not None and score != self._score(state.step):
@@ -213,11 +212,7 @@ def _state(fields: dict[str, Any]) -> TrainerState:
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Give a hidden folder to fill and put it in the place of `target` at the end; an error leaves `target` unchanged.
-
-    Raises:
-        Unavailable: the disk refuses.
-    """
+    """Give a hidden folder to fill, then put it in the place of `target`; an error leaves `target` as it is."""
     partial = target.with_name(f"{_HIDDEN}{target.name}-{os.getpid()}")
     for left in target.parent.glob(f"{_HIDDEN}{target.name}-*"):  # by a process that died
         shutil.rmtree(left, ignore_errors=True)
@@ -247,25 +242,21 @@ def _exchange(first: Path, second: Path) -> None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file, durably. Raises Unavailable when the disk refuses."""
+    """Write a safetensors file, durably."""
     with _writing(path):
         safetensors.torch.save_file(dict(tensors), path, metadata=metadata)
         sync(path)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, durably. Raises Unavailable when the disk refuses."""
+    """Write a text file, durably."""
     with _writing(path):
         path.write_text(text, encoding="utf-8")
         sync(path)
 
 
 def write_model(model: Any, state: dict[str, Tensor], folder: Path, *, source: Path) -> None:
-    """Write a Hugging Face folder, durably: weights and configuration of `model`, tokenizer files of `source`.
-
-    Raises:
-        Unavailable: the disk refuses.
-    """
+    """Write a Hugging Face folder, durably: weights and configuration of `model`, tokenizer files of `source`."""
     with _writing(folder):
         model.save_pretrained(folder, state_dict=state)
         for path in source.iterdir():
@@ -277,7 +268,7 @@ def write_model(model: Any, state: dict[str, Tensor], folder: Path, *, source: P
 
 
 def write_adapter(folder: Path, settings: str, tensors: Mapping[str, Tensor]) -> None:
-    """Write an adapter in PEFT's format, durably. Raises Unavailable when the disk refuses."""
+    """Write an adapter in PEFT's format, durably."""
     with _writing(folder):
         folder.mkdir(exist_ok=True)
         write_text(folder / "adapter_config.json", settings)

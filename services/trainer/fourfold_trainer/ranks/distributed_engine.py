@@ -1,17 +1,14 @@
-"""All ranks as one engine: those of the policy, rank 0 of which is this process, and those of the critic.
+"""Implements `TrainerEngine` on all ranks: rank 0 of the policy is this process, the others are its children.
 
-    critic.ranks = 0    one group: every rank has a part of both models, which take turns
-    critic.ranks > 0    two groups: the critic's ranks are other processes, on GPUs of their own, and work beside the
-                        policy's (`beside`)
-
-processes.py says what a group is.
+critic.ranks = 0    one group of ranks: each has a part of both models, which take turns
+critic.ranks > 0    two groups: the critic's ranks have GPUs of their own and work beside the policy's
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -24,245 +21,212 @@ from fourfold.errors import FourfoldError
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.digest import add_sums, digest_of, unsummed_digest
 from fourfold.weights.manifest import Manifest
-from fourfold_trainer.batches import MicroBatch, PolicyBatch, ValueBatch, WeightedBatch, to_arrays
+from fourfold_trainer.batches import Array, MicroBatch, PolicyBatch, ValueBatch, WeightedBatch, to_arrays
 from fourfold_trainer.engine import Sent, UpdateSettings, UpdateSums
-from fourfold_trainer.flops import Machine, ModelSize
-from fourfold_trainer.ranks.rank_channel import Array, RankMessage
+from fourfold_trainer.flops import ModelSize
+from fourfold_trainer.ranks.rank_channel import RankMessage
 from fourfold_trainer.ranks.rank_processes import RankProcesses, place_ranks, raise_first_error
 from fourfold_trainer.ranks.worker import RankWorker, read_error, read_sums
 
-# What an answer may take longer than the deadline that the command carries.
+# An answer may arrive this much later than the deadline in its command.
 _ANSWER_GRACE_SECONDS: Final = 5.0
-_ABORT: Final = "abort"
 
 T = TypeVar("T")
 
 
 class DistributedEngine:
-    """Implements `TrainerEngine`. One thread, which lives as long as the process, makes it and calls it."""
+    """All ranks as one engine. `TrainerEngine` documents the methods.
+
+    One thread creates and uses it, and must live as long as the process: rank 0's models belong to that thread.
+    """
 
     def __init__(
-        self,
-        config: Config,
-        model_folder: Path,
-        *,
-        run_dir: Path,
-        member_id: str,
-        on_death: Callable[[str], None],
+        self, config: Config, model_folder: Path, *, run_dir: Path, member_id: str, on_death: Callable[[str], None]
     ) -> None:
         """Start all ranks and load the models.
 
         Args:
-            config: of the run.
+            config: recipe of the run.
             model_folder: a Hugging Face causal LM.
-            run_dir: logs of the ranks that are no part of this process go into its `logs`.
-            member_id: of the trainer; names the ranks' logs.
-            on_death: called from another thread, with an explanation, when a rank has died.
+            run_dir: the children write their logs into its folder `logs`.
+            member_id: of the trainer; a part of the logs' names.
+            on_death: called from another thread with the reason when a rank has died.
 
         Raises:
             FourfoldError: a rank cannot start.
         """
-        groups: list[RankProcesses] = []
-        try:
+        self._groups: list[RankProcesses] = []
+        with ExitStack() as on_error:
             for critic in [False, True] if config.critic_apart else [False]:
-                name = f"{member_id}-critic" if critic else member_id
-                ranks = place_ranks(config, critic=critic)
                 group = RankProcesses(
-                    config, model_folder, ranks, here=not critic, run_dir=run_dir, name=name, on_death=on_death
+                    config,
+                    model_folder,
+                    place_ranks(config, critic=critic),
+                    has_local_rank=not critic,
+                    run_dir=run_dir,
+                    name=f"{member_id}-critic" if critic else member_id,
+                    on_death=on_death,
                 )
-                groups.append(group)
-            groups[0].load()
-            for group in groups:
+                on_error.callback(group.close)
+                self._groups.append(group)
+            self._groups[0].load_local_rank()
+            for group in self._groups:
                 group.wait_loaded()
-        except BaseException:
-            for group in groups:
-                group.close()
-            raise
-        self._groups = groups
-        self._policy, self._critic = groups[0], groups[-1]
-        # The critic's own ranks are all elsewhere: who asks them needs nothing but their links.
-        self._second = ThreadPoolExecutor(1, "critic") if config.critic_apart else None
-        self._manifest, self._machine = self._worker.sender.manifest(), self._worker.machine
-        answers = self._policy.call("weights_place")
-        self._device_uuids = tuple(_bytes(answer) for answer in answers if answer.arrays)
-        every = [answer.fields["backends"] for answer in answers]
-        self._backends = tuple(name for name in every[0] if all(name in names for names in every))
-        if config.critic_apart:  # no part of it is here
+            on_error.pop_all()
+        self._policy, self._critic = self._groups[0], self._groups[-1]
+        # Only if all ranks of the critic are children. Its calls then use nothing but their channels, while rank 0's
+        # models must stay in this thread.
+        self._critic_executor = ThreadPoolExecutor(1, "critic") if config.critic_apart else None
+        self.vocabulary_size = self._worker.policy.vocabulary_size
+        self._manifest, self.machine = self._worker.sender.manifest(), self._worker.machine
+        if config.critic_apart:
             size = ModelSize(**self._critic.call("critic_size")[0].fields)
-            self._machine = replace(self._machine, critic=size)
+            self.machine = replace(self.machine, critic=size)
+        answers = self._policy.call("describe_sender")
+        self.device_uuids = tuple(_to_bytes(answer) for answer in answers if answer.arrays)
+        first, *others = (answer.fields["backends"] for answer in answers)
+        self.backends = tuple(name for name in first if all(name in names for names in others))
 
     @property
     def _worker(self) -> RankWorker:
-        assert self._policy.worker is not None, "rank 0 of the policy is here"
+        assert self._policy.worker is not None, "rank 0 of the policy is in this process"
         return self._policy.worker
 
     @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids."""
-        return self._worker.policy.vocabulary_size
-
-    @property
-    def machine(self) -> Machine:
-        """What the ranks run on, and the sizes of the models."""
-        return self._machine
-
-    @property
     def change_count(self) -> int:
-        """Number of commands so far that have begun to change what the ranks hold."""
         return sum(group.change_count for group in self._groups)
 
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
-        """Make one optimizer step: each rank its share."""
         return _update(self._policy, "update_policy", shares, settings)
 
     def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
-        """The same for the critic."""
         return _update(self._critic, "update_critic", shares, settings)
 
     def forward_backward(self, shares: Sequence[Sequence[WeightedBatch]]) -> list[list[Float32Array]]:
-        """Add to the gradient that waits; return the log-probabilities of each rank's batches."""
-        return [list(answer.arrays) for answer in self._policy.deal("forward_backward", _arrays(shares))]
+        return _compute(self._policy, "forward_backward", shares)
 
     def optim_step(self, *, learning_rate: float, max_grad_norm: float) -> float:
-        """Use up the gradient that waits; return its norm."""
         fields = {"learning_rate": learning_rate, "max_grad_norm": max_grad_norm}
         return float(self._policy.call("optim_step", fields=fields)[0].fields["grad_norm"])
 
     def discard_gradient(self) -> None:
-        """Forget the gradient that waits."""
         self._policy.call("discard_gradient")
 
     def compute_logprobs(
         self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False
     ) -> list[list[Float32Array]]:
-        """Return the log-probabilities of each rank's batches, and entropies beside them."""
-        answers = self._policy.deal("compute_logprobs", _arrays(shares), fields={"entropy": entropies})
-        return [list(answer.arrays) for answer in answers]
+        return _compute(self._policy, "compute_logprobs", shares, fields={"entropy": entropies})
 
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
-        """Return the critic's values of each rank's batches."""
-        return [list(answer.arrays) for answer in self._critic.deal("compute_values", _arrays(shares))]
+        return _compute(self._critic, "compute_values", shares)
 
     def release_memory(self) -> None:
-        """Give GPU memory that is kept for the next pass back."""
         for group in self._groups:
             group.call("release_memory")
 
     def save(self, folder: Path) -> None:
-        """Write every rank's state into `folder`."""
         for group in self._groups:
             group.call("save", fields={"folder": str(folder.absolute())})
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote."""
-        # All files are read before the first model changes, on every rank of every group.
+        # Every rank of every group reads its files before the first model changes.
         try:
             for group in self._groups:
                 group.call("read", fields={"folder": str(folder.absolute())})
         except FourfoldError:
             with suppress(FourfoldError):
-                self._policy.call("forget")  # what it has read while the critic's could not
+                self._policy.call("forget")  # the shards that the policy read before the critic failed
             raise
         for group in self._groups:
             group.call("restore")
 
     def export(self, folder: Path, *, ema: bool = False) -> None:
-        """Write a Hugging Face model into `folder`."""
         self._policy.call("export", fields={"folder": str(folder.absolute()), "ema": ema})
 
     def manifest(self) -> Manifest:
-        """Return the layout of the weights."""
         return self._manifest
-
-    @property
-    def device_uuids(self) -> tuple[bytes, ...]:
-        """CUDA UUIDs of the policy's ranks, 16 bytes each, in rank order; none on CPU."""
-        return self._device_uuids
-
-    @property
-    def backends(self) -> tuple[str, ...]:
-        """How weights can be sent from where they are, on every rank; best first."""
-        return self._backends
 
     def make_offers(
         self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float
     ) -> list[bytes]:
-        """Start an epoch (group 0), or add the next group of receivers to it; one offer per rank."""
-        fields = {"epoch": epoch, "backend": backend, "receiver_count": receiver_count, "group": group}
-        return [_bytes(a) for a in self._transfer("make_offer", {**fields, "timeout": timeout})]
+        fields = {"backend": backend, "receiver_count": receiver_count, "group": group}
+        return [_to_bytes(answer) for answer in self._transfer("make_offer", epoch, timeout, fields)]
 
     def open_weights(self, epoch: int, *, timeout: float) -> None:
-        """Meet the receivers."""
-        self._transfer("open_weights", {"epoch": epoch, "timeout": timeout})
+        self._transfer("open_weights", epoch, timeout, {})
 
     def send_weights(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> Sent:
-        """Send the present weights, and sum them up unless told not to."""
-        fields = {"epoch": epoch, "policy_version": policy_version, "skip_sums": skip_sums, "timeout": timeout}
-        answers = self._transfer("send_weights", fields)
-        sent_bytes = sum(a.fields["sent_bytes"] for a in answers)
+        fields = {"policy_version": policy_version, "skip_sums": skip_sums}
+        answers = self._transfer("send_weights", epoch, timeout, fields)
+        sent_bytes = sum(answer.fields["sent_bytes"] for answer in answers)
         if skip_sums:
             return Sent(weights_digest=unsummed_digest(self._manifest, policy_version), sent_bytes=sent_bytes)
-        sums = add_sums(self._manifest, [_bytes(a) for a in answers])
+        sums = add_sums(self._manifest, [_to_bytes(answer) for answer in answers])
         return Sent(weights_digest=digest_of(self._manifest, sums), sent_bytes=sent_bytes, sums=sums)
 
     def abort_weights(self, epoch: int) -> None:
-        """End what is under way and close the epoch. From any thread."""
         self._worker.abort_weights(epoch)
-        for link in self._policy.links:
-            link.send(RankMessage(name=_ABORT, fields={"epoch": epoch}))
+        for channel in self._policy.channels:
+            channel.send(RankMessage(name="abort", fields={"epoch": epoch}))
 
     def in_parallel(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
-        """Make calls for the critic and calls for the policy: at the same time where they have ranks of their own."""
-        if self._second is None:
+        if self._critic_executor is None:
             critic()
             return policy()
-        running = self._second.submit(critic)
+        running = self._critic_executor.submit(critic)
         try:
             return policy()
         finally:
-            # Also after an error: no command may be under way when this returns. Each has its deadline (`ask`).
+            # Also after an error: no command may be under way when this returns. Every command has a deadline.
             running.result()
 
     def leave(self) -> None:
-        """Leave the process groups in good order, before `close`."""
         for group in self._groups:
             group.leave()
 
     def close(self) -> None:
-        """End all ranks. From any thread."""
         for group in self._groups:
             group.close()
-        if self._second is not None:
-            self._second.shutdown(wait=False)
+        if self._critic_executor is not None:
+            self._critic_executor.shutdown(wait=False)
 
-    def _transfer(self, name: str, fields: dict[str, Any]) -> list[RankMessage]:
-        """Run one phase of a weight transfer; when some ranks fail, none keeps the epoch open."""
+    def _transfer(self, name: str, epoch: int, timeout: float, fields: dict[str, Any]) -> list[RankMessage]:
+        """Run one phase of a weight transfer. If some ranks fail, abort the epoch on the others."""
         answers: list[RankMessage] = []
+        fields = {"epoch": epoch, **fields, "timeout": timeout}
         try:
-            answers = self._policy.ask(name, fields=fields, timeout=fields["timeout"] + _ANSWER_GRACE_SECONDS)
+            answers = self._policy.request(name, fields=fields, timeout=timeout + _ANSWER_GRACE_SECONDS)
             return raise_first_error(answers)
         except FourfoldError:
-            # Where all have failed each has settled it on its own: a stale call must not close the open epoch.
-            if self._policy.links and any(read_error(answer) is None for answer in answers or [RankMessage(name=name)]):
+            # If every rank has failed, each has cleaned up on its own. An abort could then hit an epoch that is open:
+            # the failed call may be an old one, refused as stale.
+            one_succeeded = not answers or any(read_error(answer) is None for answer in answers)
+            if self._policy.channels and one_succeeded:
                 with suppress(FourfoldError):
-                    self.abort_weights(fields["epoch"])
+                    self.abort_weights(epoch)
             raise
 
 
 def _update(
     group: RankProcesses, name: str, shares: Sequence[Sequence[MicroBatch]], settings: UpdateSettings
 ) -> UpdateSums:
-    answers = group.deal(name, _arrays(shares), fields=asdict(settings))
-    sums = read_sums(answers[0])
-    for answer in answers[1:]:
-        sums.add_rank(read_sums(answer))
+    """Run one optimizer step on all ranks; return the sums over ranks."""
+    sums, *others = map(read_sums, group.call_on_shares(name, _to_arrays(shares), fields=asdict(settings)))
+    for other in others:
+        sums.add_rank(other)
     return sums
 
 
-def _arrays(shares: Sequence[Sequence[MicroBatch]]) -> list[list[Array]]:
-    """Return each share's batches as the arrays of one message."""
+def _compute(
+    group: RankProcesses, name: str, shares: Sequence[Sequence[MicroBatch]], fields: dict[str, Any] | None = None
+) -> list[list[Float32Array]]:
+    """Run a command that answers one array for each batch; return the arrays of each share."""
+    return [list(answer.arrays) for answer in group.call_on_shares(name, _to_arrays(shares), fields=fields)]
+
+
+def _to_arrays(shares: Sequence[Sequence[MicroBatch]]) -> list[list[Array]]:
     return [[array for batch in share for array in to_arrays(batch)] for share in shares]
 
 
-def _bytes(answer: RankMessage) -> bytes:
+def _to_bytes(answer: RankMessage) -> bytes:
     return np.asarray(answer.arrays[0]).tobytes()

@@ -1,6 +1,6 @@
-"""A rank as a process of its own: `python -m fourfold_trainer.ranks.main SOCKET`, started by the policy's rank 0 alone.
+"""Runs a rank as a process of its own: `python -m fourfold_trainer.ranks.main SOCKET`, started by rank 0.
 
-reader thread    rank 0's commands -> queue;  an abort is carried out at once;  end of link: exit
+reader thread    rank 0's commands -> queue; carries out an abort immediately; exits when the channel ends
 main thread      queue -> worker -> answer
 """
 
@@ -25,14 +25,14 @@ from fourfold_trainer.ranks.worker import ANSWER, RankWorker
 
 
 def main() -> int:
-    """Serve rank 0 until it says close, or is gone."""
+    """Carry out rank 0's commands until it sends `close` or ends; return the exit code."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which then ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to rank 0, too, which then ends this process
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(sys.argv[1])
-    link = RankChannel(connection)
-    start = link.receive(timeout=60.0).fields
+    channel = RankChannel(connection)
+    start = channel.receive(timeout=60.0).fields
     try:
         worker = make_worker(
             Config.model_validate(start["config"]),
@@ -43,36 +43,35 @@ def main() -> int:
     except FourfoldError as error:
         sys.stderr.write(f"{error.message}\n")
         return 1
+    # One queue: all ranks run the commands in the order in which rank 0 sends them, so that their collectives match.
     commands: queue.SimpleQueue[RankMessage] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(link, worker, commands), daemon=True).start()
-    link.send(RankMessage(name=ANSWER))
+    threading.Thread(target=_read, args=(channel, worker, commands), daemon=True).start()
+    channel.send(RankMessage(name=ANSWER))
     while (command := commands.get()).name != "close":
-        link.send(replace(worker.handle(command), sequence=command.sequence))
+        channel.send(replace(worker.handle(command), sequence=command.sequence))
     worker.close()
     return 0
 
 
-def _read(link: RankChannel, worker: RankWorker, commands: queue.SimpleQueue[RankMessage]) -> None:
+def _read(channel: RankChannel, worker: RankWorker, commands: queue.SimpleQueue[RankMessage]) -> None:
     closing = False
     while True:
         try:
-            message = link.receive()
+            message = channel.receive()
         except FourfoldError:
             if closing:
                 return
-            os._exit(1)  # rank 0 is gone, and the main thread may wait in a collective for ever
-        if message.name == "abort":
-            _abort(worker, message.fields["epoch"])
+            os._exit(1)  # rank 0 is gone, and the main thread may wait in a collective forever
+        if message.name != "abort":
+            closing = closing or message.name == "close"
+            commands.put(message)
             continue
-        closing = closing or message.name == "close"
-        commands.put(message)
-
-
-def _abort(worker: RankWorker, epoch: int) -> None:
-    try:
-        worker.abort_weights(epoch)
-    except FourfoldError as error:  # another epoch is open: rank 0 has said so to the caller
-        logging.getLogger(__name__).info("abort of epoch %d: %s", epoch, error.message)
+        try:
+            worker.abort_weights(message.fields["epoch"])
+        except FourfoldError as error:  # another epoch is open; rank 0 has reported that to the caller
+            logging.getLogger(__name__).info(
+                "abort refused: epoch=%d reason=%s", message.fields["epoch"], error.message
+            )
 
 
 if __name__ == "__main__":

@@ -79,15 +79,11 @@ class EngineThread:
         self._jobs.put(None)
 
     async def run(self, phase: Phase, job: Callable[[], T], *, timeout: float) -> T:
-        """Queue a job and await its result.
-
-        Args:
-            phase: reported while the job runs.
-            job: called in the engine thread.
-            timeout: seconds, including the time in the queue.
+        """Queue a job and await its result; `phase` is reported while it runs.
 
         Raises:
-            DeadlinePassed: the job did not end in time. It is dropped if it had not begun.
+            DeadlinePassed: the job did not end within `timeout` seconds, queue included. If it had not begun, it never
+                does.
             FourfoldError: the job raised it.
         """
         future: Future[T] = Future()

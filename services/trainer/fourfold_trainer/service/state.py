@@ -108,15 +108,9 @@ class TrainerCore:
     async def run(
         self, phase: Phase, timeout: float, method: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call a method in the engine thread, after the calls before it.
+        """Call a method of this class or of the engine in the engine thread; `phase` is reported while it runs.
 
-        Args:
-            phase: of the trainer meanwhile.
-            timeout: seconds, including the time in the queue.
-            method: a method of this class or of the engine, with its arguments.
-
-        Raises:
-            DeadlinePassed: the call did not end in time. It still runs to its end if it had begun.
+        Raises DeadlinePassed if the call does not end within `timeout` seconds, including its time in the queue.
         """
         return await self._thread.run(phase, lambda: method(*args, **kwargs), timeout=timeout)
 

@@ -163,6 +163,7 @@ async def test_a_trainer_that_dies_while_it_sends_is_waited_for_and_its_version_
     async with asyncio.timeout(10):
         await died.wait()
     old, lost = stage.trainer, stage.trainer.version
+    await until(lambda: lost in stage.rollouts[0].begun)  # BeginWeights and SendWeights run concurrently
     begun = stage.rollouts[0].begun.count(lost)
     caplog.clear()
     await old.kill()

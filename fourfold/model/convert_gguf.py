@@ -182,7 +182,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def main() -> int:
+def main() -> None:
     """Convert one file. An error is one line on stderr."""
     parser = argparse.ArgumentParser(description="Convert a GGUF file into a Hugging Face model folder.")
     parser.add_argument("source", type=Path)
@@ -191,10 +191,8 @@ def main() -> int:
     try:
         convert(args.source, args.folder)
     except ConfigError as error:
-        sys.stderr.write(error.message + "\n")
-        return 1
-    return 0
+        sys.exit(error.message)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -97,8 +97,7 @@ def resolve(source: str) -> Path:
         with _locked(folder.with_name(folder.name + ".lock")):
             if not folder.is_dir():  # another process may have converted it meanwhile
                 _convert(builtin, folder)
-    _check_folder(folder, source)
-    return folder
+    return _checked_folder(folder, source)
 
 
 def check(source: str) -> None:
@@ -246,12 +245,10 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _existing_folder(source: str) -> Path:
-    folder = Path(source).expanduser()
-    _check_folder(folder, source)
-    return folder
+    return _checked_folder(Path(source).expanduser(), source)
 
 
-def _check_folder(folder: Path, source: str) -> None:
+def _checked_folder(folder: Path, source: str) -> Path:
     if not folder.is_dir():
         raise ConfigError(
             f"model.source = {source!r}: no such folder ({folder.absolute()}); give a Hugging Face model folder "
@@ -268,6 +265,7 @@ def _check_folder(folder: Path, source: str) -> None:
             f"model.source = {source!r}: {folder} has no *.safetensors, the only format that is read (others may run "
             f"code when they are loaded); write it with save_pretrained"
         )
+    return folder
 
 
 def _read_json(path: Path) -> dict[str, Any]:

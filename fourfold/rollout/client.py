@@ -9,8 +9,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from google.protobuf.duration_pb2 import Duration
-
 from fourfold.arrays import Float32Array, Int32Array, VersionSpan
 from fourfold.rollout.stream_check import StreamCheck, sample_count
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
@@ -161,9 +159,9 @@ class AsyncRolloutClient(AsyncClient):
         self, *, period: float = 1.0, timeout: float | None = None
     ) -> AsyncGenerator[pb.WatchLoadResponse, None]:
         """Yield load reports: the present one at once, then one every `period` seconds. Default timeout: none."""
-        duration = Duration()
-        duration.FromNanoseconds(int(period * 1e9))
-        return self._stream(self._stub.WatchLoad, pb.WatchLoadRequest(period=duration), timeout)
+        request = pb.WatchLoadRequest()
+        request.period.FromNanoseconds(int(period * 1e9))
+        return self._stream(self._stub.WatchLoad, request, timeout)
 
 
 class RolloutClient(SyncClient[AsyncRolloutClient]):

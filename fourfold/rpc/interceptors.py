@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, ExitStack, aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import grpc
@@ -267,14 +267,6 @@ def _caller_facing(error: BaseException) -> FourfoldError | None:
     return None
 
 
-@dataclass(slots=True)
-class _RefusalWindow:
-    """Refusals of one kind since the logged one."""
-
-    start: float
-    count: int = 0
-
-
 class RefusalLog:
     """Logs refused calls at a bounded rate and with bounded memory.
 
@@ -284,7 +276,8 @@ class RefusalLog:
 
     def __init__(self, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
-        self._windows: dict[tuple[str, str, str], _RefusalWindow] = {}
+        self._logged: dict[tuple[str, str, str], float] = {}  # monotonic time of the logged refusal of each kind
+        self._counts: Counter[tuple[str, str, str]] = Counter()  # refusals since then
 
     def add(self, method: str, error: FourfoldError, *, caller: str, peer: str) -> None:
         """Log or count a refusal of `method` (full name) to `peer` (address and port).
@@ -293,25 +286,23 @@ class RefusalLog:
         """
         self.flush(ended_only=True)
         kind = (method, error.reason, caller)
-        if kind not in self._windows and len(self._windows) >= _MAX_REFUSAL_KINDS:
+        if kind not in self._logged and len(self._logged) >= _MAX_REFUSAL_KINDS:
             kind = ("other methods", "other reasons", "other callers")
-        window = self._windows.get(kind)
-        if window is not None:
-            window.count += 1
+        if kind in self._logged:
+            self._counts[kind] += 1
             return
-        self._windows[kind] = _RefusalWindow(self._clock.monotonic())
+        self._logged[kind] = self._clock.monotonic()
         texts = (clean(text, _MAX_REFUSAL_TEXT) for text in (caller, peer, error.message))
         log.warning("%s refused to %s at %r: %s", method, *texts)
 
     def flush(self, *, ended_only: bool = False) -> None:
         """Log and forget the counts of all kinds, or only of those whose interval is over."""
         now = self._clock.monotonic()
-        for kind, window in list(self._windows.items()):
-            if ended_only and now - window.start < REFUSAL_INTERVAL_SECONDS:
+        for kind, start in list(self._logged.items()):
+            if ended_only and now - start < REFUSAL_INTERVAL_SECONDS:
                 break  # the dict is ordered by start
-            del self._windows[kind]
-            if window.count:
+            del self._logged[kind]
+            if count := self._counts.pop(kind, 0):
                 method, reason, caller = kind
-                caller, seconds = clean(caller, _MAX_REFUSAL_TEXT), now - window.start
                 text = "%s refused %d more times to %s in %.0f s: %s"
-                log.warning(text, method, window.count, caller, seconds, reason)
+                log.warning(text, method, count, clean(caller, _MAX_REFUSAL_TEXT), now - start, reason)

@@ -17,6 +17,7 @@ from typing import Final
 
 from fourfold.errors import Overloaded
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
+from fourfold.security.access import MEMBER_ROLES
 from fourfold.security.principal import UNLIMITED, CallerLimits, Principal
 
 PROBE_SERVICES: Final = frozenset({"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"})
@@ -27,7 +28,6 @@ MAX_WATCHES_PER_AGENT: Final = 16
 # A member makes one call at a time. Without this limit a single faulty member could take all slots of a service.
 MEMBER_LIMITS: Final = CallerLimits(concurrent_calls=32)
 
-_MEMBER_ROLES: Final = frozenset({"rollout", "trainer", "reward", "reference"})
 _REFLECTION: Final = "ServerReflectionInfo"
 _WATCHES: Final = "watches"
 _PROBES: Final = "probes"
@@ -125,7 +125,7 @@ def limits_by_role(
         if principal.is_agent:
             own = overrides(principal.name)
             return replace(agents, **own) if own else agents
-        return MEMBER_LIMITS if principal.role in _MEMBER_ROLES else UNLIMITED
+        return MEMBER_LIMITS if principal.role in MEMBER_ROLES else UNLIMITED
 
     return limits
 

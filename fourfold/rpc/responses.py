@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -60,14 +60,9 @@ def clean_strings(message: Message) -> None:
                 if (cleaned := clean(value[key])) is not value[key]:
                     value[key] = cleaned
         elif value_field.type == FieldDescriptor.TYPE_MESSAGE:
-            for submessage in _submessages(value, is_map=is_map):
+            submessages = [value] if isinstance(value, Message) else value.values() if is_map else value
+            for submessage in submessages:
                 clean_strings(submessage)
-
-
-def _submessages(value: Any, *, is_map: bool) -> Any:
-    if isinstance(value, Message):
-        return (value,)
-    return value.values() if is_map else value
 
 
 # Responses with only tokens are frequent and large; the cache lets `clean_strings` skip them without a search.

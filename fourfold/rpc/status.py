@@ -7,7 +7,6 @@ from contextlib import suppress
 from typing import Final
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
@@ -48,9 +47,9 @@ def to_status(error: FourfoldError) -> Status:
     status = Status(code=number, message=_shorten(error.message))
     status.details.add().Pack(ErrorInfo(reason=error.reason, domain=DOMAIN))
     if error.retry_after is not None:
-        delay = Duration()
-        delay.FromNanoseconds(int(error.retry_after * 1e9))
-        status.details.add().Pack(RetryInfo(retry_delay=delay))
+        retry = RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(error.retry_after * 1e9))
+        status.details.add().Pack(retry)
     return status
 
 

@@ -45,7 +45,7 @@ REVOKED_FILE: Final = "revoked.txt"
 WARN_DAYS: Final = 14
 """Remaining validity below which `expiry_warning` warns."""
 
-_MEMBERS: Final = frozenset({"rollout", "trainer", "reward", "reference"})
+MEMBER_ROLES: Final = frozenset({"rollout", "trainer", "reward", "reference"})
 _COORDINATOR: Final = frozenset({"coordinator"})
 
 # A service without a row is refused to every caller.
@@ -56,7 +56,7 @@ POLICY: Final[Mapping[str, frozenset[str]]] = {
     "fourfold.reference.v1.ReferenceService": _COORDINATOR,
     "fourfold.trainer.v1.TrainerService": _COORDINATOR,
     "fourfold.trainer.v1.TrainerWeightService": _COORDINATOR,
-    "fourfold.coordinator.v1.MembershipService": _MEMBERS,
+    "fourfold.coordinator.v1.MembershipService": MEMBER_ROLES,
     "fourfold.coordinator.v1.RunService": frozenset({"viewer"}),
     # Health and reflection are open to every certificate of the deployment.
     "grpc.health.v1.Health": frozenset(ROLES),

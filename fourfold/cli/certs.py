@@ -29,13 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make = _action(actions, "make", "make a CA, a certificate for each member, and a token for agents")
     text = "make one certificate for each replica of this recipe; default: one for each role"
     _members(make, "--recipe", type=Path, metavar="RECIPE", help=text)
-    make.add_argument(
-        "--member",
-        action="append",
-        default=[],
-        metavar="MEMBER",
-        help="also for this member, named as for `add`; may be repeated",
-    )
+    _repeatable(make, "--member", "also for this member, named as for `add`; may be repeated", metavar="MEMBER")
     add = _action(actions, "add", "make certificates for more members")
     _members(
         add, "member", nargs="+", metavar="MEMBER", help="member id such as rollout-1, or ROLE/NAME such as reward/math"
@@ -172,14 +166,13 @@ def _action(actions: Any, name: str, text: str, *, directory: bool = True) -> ar
 
 def _members(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
     parser.add_argument(name, **options)
-    parser.add_argument(
-        "--host",
-        action="append",
-        default=[],
-        metavar="HOST",
-        help="host name or address of rollout services for agents whose TLS library checks it; may be repeated",
-    )
+    text = "host name or address of rollout services for agents whose TLS library checks it; may be repeated"
+    _repeatable(parser, "--host", text, metavar="HOST")
     _days(parser)
+
+
+def _repeatable(parser: argparse.ArgumentParser, flag: str, text: str, **options: Any) -> None:
+    parser.add_argument(flag, action="append", default=[], help=text, **options)
 
 
 def _days(parser: argparse.ArgumentParser) -> None:
@@ -190,13 +183,7 @@ def _token_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("change", choices=("add", "remove", "list"))
     parser.add_argument("directory", type=Path, metavar="DIR", help="folder with tokens.txt")
     parser.add_argument("name", nargs="?", default="", metavar="NAME", help="name of the token, for logs")
-    parser.add_argument(
-        "--scope",
-        action="append",
-        default=[],
-        choices=tuple(SCOPES),
-        help="allowed calls; may be repeated; default: all",
-    )
+    _repeatable(parser, "--scope", "allowed calls; may be repeated; default: all", choices=tuple(SCOPES))
     parser.add_argument("--days", type=_days_number, help="validity of the token; default: unlimited")
     for key in LIMITS:
         parser.add_argument(f"--{key.replace('_', '-')}", type=_positive, metavar="N", help="limit of the token")

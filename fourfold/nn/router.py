@@ -32,8 +32,6 @@ from fourfold.nn.sequence import Exchange
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Routed:
-    """The routing of one pass."""
-
     loss: Tensor  # scalar: mean balance loss of the layers, detached
     counts: Tensor  # [L, E]: tokens routed to each expert; each row adds up to k t
 

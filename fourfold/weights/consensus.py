@@ -46,7 +46,7 @@ class GroupConsensus:
                 f"({str(error)[:200]}); restart the engine"
             ) from None
         for rank, vote in enumerate(votes):
-            if (refusal := _unpack(vote)) is not None:
+            if (refusal := reply_error(json.loads(vote.numpy().tobytes().rstrip(b"\0")))) is not None:
                 if rank == self._rank:
                     return own
                 return type(refusal)(f"{refusal.message} (refused by worker {rank})", reason=refusal.reason)
@@ -61,7 +61,3 @@ def _pack(error: FourfoldError | None) -> torch.Tensor:
     data = json.dumps(vote).encode()
     packed[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return packed
-
-
-def _unpack(packed: torch.Tensor) -> FourfoldError | None:
-    return reply_error(json.loads(packed.numpy().tobytes().rstrip(b"\0")))

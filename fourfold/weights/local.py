@@ -226,7 +226,6 @@ class Publisher:
         return [first, *(other.result() for other in others)]
 
     def _or_abort_all(self, call: Callable[[], _T]) -> _T:
-        """Make a call; if it fails, abort the others."""
         try:
             return call()
         except Exception as error:

@@ -118,7 +118,6 @@ class Manifest:
         return [span for span in self.spans if span.rank == rank]
 
     def spans_by_tensor(self) -> list[list[Span]]:
-        """Return the spans of each tensor, sorted by start."""
         result: list[list[Span]] = [[] for _ in self.tensors]
         for span in self.spans:
             result[span.tensor].append(span)

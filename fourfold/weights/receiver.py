@@ -1,10 +1,5 @@
 """Runs an engine worker's side of a weight update, for any engine: epochs, transfer, digest, state.
 
-    open     an applier checks the manifest, all workers of the engine agree, then the transport meets the senders
-    receive  transport -> sums of what passes -> applier -> check that the data did not change meanwhile
-    commit   the received weights are the ones served
-    abort    close the epoch and return whether the model holds exactly the served version
-
 The model is untouched until the senders have announced the version, so a failure before that leaves it clean. An epoch
 ends with its first error. A dirty model stays dirty until a later receive succeeds.
 """
@@ -49,12 +44,9 @@ class WeightReceiver:
     def __init__(
         self, appliers: Sequence[Applier], device: torch.device, consensus: GroupConsensus | None = None
     ) -> None:
-        """Serve a model that holds whole weights now.
+        """Serve a model on `device` that holds whole weights now.
 
-        Args:
-            appliers: in order of preference; each epoch uses the first one that can take its manifest.
-            device: of the model.
-            consensus: the link to the other workers of the engine; None: there is one worker.
+        Each epoch uses the first of `appliers` that can take its manifest. `consensus`: None if there is one worker.
         """
         self._appliers, self._device = tuple(appliers), device
         self._consensus = consensus

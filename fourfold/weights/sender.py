@@ -23,8 +23,6 @@ from fourfold.weights.transport.waiting import Deadline, aborted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendResult:
-    """The result of a send on one rank."""
-
     partial_sums: bytes  # sums of this rank's shard, for `combine_digest`; empty if they were skipped
     sent_bytes: int
 
@@ -49,7 +47,6 @@ class WeightSender:
         self._opened = False
 
     def manifest(self) -> Manifest:
-        """Return the layout of the weights."""
         return self._manifest
 
     def make_offer(self, epoch: int, backend: str, receiver_count: int, *, group: int = 0, timeout: float) -> bytes:
@@ -131,7 +128,6 @@ class WeightSender:
                 transport.close()
 
     def close(self) -> None:
-        """Abort the open epoch, if any."""
         self.abort(self._epoch)
 
     def _read(self, span: Span) -> torch.Tensor:

@@ -70,7 +70,6 @@ class AbortFlag:
 
     @classmethod
     def create(cls, path: Path) -> Self:
-        """Make the file, with no epoch aborted."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.write(descriptor, _NO_EPOCH.to_bytes(_FLAG_BYTES, "little", signed=True))

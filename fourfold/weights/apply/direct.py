@@ -1,13 +1,11 @@
 """Applies weights by writing into the running model's parameters.
 
-Nothing is allocated and no address changes, so CUDA graphs stay valid.
+Nothing is allocated and no address changes, so CUDA graphs stay valid. The copies that the engine's loaders would make
+are traced once per epoch (`loader_trace`). They are valid if every parameter of the running model still has the shape,
+strides and dtype that the loader would see, and no layer prepares its weights for its kernels afterwards. Otherwise the
+model must be reloaded.
 
-The copies that the engine's loaders would make are traced once per epoch (`loader_trace`). They are valid if every
-parameter of the running model still has the shape, strides and dtype that the loader would see, and no layer prepares
-its weights for its kernels afterwards. Otherwise the model must be reloaded.
-
-A direct update is not atomic: from the first element written until `finish` the weights are mixed, and an error leaves
-them "dirty".
+A direct update is not atomic: from the first element written until `finish` the weights are mixed.
 """
 
 from __future__ import annotations

@@ -58,7 +58,6 @@ class ReloadApplier:
         return None
 
     def take(self, span: Span, values: torch.Tensor) -> None:
-        """Assemble tensors from their parts; `flush` loads the complete ones."""
         manifest = self._manifest
         assert manifest is not None, "begin was called"
         spec = manifest.tensors[span.tensor]

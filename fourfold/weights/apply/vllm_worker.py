@@ -260,7 +260,6 @@ class WeightWorker:
         return _reply(lambda: self._fourfold_weights().receive(epoch, policy_version, timeout, skip_sums))
 
     def weights_timings(self, epoch: int) -> Any:
-        """Return `WeightReceiver.timings`, or an error."""
         return _reply(lambda: self._fourfold_weights().timings(epoch))
 
     def weights_sums(self, epoch: int) -> Any:

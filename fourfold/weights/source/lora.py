@@ -26,10 +26,8 @@ _CHUNK_ELEMENTS: Final = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Adapter:
-    """The adapter of one weight."""
-
-    a: Any  # A: [r, in], a parameter; whole on this rank when it is read
-    b: Any  # B: [out, r], likewise
+    a: Any  # A [r, in], a parameter; whole on this rank when it is read
+    b: Any  # B [out, r], likewise
     scale: float
 
 

@@ -8,15 +8,9 @@ elements over W ranks holds the flat elements [r * p, min((r + 1) * p, n)) with 
     shard of rank r    = that buffer, byte for byte, then the frozen parameters; of a model that is all frozen but for
                          its adapters, the frozen parameters alone
 
-A fused parameter (experts; see `fused_params`) is partitioned as a whole: a rank's partition then holds the end of one
-checkpoint tensor, some whole ones, and the start of another.
-
-An engine that offloads its parameters (`offload_param`) keeps them in main memory, pinned, in one buffer per group,
-`optimizer.param_groups_fp16_flat_cpu_memory`; the shard is these buffers, one after another.
-
-The layout is the same on all ranks, so each computes the whole manifest without communication. Persistent parameters
-(small ones that DeepSpeed keeps whole between steps) have a partition in the buffer too, and reading it does not change
-their state.
+A fused parameter (experts; see `fused_params`) is partitioned as a whole. The layout is the same on all ranks, so each
+computes the whole manifest without communication. Persistent parameters (small ones that DeepSpeed keeps whole between
+steps) have a partition in the buffer too, and reading it does not change their state.
 """
 
 from __future__ import annotations
@@ -40,8 +34,6 @@ _UNSUPPORTED: Final = "send from an engine without it, or use ZeRO stage 2"
 
 @dataclass(frozen=True, slots=True)
 class _Partitioned:
-    """One parameter and the place of its partitions."""
-
     name: str
     parameter: Any  # torch.nn.Parameter with DeepSpeed's ds_* attributes
     slices: tuple[ParameterSlice, ...]
@@ -54,15 +46,9 @@ class Zero3Source:
     """The shard of one rank of a ZeRO-3 engine."""
 
     def __init__(self, engine: Any, *, dtype: torch.dtype | None = None, rename: Rename | None = None) -> None:
-        """Describe the engine's parameters; no communication.
+        """Describe the parameters of a stage-3 engine with an optimizer, without communication; see `DenseSource`.
 
-        Args:
-            engine: the engine of `deepspeed.initialize`, stage 3, with an optimizer.
-            dtype: type to send; None: the dtype of the partitions.
-            rename: names of the checkpoint where they differ from the parameters'.
-
-        Raises:
-            WrongState: not stage 3, or a feature with another layout is on.
+        Raises WrongState: not stage 3, or a feature with another layout is on.
         """
         self._optimizer = _stage3_optimizer(engine)
         self._device = torch.device(engine.device)
@@ -76,7 +62,6 @@ class Zero3Source:
 
     @property
     def rank(self) -> int:
-        """Index of this rank among those that share the parameters."""
         return self._rank
 
     @property
@@ -144,7 +129,7 @@ class Zero3Source:
 
     @property
     def _buffers(self) -> list[torch.Tensor]:
-        """The buffers with the partitions of all trained parameters."""
+        """The partitions of all trained parameters: one buffer; with `offload_param` one per group in main memory."""
         if hasattr(self._optimizer, "lp_param_buffer"):
             return [self._optimizer.lp_param_buffer]
         return list(self._optimizer.param_groups_fp16_flat_cpu_memory)

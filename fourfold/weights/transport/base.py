@@ -168,9 +168,7 @@ class ReceiveTransport(ABC, Generic[_OfferT, _LinkT]):
     def open(self, deadline: Deadline) -> None:
         """Connect to every rank that sends, in rank order: NCCL and gloo need one order everywhere.
 
-        Raises:
-            Unavailable: a sender has ended, or this process cannot reach it.
-            DeadlinePassed: a sender or another receiver did not come.
+        Raises Unavailable: a sender has ended, or is unreachable. Raises DeadlinePassed: a member did not come.
         """
         for rank, offer in enumerate(self._offers):
             link = self._connect(rank, offer)
@@ -182,12 +180,8 @@ class ReceiveTransport(ABC, Generic[_OfferT, _LinkT]):
     def receive(self, policy_version: int, sink: Sink, deadline: Deadline) -> None:
         """Wait for `policy_version` and hand every span of every rank to `sink`.
 
-        The sink is touched only after the senders have announced this version.
-
-        Raises:
-            WrongState: a sender announced another version, or this transport was closed.
-            Unavailable: a sender has ended.
-            DeadlinePassed, StaleEpoch: see `Deadline.check`.
+        The sink is touched only after the senders have announced this version. Raises WrongState: another version was
+        announced, or this transport is closed. Raises Unavailable: a sender has ended. See also `Deadline.check`.
         """
         if not self._is_open:
             raise used_up()
@@ -197,11 +191,9 @@ class ReceiveTransport(ABC, Generic[_OfferT, _LinkT]):
         """Raise WrongState if the data that `receive` handed over has changed since."""
 
     def abort(self) -> None:
-        """End every wait of this receiver. From any thread, any number of times."""
         self._abort.set()
 
     def close(self) -> None:
-        """Release memory, files and connections. Any number of times."""
         self.abort()
         self._is_open = False
         for link in self._links:
@@ -239,7 +231,6 @@ class Shards:
         self._spans = manifest.spans_by_tensor()
 
     def read(self, span: Span) -> torch.Tensor:
-        """Return the elements of one span, a 1-D view."""
         spec = self._manifest.tensors[span.tensor]
         data = self._shards[span.rank][span.offset : span.offset + span.count * spec.item_bytes]
         return data.view(torch_dtype(spec.dtype))
@@ -267,12 +258,7 @@ _BACKENDS: Final = {
 
 
 def make_sender(backend: str, group: TransferGroup, rank: int, source: WeightSource) -> SendTransport:
-    """Return the sending end of `backend` for trainer rank `rank`, which holds `source`.
-
-    Raises:
-        WrongState: the backend cannot send from where the weights are.
-        Overloaded: not enough memory.
-    """
+    """Return the sending end of `backend` for rank `rank`, which holds `source`. Raises Overloaded: no memory."""
     return cast(SendTransport, _load(backend, "Sender")(group, rank, source))
 
 
@@ -308,9 +294,7 @@ def pack_offer(backend: Backend, group: TransferGroup, rank: int, body: bytes) -
 def unpack_offers(backend: Backend, group: TransferGroup, offers: Sequence[bytes]) -> list[bytes]:
     """Check that offers are those of all ranks of this group, in rank order, and return their bodies.
 
-    Raises:
-        InvalidInput: wrong number, length, order, backend or manifest.
-        StaleEpoch: offers of another epoch.
+    Raises InvalidInput: wrong number, length, order, backend or manifest. Raises StaleEpoch: offers of another epoch.
     """
     manifest = group.manifest
     if len(offers) != manifest.rank_count:

@@ -181,7 +181,6 @@ def open_handle(handle: bytes) -> int:
 
 
 def close_handle(address: int) -> None:
-    """Unmap the allocation that `open_handle` mapped at `address`."""
     with suppress(_cupy().cuda.runtime.CUDARuntimeError):  # the owner may have ended
         _cupy().cuda.runtime.ipcCloseMemHandle(address)
 
@@ -205,7 +204,6 @@ class _Memory:
 
 
 def _allocation(pointer: int) -> int:
-    """Return the base address of the allocation that holds an address."""
     base, size = ctypes.c_uint64(), ctypes.c_size_t()
     code = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
     if code:

@@ -4,9 +4,6 @@ The sender has a progress page, which receivers map. The body of the page tells 
 handle of the CUDA allocation and the offset in it. Parts that can be sent from where they are form the first window.
 Parts that must be cast or computed first go through two staging buffers, window by window.
 
-    body      one row per receiver: its pid, the windows that it has taken
-              one row per part: tensor, start, count, window, offset in the allocation, handle
-
     sender    fills a window, waits for the GPU, publishes its number (counted over the whole epoch)
     receiver  waits for the number, enqueues the copies, waits for the GPU, writes the number into its row
 
@@ -120,7 +117,6 @@ class CudaIpcSender(PageSender):
         _COUNTS.pack_into(memory, HEADER_BYTES, len(rows), self._window_count, self._generation)
 
     def _wait_taken(self, number: int, deadline: Deadline) -> None:
-        """Wait until every receiver has taken window `number` of the epoch."""
         for receiver in range(self._receiver_count):
             self._wait_for(receiver, number, deadline)
 

@@ -101,7 +101,6 @@ class _Member(SenderLink):
         return int(version), int(size)
 
     def broadcast(self, parts: Sequence[torch.Tensor]) -> None:
-        """Enqueue the broadcasts of some tensors as one launch."""
         communicator = self._communicator
         if communicator is None:
             raise used_up()
@@ -110,7 +109,6 @@ class _Member(SenderLink):
                 cuda.broadcast(communicator, values, self.stream.cuda_stream)
 
     def wait(self, deadline: Deadline, what: str) -> None:
-        """Wait for everything enqueued; on an error, abort it."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.stream)
 

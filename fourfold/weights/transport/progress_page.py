@@ -60,7 +60,6 @@ class ProgressPage:
 
     @property
     def sequence(self) -> int:
-        """The last sequence number published."""
         return self._words[_SEQUENCE]
 
     def offer(self) -> bytes:
@@ -131,16 +130,12 @@ class MappedPage:
 
     @property
     def sequence(self) -> int:
-        """The last sequence number that the sender published."""
         return self._words[_SEQUENCE]
 
     def wait(self, sequence: int, abort: threading.Event, deadline: Deadline, what: str) -> int:
         """Wait until the sender has published `sequence` or more; return the last number that it has published.
 
-        Raises:
-            StaleEpoch: the epoch was aborted, here or by the sender.
-            Unavailable: the sender has ended.
-            DeadlinePassed: `what` took too long.
+        Raises StaleEpoch: the epoch was aborted, here or by the sender. Raises Unavailable: the sender has ended.
         """
 
         def is_published() -> bool:
@@ -176,7 +171,6 @@ def parse_page_offer(backend: Backend, rank: int, body: bytes) -> int:
 
 
 def _allocate(name: str, size: int) -> int:
-    """Return the descriptor of a new memfd of `size` bytes."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # Reserve the memory now. Without this, running out of memory would be a SIGBUS in the middle of a copy.

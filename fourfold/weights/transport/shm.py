@@ -60,8 +60,6 @@ class ShmSender(PageSender):
 
 
 class _MappedArena(SenderLink):
-    """The arena of one rank in a receiver."""
-
     def __init__(self, group: TransferGroup, rank: int, offer: bytes) -> None:
         self.page = MappedPage(group, rank, offer)
         self.shard = _as_tensor(self.page.memory, group.manifest.shard_bytes[rank])

@@ -61,7 +61,6 @@ class Staging:
 
 
 def _cut(span: Span, item_bytes: int, limit: int) -> Iterator[Span]:
-    """Yield a span in parts of at most `limit` bytes."""
     count = max(1, limit // item_bytes)
     for begin in range(0, span.count, count):
         stop = min(begin + count, span.count)

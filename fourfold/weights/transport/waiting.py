@@ -28,7 +28,6 @@ class Deadline:
 
     @property
     def remaining(self) -> float:
-        """Seconds left, at least 0."""
         return max(0.0, self._end - time.monotonic())
 
     @property
@@ -36,12 +35,7 @@ class Deadline:
         return self._stopped is not None and self._stopped()
 
     def check(self, what: str) -> float:
-        """Return the seconds left. `what` names the event that the caller waits for.
-
-        Raises:
-            DeadlinePassed: no time is left.
-            StaleEpoch: the operation was aborted from outside.
-        """
+        """Return the seconds left; raise DeadlinePassed, with `what` is awaited, or StaleEpoch after an abort."""
         if self.is_stopped:
             raise aborted()
         left = self.remaining
@@ -63,10 +57,9 @@ def wait_until(done: Callable[[], bool], deadline: Deadline, what: str) -> None:
 
 
 class ProcessWatch:
-    """Shows whether a process of this host has ended, without waiting; a pidfd is immune to recycled pids."""
+    """Shows without waiting whether a process has ended; a pidfd is immune to recycled pids. OSError: it has."""
 
     def __init__(self, pid: int) -> None:
-        """Watch `pid`; raise OSError if it has ended already."""
         self.pid = pid
         self._pidfd = os.pidfd_open(pid)
         self._poll = select.poll()

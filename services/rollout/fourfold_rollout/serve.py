@@ -116,6 +116,7 @@ def model_sha256(folder: Path) -> bytes:
 
 async def _serve(host: ServiceHost, engine: VllmEngine, settings: EngineSettings) -> int:
     config, folder = host.options.config, settings.folder
+    has_agents = bool(host.options.coordinator)  # without a coordinator, all callers share everything
     update_timeout = config.weights.timeout_seconds
     await engine.attach(host.fatal)
     await warm_up(engine)
@@ -126,7 +127,8 @@ async def _serve(host: ServiceHost, engine: VllmEngine, settings: EngineSettings
         max_concurrent_samples=settings.max_concurrent_samples,
         kv_cache_tokens=description.kv_cache_tokens,
         stop_token_ids=tuple(i for i in model_stop_token_ids(folder) if i < description.vocabulary_size),
-        **_agents_part(host.options),
+        agent_samples=engine_limits(config).agent_samples if has_agents else None,
+        agent_token_share=1 - config.rollout.agents.coordinator_share if has_agents else 1.0,
     )
     weights = WeightController(engine, update_timeout=update_timeout)
     model = ServedModel(name=config.model.source, tokenizer_sha256=host.tokenizer_sha256, limits=limits)
@@ -141,15 +143,6 @@ async def _serve(host: ServiceHost, engine: VllmEngine, settings: EngineSettings
         public.add(_SERVICE, add_RolloutServiceServicer_to_server, servicer)
     host.on_drain += [servicer.drain, weights.close, engine.close]
     return await host.run()
-
-
-def _agents_part(options: ServeOptions) -> dict[str, Any]:
-    """Return the part of the service for all agents together, as fields of `GenerateLimits`."""
-    if not options.coordinator:
-        return {}
-    config = options.config
-    share = 1 - config.rollout.agents.coordinator_share
-    return {"agent_samples": engine_limits(config).agent_samples, "agent_token_share": share}
 
 
 def _eos_ids(path: Path) -> Iterator[int]:

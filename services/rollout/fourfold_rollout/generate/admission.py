@@ -89,7 +89,6 @@ class GenerateCall:
         return self.sample_count * (len(self.prompt_token_ids) + self.max_tokens)
 
     def samples(self, cache_salt: str, sink: SampleSink) -> list[SampleRequest]:
-        """Return the engine's requests, in index order."""
         return [
             SampleRequest(
                 # Two callers may use the same request id. Neither a role nor a name contains a slash.
@@ -159,8 +158,6 @@ def parse(request: pb.GenerateRequest, limits: GenerateLimits, caller: Principal
 
 @dataclass(frozen=True, slots=True)
 class _LiveCall:
-    """A call in flight, by request id."""
-
     owner: asyncio.Task[Any] | None
     left: asyncio.Event = field(default_factory=asyncio.Event)
 

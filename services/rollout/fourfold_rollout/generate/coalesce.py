@@ -19,8 +19,6 @@ _LONGEST_SECONDS: Final = 0.08
 
 @dataclass(slots=True)
 class _Waiting:
-    """The requests of one call."""
-
     requests: Sequence[SampleRequest]
     samples: asyncio.Future[Sequence[EngineSample]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()

@@ -45,8 +45,6 @@ _RETRY_METADATA: Final = "grpc-previous-rpc-attempts"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The model that GetInfo describes."""
-
     name: str
     tokenizer_sha256: bytes
     limits: GenerateLimits

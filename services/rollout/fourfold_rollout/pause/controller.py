@@ -71,7 +71,6 @@ class SamplingController:
         self._gate.open_for_good()
 
     def commit(self, version: int) -> None:
-        """Serve the loaded weights as `version`."""
         self.token_hold.version, self.dirty = version, False
         # An update that is given up after its commit may be repeated under its number with other weights. So the cache
         # salt holds the number of the commit, too: prefixes that the dropped weights computed are never read.
@@ -110,7 +109,6 @@ class SamplingController:
             ) from None
 
     async def resume(self) -> None:
-        """Continue paused samples and open the gate."""
         if self.samples_paused:
             self.samples_paused = False
             await self._engine.resume()
@@ -157,7 +155,6 @@ class SamplingController:
             self.sleep_state.woke(tag)
 
     def dirty_error(self) -> Unavailable:
-        """Return the error of requests that need clean weights."""
         if self.sleep_state.lost_weights:
             what = "the engine's sleep dropped its weights; it serves nothing until an update succeeds"
         else:
@@ -181,7 +178,6 @@ class SamplingController:
             ) from None
 
     async def _drain(self, *, interrupt: bool) -> None:
-        """Return when no request has samples in the engine."""
         while self._gate.lease_count:
             if interrupt:
                 await self._engine.interrupt()

@@ -32,7 +32,6 @@ class TokenHold:
 
     @property
     def holding(self) -> bool:
-        """Whether outputs are held back or dropped."""
         return self._held is not None
 
     def pass_on(self, sink: TokenSink, index: int, version: int, output: SampleOutput) -> None:

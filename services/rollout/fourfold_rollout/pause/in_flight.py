@@ -45,7 +45,6 @@ class RequestGate:
         self._open.set()
 
     def close(self) -> None:
-        """Make new requests wait until `open`."""
         if self._can_close:
             self._open.clear()
 

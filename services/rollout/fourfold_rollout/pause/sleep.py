@@ -24,7 +24,6 @@ class SleepState:
 
     @property
     def awake(self) -> bool:
-        """Whether the engine has all its memory."""
         return not self._asleep
 
     @property

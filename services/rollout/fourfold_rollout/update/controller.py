@@ -16,12 +16,8 @@
     ENDING     workers left the epoch                       READY
 
 Two more states are independent of the phase: `dirty` (the weights may be mixed; nothing is served until an update
-succeeds) and sleep (the gate stays closed; weights can be updated once their memory is allocated again).
-
-Requests hold a lease (`serving`) from before their samples go to the engine until the engine is done with them. An
-update closes the gate for new requests (`pause/in_flight.py`), then ends, awaits or pauses the running samples
-(`PauseMode`). A commit with hold keeps the tokens of the new version back (`pause/hold.py`) until the release; an abort
-drops them.
+succeeds) and sleep (the gate stays closed; weights can be updated once their memory is allocated again). An update
+stops sampling as `pause/` describes.
 """
 
 from __future__ import annotations
@@ -111,10 +107,7 @@ class WeightController:
         return not self._sampling.sleep_state.awake
 
     def serving(self, timeout: float) -> AbstractAsyncContextManager[RequestLease]:
-        """Hold a lease on the served weights; see `SamplingController.serving`.
-
-        Waits while an update is open or the engine sleeps, at most for the longest duration of an update.
-        """
+        """Hold a lease on the served weights; waits at most for the longest duration of an update."""
         return self._sampling.serving(min(timeout, self._update_timeout))
 
     def refuse(self, error: FourfoldError) -> None:
@@ -197,8 +190,6 @@ class WeightController:
         """Sample with the received version; with `hold`, keep its tokens back until `release`.
 
         Returns the seconds for which sampling stopped; 0 in a repetition, which does nothing.
-
-        Raises WrongState: that version was not received, or is held already.
         """
         if self._is_served(epoch, policy_version):
             return 0.0
@@ -259,7 +250,6 @@ class WeightController:
 
     @_in_order
     async def sums(self, *, epoch: int, timeout: float) -> bytes:
-        """Return the sums of the tensors received last."""
         self._epochs.check(epoch)
         return await self._engine.weight_sums(epoch=epoch)
 

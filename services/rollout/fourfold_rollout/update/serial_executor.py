@@ -35,7 +35,6 @@ class SerialExecutor:
         self._spawn(self._run_in_order(job, timeout), awaited=False)
 
     def cancel(self) -> None:
-        """Cancel all jobs, including the running one."""
         for task in tuple(self._tasks):
             task.cancel()
 

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -39,8 +39,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchedEngine:
-    """A vLLM that is ready."""
-
     llm: AsyncLLM
     processes: tuple[BaseProcess, ...]  # direct children: the core process
     note: CrashNote
@@ -76,7 +74,8 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
     scratch, llm = meet_in_a_folder(), None
     _ForkGuard.arm()
     try:
-        with _compile_lock(config):
+        eager = config.model_config.enforce_eager
+        with nullcontext() if eager else compiled_once(Path(envs.VLLM_CACHE_ROOT), config.compute_hash()):
             llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
     except (RuntimeError, ValueError, OSError) as error:
         cause = note.read() or one_line(error)
@@ -137,12 +136,6 @@ class _ForkGuard:
 
 
 os.register_at_fork(after_in_child=_ForkGuard.in_child)
-
-
-def _compile_lock(config: Any) -> AbstractContextManager[None]:
-    if config.model_config.enforce_eager:
-        return nullcontext()
-    return compiled_once(Path(envs.VLLM_CACHE_ROOT), config.compute_hash())
 
 
 def _log_choices(config: Any, settings: EngineSettings, kv_cache_tokens: int, seconds: float) -> None:

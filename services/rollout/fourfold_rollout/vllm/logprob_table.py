@@ -45,7 +45,6 @@ class LogprobTable:
 
     @property
     def byte_count(self) -> int:
-        """The memory of the table with all pages touched."""
         return self.slots * self.width * _ITEM_BYTES
 
     def check_room(self, count: int) -> None:
@@ -81,8 +80,6 @@ class LogprobTable:
 
 
 class LogprobRow:
-    """The row of one sample."""
-
     def __init__(self, cells: Float32Array, slot: int, free: deque[int]) -> None:
         self.slot = slot
         self._cells, self._free = cells, free

@@ -83,7 +83,6 @@ class VllmSample:
         self.given = 0  # tokens put into the sink
 
     def attach(self, collector: Any) -> None:
-        """Take over from vLLM's collector of the request."""
         self.id = collector.request_id
         take_outputs(collector, self.put)
 
@@ -130,7 +129,9 @@ class VllmSample:
         return True
 
     def _output(self, completion: Any) -> SampleOutput:
-        finish = _finish(completion.finish_reason)
+        finish = None
+        if (reason := completion.finish_reason) is not None and (finish := _FINISHES.get(reason)) is None:
+            raise Internal(f"the engine gave a sample up: {reason}")
         if self.request.streaming:  # vLLM returns only the new tokens
             return self._make(completion.token_ids, completion.logprobs, finish)
         return self._rest(completion.token_ids, completion.logprobs, finish)
@@ -157,15 +158,6 @@ def logprob_values(logprobs: Any, ids: Sequence[int]) -> list[float]:
     if flat is not None and len(flat) == len(ids):
         return list(flat)
     return [position[token].logprob for position, token in zip(logprobs or (), ids, strict=True)]
-
-
-def _finish(reason: str | None) -> Finish | None:
-    if reason is None:
-        return None
-    finish = _FINISHES.get(reason)
-    if finish is None:
-        raise Internal(f"the engine gave a sample up: {reason}")
-    return finish
 
 
 def _unusable(error: Exception) -> Internal:

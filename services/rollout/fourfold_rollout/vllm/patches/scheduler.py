@@ -40,13 +40,12 @@ class RolloutScheduler(DecodingScheduler):
 
 
 class AsyncRolloutScheduler(RolloutScheduler, AsyncScheduler):
-    """vLLM's asynchronous scheduler with the short path and the decoding loops."""
+    """The same for vLLM's asynchronous scheduler."""
 
     ahead = 1
 
 
 def scheduler_for(config: Any) -> type[Scheduler]:
-    """Return the scheduler class for a complete VllmConfig."""
     # vLLM warns that a custom scheduler may not fit. `shorten` and `obstacle` check that, so the warning is dropped.
     logging.getLogger("vllm.config.scheduler").addFilter(lambda record: "custom scheduler" not in str(record.msg))
     return AsyncRolloutScheduler if config.scheduler_config.async_scheduling else RolloutScheduler

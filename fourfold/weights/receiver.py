@@ -124,9 +124,9 @@ class WeightReceiver:
         self._dirty |= self._uncommitted  # the weights held now were received, but never served
         self._uncommitted = False
         clock = _Clock(current.seconds)
-        done = False
-        try:
-            applier = current.applier
+        applier = current.applier
+        with ExitStack() as on_error:
+            on_error.callback(self.abort, epoch)
             applier.begin(stable=current.transport.stable)
             sink = None if skip_sums else _SummingSink(applier, TensorSums(current.manifest))
             clock.lap("begin")
@@ -140,11 +140,7 @@ class WeightReceiver:
             current.transport.check()
             self._dirty, self._uncommitted = False, True
             current.received_version = policy_version
-            done = True
-        finally:
-            if not done:
-                self._dirty |= current.applier.abort() == "dirty"
-                self._close()
+            on_error.pop_all()
         if skip_sums:
             return unsummed_digest(current.manifest, policy_version)
         return digest_of(current.manifest, current.sums)

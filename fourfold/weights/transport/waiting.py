@@ -35,7 +35,7 @@ class Deadline:
         return self._stopped is not None and self._stopped()
 
     def check(self, what: str) -> float:
-        """Return the seconds left; raise DeadlinePassed, with `what` is awaited, or StaleEpoch after an abort."""
+        """Return the seconds left to wait for `what`; raise DeadlinePassed, or StaleEpoch after an abort."""
         if self.is_stopped:
             raise aborted()
         left = self.remaining
@@ -57,11 +57,11 @@ def wait_until(done: Callable[[], bool], deadline: Deadline, what: str) -> None:
 
 
 class ProcessWatch:
-    """Shows without waiting whether a process has ended; a pidfd is immune to recycled pids. OSError: it has."""
+    """Shows without waiting whether a process has ended; a pidfd is immune to recycled pids."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._pidfd = os.pidfd_open(pid)
+        self._pidfd = os.pidfd_open(pid)  # an OSError if it has ended already
         self._poll = select.poll()
         self._poll.register(self._pidfd, select.POLLIN)
 

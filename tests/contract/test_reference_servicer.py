@@ -1,4 +1,4 @@
-"""ReferenceService on a loopback server with a tiny real model, compared with a plain float32 computation."""
+"""Tests ReferenceService on a loopback server with a tiny real model against a plain float32 computation."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def ask(client: AsyncReferenceClient, *experiences: Experience, timeout: f
 
 
 def naive(folder: Path, ids: list[int], temperature: float) -> Float32Array:
-    """The definition: one unpadded sample, all logits in float32."""
+    """Compute the definition: one unpadded sample, all logits in float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0].float() / temperature
@@ -164,20 +164,20 @@ async def test_malformed_request_is_refused(connect: Connect, samples: list[Expe
 
 async def test_loading_service_is_unavailable(connect: Connect) -> None:
     client = await connect(ready=False)
-    with pytest.raises((Unavailable, DeadlinePassed)):  # the channel retries what is unavailable
+    with pytest.raises((Unavailable, DeadlinePassed)):  # the channel retries UNAVAILABLE
         await client.get_info(timeout=2)
 
 
 class Slow:
-    """Stands in for the model where the test is about waiting: works until it is told to stop, or is let go."""
+    """A fake model: `logprobs` blocks until `go` is set or its `stopped` returns True."""
 
     vocabulary_size = VOCABULARY_SIZE
     tokens_per_batch = 4
 
     def __init__(self) -> None:
         self.calls = 0
-        self.rounds: list[int] = []
-        """Tokens of each."""
+        self.batches: list[int] = []
+        """Tokens of each batch."""
         self.began = threading.Event()
         self.running = 0
         self.most_running = 0
@@ -186,7 +186,7 @@ class Slow:
 
     def logprobs(self, token_ids: list[Any], temperatures: list[float], *, stopped: Callable[[], bool]) -> list[Any]:
         self.calls += 1
-        self.rounds.append(sum(map(len, token_ids)))
+        self.batches.append(sum(map(len, token_ids)))
         self.began.set()
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -207,13 +207,13 @@ async def test_info_is_answered_while_one_call_at_a_time_computes(connect: Conne
     assert await asyncio.to_thread(slow.began.wait, 10)
     calls += [asyncio.create_task(ask(client, experience(f"s{i}", [1, 2]))) for i in (1, 2)]
     await asyncio.sleep(0.2)
-    await client.get_info(timeout=10)  # nothing is computed to its end before `go`
+    await client.get_info(timeout=10)  # no batch ends before `go`
     slow.go.set()
     assert len(await asyncio.gather(*calls)) == 3
-    assert (slow.rounds, slow.most_running) == ([2, 4], 1), "two came while the first was computed"
+    assert (slow.batches, slow.most_running) == ([2, 4], 1), "two calls arrived while the first batch was computed"
 
 
-async def test_calls_that_wait_are_looked_up_together_and_each_gets_its_own(connect: Connect, folder: Path) -> None:
+async def test_waiting_calls_form_a_batch_and_get_their_own_rows(connect: Connect, folder: Path) -> None:
     slow = Slow()
     client = await connect(model=slow)
 
@@ -226,7 +226,7 @@ async def test_calls_that_wait_are_looked_up_together_and_each_gets_its_own(conn
     await asyncio.sleep(1.0)
     slow.go.set()
     assert [len(rows) for rows in await asyncio.gather(*calls)] == [4] * 12
-    assert slow.rounds == [8, 32, 32, 24], "at most 8 passes of 4 tokens, in whole calls"
+    assert slow.batches == [8, 32, 32, 24], "a batch has whole calls, at most 8 passes of 4 tokens"
 
     client = await connect()
     samples = [[random_ids(10 * i + j, 9 + i + j) for j in range(3)] for i in range(8)]
@@ -236,7 +236,7 @@ async def test_calls_that_wait_are_looked_up_together_and_each_gets_its_own(conn
             np.testing.assert_allclose(row, naive(folder, one, 1.0), atol=2e-4, rtol=1e-4)
 
 
-async def test_who_leaves_does_not_stop_the_others_of_its_round(connect: Connect) -> None:
+async def test_cancelled_call_does_not_stop_the_other_calls_of_its_batch(connect: Connect) -> None:
     slow = Slow()
     client = await connect(model=slow)
     first = asyncio.create_task(ask(client, experience("first", [1, 2])))
@@ -244,16 +244,16 @@ async def test_who_leaves_does_not_stop_the_others_of_its_round(connect: Connect
         await asyncio.sleep(0.01)
     leaves, stays = (asyncio.create_task(ask(client, experience(f"s{i}", [1, 2]))) for i in range(2))
     await asyncio.sleep(0.2)
-    first.cancel()  # the second round begins, of two
+    first.cancel()  # starts the second batch, which has two calls
     await asyncio.sleep(0.2)
     leaves.cancel()
     await asyncio.sleep(0.2)
     slow.go.set()
     assert len(await stays) == 1
-    assert (slow.rounds, slow.stopped) == ([2, 4], 1)
+    assert (slow.batches, slow.stopped) == ([2, 4], 1)
 
 
-async def test_a_pass_that_fails_is_an_error_of_its_calls_and_of_no_later_ones(connect: Connect) -> None:
+async def test_failed_batch_is_an_error_of_its_calls_only(connect: Connect) -> None:
     slow = Slow()
     broken = slow.logprobs
 
@@ -310,7 +310,7 @@ async def test_call_whose_client_went_away_stops(connect: Connect) -> None:
     assert len(await ask(client, experience("c", [1, 2]))) == 1
 
 
-def test_model_that_cannot_be_served_is_one_clear_error(folder: Path, tmp_path: Path) -> None:
+def test_model_that_cannot_be_served_is_a_config_error(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"reference.tokens_per_batch = 32 cannot hold"):
         load(folder, tokens_per_batch=32)
     with pytest.raises(ConfigError, match="cannot be read as a causal language model"):

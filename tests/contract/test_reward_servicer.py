@@ -1,4 +1,4 @@
-"""RewardService on a loopback server with real workers: one test for each rule of its proto."""
+"""Tests RewardService on a loopback server with real workers: one test for each rule of its proto."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ async def test_item_may_name_a_verifier_of_the_allow_list(connect: Connect) -> N
 
 
 @pytest.mark.parametrize("name", ["os:system", "/etc/passwd.py:x", "no_such", "math_verify", "reasoning_gym:products"])
-async def test_verifier_that_is_not_offered_is_an_error_of_its_sample(connect: Connect, name: str) -> None:
+async def test_verifier_that_is_not_allowed_is_an_error_of_its_sample(connect: Connect, name: str) -> None:
     client = await connect()
     first, second = await client.score([item("a", "12", verifier=name), item("b", "12")], timeout=20)
     assert (first.error.code, first.error.reason) == (Code.Value("NOT_FOUND"), "NOT_FOUND")
@@ -167,7 +167,7 @@ async def test_bad_metadata_is_an_error_of_its_sample(connect: Connect, metadata
 )
 async def test_malformed_request_is_refused(connect: Connect, items: list[pb.ScoreItem], text: str) -> None:
     client = await connect()
-    # The client would split what is too large: ask as any other client would.
+    # Without the client, which splits requests that are too large.
     with pytest.raises(grpc.aio.AioRpcError, match=text) as refused:
         await client._stub.Score(pb.ScoreRequest(items=items), timeout=10)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -187,11 +187,11 @@ async def test_full_queue_is_resource_exhausted_with_a_delay(connect: Connect) -
 async def test_starting_service_is_unavailable(connect: Connect) -> None:
     client = await connect(ready=False)
     for call in (client.get_info(timeout=2), client.score([item("a")], timeout=2)):
-        with pytest.raises((Unavailable, DeadlinePassed)):  # the channel retries what is unavailable
+        with pytest.raises((Unavailable, DeadlinePassed)):  # the channel retries UNAVAILABLE
             await call
 
 
-async def test_deadline_brings_the_scores_that_are_there(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deadline_returns_the_finished_scores(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servicer_module, "_ANSWER_MARGIN_SECONDS", 1.0)
     client = await connect(timeout=60)
     started = time.monotonic()
@@ -208,7 +208,7 @@ async def test_call_without_a_deadline_is_refused(connect: Connect) -> None:
         await client._stub.Score(pb.ScoreRequest(items=[item("a")]))
 
 
-# ---- the whole process ----
+# The tests below start the whole service as a process.
 
 RECIPE = """
 name = "test"

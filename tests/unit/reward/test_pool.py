@@ -1,4 +1,4 @@
-"""The worker pool with real processes: nothing that a reward function does harms another sample."""
+"""Tests the worker pool with real processes: a reward function cannot affect the outcome of another sample."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fourfold_reward import loader
 from fourfold_reward.pool import Job, WorkerPool
 from fourfold_reward.protocol import Outcome
 
-# What a function does is the sample's completion.
+# The completion of a sample selects the behaviour of the function.
 FUNCTIONS = """
 import asyncio, ctypes, json, math, os, signal, subprocess, sys, threading, time
 from fourfold_reward import Abstain, Score, ScoreInput
@@ -136,13 +136,13 @@ async def test_scores_come_back_in_order(pool: WorkerPool) -> None:
     assert outcomes == [Outcome(score=i / 2) for i in range(50)]
 
 
-async def test_an_error_in_a_library_is_placed_where_the_function_called_it(pool: WorkerPool) -> None:
+async def test_error_in_a_library_names_the_line_of_the_function(pool: WorkerPool) -> None:
     (only,) = await score(pool, "library")
     line = next(i for i, text in enumerate(FUNCTIONS.splitlines(), 1) if "json.loads" in text)
     assert only.message.startswith("JSONDecodeError: ") and only.message.endswith(f"(functions.py:{line})")
 
 
-async def test_a_long_text_keeps_its_place_and_steers_no_terminal(pool: WorkerPool) -> None:
+async def test_long_error_keeps_its_place_and_contains_no_control_characters(pool: WorkerPool) -> None:
     (only,) = await score(pool, "bad text")
     line = next(i for i, text in enumerate(FUNCTIONS.splitlines(), 1) if "bad text" in text)
     assert len(only.message) == 1000 and only.message.endswith(f"...  (functions.py:{line})".replace("  ", " "))
@@ -182,7 +182,7 @@ async def test_worker_that_dies_is_an_error_and_is_replaced(pool: WorkerPool) ->
     assert len(pool.worker_pids()) == 2
 
 
-async def test_what_a_function_started_dies_with_its_worker(pool: WorkerPool) -> None:
+async def test_processes_of_a_function_end_with_its_worker(pool: WorkerPool) -> None:
     mark = f"mark-{os.getpid()}-{time.monotonic_ns()}"
     task = asyncio.create_task(score(pool, "child", metadata=f'{{"mark": "{mark}"}}'))
     end = time.monotonic() + 20
@@ -195,14 +195,12 @@ async def test_what_a_function_started_dies_with_its_worker(pool: WorkerPool) ->
     assert not alive(mark)
 
 
-async def test_function_that_forks_gives_one_score(pool: WorkerPool) -> None:
+async def test_function_that_forks_returns_one_score(pool: WorkerPool) -> None:
     outcomes = await score(pool, "fork", "fork", "2", "3", "4")
     assert [o.score for o in outcomes] == [1.0, 1.0, 2.0, 3.0, 4.0]
 
 
-async def test_printing_and_reading_do_not_disturb_the_pipe(
-    pool: WorkerPool, capfd: pytest.CaptureFixture[str]
-) -> None:
+async def test_print_and_input_do_not_disturb_the_pipe(pool: WorkerPool, capfd: pytest.CaptureFixture[str]) -> None:
     outcomes = await score(pool, "print", "input", "print", "5")
     assert [o.score for o in outcomes] == [1.0, None, 1.0, 5.0]
     assert outcomes[1].message.startswith("EOFError")
@@ -221,8 +219,8 @@ async def test_printing_and_reading_do_not_disturb_the_pipe(
         ("many parts", "RAISED", "at most 64"),
     ],
 )
-def test_result_that_is_no_score_is_an_error(completion: str, reason: str, text: str, file: Path) -> None:
-    # The worker's own code, without a process: the pool only carries the outcome.
+def test_invalid_result_is_an_error(completion: str, reason: str, text: str, file: Path) -> None:
+    # Without a process, because the checks are in the worker's code.
     from fourfold_reward.worker import Worker
 
     worker = Worker()
@@ -235,7 +233,7 @@ def test_result_that_is_no_score_is_an_error(completion: str, reason: str, text:
     assert len(outcome.message) <= 1000
 
 
-async def test_other_results(pool: WorkerPool) -> None:
+async def test_valid_results(pool: WorkerPool) -> None:
     outcomes = await score(pool, "none", "abstain", "dict", "dict none", "bool", "thread")
     assert outcomes == [
         Outcome(abstain_reason="NO_SCORE"),
@@ -266,11 +264,11 @@ async def test_verifier_that_a_worker_cannot_load_is_an_error_of_its_sample(pool
     assert await score(pool, "5") == [Outcome(score=5.0)]
 
 
-async def test_deadline_keeps_the_scores_that_are_there(pool: WorkerPool) -> None:
+async def test_deadline_keeps_the_finished_scores(pool: WorkerPool) -> None:
     outcomes = await score(pool, "1", "2", "hang", "hang", "3", "4", timeout=0.8)
     assert [o.score for o in outcomes] == [1.0, 2.0, None, None, None, None]
     assert {(o.error_reason, o.error_code) for o in outcomes[2:]} == {("TIMEOUT", "UNAVAILABLE")}
-    assert await score(pool, "5") == [Outcome(score=5.0)]  # what was withdrawn is not scored first
+    assert await score(pool, "5") == [Outcome(score=5.0)]  # the withdrawn samples are not scored first
 
 
 async def test_cancelled_call_leaves_the_queue(pool: WorkerPool) -> None:
@@ -336,7 +334,7 @@ async def test_edited_module_is_refused_by_a_new_worker(tmp_path: Path, monkeypa
         ("import sys; sys.exit(9)\n", "reward", "SystemExit"),
     ],
 )
-async def test_function_that_cannot_be_loaded_is_one_clear_error(
+async def test_function_that_cannot_be_loaded_is_a_config_error(
     tmp_path: Path, text: str, name: str, message: str
 ) -> None:
     (tmp_path / "mine.py").write_text(text)
@@ -358,7 +356,7 @@ async def test_function_that_cannot_be_loaded_is_one_clear_error(
         ("", "is no verifier"),
     ],
 )
-def test_name_that_leads_nowhere_is_refused_before_any_process(name: str, message: str) -> None:
+def test_unknown_name_is_refused_before_a_worker_starts(name: str, message: str) -> None:
     with pytest.raises(loader.VerifierError, match=message):
         loader.find(name, directory=Path.cwd())
 

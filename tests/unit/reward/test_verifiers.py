@@ -1,4 +1,4 @@
-"""The built-in verifiers: what is right, what is wrong, and what says nothing."""
+"""Tests the built-in verifiers: right, wrong and unusable answers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_text_without_a_number_has_none(text: str) -> None:
     assert find_last_number(text) is None
 
 
-def test_last_number_compares_values_and_not_texts() -> None:
+def test_last_number_compares_by_value() -> None:
     assert last_number(sample("so 12.0", "12")) == 1.0
     assert last_number(sample("1200", "1,200")) == 1.0
     assert last_number(sample("12 or 13", "12")) == 0.0
@@ -56,13 +56,13 @@ def test_last_number_compares_values_and_not_texts() -> None:
     assert last_number(sample("9" * 200_000 + "8", "9" * 200_000 + "8")) == 1.0
 
 
-def test_exact_match_leaves_spaces_around_aside() -> None:
+def test_exact_match_ignores_surrounding_spaces() -> None:
     assert exact_match(sample(" Paris\n", "Paris")) == 1.0
     assert exact_match(sample("paris", "Paris")) == 0.0
 
 
 @pytest.mark.parametrize("name", ["exact_match", "last_number", "math_verify"])
-def test_sample_without_an_answer_is_abstained_from(name: str) -> None:
+def test_verifier_abstains_without_a_reference_answer(name: str) -> None:
     assert verifiers.load(name, {})(sample("12")) == Abstain("NO_ANSWER")
 
 
@@ -132,7 +132,7 @@ def test_sample_without_its_task_is_bad_metadata(metadata: dict[str, Any]) -> No
     assert error.value.reason == "BAD_METADATA"
 
 
-def test_task_that_the_recipe_does_not_offer_is_refused() -> None:
+def test_task_that_the_recipe_does_not_allow_is_refused() -> None:
     scorer = verifiers.load("reasoning_gym", {"products": {}})
     assert scorer(sample("12", "12", {"source_dataset": "products"})) == Score(1.0)
     with pytest.raises(InvalidSample, match=r"'countdown' is not allowed here; allowed: products\. Add"):

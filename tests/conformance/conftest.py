@@ -1,4 +1,4 @@
-"""Chooses the reward service under test: `--target HOST:PORT`, or else each of the repository."""
+"""Provides the reward service under test: `--target HOST:PORT`, or each service of this repository in turn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 30.0
 CONNECT_SECONDS = 5.0
 
-# Makes the mistakes of real functions, which the service must catch.
+# Has the bugs of real reward functions, which the service must turn into errors.
 FUNCTION = """
 import time
 
@@ -55,7 +55,7 @@ COMMANDS = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --target."""
+    """Add the option --target."""
     parser.addoption("--target", default="", metavar="HOST:PORT", help="reward service to check (plain text)")
 
 

@@ -35,7 +35,7 @@ def item(sample_id: str, completion: str = "12", **fields: str) -> pb.ScoreItem:
 
 
 def score(channel: grpc.Channel, items: list[pb.ScoreItem], timeout: float = CALL_SECONDS) -> list[pb.SampleScore]:
-    """Call Score and check what holds for every answer."""
+    """Call Score and check the properties of every response."""
     answer = RewardServiceStub(channel).Score(pb.ScoreRequest(items=items), timeout=timeout)
     assert [s.sample_id for s in answer.scores] == [i.experience.sample_id for i in items]
     for one in answer.scores:
@@ -82,7 +82,7 @@ def test_info_names_scorer_and_version(channel: grpc.Channel) -> None:
     assert len(info.tokenizer_sha256) in (0, 32)
 
 
-def test_answers_are_in_the_order_of_the_request_and_echo_its_ids(channel: grpc.Channel, limit: int) -> None:
+def test_scores_have_the_order_and_ids_of_the_request(channel: grpc.Channel, limit: int) -> None:
     count = min(limit or 200, 200)
     scores = score(channel, [item(f"s-{(i * 7919) % 1000}_X", str(i)) for i in range(count)])
     assert len(scores) == count
@@ -106,7 +106,7 @@ def test_score_does_not_depend_on_the_rest_of_the_batch(channel: grpc.Channel) -
     assert together == alone
 
 
-def test_nothing_that_is_not_finite_comes_out(channel: grpc.Channel, limit: int) -> None:
+def test_scores_are_finite(channel: grpc.Channel, limit: int) -> None:
     items = [item(f"s{i}", text, answer=text[:100]) for i, text in enumerate(AWKWARD)]
     for start in range(0, len(items), limit or len(items)):
         score(channel, items[start : start + (limit or len(items))])
@@ -149,7 +149,7 @@ def test_more_items_than_the_limit_are_refused(channel: grpc.Channel, limit: int
     assert refused(channel, [item(f"s{i}") for i in range(limit + 1)]) is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_deadline_is_kept_and_the_service_goes_on(channel: grpc.Channel, limit: int) -> None:
+def test_deadline_is_kept_and_the_next_call_is_answered(channel: grpc.Channel, limit: int) -> None:
     items = [item(f"s{i}", "sleep") for i in range(min(limit or 100, 100))]
     started = time.monotonic()
     try:
@@ -162,7 +162,7 @@ def test_deadline_is_kept_and_the_service_goes_on(channel: grpc.Channel, limit: 
     assert time.monotonic() - started < 10
 
 
-def test_calls_at_the_same_time_get_their_own_answers(channel: grpc.Channel, limit: int) -> None:
+def test_concurrent_calls_get_their_own_responses(channel: grpc.Channel, limit: int) -> None:
     count = min(limit or 20, 20)
 
     def call(number: int) -> list[pb.SampleScore]:

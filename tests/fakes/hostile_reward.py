@@ -1,8 +1,8 @@
-"""A reward service that breaks its contract in twenty ways, two steps each, and then answers well.
+"""A fake reward service that breaks its contract in twenty ways and then answers correctly.
 
-    coordinator <--TCP--> Wire: may reset, close or drip <--TCP--> gRPC, generic: bytes that may be no message
+    coordinator <--TCP--> FaultyProxy: resets, closes or delays <--TCP--> generic gRPC server: any bytes as response
 
-What it does in step n is the n-th row of `FAULTS`, modulo 20.
+In step n it has the n-th fault of `FAULTS`, modulo 20.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from tests.fakes.toy_scorers import FakeReward
 Context = grpc.aio.ServicerContext[Any, Any]
 
 BAD_CALLS: Final = 3
-"""Calls of each step in which it misbehaves."""
-# gRPC itself tries a call again that was refused with UNAVAILABLE, up to four times in all.
+"""Number of bad responses per step."""
+# gRPC itself sends a call up to four times if it fails with UNAVAILABLE.
 _MANY_CALLS: Final = {"reset": 5, "close mid-stream": 5}
-# Name of the fault, and the kinds by which the report may name it.
+# Name of the fault -> kinds that the report may have for it.
 FAULTS: Final[dict[str, set[str]]] = {
     "wrong count": {"WRONG_COUNT"},
     "wrong ids": {"WRONG_IDS"},
@@ -58,12 +58,12 @@ RED: Final = "\x1b[31m\u202e\x07"
 
 
 def good_score(completion: str) -> float:
-    """Return the score of a good answer: never 0, so that a 0 in a file was made up."""
+    """Return the score of a correct response. It is never 0, so a 0 in a file is a bug of the coordinator."""
     return 0.5 + sum(map(ord, completion)) % 8 / 8
 
 
 def check_scores(lines: Sequence[Mapping[str, Any]]) -> None:
-    """Check samples.jsonl: each score is the one that a good answer gave, and a sample without one was dropped."""
+    """Check samples.jsonl: each score is that of a correct response, and samples without one were dropped."""
     for line in lines:
         missing = line["dropped"] not in ("", "FILTERED")
         assert line["score"] == (None if missing else good_score(line["completion"])), line
@@ -78,33 +78,27 @@ def check_names(report: Mapping[str, Any], *, without: Collection[str] = ()) -> 
 
 
 class HostileReward(FakeReward):
-    """Misbehaves in the first calls of each step of training."""
+    """Answers the first calls of each training step with a fault."""
 
     def __init__(self, member_id: str, config: Config, *, step: Callable[[], Awaitable[int]]) -> None:
-        """Make the service.
-
-        Args:
-            member_id: of the member.
-            config: of the run.
-            step: returns the steps done, now.
-        """
+        """Create the service; `step` returns the number of finished steps."""
         super().__init__(member_id, config)
         self.outcome = lambda item: pb.SampleScore(score=good_score(item.completion_text))
         self._step = step
         self.bad = Counter[tuple[int, str]]()
-        """Calls that were answered badly, by step and fault."""
-        self._wire = Wire()
+        """Number of bad responses by step and fault."""
+        self._proxy = FaultyProxy()
         self._raw: grpc.aio.Server | None = None
         self._coordinator = ""
         self._ending: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Listen."""
+        """Listen on a free port behind the proxy."""
         self._raw = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
         self._raw.add_generic_rpc_handlers([_Handler(self)])
         port = self._raw.add_insecure_port("127.0.0.1:0")
         await self._raw.start()
-        self.target = f"127.0.0.1:{await self._wire.listen(port)}"
+        self.target = f"127.0.0.1:{await self._proxy.listen(port)}"
 
     async def join(self, coordinator: str) -> None:
         self._coordinator = coordinator
@@ -112,7 +106,7 @@ class HostileReward(FakeReward):
 
     async def kill(self) -> None:
         await self._leave_alone()
-        await self._wire.close()
+        await self._proxy.close()
         if self._raw is not None:
             await self._raw.stop(0)
 
@@ -139,7 +133,7 @@ class HostileReward(FakeReward):
             case "wrong count":
                 del scores[0]
             case "wrong ids":
-                scores[0].sample_id = "somebody-else"
+                scores[0].sample_id = "another-sample"
             case "wrong order":
                 answer = pb.ScoreResponse(scores=list(reversed(scores)) if len(scores) > 1 else [scores[0], scores[0]])
             case "huge message":
@@ -149,7 +143,7 @@ class HostileReward(FakeReward):
             case "hang":
                 await asyncio.sleep(60)
             case "slow drip" | "reset" | "close mid-stream":
-                self._wire.mode = fault
+                self._proxy.mode = fault
             case "die and restart":
                 self._ending.add(asyncio.get_running_loop().create_task(self._restart()))
                 await asyncio.sleep(60)
@@ -167,7 +161,7 @@ class HostileReward(FakeReward):
 
 
 def _spoil(fault: str, index: int, score: pb.SampleScore) -> None:
-    """Make one score what the fault says."""
+    """Put a fault into one score."""
     match fault:
         case "nan":
             score.score = math.nan
@@ -198,24 +192,24 @@ class _Handler(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(method)
 
 
-class Wire:
-    """Carries bytes between a caller and a server, well or badly."""
+class FaultyProxy:
+    """TCP proxy that can disturb one response of the server."""
 
     def __init__(self) -> None:
         self.mode = ""
-        """What happens to the next bytes of the server: "reset", "close mid-stream", "slow drip"; empty: nothing."""
+        """Fault of the next bytes of the server: "reset", "close mid-stream", "slow drip"; empty: none."""
         self._port = 0
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def listen(self, port: int) -> int:
-        """Carry what comes to the server at `port`; return where callers come to."""
+        """Forward connections to the server at `port`; return the port of the proxy."""
         self._port = port
         self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Cut every connection."""
+        """Close every connection."""
         if self._server is not None:
             self._server.close()
         for task in self._tasks:
@@ -228,7 +222,7 @@ class Wire:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         theirs, ours = await asyncio.open_connection("127.0.0.1", self._port)
-        up = asyncio.ensure_future(_carry(reader, ours))
+        up = asyncio.ensure_future(_forward(reader, ours))
         try:
             while data := await theirs.read(1 << 16):
                 mode, self.mode = self.mode, ""
@@ -256,7 +250,7 @@ class Wire:
                 one.close()
 
 
-async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with suppress(ConnectionError):
         while data := await reader.read(1 << 16):
             writer.write(data)

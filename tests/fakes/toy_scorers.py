@@ -1,4 +1,4 @@
-"""Reward and reference services of the toy model."""
+"""Fake reward and reference services of the toy model."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tests.fakes.toy import Context, Member, Services, toy_logprobs
 
 
 class FakeReward(Member, reward_grpc.RewardServiceServicer):
-    """1 for the right answer, 0 for another; `outcome` replaces that."""
+    """Scores 1 if the completion equals the answer, otherwise 0. `outcome` can replace the score of an item."""
 
     role = Role.ROLE_REWARD
 
     def __init__(self, member_id: str, config: Config) -> None:
         super().__init__(member_id, config)
-        self.tokenizer_sha256 = b""  # it reads texts alone
+        self.tokenizer_sha256 = b""  # a scorer of texts needs no tokenizer
         self.outcome: Callable[[reward.ScoreItem], reward.SampleScore | None] = lambda item: None
         self.calls = 0
         self.on_score: Callable[[], Any] | None = None
-        """Awaited before each answer."""
+        """Awaited before each response."""
 
     def services(self) -> Services:
         service = reward.DESCRIPTOR.services_by_name["RewardService"]
@@ -53,14 +53,14 @@ class FakeReward(Member, reward_grpc.RewardServiceServicer):
 
 
 class FakeReference(Member, reference_grpc.ReferenceServiceServicer):
-    """The toy policy before training."""
+    """Returns log-probabilities of the toy policy before training."""
 
     role = Role.ROLE_REFERENCE
 
     def __init__(self, member_id: str, config: Config) -> None:
         super().__init__(member_id, config)
         self.asked: list[str] = []
-        """Sample ids."""
+        """Ids of the samples in all calls."""
 
     def services(self) -> Services:
         service = reference.DESCRIPTOR.services_by_name["ReferenceService"]

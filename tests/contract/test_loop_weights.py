@@ -257,13 +257,15 @@ async def test_a_coordinator_that_is_killed_in_an_update_is_followed_by_one_that
         await asyncio.sleep(100)
 
     setattr(stage.rollouts[0], where, hang)
-    stage.trainer.deaf = stage.rollouts[0].deaf = stage.rollouts[1].deaf = True  # it dies without a word
+    stage.trainer.refuses_aborts = stage.rollouts[0].refuses_aborts = stage.rollouts[1].refuses_aborts = (
+        True  # the coordinator cannot abort the update
+    )
     await stage.start()
     await asyncio.wait_for(reached.wait(), 10)
     await stage.kill()
     epoch = stage.trainer.epoch
     setattr(stage.rollouts[0], where, None)
-    stage.trainer.deaf = stage.rollouts[0].deaf = stage.rollouts[1].deaf = False
+    stage.trainer.refuses_aborts = stage.rollouts[0].refuses_aborts = stage.rollouts[1].refuses_aborts = False
     await stage.start()
     assert await stage.finish() == 0
     check_books(stage)

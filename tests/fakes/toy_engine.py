@@ -1,7 +1,7 @@
-"""The real update on a toy policy and a toy critic, for any number of ranks: all that DeepSpeed does is add here.
+"""Runs the real optimizer step on a toy policy and a toy critic, for any number of ranks, without DeepSpeed.
 
-The policy is one table of logits, the same for every token; the critic one number per token id
-that came before. So gradients can be worked out by hand, and a rank is only its share.
+The policy is one table of logits, the same for every token. The critic is one number for each preceding token id.
+Gradients can therefore be derived by hand, and a rank is nothing but its share of the batches.
 """
 
 from __future__ import annotations
@@ -57,15 +57,14 @@ class Toy:
 
 
 class ToyEngine:
-    """Implements what a step needs of `Engine`: plain gradient descent, gradients averaged over the ranks."""
+    """Implements the part of `TrainerEngine` that a step uses: gradient descent, with gradients averaged over ranks."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         generator = torch.Generator().manual_seed(0)
         self.policy = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).requires_grad_()
         self.critic = torch.zeros(VOCABULARY, dtype=torch.float64).requires_grad_()
-        self.gradients: list[Tensor] = []
-        """Of the policy's updates."""
+        self.gradients: list[Tensor] = []  # of the policy's updates
         self.critic_gradients: list[Tensor] = []
         self.policy_shares: list[Sequence[Sequence[PolicyBatch]]] = []
         self.critic_shares: list[Sequence[Sequence[ValueBatch]]] = []
@@ -74,7 +73,7 @@ class ToyEngine:
         self.policy_shares.append(shares)
         toys, parts = self._ranks(shares, settings, any_rank=True)
         flags = [flag for toy in toys for flag in toy.flags]
-        if flags and not any(flags):  # what they would have agreed on, had they run together
+        if flags and not any(flags):  # the ranks run one after another here; real ones would agree on this
             toys, parts = self._ranks(shares, settings, any_rank=False)
         self.gradients.append(_average(toys, shares))
         return self._finish(parts, self.policy, self.gradients[-1], settings.learning_rate)

@@ -56,7 +56,7 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         """Its model can never take the weights, for this reason."""
         self.dies_in = ""
         """The call, such as CommitWeights, in which it dies."""
-        self.deaf = False
+        self.refuses_aborts = False
         """Hears no abort."""
         self.on_begin: Callable[[], Any] | None = None
         """Awaited before each answer to BeginWeights."""
@@ -236,7 +236,7 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         self, request: control.AbortWeightsRequest, context: Context
     ) -> control.AbortWeightsResponse:
         self.journal.append(f"{self.member_id} abort")
-        if self.deaf:
+        if self.refuses_aborts:
             raise Unavailable("not now")
         self._check(request.epoch)
         self.aborts += 1

@@ -1,4 +1,4 @@
-"""A trainer of one integer. Faults are switched on by fields."""
+"""Provides a fake trainer service whose only weight is one integer; its fields switch faults on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.fakes.toy import (
 
 
 class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.TrainerWeightServiceServicer):
-    """A trainer of one integer. `checkpoints` outlives it."""
+    """A trainer whose only weight is one integer. `checkpoints` can be shared with its successor."""
 
     role = Role.ROLE_TRAINER
 
@@ -40,34 +40,24 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
     ) -> None:
         super().__init__(member_id, config)
         self.checkpoints: dict[int, tuple[int, int]] = {} if checkpoints is None else checkpoints
-        self.scores: dict[int, float | None] = {}
-        """Held-out score of every checkpoint, as the coordinator told it."""
-        self.exports: list[tuple[str, bool]] = []
-        """Folders, and whether the average was asked for."""
+        self.scores: dict[int, float | None] = {}  # held-out score of every checkpoint, as sent by the coordinator
+        self.exports: list[tuple[str, bool]] = []  # folders, and whether each export was of the average
         self.weights = self.step = self.version = self.skipped = 0
         self.epoch = 0
         self.closed = False
-        self.groups: list[tuple[str, int]] = []
-        """Backend and receivers of each group of the epoch."""
+        self.groups: list[tuple[str, int]] = []  # backend and number of receivers of each group of the epoch
         self.backends, self.device_uuids, self.reachable = ["shm", "gloo"], list[bytes](), list[bytes]()
-        self.skipped_sums: dict[int, bool] = {}
-        """Whether sums were left out, by version."""
-        self.deaf = False
-        """Hears no abort."""
-        self.on_send: Callable[[], Any] | None = None
-        """Awaited before each answer to SendWeights."""
-        self.on_probe: Callable[[], Any] | None = None
-        """Awaited before each answer to ComputeLogprobs."""
-        self.batches: dict[int, list[str]] = {}
-        """Sample ids of every step that was trained, by step."""
-        self.trained: list[str] = []
-        """Sample ids in the present weights."""
-        self.lost_answers = 0
-        """TrainStep calls that are done and then answered UNAVAILABLE."""
-        self.on_train: Callable[[int], Any] | None = None
-        """Awaited with the step before each TrainStep."""
-        self.on_saved: Callable[[int], Any] | None = None
-        """Awaited with the step after each checkpoint, before the answer."""
+        self.skipped_sums: dict[int, bool] = {}  # whether sums were left out, by version
+        self.refuses_aborts = False  # refuses every abort
+        self.on_send: Callable[[], Any] | None = None  # awaited before each answer to SendWeights
+        self.on_probe: Callable[[], Any] | None = None  # awaited before each answer to ComputeLogprobs
+        self.batches: dict[int, list[str]] = {}  # sample ids of every trained step
+        self.trained: list[str] = []  # sample ids that the current weights were trained on
+        self.lost_answers = 0  # number of TrainStep calls to carry out and then answer with UNAVAILABLE
+        self.on_train: Callable[[int], Any] | None = None  # awaited with the step before each TrainStep
+        self.on_saved: Callable[[int], Any] | None = (
+            None  # awaited with the step after each checkpoint, before the answer
+        )
         self.on_batch: Callable[[list[Sample]], Any] = lambda samples: None
         self.loaded: list[int] = []
         self._answer = trainer.TrainStepResponse()
@@ -132,7 +122,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
             step=step,
             policy_version=self.version,
             skipped_reason="" if learned else "NO_ADVANTAGE" if groups else "NO_ACTION_TOKENS",
-            # The real one measures what it is sent, too.
+            # The real trainer reports these metrics of the batch, too.
             metrics={"train/samples_per_step": float(len(samples)), "mismatch/logprob_diff_mean": 0.01}
             | {"reward/mean": float(np.mean([s.score for s in samples]))},
         )
@@ -226,7 +216,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
 
     async def AbortWeights(self, request: weight.AbortWeightsRequest, context: Context) -> weight.AbortWeightsResponse:
         self.journal.append(f"{self.member_id} abort")
-        if self.deaf:
+        if self.refuses_aborts:
             raise Unavailable("not now")
         if request.epoch == self.epoch:
             self.closed = True

@@ -1,4 +1,4 @@
-"""A trainer engine without a model, and batches to feed it: what the trainer's state machine is tested with."""
+"""Provides a trainer engine without a model, and samples for it, to test the trainer's services."""
 
 from __future__ import annotations
 
@@ -38,16 +38,14 @@ class FakeEngine:
         self.shares: list[Sequence[Sequence[PolicyBatch]]] = []
         self.critic_updates = 0
         self.weighted: list[Sequence[Sequence[WeightedBatch]]] = []
-        self.optim_steps: list[tuple[float, float]] = []
-        """Learning rate and norm."""
+        self.optim_steps: list[tuple[float, float]] = []  # learning rate and clipping norm
         self.grad_norm = 1.5
+        # Raised by the next call of any kind, before it changes anything.
         self.error: BaseException | None = None
-        """Raised by the next call of any kind, before it changes anything."""
+        # Raised by the next call that changes the engine, in the middle of the change.
         self.change_error: BaseException | None = None
-        """Raised by the next call that changes the engine, in the middle of the change."""
         self.change_count = 0
-        self.gate = threading.Event()
-        """Every update and every part of one waits for it."""
+        self.gate = threading.Event()  # updates, parts of updates and transfers wait until it is set
         self.gate.set()
         self.entered = threading.Event()
         self.epoch = -1
@@ -178,14 +176,14 @@ class FakeEngine:
     def _wait(self) -> None:
         self.entered.set()
         if not self.gate.wait(20):
-            raise RuntimeError("the test never opened the gate")
+            raise RuntimeError("the test did not set `gate` within 20 s")
 
     def _change(self, what: str) -> None:
         self._enter(what)
         self.change_count += 1
         error, self.change_error = self.change_error, None
         if error is not None:
-            self.updates += 1000  # some ranks have changed
+            self.updates += 1000  # as if some ranks had changed
             raise error
 
     def _enter(self, what: str) -> None:
@@ -208,7 +206,7 @@ def sample(
     vocabulary: int = VOCABULARY,
     seed: int = 0,
 ) -> Sample:
-    """Return one sample of random tokens, `prompt` of them given and `completion` sampled by `version`."""
+    """Return one sample of random tokens: `prompt` tokens, then `completion` tokens that `version` sampled."""
     random = np.random.default_rng([seed, *sample_id.encode()])
     count = prompt + completion
     mask = np.arange(count) >= prompt
@@ -233,6 +231,6 @@ def sample(
 
 
 def group_of(scores: Sequence[float], *, group: str = "g", version: int = 0, **more: object) -> list[Sample]:
-    """Return one group with these scores."""
+    """Return one group of samples with these scores."""
     make: Callable[..., Sample] = sample
     return [make(f"{group}-{i}", group=group, score=s, version=version, **more) for i, s in enumerate(scores)]

@@ -1,4 +1,4 @@
-"""The trainer's servicers on a loopback server with a fake engine, for contract tests."""
+"""Serves the trainer's real services with a fake engine on a loopback server, for contract and security tests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config(**changes: dict[str, Any]) -> Config:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Trainer:
-    """A served trainer."""
+    """A trainer that is being served, and clients of it."""
 
     engine: FakeEngine
     core: TrainerCore
@@ -64,7 +64,7 @@ Start = Callable[..., Awaitable[Trainer]]
 
 @asynccontextmanager
 async def trainers(serve: Serve, run_dir: Path) -> AsyncIterator[Start]:
-    """Give `start(engine=None, *, started=True, **tables)`, which serves a trainer; all are stopped at the end."""
+    """Give `start(engine=None, *, started=True, **tables)`, which serves a trainer; stop all trainers at the end."""
     cores: list[TrainerCore] = []
 
     async def make(engine: FakeEngine | None = None, *, started: bool = True, **changes: dict[str, Any]) -> Trainer:

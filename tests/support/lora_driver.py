@@ -1,12 +1,12 @@
-"""Real trainer engines with LoRA, one after another: `python -m tests.support.lora_driver CASES.json OUT`.
+"""Runs real trainer engines with LoRA, one after another: `python -m tests.support.lora_driver CASES.json OUT`.
 
-As `tests.support.trainer_driver`, whose cases and engines these are. What `does` says:
+Cases and engines are those of `tests.support.trainer_driver`. The values of `does`:
 
     train     three steps, saved in `folder` after the second
-    resume    the third one, from the checkpoint in `source`
-    refuse    saves in `folder`, then tries the checkpoints of OUT/refused.json; OUT/<name>.txt is what it was told
+    resume    the third step, from the checkpoint in `source`
+    refuse    saves in `folder`, then loads the checkpoints of OUT/refused.json; OUT/<name>.txt has the errors
 
-OUT/<name> <moment> are exports, OUT/<name> <moment>.safetensors what an engine would have got at the same moment.
+OUT/<name> <moment> are exports, OUT/<name> <moment>.safetensors the weights that an engine receives at the same moment.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _TIMEOUT = 30.0
 
 
 def export(run: Run, out: Path, moment: str, *, ema: bool = False) -> None:
-    """Export a model."""
+    """Export the model into OUT/<name> <moment>."""
     folder = out / f"{run.case.name} {moment}"
     folder.mkdir()
     run.engine.export(folder, ema=ema)
 
 
 def stream(run: Run, out: Path, moment: str, *, epoch: int, backend: str = "shm") -> None:
-    """Send the weights to a receiver of ours, and write what it got."""
+    """Send the weights to a receiver in this process, and write the received tensors."""
     manifest = run.engine.manifest()
-    if run.case.stage == 3:  # no collective: an abort may reach one rank before it begins, another one after
+    if run.case.stage == 3:  # the transfer must gather nothing: an abort may reach only some ranks before a collective
         policy: Any = run.engine._worker.policy
         assert all(p.ds_status.name == "AVAILABLE" for p in policy._adapters.parameters)
     receiver = make_receiver(
@@ -62,7 +62,7 @@ def stream(run: Run, out: Path, moment: str, *, epoch: int, backend: str = "shm"
 
 
 def perform(case: Case, out: Path) -> dict[str, Any]:
-    """Train three steps; save, send and export on the way."""
+    """Train three steps; save, send and export in between."""
     run, saved = Run(case, out), Path(case.folder)
     saved.mkdir()
     stream(run, out, "0", epoch=0)  # before anything was forwarded
@@ -75,7 +75,7 @@ def perform(case: Case, out: Path) -> dict[str, Any]:
     seen["at 2"] = run.logprobs()
     run.engine.save(saved)
     run.train(3)
-    stream(run, out, "3", epoch=2)  # straight after an update
+    stream(run, out, "3", epoch=2)  # directly after an update, before any pass
     seen |= {"after": run.logprobs(), "losses": run.losses, "norms": run.norms}
     export(run, out, "3")
     if case.ema:
@@ -86,7 +86,7 @@ def perform(case: Case, out: Path) -> dict[str, Any]:
 
 
 def resume(case: Case, out: Path) -> dict[str, Any]:
-    """Go on with another case's checkpoint."""
+    """Load another case's checkpoint and train the third step."""
     run = Run(case, out)
     run.engine.load(Path(case.source))
     stream(run, out, "2", epoch=0)
@@ -99,7 +99,7 @@ def resume(case: Case, out: Path) -> dict[str, Any]:
 
 
 def refuse(case: Case, out: Path) -> None:
-    """Write what the trainer says to checkpoints that are not its own, one line each, and that nothing changed."""
+    """Load checkpoints that do not fit; write one error per line, and check that nothing changed."""
     run = Run(case, out)
     before, said = run.logprobs(), []
     if case.folder:

@@ -1,7 +1,7 @@
-"""Models and packed rows that tests of sequence parallelism share: what one rank does alone, and one of several.
+"""Provides the models and packed rows of the tests of sequence parallelism, and compares a group of ranks with one.
 
-alone    the whole row on one rank, as it is without sequence parallelism
-shared   the same on a rank of a group, by an `Exchange`; gradients are this rank's part
+Without an `Exchange`, `run` computes the whole row on one rank. With one it computes the row on a rank of a group, and
+the gradients are that rank's part.
 """
 
 from __future__ import annotations
@@ -22,23 +22,21 @@ from fourfold.nn.sequence import Exchange
 from tests.support.architectures import VOCABULARY, build
 
 CPU: Final = torch.device("cpu")
-# 37 tokens: padded for 2 and for 4 ranks, and the third is in three slices of four.
+# 37 tokens need padding for 2 and for 4 ranks; the third sample is in three of four slices.
 LENGTHS: Final = (7, 2, 16, 3, 9)
 TEMPERATURES: Final = (1.0, 0.5, 1.25, 2.0, 0.75)  # exact in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model and what is asked of it."""
+    """A model, a row, and the outputs to compute."""
 
     architecture: str
-    changes: dict[str, Any] = field(default_factory=dict)
-    """Of the model's configuration."""
+    changes: dict[str, Any] = field(default_factory=dict)  # to the model's configuration
+    # gaps: most tokens of all samples; first: tokens of the first sample only, so that other slices have none; dummy:
+    # the shortest row.
     rows: str = "gaps"
-    """gaps: most of all samples. first: of the first sample alone, so that other slices have none. dummy: the
-    shortest row there is."""
-    values: bool = False
-    """A critic's values instead of log-probabilities."""
+    values: bool = False  # a critic's values instead of log-probabilities
     checkpointing: bool = False
 
 
@@ -58,7 +56,7 @@ CASES: Final = (
 
 @contextmanager
 def float64_alone() -> Iterator[None]:
-    """Make float32 mean float64: architectures compute norms, positions and softmax in it whatever the weights are."""
+    """Replace float32 by float64, in which architectures otherwise compute norms, positions and softmax."""
     with (
         mock.patch.object(torch, "float32", torch.float64),
         mock.patch.object(torch, "float", torch.float64),
@@ -95,7 +93,7 @@ def make_model(case: Case) -> Any:
 
 
 def outputs(case: Case, model: Any, *, seed: int = 0) -> list[Tensor]:
-    """Return what the model gives for the row: log-probabilities and entropies, or values, [k] each."""
+    """Return the model's outputs for the row: log-probabilities and entropies, or values, [k] each."""
     if case.values:
         return [model(**forward.value_arguments(batch(case, seed=seed), CPU))]
     return list(model(**forward.batch_arguments(batch(case, seed=seed), CPU), entropy=True))
@@ -104,7 +102,7 @@ def outputs(case: Case, model: Any, *, seed: int = 0) -> list[Tensor]:
 def run(case: Case, model: Any, exchange: Exchange | None = None, *, seed: int = 0) -> dict[str, Tensor]:
     """Return outputs without and with gradients, and the gradient of every parameter.
 
-    The loss is not a sum over tokens, as that of GSPO is not: each rank needs all of them.
+    Like GSPO's, the loss is not a sum over tokens, so that each rank needs the outputs of all tokens.
     """
     if exchange is not None:
         forward.share_rows(model, exchange)
@@ -121,7 +119,7 @@ def run(case: Case, model: Any, exchange: Exchange | None = None, *, seed: int =
 
 
 def check(parts: list[dict[str, Tensor]], wanted: dict[str, Tensor], *, tolerance: float = 1e-12) -> None:
-    """Compare the ranks of a group with one: the same outputs on each, and gradients whose sum is the one's."""
+    """Assert that every rank has the outputs of one rank alone, and that the ranks' gradients add up to its own."""
     for name, value in wanted.items():
         if name.startswith("gradient"):
             total = torch.stack([part[name] for part in parts]).sum(0)

@@ -1,7 +1,7 @@
-"""One of the ranks that share rows through DeepSpeed: `python -m tests.support.sequence_ranks RANK COUNT SIZE FOLDER`.
+"""Runs one rank of groups that share rows: `python -m tests.support.sequence_ranks RANK COUNT SIZE FOLDER`.
 
-COUNT ranks meet over gloo, in groups of SIZE, each with a row of its own. What a rank found of case i is written to
-FOLDER/<i>-<rank>.safetensors.
+COUNT ranks join over gloo, in groups of SIZE, each group with a row of its own. A rank writes its outputs and gradients
+of case i to FOLDER/<i>-<rank>.safetensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.sequence_cases import CASES, float64_alone, make_model, run
 
 
 def config_of(ranks: int, size: int) -> Config:
-    """Return a recipe of so many ranks."""
+    """Return a recipe with this number of ranks and this size of groups."""
     return Config.model_validate(
         {
             "name": "sequence",
@@ -33,7 +33,7 @@ def config_of(ranks: int, size: int) -> Config:
 
 
 def main(rank: int, count: int, size: int, folder: Path) -> None:
-    """Run all cases."""
+    """Join the ranks, run all cases, and write the results."""
     from fourfold_trainer.ranks import rank_processes
 
     config = config_of(count, size)

@@ -1,9 +1,8 @@
-"""Real trainer engines for tests, one after another: `python -m tests.support.trainer_driver CASES.json OUT`.
+"""Runs real trainer engines for tests, one after another: `python -m tests.support.trainer_driver CASES.json OUT`.
 
-A process of its own, because DeepSpeed keeps state in module variables and reads the
-environment. Each case makes an engine and does what its `does` says; what it saw is written
-to OUT/<name>.npz, the layout of its checkpoints to OUT/<name>.json. Ranks above 0 are children
-of this process, as in the service.
+It is a process of its own, because DeepSpeed keeps state in module variables and reads the environment. Each case makes
+an engine and runs the actions of its `does`. The results go to OUT/<name>.npz, the layout of the checkpoints to
+OUT/<name>.json. Ranks above 0 are children of this process, as in the service.
 """
 
 from __future__ import annotations
@@ -42,14 +41,13 @@ VOCABULARY = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One engine."""
+    """The recipe and the actions of one engine."""
 
     name: str
     model: str
     stage: int = 3
     ranks: int = 1
-    sequence: int = 1
-    """Ranks that share a row."""
+    sequence: int = 1  # ranks that share a row
     dtype: str = "float32"
     device: str = "cpu"
     budget: int = 512
@@ -57,18 +55,18 @@ class Case:
     mini_batches: int = 1
     checkpointing: bool = False
     does: str = "train"
-    """train: three steps, and with a folder the weights, too. restore: two, save, two more; then back, and the third
-    again. resume: the same, and a new engine loads and does the third, too. poison: a step whose gradient overflows
-    comes first. copy: load `source`, save, the third step. average: three steps; saves after the second, then back, and
-    the third again. parts: a gradient is discarded, then three steps of two parts each, the second with another
-    learning rate and norm, and looked up in between. stream: a step, then the weights as they are exported and as they
-    would be sent. export: a step, then the weights twice, the second time after a pass without gradients; nothing is
-    saved. split: the first step, again and again, of every batch of SPLITS with each of its budgets; saves after each,
-    in a folder of its own."""
-    folder: str = ""
-    """For the checkpoint."""
-    source: str = ""
-    """Folder of another case's checkpoint."""
+    # train     three steps; exports the weights if there is a folder
+    # restore   two steps, save, two more; then load, and the third step again
+    # resume    as restore; then a new engine loads and runs the third step, too
+    # poison    as train, after a step whose gradient overflows
+    # copy      load `source`, save, the third step
+    # average   three steps, saved after the second; then load, and the third step again
+    # parts     a gradient is discarded; then three steps of two parts, with log-probabilities computed in between
+    # stream    one step; then the weights as they are exported and as they would be sent
+    # export    one step; then the weights twice, the second time after a pass without gradients
+    # split     the first step with every batch of SPLITS and each of its budgets, each saved in a folder of its own
+    folder: str = ""  # for the checkpoint
+    source: str = ""  # folder of another case's checkpoint
     ema: float = 0.0
     lora: dict[str, Any] = field(default_factory=dict)
     liger: bool = False
@@ -80,12 +78,12 @@ class Case:
     critic_ranks: int = 0
 
 
-# Tokens of a micro-batch, by kind of the batch: one pass on each rank, two or three, one for each sample.
+# Tokens per micro-batch, by kind of batch: for one pass on each rank, for two or three, and for one for each sample.
 SPLITS = {"many": (512, 64, 25), "few": (512, 16), "one": (16,)}
 
 
 def batch(number: int) -> list[Sample]:
-    """Return the batch of a step: groups of several sizes and lengths, one of them constant, one of one."""
+    """Return the batch of a step: groups of several sizes and lengths, one with equal scores, one with one sample."""
     common: dict[str, Any] = {"vocabulary": VOCABULARY, "seed": number, "reference": True}
     return [
         *group_of([0, 1, 0, 1], group="a", prompt=9, completion=6, **common),
@@ -150,25 +148,25 @@ def loss_weights(samples: Sequence[Sample]) -> list[Float32Array]:
     return weights
 
 
-# Learning rate and norm of each step made of parts: the recipe's, others, no clipping at all.
+# Learning rate and clipping norm of each step of parts: the recipe's, others, and no clipping.
 OPTIM = ((LEARNING_RATE, 1.0), (LEARNING_RATE / 2, 0.25), (LEARNING_RATE, 0.0))
 
 
 class Run:
-    """A real engine, driven as `core` does it."""
+    """A real engine, used as TrainerCore uses it."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.config = case, config_of(case)
         self.losses: list[float] = []
         self.norms: list[float] = []
+        # Of every step, in the order of their names, except those that depend on how a step is split.
         self.metrics: list[float] = []
-        """Of every step, in the order of their names; but for what depends on how a step is split."""
         self.engine = DistributedEngine(
             self.config, Path(case.model), run_dir=folder, member_id="trainer-0", on_death=self._on_death
         )
 
     def train(self, number: int, *, kl_coef: float | None = None) -> StepResult:
-        """Train step `number`."""
+        """Train step `number` as a whole."""
         result = train_step(self.engine, batch(number), self.config, step=number, state=AlgorithmState(kl_coef=kl_coef))
         self.losses += [result.policy.loss, result.critic.loss]
         self.norms += result.policy_norms + result.critic_norms
@@ -177,14 +175,14 @@ class Run:
         return result
 
     def step(self, number: int) -> None:
-        """Make step `number`, whole or in parts, as the case says."""
+        """Train step `number`, whole or in parts, as the case requires."""
         if self.case.does == "parts":
             self.train_parts(number)
         else:
             self.train(number)
 
     def train_parts(self, number: int) -> None:
-        """Make step `number` of two parts; the rank's second one may be dummies alone."""
+        """Train step `number` in two parts. The second has one sample, so that some ranks have only dummies."""
         samples = batch(number)
         weights = loss_weights(samples)
         rate, norm = OPTIM[number - 1]
@@ -195,7 +193,7 @@ class Run:
         self.norms.append(self.engine.optim_step(learning_rate=rate, max_grad_norm=norm))
 
     def discard(self) -> None:
-        """Add a large gradient and forget it."""
+        """Add a large gradient and discard it."""
         samples = batch(9)
         self._add(samples, [np.where(np.arange(len(s.token_ids)) > 0, 9, 0).astype(np.float32) for s in samples])
         self.engine.discard_gradient()
@@ -209,12 +207,12 @@ class Run:
         return self._look_up(self.engine.compute_logprobs)
 
     def entropies(self) -> Float32Array:
-        """Return the entropies of the same."""
+        """Return the entropies of the same batch."""
         found = forward_all(self.engine, batch(99), self.config, entropies=True, values=False)
         return np.concatenate([row[1:] for row in found.entropies])
 
     def values(self) -> Float32Array:
-        """Return the critic's values of a fixed batch; none without a critic."""
+        """Return the critic's values of a fixed batch; empty without a critic."""
         if not self.config.algorithm.needs_critic:
             return np.zeros(0, np.float32)
         return self._look_up(self.engine.compute_values, ranks=self.config.critic_data_parallel_size)
@@ -233,7 +231,7 @@ class Run:
         return np.concatenate([tensors[name].float().numpy().ravel() for name in sorted(tensors)])
 
     def close(self) -> None:
-        """End the engine so that another one can be made."""
+        """End the engine, so that this process can make another one."""
         self.engine.leave()
         self.engine.close()
 
@@ -270,12 +268,12 @@ def average(run: Run) -> dict[str, Any]:
 
 
 def stream(run: Run) -> dict[str, Any]:
-    """Return all weights of one rank, before and after a step, and then as the source hands them out."""
+    """Return all weights of one rank before and after a step, and as the source of weight transfers reads them."""
     source = run.engine._worker.policy.weight_source()
     seen: dict[str, Any] = {"before": run.weights("before")}
     run.train(1)
     seen["exported"] = run.weights("exported")
-    source.begin_round()  # nothing has moved
+    source.begin_round()  # raises if DeepSpeed has moved a partition
     manifest = source.manifest()
     spans = sorted(manifest.spans_of_rank(0), key=lambda span: manifest.tensors[span.tensor].name)
     seen["streamed"] = np.concatenate([source.read(span).float().cpu().numpy() for span in spans])
@@ -304,14 +302,14 @@ def export(run: Run) -> dict[str, Any]:
 
 
 def offloads(engine: DistributedEngine) -> list[bool]:
-    """Return whether DeepSpeed has the policy's optimizer, and its parameters, in main memory."""
+    """Return whether DeepSpeed keeps the policy's optimizer, and its parameters, in main memory."""
     optimizer: Any = engine._worker.policy._engine.optimizer  # type: ignore[attr-defined]
     own = getattr(optimizer, "offload_optimizer", getattr(optimizer, "cpu_offload", False))
     return [bool(own), bool(getattr(optimizer, "offload_param", False))]
 
 
 def split(run: Run) -> dict[str, Any]:
-    """Make the same step with every split; leave what Adam saw in checkpoints."""
+    """Train the same step with every split, each saved, so that the test can compare Adam's moments."""
     folder = Path(run.case.folder)
     (folder / "start").mkdir()
     run.engine.save(folder / "start")
@@ -332,7 +330,7 @@ WHOLE = {"copy": copy, "average": average, "export": export, "split": split, "st
 
 
 def perform(case: Case, folder: Path) -> dict[str, Any]:
-    """Do what a case says; return arrays by name."""
+    """Run the actions of a case; return arrays by name."""
     run = Run(case, folder)
     layout = layout_of(run.config, run.engine.manifest())
     (folder / f"{case.name}.json").write_text(json.dumps(layout))
@@ -352,7 +350,7 @@ def perform(case: Case, folder: Path) -> dict[str, Any]:
     for number in (1, 2):
         run.step(number)
     if case.does in ("restore", "resume"):
-        torch.rand(7)  # nothing here draws random numbers so far; a model with dropout would
+        torch.rand(7)  # advance the random state, as a model with dropout would
         run.engine.save(Path(case.folder))
         run.train(3)
         seen["straight"], seen["straight_values"] = run.logprobs(), run.values()
@@ -376,7 +374,7 @@ def perform(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def main(cases: Sequence[Case], out: Path) -> None:
-    """Run the cases, in their order: under ZeRO-3, one with several ranks must be the first of its process."""
+    """Run the cases in order. Under ZeRO-3, a case with several ranks must be the first of its process."""
     for case in cases:
         began = time.monotonic()
         np.savez(out / case.name, **perform(case, out))
@@ -386,13 +384,13 @@ def main(cases: Sequence[Case], out: Path) -> None:
 def trainer_environment() -> dict[str, str]:
     """Return the environment of a trainer's process in tests."""
     paths = [str(REPOSITORY), *(str(REPOSITORY / "services" / name) for name in SERVICES)]
-    paths += filter(None, [os.environ.get("PYTHONPATH")])  # where libraries lie that are not installed
-    # One thread: tiny models gain nothing from more, and threads that wait for each other crawl on a busy machine.
+    paths += filter(None, [os.environ.get("PYTHONPATH")])  # of libraries that are not installed
+    # One thread: tiny models gain nothing from more, and threads that wait for each other are slow on a busy machine.
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
 def write_cases(path: Path, cases: Sequence[Case]) -> None:
-    """Write what `main` reads."""
+    """Write the cases as the JSON that `main` reads."""
     path.write_text(json.dumps([asdict(case) for case in cases]))
 
 

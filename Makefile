@@ -9,8 +9,8 @@ quickstart:  ## set up the environment, then train the recipe of the README
 setup:  ## set up the environment for development
 	@scripts/setup dev
 
-test: setup  ## run all tests that are not slow; under ten minutes on two cores
-	$(bin)/python -m pytest -m "not slow" tests
+test: setup  ## run all tests that are not slow; in two processes; under ten minutes on two cores
+	$(bin)/python -m pytest -m "not slow" -n 2 --dist loadfile tests
 
 test-slow: setup  ## run the slow tests, with real engines and trainers
 	$(bin)/python -m pytest -m "slow and not soak" -n 2 --dist loadfile tests

@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
             print(f"Written: {', '.join(f'{directory / member.name}.pem' for member in members)}")
         case "renew":
             for issued in certs.renew(directory, args.member, days=args.days):
-                print(f"{directory / issued.who.name}.pem: valid until {issued.expires:%Y-%m-%d}")
+                print(f"{directory / issued.member.name}.pem: valid until {issued.expires:%Y-%m-%d}")
             print("Services on this machine use them for new connections; copy them to the other machines.")
         case "revoke":
             certs.revoke(directory, args.member)
@@ -75,7 +75,7 @@ def _make(args: argparse.Namespace) -> str:
     members = _of_recipe(args.recipe) if args.recipe else certs.FIRST_OF_EACH
     members = [*members, *(certs.parse_member(text) for text in args.member)]
     token = certs.make(directory, args.host, list(dict.fromkeys(members)), days=args.days)
-    names = [issued.who.name for issued in certs.current(directory)]
+    names = [issued.member.name for issued in certs.current(directory)]
     return f"""Certificates for {", ".join(names)}: {directory}, valid for {args.days:g} days. In the recipe:
 
   [security]
@@ -113,10 +113,10 @@ def _status(directory: Path) -> list[str]:
         left = issued.days_left
         state = "expired" if left <= 0 else f"expires in {left:.0f} days"
         if left < WARN_DAYS:
-            state += f"; run `fourfold certs renew {directory} {issued.who.name}`"
+            state += f"; run `fourfold certs renew {directory} {issued.member.name}`"
         if issued.fingerprint in revoked:
             state = "revoked"
-        lines.append(f"{issued.who!s:28} {issued.expires:%Y-%m-%d}  {state}")
+        lines.append(f"{issued.member!s:28} {issued.expires:%Y-%m-%d}  {state}")
     tokens = directory / certs.TOKENS_FILE
     return [*lines, *(_tokens(tokens) if tokens.exists() else [])]
 

@@ -54,43 +54,45 @@ def encode(sample: Sample) -> pb.Experience:
 
 def decode(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> Sample:
     """Unpack and check one message; InvalidInput names the sample, the field, the value and the rule."""
-    who = check_id(message.sample_id, "sample_id")
-    check_id(message.group_id, f"sample {who}: group_id")
+    sample_id = check_id(message.sample_id, "sample_id")
+    check_id(message.group_id, f"sample {sample_id}: group_id")
     token_ids = decode_token_ids(message, vocabulary_size=vocabulary_size, max_tokens=max_tokens)
     n = len(token_ids)
     action_bytes = message.action_mask
-    action_mask = _mask(action_bytes, n, who, "action_mask")
+    action_mask = _mask(action_bytes, n, sample_id, "action_mask")
     loss_bytes = message.loss_mask
-    loss_mask = _mask(loss_bytes, n, who, "loss_mask") if loss_bytes else action_mask
-    behavior = unpack_floats(message.behavior_logprobs, n, who, "behavior_logprobs")
+    loss_mask = _mask(loss_bytes, n, sample_id, "loss_mask") if loss_bytes else action_mask
+    behavior = unpack_floats(message.behavior_logprobs, n, sample_id, "behavior_logprobs")
     if action_bytes[0]:
         raise InvalidInput(
-            f"sample {who}: action_mask[0] is 1; the first token is never sampled: send a prompt token first"
+            f"sample {sample_id}: action_mask[0] is 1; the first token is never sampled: send a prompt token first"
         )
     if loss_bytes and bool((loss_mask & ~action_mask).any()):
-        raise InvalidInput(f"sample {who}: loss_mask selects tokens outside action_mask; it must be a subset")
-    _check_behavior(behavior, action_mask, action_bytes, who)
-    _check_sampling(message, who)
+        raise InvalidInput(f"sample {sample_id}: loss_mask selects tokens outside action_mask; it must be a subset")
+    _check_behavior(behavior, action_mask, action_bytes, sample_id)
+    _check_sampling(message, sample_id)
     spans = tuple(
         VersionSpan(policy_version=s.policy_version, token_count=s.token_count) for s in message.version_spans
     )
-    _check_spans(spans, action_bytes, who)
+    _check_spans(spans, action_bytes, sample_id)
     if message.end_reason not in (pb.END_REASON_TERMINATED, pb.END_REASON_TRUNCATED):
-        raise InvalidInput(f"sample {who}: end_reason is {message.end_reason}; it must be TERMINATED or TRUNCATED")
+        raise InvalidInput(
+            f"sample {sample_id}: end_reason is {message.end_reason}; it must be TERMINATED or TRUNCATED"
+        )
     score = _score(message, "score")
     baseline_score = _score(message, "baseline_score")
     reference = EMPTY_FLOATS
     if message.reference_logprobs:
-        reference = unpack_floats(message.reference_logprobs, n, who, "reference_logprobs")
+        reference = unpack_floats(message.reference_logprobs, n, sample_id, "reference_logprobs")
         if not np.isfinite(reference[1:]).all():
-            raise InvalidInput(f"sample {who}: reference_logprobs must be finite after the first token")
+            raise InvalidInput(f"sample {sample_id}: reference_logprobs must be finite after the first token")
     token_rewards = EMPTY_FLOATS
     if message.token_rewards:
-        token_rewards = unpack_floats(message.token_rewards, n, who, "token_rewards")
+        token_rewards = unpack_floats(message.token_rewards, n, sample_id, "token_rewards")
         if not np.isfinite(token_rewards).all() or token_rewards[~action_mask].any():
-            raise InvalidInput(f"sample {who}: token_rewards must be finite, and 0 where action_mask is 0")
+            raise InvalidInput(f"sample {sample_id}: token_rewards must be finite, and 0 where action_mask is 0")
     return Sample(
-        sample_id=who,
+        sample_id=sample_id,
         group_id=message.group_id,
         token_ids=token_ids,
         behavior_logprobs=behavior,
@@ -121,23 +123,23 @@ def _score(message: pb.Experience, field: Literal["score", "baseline_score"]) ->
 
 def decode_token_ids(message: pb.Experience, *, vocabulary_size: int, max_tokens: int) -> Int32Array:
     """Unpack only `token_ids`, int32 [n] with 2 <= n <= max_tokens; InvalidInput names the sample and the rule."""
-    who, data = message.sample_id, message.token_ids
+    sample_id, data = message.sample_id, message.token_ids
     if len(data) % 4:
-        raise InvalidInput(f"sample {who}: token_ids has {len(data)} bytes; int32 needs a multiple of 4")
+        raise InvalidInput(f"sample {sample_id}: token_ids has {len(data)} bytes; int32 needs a multiple of 4")
     ids = read_ints(data)
     if not 2 <= len(ids) <= max_tokens:
-        raise InvalidInput(f"sample {who}: {len(ids)} tokens; it must have 2 to {max_tokens}")
+        raise InvalidInput(f"sample {sample_id}: {len(ids)} tokens; it must have 2 to {max_tokens}")
     # Viewed as unsigned, a negative id is a large one, so one comparison finds both kinds of invalid ids.
     if int(ids.view(np.uint32).max()) >= vocabulary_size:
         bad = int(ids[(ids < 0) | (ids >= vocabulary_size)][0])
-        raise InvalidInput(f"sample {who}: token id {bad} is outside the vocabulary [0, {vocabulary_size})")
+        raise InvalidInput(f"sample {sample_id}: token id {bad} is outside the vocabulary [0, {vocabulary_size})")
     return ids
 
 
-def unpack_floats(data: bytes, count: int, who: str, field: str) -> Float32Array:
+def unpack_floats(data: bytes, count: int, sample_id: str, field: str) -> Float32Array:
     """Unpack `count` little-endian float32, or raise InvalidInput when the length is wrong."""
     if len(data) != 4 * count:
-        raise InvalidInput(f"sample {who}: {field} has {len(data)} bytes; {count} float32 need {4 * count}")
+        raise InvalidInput(f"sample {sample_id}: {field} has {len(data)} bytes; {count} float32 need {4 * count}")
     return read_floats(data)
 
 
@@ -199,15 +201,15 @@ def chunks(messages: Iterable[AnyMessage], limit: int = CHUNK_BYTES, max_count: 
         yield group
 
 
-def _mask(data: bytes, count: int, who: str, field: str) -> BoolArray:
+def _mask(data: bytes, count: int, sample_id: str, field: str) -> BoolArray:
     if len(data) != count:
-        raise InvalidInput(f"sample {who}: {field} has {len(data)} bytes; {count} tokens need {count}")
+        raise InvalidInput(f"sample {sample_id}: {field} has {len(data)} bytes; {count} tokens need {count}")
     if others := data.translate(None, b"\x00\x01"):
-        raise InvalidInput(f"sample {who}: {field} holds {others[0]}; each byte must be 0 or 1")
+        raise InvalidInput(f"sample {sample_id}: {field} holds {others[0]}; each byte must be 0 or 1")
     return np.frombuffer(data, np.bool_)
 
 
-def _check_behavior(behavior: Float32Array, action_mask: BoolArray, action_bytes: bytes, who: str) -> None:
+def _check_behavior(behavior: Float32Array, action_mask: BoolArray, action_bytes: bytes, sample_id: str) -> None:
     """Check that values are at most 0 on sampled tokens and NaN elsewhere."""
     # Two passes over the array suffice for a valid sample; only an invalid one needs the search for the wrong value.
     at_most_zero = behavior <= 0  # False for NaN
@@ -216,25 +218,31 @@ def _check_behavior(behavior: Float32Array, action_mask: BoolArray, action_bytes
         return
     wrong = behavior[action_mask & ~at_most_zero]
     if len(wrong):
-        raise InvalidInput(f"sample {who}: behavior_logprobs holds {wrong[0]} on a sampled token; it must be at most 0")
-    raise InvalidInput(f"sample {who}: behavior_logprobs must be NaN on tokens that were not sampled")
+        raise InvalidInput(
+            f"sample {sample_id}: behavior_logprobs holds {wrong[0]} on a sampled token; it must be at most 0"
+        )
+    raise InvalidInput(f"sample {sample_id}: behavior_logprobs must be NaN on tokens that were not sampled")
 
 
-def _check_sampling(message: pb.Experience, who: str) -> None:
+def _check_sampling(message: pb.Experience, sample_id: str) -> None:
     if not 0 < message.temperature <= 2:
-        raise InvalidInput(f"sample {who}: temperature is {message.temperature}; it must be in (0, 2]")
+        raise InvalidInput(f"sample {sample_id}: temperature is {message.temperature}; it must be in (0, 2]")
     if message.HasField("top_p") and not 0 < message.top_p <= 1:
-        raise InvalidInput(f"sample {who}: top_p is {message.top_p}; it must be in (0, 1]")
+        raise InvalidInput(f"sample {sample_id}: top_p is {message.top_p}; it must be in (0, 1]")
     if message.top_k < 0:
-        raise InvalidInput(f"sample {who}: top_k is {message.top_k}; it must be at least 1, or unset")
+        raise InvalidInput(f"sample {sample_id}: top_k is {message.top_k}; it must be at least 1, or unset")
 
 
-def _check_spans(spans: tuple[VersionSpan, ...], action_bytes: bytes, who: str) -> None:
+def _check_spans(spans: tuple[VersionSpan, ...], action_bytes: bytes, sample_id: str) -> None:
     if any(s.token_count < 1 or not -1 <= s.policy_version <= MAX_NUMBER for s in spans):
-        raise InvalidInput(f"sample {who}: version_spans must have token_count >= 1 and policy_version in [-1, 2^53]")
+        raise InvalidInput(
+            f"sample {sample_id}: version_spans must have token_count >= 1 and policy_version in [-1, 2^53]"
+        )
     total = sum(s.token_count for s in spans)
     if total != len(action_bytes):
-        raise InvalidInput(f"sample {who}: version_spans cover {total} tokens; the sample has {len(action_bytes)}")
+        raise InvalidInput(
+            f"sample {sample_id}: version_spans cover {total} tokens; the sample has {len(action_bytes)}"
+        )
     sampled = b"".join((b"\x01" if s.policy_version >= 0 else b"\x00") * s.token_count for s in spans)
     if sampled != action_bytes:
-        raise InvalidInput(f"sample {who}: version_spans must be -1 exactly where action_mask is 0")
+        raise InvalidInput(f"sample {sample_id}: version_spans must be -1 exactly where action_mask is 0")

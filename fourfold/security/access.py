@@ -77,8 +77,8 @@ class Security:
     _revoked: WatchedFiles[frozenset[str]] | None = None
 
     @staticmethod
-    def load(config: SecurityConfig, who: Principal) -> Security | None:
-        """Read the files of `who`; return None when the recipe has no [security] table.
+    def load(config: SecurityConfig, member: Principal) -> Security | None:
+        """Read the files of `member`; return None when the recipe has no [security] table.
 
         ConfigError names a file that is missing, malformed or readable by others, or a certificate that is not usable.
         """
@@ -89,21 +89,21 @@ class Security:
                     f"without TLS; run `fourfold certs DIR` and set security.directory"
                 )
             return None
-        if not MEMBER_NAME.fullmatch(who.name):
+        if not MEMBER_NAME.fullmatch(member.name):
             raise ConfigError(
-                f"--member-id {who.name!r:.140}: with certificates a member id has 1 to 63 lower-case letters, digits "
-                f"and dashes; choose another one"
+                f"--member-id {member.name!r:.140}: with certificates a member id has 1 to 63 lower-case letters, "
+                f"digits and dashes; choose another one"
             )
         folder, tokens_file = Path(config.directory), Path(config.tokens_file)
-        own, revoked = folder / f"{who.name}.pem", folder / REVOKED_FILE
+        own, revoked = folder / f"{member.name}.pem", folder / REVOKED_FILE
         tokens: WatchedFiles[dict[str, TokenGrant]] | None = None
         # Only rollout services have a public port; other machines need no token file.
-        if config.tokens_file and who.role == "rollout":
+        if config.tokens_file and member.role == "rollout":
             tokens = WatchedFiles([tokens_file], lambda: read_tokens(tokens_file))
             if not tokens.get():
                 raise ConfigError(f"{tokens_file}: holds no token digest; make one with `fourfold certs token add`")
         return Security(
-            WatchedFiles([folder / "ca.pem", own], lambda: read_material(folder, who)),
+            WatchedFiles([folder / "ca.pem", own], lambda: read_material(folder, member)),
             tokens,
             WatchedFiles([revoked], lambda: read_revoked(revoked)),
         )

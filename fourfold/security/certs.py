@@ -57,7 +57,7 @@ class Issued:
     """An issued certificate, as recorded in one line of issued.txt."""
 
     fingerprint: str
-    who: Principal
+    member: Principal
     expires: datetime.datetime
     hosts: tuple[str, ...] = ()
 
@@ -68,7 +68,7 @@ class Issued:
 
     def line(self) -> str:
         """Return the line of issued.txt, with its line end."""
-        words = [self.fingerprint, str(self.who), f"{self.expires:%Y-%m-%dT%H:%M:%SZ}", ",".join(self.hosts)]
+        words = [self.fingerprint, str(self.member), f"{self.expires:%Y-%m-%dT%H:%M:%SZ}", ",".join(self.hosts)]
         return " ".join(words).rstrip() + "\n"
 
 
@@ -118,33 +118,33 @@ def make(
 def add(directory: Path, members: Sequence[Principal], hosts: Sequence[str] = (), *, days: float = VALID_DAYS) -> None:
     """Make certificates for new members; their names must be new, also among other roles."""
     members_with_hosts = _with_hosts(members, hosts)
-    names = {issued.who.name for issued in current(directory)}
-    for who in members:
-        if who.name in names:
+    names = {issued.member.name for issued in current(directory)}
+    for member in members:
+        if member.name in names:
             raise ConfigError(
-                f"{who.name} has a certificate; `fourfold certs renew {directory} {who.name}` makes another one"
+                f"{member.name} has a certificate; `fourfold certs renew {directory} {member.name}` makes another one"
             )
     _issue(directory, members_with_hosts, days)
 
 
 def renew(directory: Path, names: Sequence[str] = (), *, days: float = VALID_DAYS) -> list[Issued]:
     """Replace certificates and keys of the named members, or of all, by new ones; return the new certificates."""
-    return _issue(directory, [(issued.who, issued.hosts) for issued in _chosen(directory, names)], days)
+    return _issue(directory, [(issued.member, issued.hosts) for issued in _chosen(directory, names)], days)
 
 
 def revoke(directory: Path, names: Sequence[str]) -> None:
     """Revoke every certificate that these members ever had. A renewal afterwards makes a valid one."""
-    chosen = {issued.who for issued in _chosen(directory, names)}
+    chosen = {issued.member for issued in _chosen(directory, names)}
     path = directory / REVOKED_FILE
     lines = [f"{line}\n" for line in read_file(path).decode().splitlines()] if path.exists() else []
     # Expired certificates are refused anyway.
-    new = [issued.line() for issued in all_issued(directory) if issued.who in chosen and issued.days_left > 0]
+    new = [issued.line() for issued in all_issued(directory) if issued.member in chosen and issued.days_left > 0]
     _write(path, "".join(dict.fromkeys([*lines, *new])).encode(), mode=0o644)
 
 
 def current(directory: Path) -> list[Issued]:
     """Return the newest certificate of each member."""
-    return list({issued.who: issued for issued in all_issued(directory)}.values())
+    return list({issued.member: issued for issued in all_issued(directory)}.values())
 
 
 def all_issued(directory: Path) -> list[Issued]:
@@ -154,13 +154,13 @@ def all_issued(directory: Path) -> list[Issued]:
     text = read_file(path, hint="give the folder that `fourfold certs DIR` made, where ca-key.pem is").decode()
     for number, line in enumerate(text.splitlines(), 1):
         try:
-            digest, who, expires, *hosts = line.split()
+            digest, member, expires, *hosts = line.split()
             time, names = datetime.datetime.fromisoformat(expires), tuple(hosts[0].split(",")) if hosts else ()
         except ValueError:
             raise ConfigError(
                 f"{path}:{number}: malformed; only `fourfold certs` may write this file: restore it from a backup"
             ) from None
-        found.append(Issued(fingerprint=digest, who=parse_member(who), expires=time, hosts=names))
+        found.append(Issued(fingerprint=digest, member=parse_member(member), expires=time, hosts=names))
     return found
 
 
@@ -211,15 +211,15 @@ def _with_hosts(members: Sequence[Principal], hosts: Sequence[str]) -> list[tupl
     """
     for host in hosts:
         _general_name(host)
-    names = [who.name for who in members]
+    names = [member.name for member in members]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"two members are named {twice[0]!r}; a member id occurs once in a run")
-    return [(who, tuple(hosts) if who.role == "rollout" else ()) for who in members]
+    return [(member, tuple(hosts) if member.role == "rollout" else ()) for member in members]
 
 
 def _chosen(directory: Path, names: Sequence[str]) -> list[Issued]:
     """Return the newest certificates of the named members, or of all members without names."""
-    known = {issued.who.name: issued for issued in current(directory)}
+    known = {issued.member.name: issued for issued in current(directory)}
     if missing := [name for name in names if name not in known]:
         raise ConfigError(
             f"{missing[0]!r:.80} has no certificate of {directory}; it has {', '.join(known)}. `fourfold certs add "
@@ -237,18 +237,18 @@ def _issue(directory: Path, members: Sequence[tuple[Principal, tuple[str, ...]]]
         raise ConfigError(f"{key_file}: not a key that `fourfold certs` made")
     authority = x509.load_pem_x509_certificate(read_file(directory / "ca.pem"))
     made: list[Issued] = []
-    for who, hosts in members:
+    for member, hosts in members:
         own = ec.generate_private_key(ec.SECP256R1())
-        leaf = _leaf(who, own, hosts, authority, key, days)
+        leaf = _leaf(member, own, hosts, authority, key, days)
         text = leaf.public_bytes(_PEM)
         made.append(
-            Issued(fingerprint=fingerprint(text.decode()), who=who, expires=leaf.not_valid_after_utc, hosts=hosts)
+            Issued(fingerprint=fingerprint(text.decode()), member=member, expires=leaf.not_valid_after_utc, hosts=hosts)
         )
         # Recorded before it is written, so that every existing certificate can be revoked.
         record = os.open(directory / _ISSUED_FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with os.fdopen(record, "w", encoding="utf-8") as file:
             file.write(made[-1].line())
-        _write(directory / f"{who.name}.pem", text + _private(own), mode=0o600)
+        _write(directory / f"{member.name}.pem", text + _private(own), mode=0o600)
     return made
 
 
@@ -263,19 +263,19 @@ def _authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
 
 
 def _leaf(
-    who: Principal,
+    member: Principal,
     key: ec.EllipticCurvePrivateKey,
     hosts: Sequence[str],
     authority: x509.Certificate,
     authority_key: ec.EllipticCurvePrivateKey,
     days: float,
 ) -> x509.Certificate:
-    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri(who))]
-    names += [x509.DNSName(server_name(who)), x509.DNSName(server_name(Principal(who.role)))]
-    if who.role == "rollout":  # agents connect only to rollout services; a host name does not prove a role
+    names: list[x509.GeneralName] = [x509.UniformResourceIdentifier(uri(member))]
+    names += [x509.DNSName(server_name(member)), x509.DNSName(server_name(Principal(member.role)))]
+    if member.role == "rollout":  # agents connect only to rollout services; a host name does not prove a role
         names += [_general_name(host) for host in dict.fromkeys((*_LOCAL, *hosts))]
     return _certificate(
-        *(_name(who.name), authority.subject, key, authority_key, days),
+        *(_name(member.name), authority.subject, key, authority_key, days),
         (x509.BasicConstraints(ca=False, path_length=None), True),
         (_usage("digital_signature"), True),
         (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), False),

@@ -90,22 +90,22 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def server_name(who: Principal) -> str:
-    """Return the DNS name in the certificate of `who`; a principal without a name means any member of its role."""
-    return f"{who.name}.{who.role}.fourfold" if who.name else f"{who.role}.fourfold"
+def server_name(member: Principal) -> str:
+    """Return the DNS name in the certificate of `member`; a principal without a name means any member of its role."""
+    return f"{member.name}.{member.role}.fourfold" if member.name else f"{member.role}.fourfold"
 
 
-def uri(who: Principal) -> str:
-    """Return the URI in the certificate of `who`."""
-    return f"{SPIFFE_PREFIX}{who.role}/{who.name}"
+def uri(member: Principal) -> str:
+    """Return the URI in the certificate of `member`."""
+    return f"{SPIFFE_PREFIX}{member.role}/{member.name}"
 
 
-def read_material(folder: Path, who: Principal) -> Material:
-    """Read the files of `who`, and check that only this user can read the key and that the certificate is usable."""
-    path = folder / f"{who.name}.pem"
+def read_material(folder: Path, member: Principal) -> Material:
+    """Read the files of `member`, and check that only this user can read the key and that the certificate is usable."""
+    path = folder / f"{member.name}.pem"
     authority = read_file(folder / "ca.pem")
     text = read_file(
-        path, hint=f"copy it from the folder with ca-key.pem; there, `fourfold certs add DIR {who}` makes it"
+        path, hint=f"copy it from the folder with ca-key.pem; there, `fourfold certs add DIR {member}` makes it"
     )
     check_private(path)
     blocks = [(match[1], match[0]) for match in _PEM_BLOCK.finditer(text)]
@@ -113,7 +113,7 @@ def read_material(folder: Path, who: Principal) -> Material:
         authority=authority,
         certificate=b"".join(block for label, block in blocks if label == b"CERTIFICATE"),
         key=b"".join(block for label, block in blocks if label.endswith(b"PRIVATE KEY")),
-        expires=_check_usable(authority, path, who),
+        expires=_check_usable(authority, path, member),
     )
 
 
@@ -143,7 +143,7 @@ def read_lines(path: Path, hint: str = "") -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-def _check_usable(authority: bytes, path: Path, who: Principal) -> float:
+def _check_usable(authority: bytes, path: Path, member: Principal) -> float:
     """Check a certificate with a TLS handshake in memory; return its expiry in seconds since the epoch."""
     # The standard library cannot parse or verify a certificate outside of a handshake, and `cryptography` is optional.
     try:
@@ -151,16 +151,16 @@ def _check_usable(authority: bytes, path: Path, who: Principal) -> float:
         server.load_cert_chain(path, password="")  # without a password OpenSSL prompts on the terminal
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         client.load_verify_locations(cadata=authority.decode("ascii"))
-        found = _shake_hands(client, server, server_name(who))
+        found = _shake_hands(client, server, server_name(member))
     except ssl.SSLCertVerificationError as error:
-        raise ConfigError(f"{path}: {_explain(error, path, who)}") from None
+        raise ConfigError(f"{path}: {_explain(error, path, member)}") from None
     except (ssl.SSLError, OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: it and ca.pem are no certificate, key and CA that belong together ({error}); copy both anew "
             f"from the folder that `fourfold certs` made"
         ) from None
-    if ("URI", uri(who)) not in found.get("subjectAltName", ()):
-        raise ConfigError(f"{path}: the certificate has no URI {uri(who)}; use one made by `fourfold certs`")
+    if ("URI", uri(member)) not in found.get("subjectAltName", ()):
+        raise ConfigError(f"{path}: the certificate has no URI {uri(member)}; use one made by `fourfold certs`")
     return float(ssl.cert_time_to_seconds(found["notAfter"]))
 
 
@@ -178,9 +178,9 @@ def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, name: str) -> M
     return caller.getpeercert() or {}
 
 
-def _explain(error: ssl.SSLCertVerificationError, path: Path, who: Principal) -> str:
+def _explain(error: ssl.SSLCertVerificationError, path: Path, member: Principal) -> str:
     if "expired" in error.verify_message:
-        return f"the certificate has expired; `fourfold certs renew {path.parent} {who.name}` makes a new one"
+        return f"the certificate has expired; `fourfold certs renew {path.parent} {member.name}` makes a new one"
     if "ostname" in error.verify_message:
-        return f"this is not the certificate of {who}; copy {path.name} from the folder that `fourfold certs` made"
+        return f"this is not the certificate of {member}; copy {path.name} from the folder that `fourfold certs` made"
     return f"not a certificate of the CA in ca.pem ({error.verify_message}); both must come from one `fourfold certs`"

@@ -1,4 +1,4 @@
-"""Verifiers that a reward service offers to its callers, and machines on which it refuses to run them."""
+"""Tests which verifiers callers may select, and on which machines the reward service refuses to run them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_recipe_that_scores_by_another_verifier_needs_no_key(tmp_path: Path) -> 
     assert (allowed.evaluating, dict(allowed.others)) == ("", {})
 
 
-def test_service_with_tls_refuses_evaluation_where_nothing_confines_it(
+def test_service_with_tls_refuses_evaluation_without_a_whole_sandbox(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(worker_sandbox, "probe", lambda: SandboxSupport(network=True, processes=True))
@@ -75,8 +75,8 @@ def test_service_with_tls_refuses_evaluation_where_nothing_confines_it(
 
 
 def test_keys_and_runs_of_the_recipe_are_hidden(tmp_path: Path) -> None:
-    confined = worker_sandbox.from_config(recipe(tmp_path, tls=True), tmp_path / "run", evaluating="")
-    assert {str(tmp_path), str(tmp_path / "run"), str(Path.cwd() / "runs")} <= set(confined.hidden)
+    sandbox = worker_sandbox.from_config(recipe(tmp_path, tls=True), tmp_path / "run", evaluating="")
+    assert {str(tmp_path), str(tmp_path / "run"), str(Path.cwd() / "runs")} <= set(sandbox.hidden)
 
 
 @pytest.fixture

@@ -289,5 +289,5 @@ def test_the_run_tells_which_certificate_expires_soon(pki: Pki, clock: FakeClock
 def _leaf(pki: Pki, clock: FakeClock, *, days: float) -> bytes:
     """Return a certificate that expires `days` after the clock's time."""
     (issued,) = certs.renew(pki.folder, ["reward-0"], days=(clock.now() - time.time()) / 86_400 + days)
-    assert issued.who == REWARD_0
+    assert issued.member == REWARD_0
     return (pki.folder / "reward-0.pem").read_bytes().partition(b"-----BEGIN PRIVATE")[0]

@@ -102,7 +102,7 @@ def hide(tmp_path: Path, **options: Any) -> WorkerSandbox:
 
 @contextlib.asynccontextmanager
 async def pool_of(
-    name: str, confined: WorkerSandbox, *, tasks: dict[str, Any] | None = None, timeout: float = 20
+    name: str, worker_sandbox: WorkerSandbox, *, tasks: dict[str, Any] | None = None, timeout: float = 20
 ) -> AsyncIterator[WorkerPool]:
     pool = WorkerPool(
         verifier=loader.find(name, directory=Path.cwd()),
@@ -110,7 +110,7 @@ async def pool_of(
         processes=1,
         timeout_seconds=timeout,
         on_failure=lambda message: pytest.fail(message),
-        sandbox=confined,
+        sandbox=worker_sandbox,
     )
     await pool.start()
     try:
@@ -211,8 +211,8 @@ async def test_recipe_gives_a_reward_function_network_and_variables(tmp_path: Pa
         "    return 1.0\n"
     )
     port = re.search(r"PORT = (\d+)", attacks)
-    confined = hide(tmp_path, network=True, environment=("FOURFOLD_TEST_SECRET",))
-    async with pool_of(f"{tmp_path}/mine.py:reward", confined) as pool:
+    worker_sandbox = hide(tmp_path, network=True, environment=("FOURFOLD_TEST_SECRET",))
+    async with pool_of(f"{tmp_path}/mine.py:reward", worker_sandbox) as pool:
         assert port is not None
         assert await score(pool, port[1]) == Outcome(score=1.0)
 

@@ -5,7 +5,7 @@ transformers keeps the experts of a layer in two parameters. Checkpoints, and so
     experts.gate_up_proj [E, 2I, H] | experts.0.gate_proj [I, H] | experts.0.up_proj [I, H] | experts.1.gate_proj ...
     experts.down_proj    [E, H, I]  | experts.0.down_proj [H, I] | experts.1.down_proj [H, I] | ...
 
-Only transformers knows this mapping: `save_pretrained` applies `revert_weight_conversion` to a model's tensors to make
+Only transformers has this mapping: `save_pretrained` applies `revert_weight_conversion` to a model's tensors to make
 those of the checkpoint. Here the same function runs on meta tensors, and the storage offsets of its results are the
 mapping. Names and shapes are therefore those that `save_pretrained` would write, for every architecture. A checkpoint
 tensor that is not a contiguous slice of one parameter (transposed, interleaved) is refused: sending it needs a copy.

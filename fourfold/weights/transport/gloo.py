@@ -66,7 +66,7 @@ class _Member(SenderLink):
                 f"trainer and engine on one host: make new offers"
             )
         folder = self._marker.parent
-        # Files show who has come: a FileStore call would block for good once the sender has removed the folder.
+        # Files show which ranks have joined: a FileStore call would block forever after the sender removes the folder.
         with contextlib.suppress(FileNotFoundError):
             (folder / f"here-{self._rank}").touch()
         while not all((folder / f"here-{rank}").exists() for rank in range(self._size)):

@@ -121,7 +121,7 @@ def test_a_renewal_keeps_names_and_changes_key_and_certificate(folder: Path) -> 
     changed = {path.name for path, text in before.items() if path.read_bytes() != text}
     assert changed == {"rollout-0.pem"}
     assert names(folder / "rollout-0.pem") == hosts
-    assert 29.9 < next(i for i in certs.current(folder) if i.who.name == "rollout-0").days_left <= 30
+    assert 29.9 < next(i for i in certs.current(folder) if i.member.name == "rollout-0").days_left <= 30
     assert cli_main.main(["certs", "renew", str(folder)]) == 0
     assert {path.name for path, text in before.items() if path.read_bytes() == text} == {"ca.pem", "ca-key.pem"}
 
@@ -131,7 +131,7 @@ def test_a_revocation_holds_every_certificate_that_a_member_had(
 ) -> None:
     certs.renew(folder, ["reward-0"])
     assert cli_main.main(["certs", "revoke", str(folder), "reward-0"]) == 0
-    had = [issued for issued in certs.all_issued(folder) if issued.who.name == "reward-0"]
+    had = [issued for issued in certs.all_issued(folder) if issued.member.name == "reward-0"]
     assert len(had) == 2
     assert read_revoked(folder / "revoked.txt") == {issued.fingerprint for issued in had}
     assert cli_main.main(["certs", "revoke", str(folder), "trainer-0", "reward-0"]) == 0

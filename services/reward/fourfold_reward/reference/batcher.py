@@ -30,7 +30,7 @@ class _Call:
     token_ids: Sequence[Int32Array]
     temperatures: Sequence[float]
     rows: asyncio.Future[list[Float32Array]]
-    """Cancelled when the caller goes away."""
+    """Cancelled when the client goes away."""
 
 
 class DynamicBatcher:

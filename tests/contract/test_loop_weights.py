@@ -257,9 +257,8 @@ async def test_a_coordinator_that_is_killed_in_an_update_is_followed_by_one_that
         await asyncio.sleep(100)
 
     setattr(stage.rollouts[0], where, hang)
-    stage.trainer.refuses_aborts = stage.rollouts[0].refuses_aborts = stage.rollouts[1].refuses_aborts = (
-        True  # the coordinator cannot abort the update
-    )
+    # The killed coordinator must not get an abort through.
+    stage.trainer.refuses_aborts = stage.rollouts[0].refuses_aborts = stage.rollouts[1].refuses_aborts = True
     await stage.start()
     await asyncio.wait_for(reached.wait(), 10)
     await stage.kill()

@@ -1,4 +1,4 @@
-"""ForwardBackward, OptimStep and DiscardGradient on a loopback server with a fake engine: one test for each rule."""
+"""Tests each rule of ForwardBackward, OptimStep and DiscardGradient, with a fake engine on a loopback server."""
 
 from __future__ import annotations
 

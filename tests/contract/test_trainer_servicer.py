@@ -1,4 +1,4 @@
-"""TrainerService without TrainStep, and TrainerWeightService, on a loopback server: one test for each rule."""
+"""Tests TrainerService, except its training calls, and TrainerWeightService with a fake engine on loopback."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ async def test_a_weight_update_from_manifest_to_digest(trainer: Trainer) -> None
     assert sent.sums == b""
 
 
-async def test_a_trainer_on_gpus_says_which_and_who_reaches_them(
+async def test_a_trainer_on_gpus_reports_its_gpus_and_those_that_reach_them(
     start_trainer: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weight_servicer, "reachable_gpus", lambda uuids: [*uuids, b"c" * 16])
@@ -307,12 +307,12 @@ async def test_an_abort_overtakes_the_transfer_that_runs(trainer: Trainer) -> No
     assert (await trainer.status()).phase == pb.TRAINER_PHASE_WAITING
 
 
-async def test_a_coordinator_that_is_gone_blocks_nobody(trainer: Trainer) -> None:
+async def test_the_transfer_of_a_killed_coordinator_is_aborted(trainer: Trainer) -> None:
     await trainer.weights.make_offer(epoch=1, backend="shm", receiver_count=1, timeout=SECONDS)
     trainer.engine.gate.clear()
     sending = asyncio.create_task(trainer.weights.send(epoch=1, policy_version=0, timeout=60))
     await asyncio.to_thread(trainer.engine.entered.wait, SECONDS)
-    sending.cancel()  # what the trainer sees when a coordinator is killed: the call ends from the other side
+    sending.cancel()  # as when the coordinator is killed: the call ends from the other side
     await asyncio.to_thread(trainer.engine.aborted.wait, SECONDS)
     trainer.engine.gate.set()
     assert await trainer.weights.make_offer(epoch=2, backend="shm", receiver_count=1, timeout=SECONDS)
@@ -321,7 +321,7 @@ async def test_a_coordinator_that_is_gone_blocks_nobody(trainer: Trainer) -> Non
 # ---- end ----
 
 
-async def test_stop_says_farewell_when_idle_and_closes_at_once_when_not(start_trainer: Start) -> None:
+async def test_stop_leaves_the_group_when_idle_and_closes_immediately_when_busy(start_trainer: Start) -> None:
     idle, busy = await start_trainer(), await start_trainer()
     await idle.core.stop()
     assert idle.engine.left and idle.engine.closed

@@ -1,4 +1,4 @@
-"""TrainStep on a loopback server with a fake engine: one test for each rule of its proto."""
+"""Tests each rule of TrainStep in its proto, with a fake engine on a loopback server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step reports, worked out by hand, and that no pass of it waits for the device."""
+"""Tests the metrics of a step against values derived by hand, and that no pass waits for the device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["one_thread"]  # a fixture that is used by itself
 
 
 def with_behavior(samples: Sequence[Sample], ratios: Sequence[Sequence[float]]) -> tuple[list[Sample], list[float]]:
-    """Return samples whose tokens the toy finds so many times likelier than the engine, and the toy's own numbers."""
+    """Return samples whose tokens are `ratios` times likelier to the toy than to the engine, and the toy's logprobs."""
     engine = ToyEngine(recipe())
     found, old = [], []
     for one, row in zip(samples, ratios, strict=True):

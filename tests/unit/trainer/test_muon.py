@@ -1,4 +1,4 @@
-"""Muon on one rank, without DeepSpeed: against float64 and singular values, written from the papers."""
+"""Tests Muon on one rank, without DeepSpeed, against a float64 version written from the papers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_singular_values_come_near_1() -> None:
 
 
 def attached(weights: Mapping[str, Tensor]) -> muon.Muon:
-    """Return Muon on whole masters, as stage 0 has them; it trains those that are in SHAPES."""
+    """Return Muon on whole masters, as at stage 0; it trains the weights that are in SHAPES."""
     matrices = [w for name, w in weights.items() if name in SHAPES]
     groups = [
         {"params": matrices, "weight_decay": plain_muon.DECAY, "muon": True},
@@ -80,7 +80,7 @@ def test_updates_are_those_of_the_papers(updates: int) -> None:
 
 
 def test_an_update_is_as_large_as_one_of_adamw() -> None:
-    """0.2 of the learning rate, the root mean square of AdamW's in the paper, whatever the gradient's size is."""
+    """The root mean square is 0.2 of the learning rate, as for AdamW in the paper, for any size of the gradient."""
     weights = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     optimizer = attached(weights | {"bias": torch.nn.Parameter(torch.zeros(5))})
     for weight in weights.values():

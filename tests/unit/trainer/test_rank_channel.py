@@ -1,4 +1,4 @@
-"""The link between ranks: what goes in comes out, and an end that is gone is noticed."""
+"""Tests that messages between ranks arrive unchanged, and that a broken or silent end is reported."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_error_keeps_its_class_over_the_link() -> None:
 
 
 def test_an_end_that_stops_in_the_middle_of_a_message_has_broken_the_link() -> None:
-    """What follows would be read as the beginning of a message."""
+    """The next bytes would otherwise be read as the beginning of a message."""
     left, right = socket.socketpair()
     with left, right:
         left.sendall(b"\x00\x00\x00")

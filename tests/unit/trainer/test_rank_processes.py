@@ -1,4 +1,4 @@
-"""Where the ranks of policy and critic are, and how their calls meet; real ranks are in tests/integration."""
+"""Tests the placement of ranks and their errors without processes; tests/integration has real ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_critic_is_in_the_ranks_of_the_policy_or_on_gpus_after_them() -> None:
 
 
 def group(second: ThreadPoolExecutor | None) -> DistributedEngine:
-    """Return one without ranks."""
+    """Return an engine without ranks."""
     made = object.__new__(DistributedEngine)
     made._critic_executor = second
     return made

@@ -1,4 +1,4 @@
-"""Optimizer state between other numbers of ranks and other layouts, without DeepSpeed."""
+"""Tests that every layout of masters reads the files of every other layout, without DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ KINDS = [shards.MASTER, "exp_avg", shards.STEP, shards.EMA]
 
 
 def whole(**sizes: int) -> MasterWeights:
-    """Return masters as stage 0 has them."""
+    """Return masters as at stage 0: one per parameter."""
     slices = [MasterSlice(name=n, first=0, count=c, master=i, offset=0) for i, (n, c) in enumerate(sizes.items())]
     return MasterWeights(tensors=[torch.zeros(c) for c in sizes.values()], slices=slices, sizes=sizes, shared=True)
 
 
 def partitioned(rank: int, rank_count: int, **sizes: int) -> MasterWeights:
-    """Return masters as stage 3 has them: all parameters in one, each cut into equal padded parts."""
+    """Return masters as at stage 3: one for all parameters, each cut into equal padded parts."""
     slices, offset = [], 0
     for name, size in sizes.items():
         part = -(-size // rank_count)
@@ -37,7 +37,7 @@ def partitioned(rank: int, rank_count: int, **sizes: int) -> MasterWeights:
 
 
 def save(folder: Path, layouts: list[MasterWeights], values: dict[str, Tensor]) -> None:
-    """Write parameters of these values with as many ranks as layouts; padding is NaN."""
+    """Write these parameters as the ranks with these layouts do; padding is NaN."""
     for rank, layout in enumerate(layouts):
         states = []
         for index, master in enumerate(layout.tensors):
@@ -56,7 +56,7 @@ SIZES = {name: len(value) for name, value in VALUES.items()}
 
 
 def layouts(kind: str) -> list[MasterWeights]:
-    """Return those of all ranks."""
+    """Return the masters of all ranks."""
     if kind == "whole":
         return [whole(**SIZES), whole(**SIZES)]
     return [partitioned(rank, int(kind), **SIZES) for rank in range(int(kind))]

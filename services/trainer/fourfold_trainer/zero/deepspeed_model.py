@@ -107,7 +107,7 @@ class DeepSpeedModel:
         if self._engine.was_step_applied():
             return norm
         if self._stage in (1, 2) and self._config.trainer.offload != "none":
-            # DeepSpeed 0.19.8 does not, and would add the next gradients to the one that is not finite.
+            # DeepSpeed 0.19.8 keeps the gradient that is not finite here, and would add the next ones to it.
             self._engine.optimizer.averaged_gradients.clear()
         return math.nan
 
@@ -132,7 +132,7 @@ class DeepSpeedModel:
             shard = shards.read(folder, name, self._masters, kinds, rank=self._rank)
         except WrongState as error:
             failure = error
-        any_failed = self.any_rank(failure is not None)
+        any_failed = self.any_rank(failure is not None)  # all raise, or the others would wait in `restore`
         if failure is not None:
             raise failure
         if any_failed:

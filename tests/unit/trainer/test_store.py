@@ -1,4 +1,4 @@
-"""Checkpoints on disk: complete or not there, whatever happens in between."""
+"""Tests that checkpoints and exports on disk are complete or absent, and which checkpoints are removed."""
 
 from __future__ import annotations
 
@@ -258,13 +258,13 @@ def test_a_disk_that_refuses_is_one_clear_error(tmp_path: Path) -> None:
 
 
 class Model:
-    """What `write_model` asks of a Hugging Face model."""
+    """The part of a Hugging Face model that `write_model` uses."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
 
     def save_pretrained(self, folder: Path, *, state_dict: dict[str, torch.Tensor]) -> None:
-        """Write config and weights, or fail half way."""
+        """Write config and weights, or fail after the config."""
         (folder / "config.json").write_text("the model's")
         if self.error is not None:
             raise self.error
@@ -324,7 +324,7 @@ def test_tensors_that_cannot_be_written_are_no_checkpoint(
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Return what is flushed, and what is put in its place, in order: (what, name)."""
+    """Return a list that records flushes and renames in order: ("flush" or "place", name)."""
     events: list[tuple[str, str]] = []
     fsync, rename, exchange = os.fsync, Path.rename, checkpoint_store._exchange
 

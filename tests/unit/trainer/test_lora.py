@@ -1,4 +1,4 @@
-"""Adapters in real architectures: values and gradients in float64 against a model that is summed up by hand."""
+"""Tests LoRA adapters in real architectures against models with W + scale * B A as a plain weight, in float64."""
 
 from __future__ import annotations
 

@@ -16,5 +16,5 @@ _SHARED_MEMORY: Final = "/dev/shm"
 def memory_folder() -> Iterator[Path]:
     """Yield an empty folder in memory, or on disk on machines without /dev/shm; remove it afterwards."""
     place = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="fourfold-test-", dir=place) as folder:
+    with tempfile.TemporaryDirectory(prefix="test-run-", dir=place) as folder:
         yield Path(folder)

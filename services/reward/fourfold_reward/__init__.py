@@ -5,9 +5,7 @@ The package itself exports the types of reward functions, and imports neither to
 
 from __future__ import annotations
 
-from typing import Final
-
 from fourfold_reward.sample import Abstain, Result, RewardFunction, Score, ScoreInput
 
-__version__: Final = "0.1.0"
+__version__ = "0.1.0"
 __all__ = ["Abstain", "Result", "RewardFunction", "Score", "ScoreInput", "__version__"]

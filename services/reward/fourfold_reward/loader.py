@@ -21,7 +21,6 @@ from fourfold_reward.sample import RewardFunction
 from fourfold_reward.verifiers import GymOptions, did_you_mean
 
 _MODULE: Final = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-_DIGEST_CHARACTERS: Final = 12
 
 
 class VerifierError(Exception):
@@ -132,4 +131,4 @@ def _with_version(verifier: Verifier, module: types.ModuleType) -> Verifier:
 
 
 def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:_DIGEST_CHARACTERS]
+    return hashlib.sha256(data).hexdigest()[:12]

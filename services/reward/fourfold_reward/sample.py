@@ -29,9 +29,8 @@ class Score:
     """A score with components for the logs."""
 
     score: float
-    """A finite number."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """At most 64 finite numbers by name."""
+    """At most 64 numbers by name. These and the score must be finite."""
 
 
 @dataclass(frozen=True, slots=True)

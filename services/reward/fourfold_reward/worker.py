@@ -34,8 +34,7 @@ from fourfold_reward.sample import RewardFunction, ScoreInput
 from fourfold_reward.verifiers import InvalidSample
 
 _PACKAGE: Final = str(Path(__file__).parent)
-# CPU time to import a verifier's libraries.
-_LOAD_CPU_SECONDS: Final = 120
+_LOAD_CPU_SECONDS: Final = 120  # to import a verifier's libraries
 
 
 def main(arguments: list[str]) -> int:

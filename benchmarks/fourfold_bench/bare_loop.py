@@ -1,23 +1,24 @@
-"""The quickstart's work in one process of plain PyTorch and transformers: the floor that services are held against.
+"""Does the quickstart's work in one process of plain PyTorch and transformers, for comparison with a run.
 
-No vLLM, no DeepSpeed, no gRPC, no weight transfer: `generate`, score, advantages, one AdamW
-step on the samples with an advantage, without any pass for old or reference log-probabilities.
-PromptSet, batch sizes, dtype and learning rate come from the recipe; masters are float32.
+It has no vLLM, DeepSpeed, gRPC or weight transfer: only `generate`, score, advantages, and one AdamW step on the
+samples with an advantage, without passes for old or reference log-probabilities. Prompts, batch sizes, dtype and
+learning rate come from the recipe; master weights are float32.
 
     python -m fourfold_bench.bare_loop --steps 6
-    python -m fourfold_bench.bare_loop --steps 9 --against runs/quickstart
+    python -m fourfold_bench.bare_loop --steps 9 --against runs/quickstart --save
 
-With `--against`, medians of the same steps of that run are compared: all but the first, without
-evaluation and checkpoints.
+`--against` compares medians of the same steps of a run: all but the first, without evaluation and checkpoints.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
+import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +29,14 @@ from transformers import AutoModelForCausalLM
 from fourfold import config as recipes
 from fourfold.model import folder as model_folder
 from fourfold.model.tokenizer import Tokenizer
-from fourfold_bench import record
+from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, option, run_script
 from fourfold_coordinator.data.prompts import Prompt, load_prompts
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class BareLoop:
-    """A model, its weights in float32 and an optimizer."""
+    """A model, its master weights in float32, and an optimizer."""
 
     def __init__(self, config: recipes.Config) -> None:
         folder = model_folder.resolve(config.model.source)
@@ -43,7 +44,7 @@ class BareLoop:
         self.tokenizer = Tokenizer.load(folder)
         self.prompts = load_prompts(config, self.tokenizer)
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, config.model.dtype))
-        self.masters = [p.detach().float() for p in self.model.parameters()]  # in float32, the weights themselves
+        self.masters = [p.detach().float() for p in self.model.parameters()]  # the model's own tensors if it is float32
         self.optimizer = torch.optim.AdamW(self.masters, lr=config.trainer.learning_rate, weight_decay=0.0)
 
     def step(self, number: int) -> dict[str, float]:
@@ -145,35 +146,48 @@ def run_seconds(folder: Path) -> list[float]:
     return [row["time/step"] - sum(row.get(name) or 0.0 for name in aside) for row in rows]
 
 
-def main() -> None:
-    """Measure, print a table, write a result."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--recipe", default="recipes/quickstart.toml")
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--against", type=Path, help="folder of a finished run of the same recipe")
-    arguments = parser.parse_args()
-    config = recipes.load(arguments.recipe)
-    torch.manual_seed(config.seed)
-    loop = BareLoop(config)
-    rows = []
-    for number in range(arguments.steps):
-        rows.append(loop.step(number))
-        print("  ".join(f"{name} {value:.2f}" for name, value in rows[-1].items()))
-    medians = {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0]}
-    results: dict[str, object] = {"median": medians, "steps": rows}
-    if arguments.against:
-        seconds = run_seconds(arguments.against)[1 : arguments.steps]
-        ratio = statistics.median(seconds) / medians["seconds"]
-        results |= {"run_median_seconds": statistics.median(seconds), "run_seconds": seconds, "ratio": ratio}
-        print(f"bare {medians['seconds']:.2f} s a step, the run {statistics.median(seconds):.2f} s: {ratio:.2f} times")
-    path = record.write(
-        "bare_loop",
-        parameters={"recipe": arguments.recipe, "steps": arguments.steps},
-        results=results,
-        libraries=["torch", "transformers"],
-    )
-    print(path)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BareLoopSettings(BenchmarkSettings):
+    """The options of the bare loop."""
+
+    recipe: str = option(default="recipes/quickstart.toml")
+    steps: int = option(default=6, least=2)
+    against: str = option("folder of a finished run of the same recipe", default="")
+
+
+class BareLoopBenchmark(Benchmark[BareLoopSettings]):
+    """Seconds per step of the bare loop."""
+
+    name = "bare_loop"
+    summary = "the quickstart's work in one process of plain PyTorch and transformers"
+    settings = BareLoopSettings
+    libraries = ("torch", "transformers")
+
+    def measure(self, settings: BareLoopSettings, run: BenchmarkRun) -> dict[str, Any]:
+        """Run the steps; the medians leave the first one out."""
+        config = recipes.load(Path(settings.recipe))
+        torch.manual_seed(config.seed)
+        loop, rows = BareLoop(config), list[dict[str, float]]()
+        for number in range(settings.steps):
+            rows.append(loop.step(number))
+            print("  ".join(f"{name} {value:.2f}" for name, value in rows[-1].items()))
+        medians = {name: statistics.median(row[name] for row in rows[1:]) for name in rows[0]}
+        results: dict[str, Any] = {"median": medians, "steps": rows}
+        if settings.against:
+            seconds = run_seconds(Path(settings.against))[1 : settings.steps]
+            median = statistics.median(seconds)
+            ratio = median / medians["seconds"]
+            results |= {"run_median_seconds": median, "run_seconds": seconds, "ratio": ratio}
+        return results
+
+    def table(self, document: Mapping[str, Any]) -> list[str]:
+        """Return the medians."""
+        results = document["results"]
+        text = f"bare {results['median']['seconds']:.2f} s a step"
+        if "ratio" in results:
+            text += f", the run {results['run_median_seconds']:.2f} s: {results['ratio']:.2f} times"
+        return [text]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(BareLoopBenchmark()))

@@ -1,4 +1,4 @@
-"""`fourfold bench WHAT`: finds the benchmark."""
+"""Finds the benchmark of `fourfold bench WHAT`, and runs it with the harness."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ import argparse
 import importlib
 from typing import Any, Final
 
-_BENCHMARKS: Final = {
-    "weights": ("fourfold_bench.weights.command", "the update of a running engine's weights"),
-    "rollout": ("fourfold_bench.rollout.command", "a rollout service against vLLM's own LLM.generate"),
-    "step": ("fourfold_bench.step.command", "training steps through `fourfold run`, phase by phase"),
-}
+from fourfold_bench import harness
+
+_BENCHMARKS: Final = ("weights", "rollout", "step")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the benchmarks, each with its arguments."""
+    """Add a subcommand with its options for each benchmark."""
     what = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    for name, (module, text) in _BENCHMARKS.items():
-        command = what.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        _module(module).add_arguments(command)
+    for name in _BENCHMARKS:
+        benchmark = _find(name)
+        text = benchmark.summary
+        harness.add_arguments(benchmark, what.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the benchmark."""
-    code: int = _module(_BENCHMARKS[args.what][0]).main(args)
-    return code
+    """Run one benchmark; return the exit code."""
+    return harness.run(_find(args.what), args)
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(name)
+def _find(name: str) -> harness.Benchmark[Any]:
+    benchmark: harness.Benchmark[Any] = importlib.import_module(f"fourfold_bench.{name}.benchmark").BENCHMARK
+    return benchmark

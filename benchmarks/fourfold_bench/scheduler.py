@@ -1,19 +1,18 @@
-"""What scheduling costs vLLM's core process, without a model: vLLM's own scheduler against Fourfold's.
+"""Measures the processor time of vLLM's scheduler and of Fourfold's, without a model.
 
-The core process has one thread for all samples of an engine. In every step it says what the GPU computes next
-(`schedule`) and takes what the GPU sampled (`update_from_output`); this drives both and counts the
-thread's processor time.
+vLLM's core process has one thread for all samples. In every step the thread decides what the GPU computes next
+(`schedule`) and handles what the GPU sampled (`update_from_output`). This benchmark drives both.
 
     python -m fourfold_bench.scheduler --samples 512 --steps 400 --save
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,20 +30,21 @@ from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from fourfold_bench import record
-from fourfold_bench.shapes import write_config
+from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, option, run_script
+from fourfold_bench.models import write_config
+from fourfold_bench.record import medians
 from fourfold_rollout.vllm.patches.scheduler import AsyncRolloutScheduler
 
 BLOCK_TOKENS: Final = 16
 TOKENS: Final = 50
-"""Of the vocabulary: a sample is given one after the other."""
+"""Size of the vocabulary: a sample gets its tokens in turn."""
 _CONTEXT: Final = 1024
 _PROMPT_TOKENS: Final = 64
 _GROUP: Final = 8
 
 
 class BareScheduler:
-    """A scheduler and its block manager, for a model that is not there."""
+    """A scheduler and its block manager, without a model."""
 
     def __init__(
         self,
@@ -56,15 +56,15 @@ class BareScheduler:
         context: int = _CONTEXT,
         log_stats: bool = False,
     ) -> None:
-        """Make it.
+        """Make the scheduler.
 
         Args:
-            kind: the class.
-            samples: that run at once.
-            blocks: of the KV cache, of BLOCK_TOKENS tokens.
-            step_tokens: most that a step computes; 0: the prompts of all samples.
+            kind: its class.
+            samples: samples that run at once.
+            blocks: blocks of the KV cache, of BLOCK_TOKENS tokens each.
+            step_tokens: most tokens of a step; 0: the prompts of all samples.
             context: tokens of the longest sample.
-            log_stats: it counts, as vLLM does for its own logs.
+            log_stats: collect statistics, as vLLM does for its logs.
         """
         config = _config(
             asynchronous=issubclass(kind, AsyncScheduler),
@@ -93,7 +93,7 @@ class BareScheduler:
         )
 
     def add(self, name: str, prompt: Sequence[int], *, tokens: int, salt: str = "", **wanted: Any) -> None:
-        """Ask for `tokens` tokens after `prompt`; `wanted` are vLLM's sampling parameters."""
+        """Request `tokens` tokens after `prompt`; `wanted` are sampling parameters of vLLM."""
         parameters = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, **wanted)
         self.scheduler.add_request(
             Request(
@@ -107,11 +107,11 @@ class BareScheduler:
         )
 
     def abort(self, name: str) -> None:
-        """Take a sample out, whether it runs, waits or is gone."""
+        """Abort a sample that runs, waits or has ended."""
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> tuple[SchedulerOutput, Any]:
-        """Schedule one step; return it, and what came out of the step that ended: vLLM's outputs by client."""
+        """Schedule one step; return it, and the outputs of the step that ended, by client."""
         began = time.thread_time()
         asked = self.scheduler.schedule()
         self.seconds += time.thread_time() - began
@@ -136,7 +136,7 @@ class BareScheduler:
         return asked, outputs
 
     def _logprobs(self, names: Sequence[str]) -> LogprobsLists | None:
-        """Return zeros when one of the samples wants them."""
+        """Return zeros if a sample requests log-probabilities."""
         requests = [self.scheduler.requests[name] for name in names if name in self.scheduler.requests]
         wanted: list[Any] = [request.sampling_params for request in requests]
         if all(one.num_logprobs is None for one in wanted):
@@ -145,7 +145,7 @@ class BareScheduler:
         return LogprobsLists(column, column.astype(np.float32), column[:, 0])
 
     def _sampled(self, name: str) -> int:
-        """Return the token that the length of a sample tells."""
+        """Return the next token of a sample, which depends on its length only."""
         request = self.scheduler.requests.get(name)
         return request.num_output_tokens % TOKENS if request is not None else 0
 
@@ -169,7 +169,7 @@ def _config(*, asynchronous: bool, samples: int, blocks: int, step_tokens: int, 
 
 
 def _measure(kind: type[Scheduler], samples: int, steps: int) -> float:
-    """Return the thread's milliseconds a step, from the first step in which all decode."""
+    """Return the thread's milliseconds per step, from the first step in which all samples decode."""
     bare = BareScheduler(kind, samples=samples, blocks=samples * _CONTEXT // BLOCK_TOKENS)
     for number in range(samples):
         bare.add(str(number), [number // _GROUP] * _PROMPT_TOKENS, tokens=_CONTEXT - _PROMPT_TOKENS)
@@ -181,27 +181,40 @@ def _measure(kind: type[Scheduler], samples: int, steps: int) -> float:
     return (bare.seconds - before) / steps * 1e3
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=512, help="that decode at once (%(default)s)")
-    parser.add_argument("--steps", type=int, default=400, help="of a round, at most 950 (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="of each scheduler, in turns (%(default)s)")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/scheduler-DATE.json")
-    arguments = parser.parse_args()
-    taken: dict[type[Scheduler], list[float]] = {AsyncScheduler: [], AsyncRolloutScheduler: []}
-    for _ in range(arguments.rounds):
-        for kind, values in taken.items():
-            values.append(_measure(kind, arguments.samples, arguments.steps))
-    results = {kind.__name__: record.summary(values) for kind, values in taken.items()}
-    theirs, ours = (results[kind.__name__]["median_ms"] for kind in taken)
-    sys.stdout.write(f"processor time of the core's thread, a step of {arguments.samples} samples (medians)\n")
-    sys.stdout.write(f"vLLM's scheduler {theirs:6.2f} ms\nFourfold's       {ours:6.2f} ms, {ours / theirs:.2f} of it\n")
-    if arguments.save:
-        parameters = {name: value for name, value in vars(arguments).items() if name != "save"}
-        path = record.write("scheduler", parameters=parameters, results=results, libraries=["vllm", "torch"])
-        sys.stdout.write(f"written: {path.name}\n")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings(BenchmarkSettings):
+    """The options of the scheduler benchmark."""
+
+    samples: int = option("samples that decode at once", default=512, least=1)
+    steps: int = option("steps of a round", default=400, least=1, most=_CONTEXT - _PROMPT_TOKENS - 10)
+    rounds: int = option("rounds of each scheduler, in turns", default=5, least=1)
+
+
+class SchedulerBenchmark(Benchmark[SchedulerSettings]):
+    """Processor time per step of two schedulers."""
+
+    name = "scheduler"
+    summary = "processor time of vLLM's scheduler and of Fourfold's"
+    settings = SchedulerSettings
+    libraries = ("vllm", "torch")
+
+    def measure(self, settings: SchedulerSettings, run: BenchmarkRun) -> dict[str, Any]:
+        """Measure both in turns, so that a disturbance of the machine hits both."""
+        taken: dict[type[Scheduler], list[float]] = {AsyncScheduler: [], AsyncRolloutScheduler: []}
+        for _ in range(settings.rounds):
+            for kind, values in taken.items():
+                values.append(_measure(kind, settings.samples, settings.steps))
+        return {kind.__name__: medians(values) for kind, values in taken.items()}
+
+    def table(self, document: Mapping[str, Any]) -> list[str]:
+        """Return both medians."""
+        theirs, ours = (result["median_ms"] for result in document["results"].values())
+        return [
+            f"processor time of the core's thread, a step of {document['parameters']['samples']} samples (medians)",
+            f"vLLM's scheduler {theirs:6.2f} ms",
+            f"Fourfold's       {ours:6.2f} ms, {ours / theirs:.2f} of it",
+        ]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(SchedulerBenchmark()))

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from fourfold_bench import model as bench_model
+from fourfold_bench import models
 from tests.integration.test_trainer_deepspeed import run
 from tests.support.bench_command import bench
 from tests.support.trainer_driver import Case
@@ -53,7 +53,7 @@ def test_a_run_ends_with_its_export_and_without_a_restart(layout: str, tmp_path:
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=TWO)])
 def test_an_export_without_a_checkpoint_has_all_weights(ranks: int, tmp_path: Path) -> None:
     """Export right after a step, and after a pass without gradients, with DeepSpeed's own prefetch sizes."""
-    bench_model.write(tmp_path / "model", SHAPE, context=64)
+    models.write_model(tmp_path / "model", SHAPE, context=64)
     case = Case(
         name="export", model=str(tmp_path / "model"), ranks=ranks, dtype="bfloat16", device="cuda", liger=True,
         does="export", budget=32, folder=str(tmp_path / "folder"),

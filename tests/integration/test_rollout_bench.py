@@ -1,4 +1,4 @@
-"""`fourfold bench rollout`: a real service, called from other processes, and vLLM alone."""
+"""Tests `fourfold bench rollout` with a real service, called from other processes, and vLLM alone."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ def test_the_benchmark_measures_a_service_against_vllm_alone(tmp_path: Path) -> 
     assert service["streams"]["gaps"] and min(service["streams"]["gaps"]) >= 0
     assert document["versions"]["torch"] and document["hardware"]["cores"]
     assert document["command"].startswith("fourfold bench rollout --shape tiny")
-    assert any("MainThread" in path.read_text() for path in profile.glob("serve-rollout-*.folded"))
+    assert any("MainThread" in path.read_text() for path in profile.glob("rollout.folded"))

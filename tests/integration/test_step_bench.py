@@ -1,4 +1,4 @@
-"""`fourfold bench step`: a real run with all its services, one that fails, and one that is interrupted."""
+"""Tests `fourfold bench step` with a real run, one that fails, and one that is interrupted."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_the_phases_of_real_steps_add_up(tmp_path: Path) -> None:
         assert row[m.USEFUL_GROUPS] == 1, "scores differ within every group"
     assert results["tokens"] == {"sampled": 3 * 2 * 24, "trained": 3 * 2 * 40}
     assert "mfu" not in results, "there is no GPU"
-    assert results["end"]["exported_bytes"] > 0 and results["end"]["restarts"] == 0
-    assert "the run ended by itself" in done.stdout
+    assert results["end"]["exported_bytes"] > 0
+    assert "no service was restarted" in done.stdout
     assert not _processes(kept)
 
 
@@ -69,7 +69,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
 
 
 def _processes(folder: Path) -> list[int]:
-    """Return the processes that work in the folder, which is where the benchmark has `fourfold run` work."""
+    """Return the processes whose working directory is the folder, as that of the benchmark's `fourfold run` is."""
     found = []
     for entry in Path("/proc").iterdir():
         with suppress(OSError):  # gone, or another user's

@@ -1,9 +1,8 @@
-"""`fourfold bench weights` and the example without services: real trainer processes, a real vLLM."""
+"""Tests `fourfold bench weights` and the example without services, with real trainer processes and a real vLLM."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,22 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.bench_command import environment
+
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def _run(*words: str, cwd: Path) -> str:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
     done = subprocess.run(
-        [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, *words], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

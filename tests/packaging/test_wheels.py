@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,20 @@ def test_fourfold_alone_imports_all_that_needs_no_extra(install: Callable[..., P
     )
     assert not found.modules & (HEAVY | {"tokenizers", "jinja2", "matplotlib", "fourfold_coordinator"})
     assert found.where.startswith(str(tmp_path)), "imported from the repository, not from the wheel"
-    assert "usage: fourfold" in _run(python.with_name("fourfold"), "--help", cwd=tmp_path)
+    fourfold = python.with_name("fourfold")
+    assert "usage: fourfold" in _run(fourfold, "--help", cwd=tmp_path)
+    bench = subprocess.run([fourfold, "bench"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert bench.returncode == 1
+    assert bench.stderr == "fourfold: `bench` is not installed here; pip install fourfold-bench\n"
+
+
+def test_only_its_own_wheel_has_the_benchmarks(wheels: Path) -> None:
+    with_benchmarks = set()
+    for wheel in wheels.glob("*.whl"):
+        names = zipfile.ZipFile(wheel).namelist()
+        if any("bench" in name.lower() or "openrlhf" in name.lower() for name in names):
+            with_benchmarks.add(wheel.name.partition("-")[0])
+    assert with_benchmarks == {"fourfold_bench"}
 
 
 def test_fourfold_tells_type_checkers_that_it_is_typed(install: Callable[..., Path], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Starts `fourfold bench` as a user does."""
+"""Starts `fourfold bench` in a process of its own, as a user does."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, str]:
-    """Return what a benchmark on few cores needs."""
+    """Return the environment of a benchmark on few cores."""
     return os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
 

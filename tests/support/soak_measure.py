@@ -11,7 +11,7 @@ from typing import Final
 
 import psutil
 
-from fourfold_bench import record_result
+from fourfold_bench import record
 from tests.support.rollout_process import Service
 
 GROWTH_BYTES: Final = 1 << 20
@@ -97,7 +97,7 @@ def write(path: Path, rows: Sequence[Row], *, minutes: float, same_as_fresh: boo
     """Write the soak's numbers in the form of a benchmark's."""
     every = max(1, len(rows) // 40)
     series = [*rows[:-1:every], rows[-1]]
-    result = record_result.document(
+    result = record.document(
         "soak-rollout",
         command=f"FOURFOLD_SOAK_MINUTES={minutes:g} python -m pytest tests/integration/test_rollout_soak.py",
         parameters={"minutes": minutes, "model": "qwen2, 2 layers of 64", "rounds": len(rows)},

@@ -1,9 +1,9 @@
-"""One process that calls the rollout service as the coordinator does: groups, whole samples.
+"""Calls the rollout service as the coordinator does, with whole groups; one process of several that share the prompts.
 
     python -m fourfold_bench.rollout.client SETTINGS INDEX HOST:PORT OUT
 
-Several of them share the prompts. They meet before each round by files in OUT's folder, and begin together. The clock
-is that of the machine, so that the times of all processes can be compared.
+All clients begin each round together: they meet by files in OUT's folder. Times are `time.perf_counter`, which all
+processes of the machine share.
 """
 
 from __future__ import annotations
@@ -23,62 +23,70 @@ from fourfold.host.process_tree import die_with_parent
 from fourfold.rollout.client import AsyncRolloutClient, Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.channel import open_channel
-from fourfold_bench.rollout.settings import GREEDY_TOKENS, Settings
-from fourfold_bench.rollout.streams import Streams, first_tokens
+from fourfold_bench.rollout.benchmark import GREEDY_TOKENS, RolloutSettings, read_settings
+from fourfold_bench.streams import Streams, first_token_seconds, streaming_request
 
 _POLL_SECONDS: Final = 0.001
 _MEET_SECONDS: Final = 600.0
+# Numbers of rounds, so that no two rounds have the same prompts.
 _BESIDE: Final = 100_000
-"""Number of the first round beside streams: other prompts."""
+_STREAMS: Final = 200_000
+_IDLE_CALLS: Final = 10
+_IDLE_TOKENS: Final = 2
 
 
 @dataclass(slots=True, kw_only=True)
-class Checked:
-    """What is wrong with samples, and how many there were."""
+class SampleCheck:
+    """Counts samples and their faults."""
 
     samples: int = 0
     tokens: int = 0
     faults: list[str] = field(default_factory=list)
 
     def add(self, completion: Completion, *, expected: int) -> None:
-        """Look at one sample."""
+        """Check one sample, which must have `expected` tokens."""
         self.samples += 1
         self.tokens += len(completion.token_ids)
         if len(completion.token_ids) != expected:
-            self.faults.append(f"{len(completion.token_ids)} tokens where {expected} were asked for")
+            self.faults.append(f"{len(completion.token_ids)} tokens instead of {expected}")
         elif not np.isfinite(completion.logprobs).all() or completion.logprobs.max() > 0:
             self.faults.append("log-probabilities that are not finite, or above 0")
 
 
-class Client:
-    """Calls of one process."""
+class RolloutCaller:
+    """The calls of one process. The first one (index 0) also has the interactive callers."""
 
-    def __init__(self, settings: Settings, index: int, rollout: AsyncRolloutClient, folder: Path) -> None:
+    def __init__(self, settings: RolloutSettings, index: int, rollout: AsyncRolloutClient, folder: Path) -> None:
         self._settings = settings
         self._index = index
         self._rollout = rollout
         self._folder = folder
-        self.checked = Checked()
+        self._check = SampleCheck()
 
     async def measure(self) -> dict[str, Any]:
-        """Run everything; returns JSON values, times in seconds of the machine's clock."""
-        settings, streams = self._settings, Streams(self._settings, self._rollout)
+        """Run all rounds; return JSON values."""
+        settings = self._settings
+        streams = Streams(self._rollout, self._streaming, callers=settings.streams, timeout=settings.timeout)
         result: dict[str, Any] = {}
         if not self._index:
             result["greedy"] = await self._greedy()
-            result["first_token"] = await first_tokens(settings, self._rollout)
+            result["first_token"] = [await self._first_token(call) for call in range(_IDLE_CALLS)]
         await self._meet("begin")
         plain = [await self._round(number) for number in range(settings.plain_rounds)]
         result["rounds"] = plain[settings.warm_up : settings.warm_up + settings.rounds]
         if settings.streams:
             if not self._index:
                 await streams.start()
+                await streams.wait_for(1, timeout=settings.timeout)
+                streams.forget()
             await self._meet("streams")
             result["beside"] = [await self._round(_BESIDE + number) for number in range(settings.rounds)]
             if not self._index:
-                result["streams"] = await streams.stop()
-        checked = self.checked
-        return result | {"samples": checked.samples, "tokens": checked.tokens, "faults": checked.faults[:5]}
+                streams.check()
+                await streams.stop()
+                result["streams"] = {"first_token": streams.first_token, "gaps": streams.gaps()}
+        check = self._check
+        return result | {"samples": check.samples, "tokens": check.tokens, "faults": check.faults[:5]}
 
     async def _round(self, number: int) -> list[float]:
         """Sample this process's groups of one round; return begin and end."""
@@ -89,7 +97,7 @@ class Client:
         groups = await asyncio.gather(*(self._rollout.complete(r, timeout=self._settings.timeout) for r in requests))
         ended = time.perf_counter()
         for completion in (completion for group in groups for completion in group):
-            self.checked.add(completion, expected=self._settings.new_tokens)
+            self._check.add(completion, expected=self._settings.new_tokens)
         return [began, ended]
 
     def _request(self, number: int, index: int) -> pb.GenerateRequest:
@@ -97,12 +105,23 @@ class Client:
         return pb.GenerateRequest(
             request_id=f"bench-{number}-{index}",
             prompt_token_ids=settings.prompt(number, index),
-            # With a seed, as the coordinator asks.
+            # The coordinator's requests have a seed, too.
             sampling_params=pb.SamplingParams(
                 temperature=settings.temperature, max_tokens=settings.new_tokens, seed=number * settings.prompts + index
             ),
             sample_count=settings.group_size,
         )
+
+    def _streaming(self, index: int, count: int, *, tokens: int = 0) -> pb.GenerateRequest:
+        settings = self._settings
+        params = pb.SamplingParams(temperature=settings.temperature, max_tokens=tokens or settings.new_tokens)
+        prompt = settings.prompt(_STREAMS + count, index)
+        return streaming_request(f"stream-{index}-{count}", prompt, params, flush_seconds=settings.flush_seconds)
+
+    async def _first_token(self, call: int) -> float:
+        """Return the seconds to the first token of a single call; nothing else runs."""
+        request = self._streaming(call, -1, tokens=_IDLE_TOKENS)
+        return await first_token_seconds(self._rollout, request, timeout=self._settings.timeout)
 
     async def _greedy(self) -> dict[str, list[float]]:
         request = pb.GenerateRequest(
@@ -114,7 +133,7 @@ class Client:
         return {"token_ids": completion.token_ids.tolist(), "logprobs": completion.logprobs.tolist()}
 
     async def _meet(self, place: str) -> None:
-        """Return when every client is there."""
+        """Return when every client has come to this place."""
         await asyncio.to_thread(self._wait_for_all, place)
 
     def _wait_for_all(self, place: str) -> None:
@@ -126,13 +145,14 @@ class Client:
             time.sleep(_POLL_SECONDS)
 
 
-async def _measure(settings: Settings, index: int, target: str, folder: Path) -> dict[str, Any]:
+async def _measure(settings: RolloutSettings, index: int, target: str, folder: Path) -> dict[str, Any]:
     async with open_channel(target, None) as channel:
-        return await Client(settings, index, AsyncRolloutClient(channel, peer="the rollout service"), folder).measure()
+        client = AsyncRolloutClient(channel, peer="the rollout service")
+        return await RolloutCaller(settings, index, client, folder).measure()
 
 
 if __name__ == "__main__":
     die_with_parent()
-    given, out = Settings.read(Path(sys.argv[1])), Path(sys.argv[4])
+    given, out = read_settings(sys.argv[1]), Path(sys.argv[4])
     result = asyncio.run(_measure(given, int(sys.argv[2]), sys.argv[3], out.parent))
     out.write_text(json.dumps(result), encoding="utf-8")

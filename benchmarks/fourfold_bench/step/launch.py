@@ -1,4 +1,4 @@
-"""`fourfold run` in a folder of the benchmark's own, which is where it puts its run folder.
+"""Runs `fourfold run` in a folder of the benchmark, because the run folder is made in the working directory.
 
 python -m fourfold_bench.step.launch FOLDER RECIPE
 """

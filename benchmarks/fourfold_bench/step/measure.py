@@ -1,67 +1,56 @@
-"""One run of a generated recipe, and what its metrics say of the measured steps."""
+"""Runs a generated recipe with `fourfold run`, and reads the measured steps from its metrics."""
 
 from __future__ import annotations
 
 import re
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from fourfold import config as configuration
 from fourfold import metrics as m
 from fourfold.errors import Internal, Unavailable
-from fourfold_bench.children import Children
-from fourfold_bench.devices import visible
-from fourfold_bench.memory import GpuMemory
-from fourfold_bench.sampler import Profile
+from fourfold_bench.gpus import GpuMemory, visible
+from fourfold_bench.harness import BenchmarkRun
+from fourfold_bench.models import forward_flop
+from fourfold_bench.processes import BenchProcesses, say
+from fourfold_bench.profiling import Profile
 from fourfold_bench.step import phases, recipe
-from fourfold_bench.step.flops import step_flops
-from fourfold_bench.step.settings import Settings
+from fourfold_bench.step.benchmark import StepSettings
 
 _MODEL_SECONDS: Final = 600.0
 _MEMORY_SECONDS: Final = 0.05
+_RUN: Final = "run"
 _TERA: Final = 1e12
 _FAILED: Final = "The run failed."
-# What a service prints each time that it is started.
+# A service prints this line each time that it is started.
 _READY: Final = re.compile(r"^READY ", re.MULTILINE)
 
 
-def run(settings: Settings, folder: Path, profile: Profile | None = None) -> dict[str, Any]:
-    """Measure; returns JSON values.
-
-    Args:
-        settings: what to measure.
-        folder: of its own; the run folder is runs/bench-step in it.
-        profile: of every process, in the step that the settings have for it.
+def measure(settings: StepSettings, run: BenchmarkRun) -> dict[str, Any]:
+    """Measure; return JSON values. The run folder is runs/bench-step in the benchmark's folder.
 
     Raises:
-        ConfigError: no recipe may say what the settings ask for.
-        Unavailable: the run failed; with the end of what it said.
-        Internal: its metrics are not those of the steps that were asked for, or it did not end as it should.
+        ConfigError: the settings break a rule of recipes.
+        Unavailable: the run failed; with the end of its output.
+        Internal: its metrics do not have the measured steps, or the run did not end as it must.
     """
-    children = Children(folder)
-    memory = GpuMemory([f"cuda:{index}" for index in range(settings.gpus)], every=_MEMORY_SECONDS)
-    try:
+    folder, gpus = run.folder, [f"cuda:{index}" for index in range(settings.gpus)]
+    with GpuMemory(gpus, every=_MEMORY_SECONDS) as memory, BenchProcesses(folder) as processes:
         path = folder / "recipe.toml"
         path.write_text(configuration.dump(recipe.write(settings, folder)), encoding="utf-8")
-        words = ("-m", "fourfold_bench.model", str(folder / "model"), settings.shape, str(settings.context))
-        children.run("model", *words, timeout=_MODEL_SECONDS)
-        env = environment(settings) | (profile.environment() if profile else {})
-        children.start("run", "-m", "fourfold_bench.step.launch", str(folder), str(path), env=env)
-        watch = Watch(settings, folder / "runs" / "bench-step", memory)
-        if profile is not None:
-            own, pid = profile, children.pid("run")
-            watch.on_profile = [lambda: own.begin(pid), own.end]
+        words = ("-m", "fourfold_bench.models", str(folder / "model"), settings.shape, str(settings.context))
+        processes.run("model", *words, timeout=_MODEL_SECONDS)
+        processes.start(_RUN, "-m", "fourfold_bench.step.launch", str(folder), str(path), env=environment(settings))
+        watch = RunWatch(settings, folder / "runs" / "bench-step", memory)
+        if run.profile is not None:
+            watch.profile(run.profile, processes.pid(_RUN))
         try:
-            children.wait("run", timeout=settings.timeout, until=watch.look)
-            end = {} if settings.stop else {"end": _finish(children, watch)}
+            processes.wait(_RUN, timeout=settings.timeout, until=watch.poll)
+            end = {} if settings.stop else {"end": wait_for_end(processes, watch)}
         except Unavailable as error:
-            raise Unavailable(_why(children.log("run")) or error.message) from None
-    finally:
-        children.stop()
-        memory.stop()
+            raise Unavailable(_explanation(processes.log(_RUN)) or error.message) from None
     rows = phases.read_steps(watch.run_dir, warm_up=settings.warm_up, steps=settings.steps)
     return summarise(settings, rows) | {
         "first_step_after_seconds": watch.first_step_seconds,
@@ -71,14 +60,14 @@ def run(settings: Settings, folder: Path, profile: Profile | None = None) -> dic
     }
 
 
-def _finish(children: Children, watch: Watch) -> dict[str, Any]:
-    """Wait until the run has ended by itself, with exit code 0; return what its end was.
+def wait_for_end(processes: BenchProcesses, watch: RunWatch) -> dict[str, Any]:
+    """Wait until the run has ended with exit code 0; return its duration and the size of its export.
 
     Raises:
-        Internal: it exported nothing, or a service was started again.
+        Internal: the run exported nothing, or restarted a service.
     """
     began = time.monotonic()
-    children.wait("run", timeout=watch.seconds_left)
+    processes.wait(_RUN, timeout=watch.seconds_left)
     model = watch.run_dir / "model"
     written = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     if not written:
@@ -87,29 +76,28 @@ def _finish(children: Children, watch: Watch) -> dict[str, Any]:
         starts = len(_READY.findall(log.read_text(encoding="utf-8", errors="replace")))
         if starts > 1:
             raise Internal(f"{log.stem} was started {starts} times; its log is {log}")
-    return {"seconds": round(time.monotonic() - began, 3), "exported_bytes": written, "restarts": 0}
+    return {"seconds": round(time.monotonic() - began, 3), "exported_bytes": written}
 
 
-def _why(log: Path) -> str:
-    """Return why a run failed, in its own words: they end with the log of what died."""
+def _explanation(log: Path) -> str:
+    """Return the end of the run's output, from the line that tells why it failed; empty: there is none."""
     _, failed, why = log.read_text(encoding="utf-8").rpartition(_FAILED)
     return f"{failed}{why}".strip() if failed else ""
 
 
-def environment(settings: Settings) -> dict[str, str]:
-    """Return what the launcher shall see: the GPUs of the run by their number there, one perhaps more than once."""
+def environment(settings: StepSettings) -> dict[str, str]:
+    """Return the environment of the launcher: the GPUs in the order of its placement, some perhaps more than once."""
     return visible(*(f"cuda:{index}" for index in settings.dealt_gpus) if settings.on_gpus else ())
 
 
-def summarise(settings: Settings, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarise(settings: StepSettings, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return means over the measured steps: seconds by phase, their parts, speeds, FLOP and MFU."""
     seconds = phases.means([phases.phases(row) for row in rows])
     sizes = phases.means([{name: row[name] for name in (m.RESPONSE_LENGTH, m.TOTAL_LENGTH)} for row in rows])
-    sampled = settings.samples * sizes[m.RESPONSE_LENGTH]
-    tokens = settings.samples * sizes[m.TOTAL_LENGTH]
-    flops = step_flops(
-        settings.shape, samples=settings.samples, tokens=sizes[m.TOTAL_LENGTH], reference=settings.kl_coef > 0
-    )
+    length = sizes[m.TOTAL_LENGTH]
+    sampled, tokens = settings.samples * sizes[m.RESPONSE_LENGTH], settings.samples * length
+    forward = forward_flop(settings.shape, tokens=tokens, squares=tokens * length)
+    flop = {"update": 3 * forward, "reference": forward if settings.kl_coef > 0 else 0.0, "sampling": forward}
     result: dict[str, Any] = {
         "phases": seconds,
         "phases_by_step": [phases.phases(row) for row in rows],
@@ -120,35 +108,34 @@ def summarise(settings: Settings, rows: Sequence[Mapping[str, Any]]) -> dict[str
             "train": tokens / seconds["train"],
             "step": tokens / seconds[phases.WALL],
         },
-        "flop": {"update": flops.update, "reference": flops.reference, "sampling": flops.sampling},
+        "flop": flop,
     }
     if settings.on_gpus:
-        result["mfu"] = mfu(settings, update=flops.update, whole=flops.whole, seconds=seconds)
+        result["mfu"] = mfu(settings, update=flop["update"], whole=sum(flop.values()), seconds=seconds)
     return result
 
 
-def mfu(settings: Settings, *, update: float, whole: float, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return the shares of the GPUs' peak: of the update on the trainer's, and of the whole step on all of them."""
+def mfu(settings: StepSettings, *, update: float, whole: float, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the shares of the GPUs' peak: of the update on the trainer's GPUs, and of the whole step on all GPUs."""
     peak = settings.peak_tflops * _TERA
     return {
-        "train": update / (seconds["train"] * settings.ranks * peak),
+        "train": update / (seconds["train"] * settings.replicas * peak),
         "step": whole / (seconds[phases.WALL] * settings.gpus * peak),
     }
 
 
-class Watch:
-    """Looks at a run from outside: says which steps are done, and notes the most memory of the measured ones."""
+class RunWatch:
+    """Follows a run by its metrics file: finished steps, the most memory of measured steps, and the profiled step."""
 
-    def __init__(self, settings: Settings, run_dir: Path, memory: GpuMemory) -> None:
-        """Begin, when the run begins."""
+    def __init__(self, settings: StepSettings, run_dir: Path, memory: GpuMemory) -> None:
+        """Start the clock; make this object when the run is started."""
         self.run_dir = run_dir
         self.peak: dict[str, int] = {}
         """MiB by device."""
         self.first_step_seconds = 0.0
         """From the start of the run to the end of its first step."""
-        self.on_profile: list[Callable[[], object]] = []
-        """What to call when the step after the measured ones begins, and when it ends."""
         self._settings, self._memory = settings, memory
+        self._profile: tuple[Profile, int] | None = None
         self._began, self._done = time.monotonic(), 0
         self._path = run_dir / "metrics.jsonl"
 
@@ -157,22 +144,26 @@ class Watch:
         """Until the run must have ended."""
         return self._began + self._settings.timeout - time.monotonic()
 
-    def look(self) -> bool:
-        """Look once; return whether all steps are done."""
+    def profile(self, profile: Profile, pid: int) -> None:
+        """Profile process `pid` in the step after the measured ones."""
+        self._profile = profile, pid
+
+    def poll(self) -> bool:
+        """Read the metrics file; return whether all steps are done."""
         if not self._path.exists() or self._path.read_bytes().count(b"\n") == self._done:
             return False
         self._done += 1
-        sys.stderr.write(f"{time.strftime('%H:%M:%S')} step {self._done} is done\n")
+        say(f"step {self._done} is done")
         if self._done == 1:
             self.first_step_seconds = round(time.monotonic() - self._began, 3)
         if self._done == self._settings.warm_up:
             self._memory.used()
         if self._done == self._settings.warm_up + self._settings.steps:
             self.peak = {device: round(most) for device, most in self._memory.peak().items()}
-            if self.on_profile:
-                self.on_profile[0]()
+            if self._profile is not None:
+                self._profile[0].begin(_RUN, self._profile[1])
         if self._done < self._settings.last_step:
             return False
-        for call in self.on_profile[1:]:
-            call()
+        if self._profile is not None:
+            self._profile[0].end()
         return True

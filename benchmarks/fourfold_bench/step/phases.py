@@ -1,4 +1,4 @@
-"""Where the time of a step went: phases that add up to the wall time, from metrics.jsonl and the coordinator's log."""
+"""Divides the wall time of a step into phases, from metrics.jsonl and the coordinator's log."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from fourfold import metrics as m
 from fourfold.errors import Internal
 
 PHASES: Final[Mapping[str, str]] = {name.removeprefix("time/"): name for name in m.TIMES_OF_A_STEP}
-"""Phases that follow each other, by their metric; one that a step does not have takes no time."""
+"""Metrics of the phases that follow each other. A phase that a step does not have takes no time."""
 OTHER: Final = "other"
 WALL: Final = "wall"
 _DONE: Final = re.compile(r"step (\d+) of \d+ is done")
-# Parts of a phase, and metrics that say more of it; seconds.
+# Prefixes of metrics that divide a phase further, in seconds.
 _PARTS: Final = ("weights/", "train/seconds_")
 _SPEEDS: Final = (m.ROLLOUT_SPEED, m.TRAIN_SPEED, m.TRAIN_TFLOPS, m.MISMATCH_MEAN, m.MISMATCH_MAX)
 
 
 def read_steps(run_dir: Path, *, warm_up: int, steps: int) -> list[dict[str, float]]:
-    """Return the metrics of the measured steps, each with its wall time: from the end of the step before to its own.
+    """Return the metrics of the measured steps, each with its wall time: from the end of the step before to its end.
 
     Raises:
-        Internal: a step is missing, or learned nothing.
+        Internal: a step is missing, or was skipped because it had nothing to learn.
     """
     rows = {row["step"]: row for row in _json_lines(run_dir / "metrics.jsonl")}
     ends = _ends(run_dir / "logs" / "coordinator-0.log")
@@ -35,21 +35,21 @@ def read_steps(run_dir: Path, *, warm_up: int, steps: int) -> list[dict[str, flo
     for step in range(warm_up + 1, warm_up + steps + 1):
         if step not in rows or step not in ends or step - 1 not in ends:
             raise Internal(f"step {step} is not in {run_dir / 'metrics.jsonl'} or in the coordinator's log")
-        if rows[step][m.SKIPPED_STEPS] > rows[step - 1][m.SKIPPED_STEPS]:  # since the start of the run
+        if rows[step][m.SKIPPED_STEPS] > rows[step - 1][m.SKIPPED_STEPS]:  # counted since the start of the run
             raise Internal(f"step {step} changed nothing: {rows[step]['diagnosis']}")
         measured.append({**rows[step], WALL: ends[step] - ends[step - 1]})
     return measured
 
 
 def phases(row: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of each phase of one step, what no phase accounts for, and the wall time."""
+    """Return the seconds of each phase of one step, of `other` (in no phase), and of the whole step (`wall`)."""
     found = {name: float(row[metric]) for name, metric in PHASES.items() if row.get(metric) is not None}
     wall = float(row[WALL])
     return found | {OTHER: wall - sum(found.values()), WALL: wall}
 
 
 def parts(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of one step that say more of its phases."""
+    """Return the metrics of one step that divide its phases further."""
     found = {
         name: float(value) for name, value in row.items() if name.startswith(_PARTS) and isinstance(value, int | float)
     }
@@ -61,13 +61,13 @@ def parts(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of every number that all rows have."""
+    """Return the mean of every key that all rows have."""
     names = [name for name in rows[0] if all(name in row for row in rows)]
     return {name: statistics.fmean(row[name] for row in rows) for name in names}
 
 
 def _ends(log: Path) -> dict[int, float]:
-    """Return when each step was done, in seconds since the epoch."""
+    """Return the time at which each step was done, in seconds since 1970."""
     found = {}
     for line in _json_lines(log):
         if match := _DONE.match(str(line.get("message", ""))):
@@ -76,9 +76,5 @@ def _ends(log: Path) -> dict[int, float]:
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file; other lines in a log are those of libraries."""
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if line.startswith("{"):
-            found.append(json.loads(line))
-    return found
+    """Return the JSON objects of a file; other lines in a log come from libraries."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("{")]

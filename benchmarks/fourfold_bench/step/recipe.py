@@ -1,4 +1,4 @@
-"""The recipe of the benchmark: prompts of made-up words, a score that differs within a group, and nothing besides."""
+"""Writes the recipe of the step benchmark: prompts of made-up words, and a score that differs within a group."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any, Final
 import numpy as np
 
 from fourfold.config import Config, from_tables
-from fourfold_bench.model import text
-from fourfold_bench.shapes import SHAPES
-from fourfold_bench.step.settings import Settings
+from fourfold_bench.models import SHAPES, text_of
+from fourfold_bench.step.benchmark import StepSettings
 
 _NEVER: Final = 1_000_000
 _SEED: Final = 17
-_REWARD: Final = '''"""A score that says nothing, but differs from sample to sample."""
+_REWARD: Final = '''"""Scores that carry no information, but differ from sample to sample."""
 
 import zlib
 
@@ -26,27 +25,26 @@ def score(sample):
 '''
 
 
-def write(settings: Settings, folder: Path) -> Config:
-    """Write prompts and reward function into `folder`, which will have the model; return the recipe.
+def write(settings: StepSettings, folder: Path) -> Config:
+    """Write prompts and reward function into `folder`, where the model will be; return the recipe.
 
-    The recipe has one step more than are measured: after it the run writes a checkpoint and exports the model.
+    The recipe has one step more than are measured, after which the run writes a checkpoint and exports the model.
 
     Raises:
-        ConfigError: no recipe may say what the settings ask for.
+        ConfigError: the settings break a rule of recipes; nothing was written.
     """
     total = settings.last_step + 1
     config = from_tables(_tables(settings, folder, total), source="the benchmark's recipe")
     random = np.random.default_rng(_SEED)
     words = SHAPES[settings.shape]["vocab_size"]
     rows = random.integers(0, words, (settings.prompts * total, settings.prompt_tokens)).tolist()
-    lines = (json.dumps({"question": text(row), "answer": ""}) + "\n" for row in rows)
+    lines = (json.dumps({"question": text_of(row), "answer": ""}) + "\n" for row in rows)
     (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
     (folder / "reward.py").write_text(_REWARD, encoding="utf-8")
     return config
 
 
-def _tables(settings: Settings, folder: Path, total: int) -> dict[str, Any]:
-    device = "cuda" if settings.on_gpus else "cpu"
+def _tables(settings: StepSettings, folder: Path, total: int) -> dict[str, Any]:
     return {
         "name": "bench-step",
         "seed": _SEED,
@@ -70,8 +68,8 @@ def _tables(settings: Settings, folder: Path, total: int) -> dict[str, Any]:
             **({"max_batched_tokens": settings.batched_tokens} if settings.batched_tokens else {}),
         },
         "trainer": {
-            "ranks": settings.ranks,
-            "device": device,
+            "ranks": settings.replicas,
+            "device": settings.device,
             "zero_stage": 3,
             "liger_kernels": settings.liger,
             "gradient_checkpointing": settings.checkpointing,
@@ -79,10 +77,10 @@ def _tables(settings: Settings, folder: Path, total: int) -> dict[str, Any]:
         "reward": {"verifier": f"{folder / 'reward.py'}:score"},
         "reference": {
             "replicas": settings.replicas if settings.kl_coef else 1,
-            "device": device,
+            "device": settings.device,
             "tokens_per_batch": settings.reference_tokens,
         },
-        # Sums of both sides are compared in the warm-up, and later as seldom as a run does.
+        # Sums of both sides are compared in the warm-up, and in measured steps as rarely as in any run.
         "weights": {"backend": settings.backend, "verify_first": settings.warm_up},
         "checkpoint": {"every_steps": _NEVER},
         "evaluation": {"every_steps": _NEVER},

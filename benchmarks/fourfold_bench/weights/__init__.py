@@ -1,11 +1,6 @@
-"""`fourfold bench weights`: how long a weight update takes on this machine, and what it costs.
+"""Measures the update of a running engine's weights (`fourfold bench weights`), alone or through the services.
 
-    command   the arguments                     suite     many configurations, each in a process of its own
-    rounds    what is measured, in which order  table     what is printed
-    ranks     the trainer's processes (rank)    engine    a real vLLM (worker) with streams that decode
-    loop      for comparison: tensor by tensor  memory    of the GPUs, from outside
-    services  the same through gRPC             streams   that decode there, and what became of their tokens
-
-The updates go through `fourfold.weights.local`, so that this measures what a script gets; the services add their gRPC
-calls and streams. Nothing is imported here.
+benchmark   options, suites, table       direct     the library alone: rounds with `fourfold.weights.local`
+services    the same through gRPC        engine     a vLLM that decodes all the time; worker: its side
+rank_client, rank_process, zero3         the trainer's processes, and real ZeRO-3 in them
 """

@@ -1,7 +1,7 @@
-"""A real vLLM with streams that decode all the time, driven from the thread that measures.
+"""Runs a vLLM with streams that decode all the time, for the thread that measures weight updates.
 
-vLLM's `AsyncLLM` and the streams belong to the event loop of the main thread; `collective_rpc` and `pause` are called
-from another one and wait for it.
+vLLM's `AsyncLLM` and the streams belong to the event loop of the main thread. The measuring thread calls
+`collective_rpc` and `pause`, which wait for that loop.
 """
 
 from __future__ import annotations
@@ -15,29 +15,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from fourfold_bench.devices import visible
-from fourfold_bench.vllm_process import meet_in
-from fourfold_bench.weights.settings import Settings
+from fourfold_bench.gpus import visible
+from fourfold_bench.vllm_process import CPU_BLOCK_TOKENS, meet_in
+from fourfold_bench.weights.benchmark import WeightSettings
 
 T = TypeVar("T")
 
 _WORKER: Final = "fourfold_bench.weights.worker.BenchWorker"
 _CALL_SECONDS: Final = 300.0
 _PROMPT_TOKENS: Final = 16
-_CPU_BLOCK_TOKENS: Final = 32
 
 
 class ServingEngine:
-    """One vLLM. Made in the main thread before it has others; `local.PublishEngine` for the measuring thread."""
+    """One vLLM, made in the main thread before there are others. Implements `local.PublishEngine`."""
 
-    def __init__(self, settings: Settings, folder: Path, scratch: Path) -> None:
-        """Start vLLM; returns when it can sample."""
+    def __init__(self, settings: WeightSettings, folder: Path, scratch: Path) -> None:
+        """Start vLLM; return when it can sample."""
         os.environ.update(visible(settings.engine_device))
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         meet_in(scratch)
-        options: dict[str, Any] = {"block_size": _CPU_BLOCK_TOKENS}
+        options: dict[str, Any] = {"block_size": CPU_BLOCK_TOKENS}
         if settings.on_gpus:
             options = {"gpu_memory_utilization": settings.engine_memory}
         arguments = AsyncEngineArgs(
@@ -57,7 +56,7 @@ class ServingEngine:
             **options,
         )
         config = arguments.create_engine_config()
-        if threading.active_count() == 1:  # a fork saves a second import of vLLM
+        if threading.active_count() == 1:  # a fork saves a second import of vLLM, and is unsafe with threads
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self._llm = AsyncLLM.from_vllm_config(config, disable_log_stats=True)
         self._vocabulary: int = config.model_config.get_vocab_size()
@@ -65,11 +64,11 @@ class ServingEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.pauses: dict[str, float] = {}
-        """Of the last pause: points in time "asked", "paused", "resumed" and "answered"."""
+        """Points in time of the last pause: "asked", "paused", "resumed" and "answered"."""
         self.took: dict[str, float] = {}
-        """Seconds of each verb's last call."""
+        """Seconds of the last call of each verb."""
         self.tokens: list[list[float]] = [[] for _ in range(settings.streams)]
-        """When each stream got a token: points in time, growing."""
+        """When each stream got its tokens, in seconds of `time.perf_counter`."""
 
     def attach(self) -> None:
         """Start the streams on the running event loop."""
@@ -77,7 +76,7 @@ class ServingEngine:
         self._tasks = [asyncio.create_task(self._stream(index)) for index in range(self._settings.streams)]
 
     def collective_rpc(self, method: str, *, args: tuple[Any, ...]) -> list[Any]:
-        """Call a verb in all workers."""
+        """Call a verb in all workers; return their answers."""
         began = time.perf_counter()
         answers: list[Any] = self._wait(self._llm.collective_rpc(method, args=args))
         self.took[method] = time.perf_counter() - began
@@ -85,7 +84,7 @@ class ServingEngine:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Keep vLLM from stepping; requests keep what they have."""
+        """Stop vLLM's steps in the block; requests keep their tokens."""
         asked = time.perf_counter()
         self._wait(self._llm.engine_core.pause_scheduler_async("keep", False))
         paused = time.perf_counter()
@@ -98,10 +97,10 @@ class ServingEngine:
             self.pauses = {"asked": asked, "paused": paused, "resumed": resumed, "answered": answered}
 
     def wait_for_tokens(self, count: int, timeout: float) -> None:
-        """Return when every stream has got `count` more.
+        """Wait until every stream has got `count` tokens more.
 
         Raises:
-            TimeoutError: they did not come, or a stream has died.
+            TimeoutError: the tokens did not come in time, or a stream has ended.
         """
         goals = [len(times) + count for times in self.tokens]
         end = time.monotonic() + timeout
@@ -115,16 +114,16 @@ class ServingEngine:
             time.sleep(0.005)
 
     async def stop(self) -> None:
-        """End the streams and vLLM."""
+        """Cancel the streams and end vLLM."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.close()
 
     def close(self) -> None:
-        """End vLLM. Any number of times; on the event loop when there is one."""
+        """End vLLM. Idempotent; call it on the event loop if there is one."""
         self._llm.shutdown()
-        # vLLM calls it again when the object is collected, at a time when its modules may be gone.
+        # vLLM calls it again when the object is collected, possibly after its modules are gone.
         self._llm.shutdown = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
 
     async def _stream(self, index: int) -> None:
@@ -134,7 +133,7 @@ class ServingEngine:
 
         count = 0
         while True:
-            # Streams begin at different places, so that they do not all end, and start anew, in one step.
+            # The first requests differ in length, so that the streams do not all restart in one step.
             first = self._settings.context // 2 * index // self._settings.streams if not count else 0
             prompt = tokens_input([(7 * index + i) % self._vocabulary for i in range(_PROMPT_TOKENS)])
             params = SamplingParams(

@@ -1,205 +1,167 @@
-"""The same through the real services, trainer and rollout, called as the coordinator does.
+"""Measures weight updates through the trainer and rollout services, called as the coordinator does.
 
     step of the trainer -> SendWeights, BeginWeights at once -> ReceiveWeights -> CommitWeights(hold) -> ReleaseWeights
 
-The stall is what the engine measures, from the moment that nothing is sampled to the moment that it is told to go on.
-The coordinator's probe lies between commit and release, where the engine samples already; it is left out here.
+The stall is measured by the engine, from the moment that nothing is sampled to the moment that it resumes. The
+coordinator's probe comes between commit and release, when the engine samples again; it is not part of this benchmark.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import statistics
-import sys
+import itertools
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
+from fourfold import config as configuration
+from fourfold.config import Config
 from fourfold.errors import Unavailable
-from fourfold.host.scratch import Scratch
 from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.rollout.v1 import rollout_control_service_pb2_grpc as control_grpc
+from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rpc.channel import call, open_channel
 from fourfold.trainer.client import AsyncTrainerClient
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
 from fourfold.weights.manifest import Manifest
-from fourfold_bench.devices import visible
-from fourfold_bench.memory import GpuMemory
-from fourfold_bench.shapes import write_config
-from fourfold_bench.weights.numbers import Phase, Seconds, summary, usual_gap
-from fourfold_bench.weights.settings import Settings
-from fourfold_bench.weights.streams import Streams
+from fourfold_bench.gpus import GpuMemory, visible
+from fourfold_bench.models import SHAPES
+from fourfold_bench.processes import BenchProcesses
+from fourfold_bench.record import percentiles
+from fourfold_bench.streams import Streams, streaming_request, usual_gap
+from fourfold_bench.weights.benchmark import WeightSettings
+from fourfold_bench.weights.phases import Phase, Seconds, add_round, common_results
 
+_MODEL_SECONDS: Final = 600.0
 _READY_SECONDS: Final = 400.0
-_STOP_SECONDS: Final = 10.0
 _STEP_SECONDS: Final = 300.0
+_STREAM_SECONDS: Final = 3600.0
 _TOKENS_BETWEEN: Final = 4
+_PROMPT_TOKENS: Final = 16
 _ROW: Final = np.arange(3, 35, dtype=np.int32)
 
-_RECIPE: Final = """
-name = "bench"
-steps = 1
-[model]
-source = "{folder}"
-max_context_tokens = {context}
-[data.train]
-reasoning_gym = "products"
-size = 64
-[sampling]
-max_new_tokens = 16
-[batch]
-prompts_per_step = 1
-group_size = 2
-[rollout]
-gpus_per_replica = {gpus}
-gpu_memory_utilization = {memory}
-max_concurrent_samples = {streams}
-enforce_eager = {eager}
-[trainer]
-device = "{device}"
-ranks = {ranks}
-zero_stage = {stage}
-learning_rate = 1e-4
-"""
+
+def measure(settings: WeightSettings, folder: Path) -> dict[str, Any]:
+    """Measure; return JSON values."""
+    with BenchProcesses(folder) as processes:
+        words = ("-m", "fourfold_bench.models", str(folder / "model"), settings.shape, str(settings.context))
+        processes.run("model", *words, timeout=_MODEL_SECONDS)
+        path = folder / "recipe.toml"
+        path.write_text(configuration.dump(recipe(settings, folder / "model")), encoding="utf-8")
+        processes.serve("trainer", "trainer", str(path), env=visible(*settings.trainer_devices))
+        processes.serve("rollout", "rollout", str(path), env=visible(settings.engine_device))
+        targets = processes.ready("trainer", "rollout", timeout=_READY_SECONDS)
+        return asyncio.run(_measure(settings, *targets))
 
 
-async def run(settings: Settings) -> dict[str, Any]:
-    """Measure; returns JSON values like `rounds.run`."""
-    scratch = Scratch("bench")
-    started: list[asyncio.subprocess.Process] = []
-    try:
-        recipe = _prepare(settings, scratch.path)
-        trainer, rollout_service = await asyncio.gather(
-            _serve("trainer", recipe, scratch.path, settings.trainer_devices, started),
-            _serve("rollout", recipe, scratch.path, (settings.engine_device,), started),
-        )
-        async with open_channel(trainer, None) as to_trainer, open_channel(rollout_service, None) as to_rollout:
-            return await _Bench(settings, to_trainer, to_rollout).run()
-    finally:
-        for process in started:
-            if process.returncode is None:
-                process.terminate()
-        for process in started:
-            try:
-                await asyncio.wait_for(process.wait(), _STOP_SECONDS)
-            except TimeoutError:
-                process.kill()
-        scratch.remove()
+async def _measure(settings: WeightSettings, trainer: str, engine: str) -> dict[str, Any]:
+    async with open_channel(trainer, None) as to_trainer, open_channel(engine, None) as to_rollout:
+        return await _ServiceRounds(settings, to_trainer, to_rollout).run()
 
 
-def _prepare(settings: Settings, scratch: Path) -> Path:
-    """Write the model, with weights, and the recipe."""
-    import torch
-    import transformers
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
+def recipe(settings: WeightSettings, model: Path) -> Config:
+    """Return the recipe of the services.
 
-    folder = write_config(scratch / "model", settings.shape)
-    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
-    make: Any = transformers.AutoModelForCausalLM
-    make.from_config(transformers.AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).save_pretrained(folder)
-    recipe = scratch / "recipe.toml"
-    text = _RECIPE.format(
-        folder=folder,
-        context=settings.context,
-        gpus=1 if settings.on_gpus else 0,
-        memory=settings.engine_memory,
-        streams=max(2, settings.streams),  # the recipe has groups of two
-        eager=str(settings.eager).lower(),
-        device="cuda" if settings.on_gpus else "cpu",
-        ranks=len(settings.trainer_devices),
-        stage=3 if settings.zero3 else 0,
+    Raises:
+        ConfigError: the settings break a rule of recipes.
+    """
+    return configuration.from_tables(
+        {
+            "name": "bench",
+            "steps": 1,
+            "model": {"source": str(model), "max_context_tokens": settings.context},
+            "data": {"train": {"reasoning_gym": "products", "size": 64}},
+            "sampling": {"max_new_tokens": 16},
+            "batch": {"prompts_per_step": 1, "group_size": 2},
+            "rollout": {
+                "gpus_per_replica": int(settings.on_gpus),
+                "gpu_memory_utilization": settings.engine_memory,
+                "max_concurrent_samples": max(2, settings.streams),  # groups have at least two samples
+                "enforce_eager": settings.eager,
+            },
+            "trainer": {
+                "device": "cuda" if settings.on_gpus else "cpu",
+                "ranks": len(settings.trainer_devices),
+                "zero_stage": 3 if settings.zero3 else 0,
+                "learning_rate": 1e-4,
+            },
+        },
+        source="the benchmark's recipe",
     )
-    recipe.write_text(text, encoding="utf-8")
-    return recipe
 
 
-async def _serve(
-    role: str, recipe: Path, scratch: Path, devices: Sequence[str], started: list[asyncio.subprocess.Process]
-) -> str:
-    """Start a service that sees these devices; return its host:port."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "fourfold", "serve", role, str(recipe)),
-        *("--listen", "127.0.0.1:0", "--run-dir", str(scratch / "run")),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, **visible(*devices)},
-    )
-    started.append(process)
-    assert process.stdout is not None, "a pipe"
-    async with asyncio.timeout(_READY_SECONDS):
-        while line := await process.stdout.readline():
-            if line.startswith(b"READY "):
-                return line.split()[1].decode()
-    raise Unavailable(f"the {role} service of the benchmark ended; its messages are above")
+class _ServiceRounds:
+    """Runs the rounds."""
 
-
-class _Bench:
-    def __init__(self, settings: Settings, to_trainer: Any, to_rollout: Any) -> None:
+    def __init__(self, settings: WeightSettings, to_trainer: Any, to_rollout: Any) -> None:
         self._settings = settings
         self._trainer = AsyncTrainerClient(to_trainer, peer="trainer")
         self._sender = weight_grpc.TrainerWeightServiceStub(to_trainer)
         self._engine = control_grpc.RolloutControlServiceStub(to_rollout)
-        self._streams = Streams(settings, AsyncRolloutClient(to_rollout, peer="rollout"))
+        client = AsyncRolloutClient(to_rollout, peer="rollout")
+        self._streams = Streams(client, self._stream_request, callers=settings.streams, timeout=_STREAM_SECONDS)
         self._epoch = int(time.time())
         self._version = 0
         self._manifest: Manifest
 
     async def run(self) -> dict[str, Any]:
-        """Run everything."""
-        settings = self._settings
-        memory = GpuMemory([*settings.trainer_devices, settings.engine_device])
-        await self._streams.start()
-        try:
-            await self._streams.wait_for(_TOKENS_BETWEEN, timeout=_STEP_SECONDS)
-            before = memory.used()
-            opens = []
-            for _ in range(2):
-                began = time.perf_counter()
-                report = await self._open()
-                opens.append(time.perf_counter() - began)
-            opened = memory.used()
-            await self._rounds(settings.warm_up, verify=True)
-            plain = await self._rounds(settings.rounds, verify=False)
-            verified = await self._rounds(settings.verified_rounds, verify=True)
-            peak = memory.peak()
-            tokens = await self._end_streams()
-        finally:
-            await self._streams.stop()
-            memory.stop()
-        return {
-            "bytes": self._manifest.byte_count,
-            "tensors": len(self._manifest.tensors),
-            "applied": {"direct": report.direct_tensor_count, "reload": report.reload_tensor_count},
-            "open": summary(opens),
-            "gigabytes_per_second": round(self._manifest.byte_count / statistics.median(plain["receive"]) / 1e9, 2),
-            "gpu_mib": {d: {"open": round(opened[d] - before[d]), "most": round(peak[d] - before[d])} for d in before},
-            "plain": {name: summary(values) for name, values in plain.items()},
-            "verified": {name: summary(values) for name, values in verified.items()},
-            "token_gap": summary([usual_gap(self._streams.times)]),
-            "tokens": tokens,
-            **self._waits(plain),
-        }
+        """Run all rounds; return JSON values."""
+        settings, streams = self._settings, self._streams
+        with GpuMemory([*settings.trainer_devices, settings.engine_device]) as gpus:
+            await streams.start()
+            try:
+                await streams.wait_for(_TOKENS_BETWEEN, timeout=_STEP_SECONDS)
+                before = gpus.used()
+                opens = []
+                for _ in range(2):
+                    began = time.perf_counter()
+                    report = await self._open()
+                    opens.append(time.perf_counter() - began)
+                opened = gpus.used()
+                await self._rounds(settings.warm_up, verify=True)
+                plain = await self._rounds(settings.rounds, verify=False)
+                verified = await self._rounds(settings.verified_rounds, verify=True)
+                memory = before, opened, gpus.peak()
+                tokens = await self._end_streams()
+            finally:
+                await streams.stop()
+        results = common_results(
+            self._manifest,
+            direct=report.direct_tensor_count,
+            reload=report.reload_tensor_count,
+            opens=opens,
+            plain=plain,
+            verified=verified,
+            memory=memory,
+            token_gap=usual_gap(streams.times),
+        )
+        return results | {"tokens": tokens, **self._waits(plain)}
 
     def _waits(self, plain: Phase) -> dict[str, Any]:
-        """Return what clients waited: for first tokens, and in the round with the longest gap beside its stall."""
+        """Return the times that clients waited: for first tokens, and in the round with the longest gap."""
         if not self._streams.first_token:
             return {}
         rounds = zip(plain["longest_gap"], plain["stall"], strict=True)
         gap, stall = max(rounds, key=lambda times: times[0] - times[1])
         return {
-            "first_token": summary(self._streams.first_token),
+            "first_token": percentiles(self._streams.first_token),
             "worst_round": {"gap_ms": round(1000 * gap, 3), "stall_ms": round(1000 * stall, 3)},
         }
 
+    def _stream_request(self, index: int, count: int) -> rollout.GenerateRequest:
+        settings, vocabulary = self._settings, SHAPES[self._settings.shape]["vocab_size"]
+        # The first requests differ in length, so that the streams do not all restart in one step.
+        less = settings.context // 2 * index // settings.streams if not count else 0
+        params = rollout.SamplingParams(max_tokens=settings.context - _PROMPT_TOKENS - 1 - less)
+        prompt = [(7 * index + i) % vocabulary for i in range(_PROMPT_TOKENS)]
+        return streaming_request(f"stream-{index}-{count}", prompt, params, flush_seconds=settings.flush_seconds)
+
     async def _end_streams(self) -> dict[str, int]:
-        """Have the engine give up what runs, with the tokens it has, and account for all of them."""
+        """Abort all requests, which return the tokens that they have, and count the tokens of all requests."""
         self._streams.end()
         fixed: dict[str, Any] = {"epoch": self._epoch, "policy_version": self._version + 1}
         begin = control.BeginWeightsRequest(**fixed, pause_mode=control.PAUSE_MODE_ABORT)
@@ -208,12 +170,11 @@ class _Bench:
         return await self._streams.account(timeout=self._settings.timeout)
 
     async def _open(self) -> control.OpenWeightsResponse:
-        settings = self._settings
         layout = await self._call(self._sender.GetManifest, weight.GetManifestRequest())
         about = await self._call(self._engine.DescribeEngine, control.DescribeEngineRequest())
         self._manifest = Manifest.from_bytes(layout.manifest)
         self._epoch += 1
-        terms = {"epoch": self._epoch, "backend": settings.chosen_backend, "receiver_count": about.worker_count}
+        terms = {"epoch": self._epoch, "backend": self._settings.backend, "receiver_count": about.worker_count}
         offers = await self._call(self._sender.MakeOffer, weight.MakeOfferRequest(**terms))
         joining = control.OpenWeightsRequest(**terms, manifest=layout.manifest, offers=offers.offers)
         report, _ = await asyncio.gather(
@@ -234,8 +195,7 @@ class _Bench:
             await self._streams.wait_for(2, timeout=_STEP_SECONDS)
             gap = self._streams.longest_gap(asked, answered)
             row |= {"whole": answered - asked, "gap": gap - usual_gap(self._streams.times), "longest_gap": gap}
-            for name, value in row.items():
-                phase.setdefault(name, []).append(value)
+            add_round(phase, row)
         return phase
 
     async def _update(self, version: int, *, verify: bool) -> Seconds:
@@ -252,20 +212,21 @@ class _Bench:
         at.append(time.perf_counter())
         sent = await sending
         if sent.weights_digest != received.weights_digest:
-            raise Unavailable(f"version {version} did not arrive as it was sent")
+            raise Unavailable(f"version {version}: the digests of sender and receiver differ")
         at.append(time.perf_counter())
         committed = await self._call(self._engine.CommitWeights, control.CommitWeightsRequest(**fixed, hold=True))
         at.append(time.perf_counter())
         await self._call(self._engine.ReleaseWeights, control.ReleaseWeightsRequest(**fixed))
         at.append(time.perf_counter())
+        seconds = [end - start for start, end in itertools.pairwise(at)]
         names = ("begin", "receive", "compare", "commit", "release")
-        return {name: b - a for name, a, b in zip(names, at, at[1:], strict=False)} | {"stall": committed.pause_seconds}
+        return dict(zip(names, seconds, strict=True)) | {"stall": committed.pause_seconds}
 
     async def _step(self) -> int:
-        """Train one step on a row of nothing in particular; return the version."""
+        """Train one step on an arbitrary row; return the policy version."""
         step = (await self._trainer.get_status(timeout=_STEP_SECONDS)).step + 1
         weights = np.full(len(_ROW), 1e-3, np.float32)
-        weights[0] = 0  # nothing comes before the first token
+        weights[0] = 0  # the first token has no prediction
         await self._trainer.forward_backward([_ROW], [weights], step=step, timeout=_STEP_SECONDS)
         await self._trainer.optim_step(step, timeout=_STEP_SECONDS)
         return (await self._trainer.get_status(timeout=_STEP_SECONDS)).policy_version

@@ -1,4 +1,4 @@
-"""A real ZeRO-3 engine for the benchmark. The only DeepSpeed import of this package."""
+"""Makes a real ZeRO-3 engine for a trainer rank. No other module of the benchmarks imports DeepSpeed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ import transformers
 
 from fourfold.weights.source.zero3 import Zero3Source
 
+__all__ = ["Zero3Source", "gathered", "join", "make_engine", "partitions"]
+
 
 def join(rank: int, rank_count: int, device: torch.device, rendezvous: Path) -> None:
-    """Join the trainer's process group."""
+    """Join the process group of the trainer's ranks."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    os.environ["LOCAL_RANK"] = "0"  # every rank sees its own device alone
-    # As the trainer does: otherwise every rank compiles an all-reduce that nobody calls, for 30 s.
+    os.environ["LOCAL_RANK"] = "0"  # every rank sees only its own device
+    # As in the trainer: otherwise every rank compiles an all-reduce that is never called, for 30 s.
     deepspeed.ops.__compatible_ops__ = {}
     deepspeed.init_distributed(
         dist_backend="nccl" if device.type == "cuda" else "gloo",
@@ -34,7 +36,7 @@ def join(rank: int, rank_count: int, device: torch.device, rendezvous: Path) -> 
 
 
 def make_engine(config: Any) -> Any:
-    """Return an engine whose model was never whole on any rank. SGD, so that a big one fits beside an engine."""
+    """Return an engine whose model is never whole on a rank. SGD has no state, so a big one fits beside an engine."""
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -52,16 +54,11 @@ def make_engine(config: Any) -> Any:
     return engine
 
 
-def source(engine: Any) -> Zero3Source:
-    """Return the source of this rank."""
-    return Zero3Source(engine)
-
-
 def partitions(engine: Any) -> list[torch.Tensor]:
-    """Return what this rank holds of each parameter."""
+    """Return this rank's partition of each parameter."""
     return [parameter.ds_tensor for parameter in engine.module.parameters()]
 
 
 def gathered(parameter: Any) -> Any:
-    """Return a context in which a parameter is whole on all ranks."""
+    """Return a context in which the parameter is whole on all ranks."""
     return deepspeed.zero.GatheredParameters([parameter])

@@ -1,4 +1,4 @@
-"""`fourfold bench rollout`: its settings, its arithmetic, its table, and what it refuses."""
+"""Tests the settings, the arithmetic, the checks and the table of `fourfold bench rollout`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fourfold.cli import main as cli_main
 from fourfold.errors import ConfigError, Internal
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
-from fourfold_bench import result
-from fourfold_bench.rollout import command, measure, table
-from fourfold_bench.rollout.client import Checked
-from fourfold_bench.rollout.settings import Settings
-from fourfold_bench.shapes import SHAPES, kv_bytes_per_token
+from fourfold_bench import harness
+from fourfold_bench.models import SHAPES, kv_cache_gib
+from fourfold_bench.rollout import measure
+from fourfold_bench.rollout.benchmark import BENCHMARK, RolloutSettings
+from fourfold_bench.rollout.client import SampleCheck
 
-SETTINGS = Settings(
+SETTINGS = RolloutSettings(
     shape="0.43b",
     device="cuda:0",
     prompts=512,
@@ -56,13 +56,13 @@ def _completion(logprobs: list[float]) -> Completion:
 
 def test_both_sides_derive_the_same_work(tmp_path: Path) -> None:
     settings = replace(SETTINGS, new_tokens=4096, group_size=4, prompts=128)
-    assert Settings.read(settings.write(tmp_path / "s.json")) == settings
-    assert (settings.samples, settings.tokens, settings.context) == (512, 512 * 4096, 4160)
+    assert RolloutSettings.read(settings.write(tmp_path / "s.json")) == settings
+    assert (settings.samples, settings.context) == (512, 4160)
     assert len(settings.prompt(0, 0)) == 64
     assert settings.prompt(0, 0) == settings.prompt(0, 0)
     different = [settings.prompt(number, index) for number in (-1, 0, 1) for index in (0, 1)]
     assert len({tuple(prompt) for prompt in different}) == 6, "no prefix is shared"
-    assert kv_bytes_per_token("0.43b") == 2 * 24 * 8 * 64 * 2
+    assert kv_cache_gib("0.43b", 1 << 20) == 2 * 24 * 8 * 64 * 2 * 5 // 4 >> 10
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_both_sides_derive_the_same_work(tmp_path: Path) -> None:
         ({"temperature": 0.0}, "--temperature 0.0"),
         ({"engine_memory": 1.0}, "--engine-memory 1.0"),
         ({"flush_seconds": -1.0}, "--flush -1.0: it must be at least 0 and at most 10"),
-        ({"timeout": 0.0}, "--timeout 0.0: it must be above 0 seconds"),
-        ({"alone": ("plain", "fast")}, "--alone fast; known are plain, logprobs, seeds"),
+        ({"timeout": 0.0}, "--timeout 0.0: it must be above 0"),
+        ({"alone": ("plain", "fast")}, "--alone fast: it must be of plain, logprobs, seeds"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -87,8 +87,6 @@ def test_bad_arguments_get_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli_main.main(["bench", "rollout", "--shape", "tiny", "--device", "cpu", "--rounds", "0"]) == 1
     error = capsys.readouterr().err
     assert error == "fourfold: --rounds 0: it must be at least 1\n"
-    assert cli_main.main(["bench", "rollout", "--profile-kernels"]) == 1
-    assert "add --profile FOLDER" in capsys.readouterr().err
 
 
 def test_the_recipe_of_the_service_has_room_for_all_at_once(tmp_path: Path) -> None:
@@ -102,11 +100,11 @@ def test_the_recipe_of_the_service_has_room_for_all_at_once(tmp_path: Path) -> N
 
 def test_a_round_lasts_from_the_first_begin_to_the_last_end() -> None:
     clients = [[[1.0, 4.0], [10.0, 11.0]], [[2.0, 3.0], [9.5, 12.0]]]
-    assert measure.together(clients) == [3.0, 2.5]
+    assert measure.round_seconds(clients) == [3.0, 2.5]
 
 
 def test_samples_are_looked_at() -> None:
-    checked = Checked()
+    checked = SampleCheck()
     checked.add(_completion([-1.0, 0.0]), expected=2)
     assert not checked.faults
     checked.add(_completion([-1.0]), expected=2)
@@ -119,11 +117,11 @@ def test_samples_are_looked_at() -> None:
 def test_greedy_continuations_are_compared_up_to_where_they_part() -> None:
     ours: dict[str, list[float]] = {"token_ids": [1, 2, 3, 4], "logprobs": [-1.0, -2.0, -3.0, -9.0]}
     theirs: dict[str, list[float]] = {"token_ids": [1, 2, 7, 8], "logprobs": [-1.0, -2.01, -3.02, -1.0]}
-    found = measure.compare(ours, theirs)
+    found = measure.compare_greedy(ours, theirs)
     assert (found["equal_tokens"], found["tokens"]) == (2, 4)
     assert found["largest_difference"] == pytest.approx(0.02)
     with pytest.raises(Internal, match=r"differ by 0\.\d+ nats"):
-        measure.compare(ours, theirs | {"logprobs": [-1.5, -2.0, -3.0, -9.0]})
+        measure.compare_greedy(ours, theirs | {"logprobs": [-1.5, -2.0, -3.0, -9.0]})
 
 
 def test_the_table_has_speeds_ratios_and_what_else_was_measured() -> None:
@@ -152,7 +150,7 @@ def test_the_table_has_speeds_ratios_and_what_else_was_measured() -> None:
     assert summary["tokens_per_second"]["service"] == round(512 * 510 / 3.5, 1)
     assert summary["ratio"]["service"] == round(3.2 / 3.5, 4)
     assert summary["ratio"]["LLM.generate, logprobs"] == round(3.2 / 5.1, 4)
-    text = "\n".join(table.lines({"parameters": SETTINGS.document(), "results": results | {"summary": summary}}))
+    text = "\n".join(BENCHMARK.table({"parameters": SETTINGS.document(), "results": results | {"summary": summary}}))
     for part in (
         "512 samples of 64 + 510",
         "0.914",
@@ -170,16 +168,11 @@ def test_warnings_of_the_service_are_told_and_packed_means_packed(tmp_path: Path
     (tmp_path / "log").write_text("READY 127.0.0.1:1\n" + "".join(json.dumps(row) + "\n" for row in rows))
     warnings = measure.warnings_of(tmp_path / "log")
     assert warnings == [text]
-    measure._refuse(SETTINGS, [], warnings)
-    with pytest.raises(Internal, match="the service says: log-probabilities come from vLLM itself"):
-        measure._refuse(replace(SETTINGS, packed=True), [], warnings)
+    measure.check_service(SETTINGS, [], warnings)
+    with pytest.raises(Internal, match="of which the service warned: log-probabilities come from vLLM itself"):
+        measure.check_service(replace(SETTINGS, packed=True), [], warnings)
     with pytest.raises(Internal, match="samples are wrong: 3 tokens"):
-        measure._refuse(SETTINGS, ["3 tokens where 4 were asked for"], [])
-
-
-def test_the_command_measures_again_without_places_of_this_machine() -> None:
-    words = ["rollout", "--json", "a.json", "--rounds", "3", "--profile", "p", "--profile-kernels", "--keep", "k"]
-    assert result.again(words) == "fourfold bench rollout --rounds 3"
+        measure.check_service(SETTINGS, ["3 tokens instead of 4"], [])
 
 
 @pytest.mark.parametrize(
@@ -192,7 +185,7 @@ def test_the_command_measures_again_without_places_of_this_machine() -> None:
 )
 def test_defaults_are_the_work_that_targets_are_given_for(words: list[str], work: tuple[Any, ...]) -> None:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    settings = command.make_settings(parser.parse_args(words))
+    harness.add_arguments(BENCHMARK, parser)
+    settings = RolloutSettings.from_arguments(parser.parse_args(words))
     assert (settings.shape, settings.prompts, settings.prompt_tokens, settings.new_tokens) == work
     assert SHAPES[settings.shape]["eos_token_id"] is None, "nothing ends a sample early"

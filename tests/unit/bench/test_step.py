@@ -1,4 +1,4 @@
-"""`fourfold bench step`: FLOP, phases that add up, the recipe, the table beside OpenRLHF."""
+"""Tests the phases, the FLOP, the recipe and the table of `fourfold bench step`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from fourfold.cli import main as cli_main
 from fourfold.errors import ConfigError, Internal
 from fourfold.host.hardware import Gpu
 from fourfold.host.logs import JsonFormatter
-from fourfold_bench import devices, result
-from fourfold_bench.children import Children
-from fourfold_bench.memory import GpuMemory
-from fourfold_bench.shapes import SHAPES
-from fourfold_bench.step import command, measure, phases, recipe, table
-from fourfold_bench.step.flops import parameters, step_flops
-from fourfold_bench.step.openrlhf import SECONDS, same_work
-from fourfold_bench.step.settings import Settings
+from fourfold_bench import gpus, harness
+from fourfold_bench.gpus import GpuMemory
+from fourfold_bench.models import forward_flop, parameter_count
+from fourfold_bench.processes import BenchProcesses
+from fourfold_bench.step import measure, phases, recipe
+from fourfold_bench.step.benchmark import BENCHMARK, StepSettings
+from fourfold_bench.step.openrlhf import SECONDS
 from fourfold_coordinator.launch.fleet import services_of
 from fourfold_coordinator.launch.placement import assign_gpus
 
 
-def _settings(*words: str) -> Settings:
+def _settings(*words: str) -> StepSettings:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.make_settings(parser.parse_args(list(words)))
+    harness.add_arguments(BENCHMARK, parser)
+    return StepSettings.from_arguments(parser.parse_args(list(words)))
 
 
 GPU = _settings("--device", "cuda")
@@ -99,15 +98,17 @@ def test_what_no_recipe_may_say_is_one_clear_error_before_anything_is_written(
 
 
 def test_flop_are_those_of_the_papers() -> None:
-    assert parameters(SHAPES["0.135b"]) == 134_515_008
-    assert parameters(SHAPES["7b"]) == 7_615_616_512
-    found = step_flops("0.43b", samples=512, tokens=576, reference=True)
-    matrices = 6 * parameters(SHAPES["0.43b"]) * 512 * 576
+    assert parameter_count("0.135b") == 134_515_008
+    assert round(parameter_count("0.43b") / 1e9, 3) == 0.428
+    assert parameter_count("7b") == 7_615_616_512
+    matrices = 6 * parameter_count("0.43b") * 512 * 576
     attention = 6 * 24 * 1024 * 512 * 576**2
-    assert found.update == pytest.approx(matrices + attention)
-    assert found.reference == pytest.approx(found.update / 3)
-    assert found.whole == pytest.approx(found.update * 5 / 3)
-    assert not step_flops("0.43b", samples=512, tokens=576, reference=False).reference
+    forward = forward_flop("0.43b", tokens=512 * 576, squares=512 * 576**2)
+    assert 3 * forward == pytest.approx(matrices + attention)
+    rows = [_row(2, generate=3.0, train=2.6) | {phases.WALL: 6.2}]
+    found = measure.summarise(GPU, rows)["flop"]
+    assert found == pytest.approx({"update": 3 * forward, "reference": forward, "sampling": forward})
+    assert not measure.summarise(replace(GPU, kl_coef=0.0), rows)["flop"]["reference"]
 
 
 def test_mfu_counts_the_gpus_that_do_the_work() -> None:
@@ -119,8 +120,8 @@ def test_mfu_counts_the_gpus_that_do_the_work() -> None:
 
 
 def test_the_default_is_the_work_that_openrlhf_was_measured_on(tmp_path: Path) -> None:
-    assert same_work(GPU)
-    assert not same_work(replace(GPU, group_size=4)) and not same_work(replace(GPU, kl_coef=0.0))
+    assert GPU.is_openrlhf_work
+    assert not replace(GPU, group_size=4).is_openrlhf_work and not replace(GPU, kl_coef=0.0).is_openrlhf_work
     assert GPU.samples * (GPU.prompt_tokens + GPU.new_tokens) == 294_912
     config = recipe.write(GPU, tmp_path)
     assert config.steps == 5, "the last one writes the checkpoint"
@@ -135,9 +136,9 @@ def test_the_default_is_the_work_that_openrlhf_was_measured_on(tmp_path: Path) -
 
 
 def test_layouts_put_services_where_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "usable", lambda: (Gpu(id="0", name="one"), Gpu(id="1", name="another")))
+    monkeypatch.setattr(gpus, "usable", lambda: (Gpu(id="0", name="one"), Gpu(id="1", name="another")))
 
-    def places(settings: Settings) -> dict[str, tuple[str, ...]]:
+    def places(settings: StepSettings) -> dict[str, tuple[str, ...]]:
         config = recipe.write(settings, tmp_path)
         gpus = measure.environment(settings)["CUDA_VISIBLE_DEVICES"].split(",")
         return assign_gpus(services_of(config), gpus, colocated=config.placement.colocated)
@@ -171,11 +172,11 @@ def test_each_engine_has_room_for_its_share() -> None:
         (["--group-size", "1"], "--group-size 1: advantages compare the samples of a prompt"),
         (["--warm-up", "0"], "--warm-up 0: it must be at least 1"),
         (["--sleep"], "--sleep is for engines that share GPUs"),
-        (["--liger"], "--liger: these kernels run on GPUs alone"),
+        (["--liger"], "--liger: these kernels need GPUs"),
         (["--peak-tflops", "0"], "--peak-tflops 0.0"),
         (["--tokens-per-micro-batch", "-5"], "--tokens-per-micro-batch -5: it must be at least"),
         (["--reference-tokens", "8"], "--reference-tokens 8: it must be at least"),
-        (["--timeout", "0"], "--timeout 0.0: it must be above 0 seconds"),
+        (["--timeout", "0"], "--timeout 0.0: it must be above 0"),
     ],
 )
 def test_bad_arguments_get_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +191,7 @@ def test_the_table_is_side_by_side_with_openrlhf() -> None:
     row = _row(2, generate=3.0, reward=0.1, reference=0.2, sleep=0.05, train=2.6, wake=0.05, publish=0.1)
     results = measure.summarise(GPU, [row | {phases.WALL: 6.2}] * 3)
     results |= {"gpu_mib": {"cuda:0": 70_000}, "first_step_after_seconds": 80.0}
-    text = "\n".join(table.lines({"parameters": GPU.document(), "results": results}))
+    text = "\n".join(BENCHMARK.table({"parameters": GPU.document(), "results": results}))
     for layout, theirs in SECONDS.items():
         assert f"OpenRLHF {layout}" in text
         assert f"{theirs['wall'] / 6.2:.2f} x" in text
@@ -198,38 +199,30 @@ def test_the_table_is_side_by_side_with_openrlhf() -> None:
     for part in ("other", "0.100", "MFU: update", "87,381 sampled", "70000 MiB"):
         assert part in text, part
     small = replace(GPU, prompts=8)
-    assert "OpenRLHF" not in "\n".join(table.lines({"parameters": small.document(), "results": results}))
+    assert "OpenRLHF" not in "\n".join(BENCHMARK.table({"parameters": small.document(), "results": results}))
 
 
 def _finish(folder: Path, *, log: str, weights: bytes) -> dict[str, Any]:
     """Return what the benchmark says of a run that exits with 0 and leaves this."""
-    watch = measure.Watch(GPU, folder / "run", GpuMemory([], every=1.0))
+    watch = measure.RunWatch(GPU, folder / "run", GpuMemory([], every=1.0))
     for name in ("logs", "model"):
         (watch.run_dir / name).mkdir(parents=True)
     (watch.run_dir / "logs" / "trainer-0.log").write_text(log)
     if weights:
         (watch.run_dir / "model" / "model.safetensors").write_bytes(weights)
-    children = Children(folder)
-    try:
-        children.start("run", "-c", "pass")
-        return measure._finish(children, watch)
-    finally:
-        children.stop()
+    with BenchProcesses(folder) as processes:
+        processes.start("run", "-c", "pass")
+        return measure.wait_for_end(processes, watch)
 
 
 def test_a_run_must_end_with_an_export_and_without_a_restart(tmp_path: Path) -> None:
     ready = "READY 127.0.0.1:1\n"
     end = _finish(tmp_path / "whole", log=ready, weights=b"1234")
-    assert (end["exported_bytes"], end["restarts"]) == (4, 0)
+    assert end["exported_bytes"] == 4 and end["seconds"] >= 0
     row = _row(2, generate=3.0, train=2.6) | {phases.WALL: 6.2}
     results = measure.summarise(GPU, [row]) | {"gpu_mib": {}, "first_step_after_seconds": 80.0, "end": end}
-    assert "no service was started again" in "\n".join(table.lines({"parameters": GPU.document(), "results": results}))
+    assert "no service was restarted" in "\n".join(BENCHMARK.table({"parameters": GPU.document(), "results": results}))
     with pytest.raises(Internal, match="there are no weights in"):
         _finish(tmp_path / "none", log=ready, weights=b"")
     with pytest.raises(Internal, match="trainer-0 was started 2 times"):
         _finish(tmp_path / "again", log=f"{ready}died\n{ready}", weights=b"1234")
-
-
-def test_a_result_says_how_to_measure_again_without_places_of_this_machine() -> None:
-    words = ["step", "--json", "there/x.json", "--steps", "2", "--keep=there", "--profile", "there", "--save"]
-    assert result.again(words) == "fourfold bench step --steps 2 --save"

@@ -1,4 +1,4 @@
-"""The benchmark's arithmetic, its settings, and that its suites are made of arguments it has."""
+"""Tests the settings, the suites, the arithmetic and the ranks of `fourfold bench weights`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ import pytest
 
 from fourfold.cli import main as cli_main
 from fourfold.errors import ConfigError
-from fourfold_bench.shapes import SHAPES, write_config
-from fourfold_bench.weights import command, ranks
-from fourfold_bench.weights.numbers import longest_gap, summary, usual_gap
-from fourfold_bench.weights.suite import SUITES, run_suite
+from fourfold_bench import harness
+from fourfold_bench.record import percentiles
+from fourfold_bench.streams import longest_gap, usual_gap
+from fourfold_bench.suite import run_suite
+from fourfold_bench.weights.benchmark import BENCHMARK, SUITES, WeightSettings
+from fourfold_bench.weights.rank_client import TrainerRank
 
 
 def _arguments(*words: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(exit_on_error=False)
-    command.add_arguments(parser)
+    harness.add_arguments(BENCHMARK, parser)
     return parser.parse_args(list(words))
 
 
-def _settings(*words: str) -> Any:
-    return command._settings(_arguments(*words))
+def _settings(*words: str) -> WeightSettings:
+    return WeightSettings.from_arguments(_arguments(*words))
 
 
 def test_a_gap_counts_when_it_touches_the_round() -> None:
@@ -39,7 +41,7 @@ def test_a_gap_counts_when_it_touches_the_round() -> None:
 
 def test_median_and_percentile() -> None:
     runs = [value / 1000 for value in range(1, 22)]
-    found = summary(list(reversed(runs)))
+    found = percentiles(list(reversed(runs)))
     assert (found["median_ms"], found["p95_ms"]) == (11.0, 20.0)
     assert found["runs_ms"][0] == 21.0, "in the order in which they came"
 
@@ -53,8 +55,8 @@ def test_suites_can_be_run(suite: str) -> None:
 
 
 def test_a_suite_without_such_a_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--only 7c: in no name of the suite; they are 0\.43b-nccl, "):
-        run_suite("h200", tmp_path / "out", only="7c")
+    with pytest.raises(ConfigError, match=r"--only 7c: it must be part of one of these names: 0\.43b-nccl, "):
+        run_suite(BENCHMARK, "h200", tmp_path / "out", only="7c")
     assert not (tmp_path / "out").exists()
 
 
@@ -66,10 +68,10 @@ def test_a_suite_without_such_a_name_is_refused(tmp_path: Path) -> None:
         (["--rounds", "0"], "--rounds 0: it must be at least 1"),
         (["--ranks", "0"], "--ranks 0: it must be at least 1"),
         (["--context", "-1"], "--context -1: it must be at least 64"),
-        (["--timeout", "-1"], "--timeout -1.0: it must be above 0 seconds"),
-        (["--engine-memory", "-1"], "--engine-memory -1.0: it is a share of the GPU"),
+        (["--timeout", "-1"], "--timeout -1.0: it must be above 0"),
+        (["--engine-memory", "-1"], "--engine-memory -1.0: it must be above 0 and below 1"),
         (["--flush", "11"], "--flush 11.0: it must be at least 0 and at most 10"),
-        (["--profile", "x", "--path", "services"], "--profile x: the services have no worker"),
+        (["--profile", "x", "--path", "services"], "--profile x: only --path direct has a worker"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(words: list[str], message: str) -> None:
@@ -83,32 +85,15 @@ def test_the_command_needs_no_heavy_module_to_explain_itself(capsys: pytest.Capt
     assert "--suite" in capsys.readouterr().out
 
 
-def test_big_shapes_are_those_of_their_models(tmp_path: Path) -> None:
-    def count(shape: str) -> int:
-        c = SHAPES[shape]
-        hidden, inner, words = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
-        kv = hidden * c["num_key_value_heads"] // c["num_attention_heads"]
-        bias = hidden + 2 * kv if c["model_type"] == "qwen2" else 0
-        layer = 2 * hidden * hidden + 2 * hidden * kv + bias + 3 * hidden * inner + 2 * hidden
-        total: int = c["num_hidden_layers"] * layer + hidden + words * hidden * (1 if c["tie_word_embeddings"] else 2)
-        return total
-
-    assert count("0.135b") == 134_515_008
-    assert round(count("0.43b") / 1e9, 3) == 0.428
-    assert count("7b") == 7_615_616_512
-    assert (write_config(tmp_path / "m", "7b") / "config.json").is_file()
-
-
 def test_what_is_not_installed_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     present = importlib.util.find_spec
     gone = ("vllm", "deepspeed")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else present(name))
     with pytest.raises(ConfigError, match=r"needs vllm, deepspeed, .* 'fourfold-rollout\[cpu\]' 'fourfold-trainer'"):
-        command.main(_arguments("--zero3", "--trainer-device", "cpu"))
+        harness.run(BENCHMARK, _arguments("--zero3", "--trainer-device", "cpu"))
 
 
-def test_a_rank_of_the_benchmark_ends_when_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """At once, and not by being killed after a wait."""
+def test_a_rank_of_the_benchmark_ends_when_its_socket_closes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     real = subprocess.Popen
 
     def reads_until_the_end(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -116,7 +101,7 @@ def test_a_rank_of_the_benchmark_ends_when_it_is_told(monkeypatch: pytest.Monkey
         return real([words[0], "-c", code, words[3]], **options)
 
     monkeypatch.setattr(subprocess, "Popen", reads_until_the_end)
-    rank = ranks.Rank(_settings("--engine-device", "cpu"), tmp_path, 0, tmp_path / "meet")
+    rank = TrainerRank(_settings("--engine-device", "cpu"), tmp_path, 0, tmp_path / "meet")
     reader = rank._reader = threading.Thread(target=rank._read, daemon=True)
     reader.start()
     rank.stop()

@@ -1,4 +1,4 @@
-"""Devices of benchmarks: their names, and those that are not there."""
+"""Tests the names of devices, and the errors for missing devices."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 from fourfold.cli import main as cli_main
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import Gpu
-from fourfold_bench import devices
-from fourfold_bench.devices import check_present, default_device, physical_gpu, visible
+from fourfold_bench import gpus
+from fourfold_bench.gpus import check_present, default_device, physical_gpu, visible
 
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    devices.usable.cache_clear()
+    gpus.usable.cache_clear()
     yield
-    devices.usable.cache_clear()
+    gpus.usable.cache_clear()
 
 
 @pytest.fixture
@@ -51,12 +51,12 @@ def test_without_gpus_it_is_the_cpu(no_gpu: None) -> None:
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("cuda:2", "this process sees 2, of which the last is cuda:1"),
+        ("cuda:2", "this process sees 2, the last one is cuda:1"),
         ("gpu", "'gpu': it must be cpu, or cuda:0, cuda:1, ..."),
         ("cuda:first", "it must be cpu, or"),
     ],
 )
-def test_what_is_not_there_is_refused(device: str, message: str, two_gpus: None) -> None:
+def test_a_missing_device_is_refused(device: str, message: str, two_gpus: None) -> None:
     with pytest.raises(ConfigError, match=message):
         check_present(["cuda:0", device])
 
@@ -68,4 +68,4 @@ def test_what_is_not_there_is_refused(device: str, message: str, two_gpus: None)
 def test_a_gpu_without_gpus_is_one_line(words: list[str], no_gpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli_main.main(["bench", *words]) == 1
     error = capsys.readouterr().err
-    assert error == "fourfold: device cuda:0: this process sees no GPU (`fourfold doctor` says why); take cpu\n"
+    assert error == "fourfold: device cuda:0: this process sees no GPU (`fourfold doctor` shows why); use cpu\n"

@@ -1,4 +1,4 @@
-"""The processes of a benchmark: each with a log, none left over, and the end of its log told when it fails."""
+"""Starts and ends the child processes of a benchmark, and gives it a folder."""
 
 from __future__ import annotations
 
@@ -17,13 +17,18 @@ _POLL_SECONDS: Final = 0.02
 _STOP_SECONDS: Final = 5.0
 
 
-class Children:
-    """Of one benchmark, in one folder."""
+class BenchProcesses:
+    """The child processes of one benchmark. Their logs are in folder/logs. A context manager that ends all of them."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin; logs go to folder/logs."""
         self.folder = folder
         self._supervisor = Supervisor(folder / "logs")
+
+    def __enter__(self) -> BenchProcesses:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.stop()
 
     def start(self, name: str, *words: str, env: Mapping[str, str] | None = None) -> None:
         """Start `python WORDS`."""
@@ -35,7 +40,7 @@ class Children:
         self.wait(name, timeout=timeout)
 
     def wait(self, *names: str, timeout: float, until: Callable[[], bool] | None = None) -> None:
-        """Wait until these have ended by themselves, with exit code 0, or until `until`, called many times, is true.
+        """Wait until these processes have ended with exit code 0, or until `until` returns True; it is polled.
 
         Raises:
             Unavailable: one failed, or another child died meanwhile; with the end of its log.
@@ -43,7 +48,7 @@ class Children:
         """
         deadline = time.monotonic() + timeout
         while True:
-            # Who ends after this line is told as a death the next time.
+            # Before `deaths`: the death of a process that ends after this line is found in the next iteration.
             running = [name for name in names if self._supervisor.children[name].alive]
             for death in self._supervisor.deaths():
                 if death.name not in names or death.exit_code or death.signal:
@@ -55,22 +60,28 @@ class Children:
                 raise DeadlinePassed(f"{', '.join(running)} still ran after {timeout:.0f} s; the log is {log}")
             time.sleep(_POLL_SECONDS)
 
-    def ready(self, name: str, *, timeout: float) -> str:
-        """Wait for a service's READY line; return its host:port. Raises as `wait`."""
-        return self._supervisor.wait_ready([name], timeout_seconds=timeout)[name]
+    def serve(self, name: str, *words: str, env: Mapping[str, str] | None = None) -> None:
+        """Start `fourfold serve WORDS` on a free port of the loopback interface."""
+        listen = ("--listen", "127.0.0.1:0", "--run-dir", str(self.folder / "run"))
+        self.start(name, "-m", "fourfold", "serve", *words, *listen, env=env)
+
+    def ready(self, *names: str, timeout: float) -> list[str]:
+        """Wait for the READY lines of services; return their host:port. Raises as `wait`."""
+        found = self._supervisor.wait_ready(names, timeout_seconds=timeout)
+        return [found[name] for name in names]
 
     def end(self, name: str) -> None:
-        """End a service in order: SIGTERM, and SIGKILL when that does not help."""
+        """End a service with SIGTERM, and with SIGKILL if that does not suffice."""
         child = self._supervisor.children[name]
         child.terminate()
         child.reap(_STOP_SECONDS)
         if child.alive:
             child.kill_group()
             child.reap(_STOP_SECONDS)
-        self._supervisor.deaths()  # this one is no news
+        self._supervisor.deaths()  # so that `wait` does not report this death
 
     def log(self, name: str) -> Path:
-        """Return where a child writes."""
+        """Return the path of a child's log."""
         return self._supervisor.children[name].log
 
     def pid(self, name: str) -> int:
@@ -78,24 +89,24 @@ class Children:
         return self._supervisor.children[name].pid
 
     def stop(self) -> None:
-        """End all of them, and what they have started; nothing can be started any more."""
+        """End all children and their descendants. None can be started afterwards."""
         self._supervisor.stop(_STOP_SECONDS)
 
 
 @contextmanager
 def workplace(purpose: str, *, keep: Path | None = None) -> Iterator[Path]:
-    """Give a folder for the block: a scratch folder, which stays and is named when the block fails.
+    """Yield a folder: a scratch folder, which stays and is named on stderr if the block fails.
 
     Args:
         purpose: part of the scratch folder's name.
-        keep: a folder to take instead, which stays; made if missing.
+        keep: a folder to use instead, which stays; made if missing.
 
     Raises:
-        ConfigError: there is something in the folder to keep.
+        ConfigError: `keep` is not empty.
     """
     if keep is not None:
         if keep.exists() and any(keep.iterdir()):
-            raise ConfigError(f"{keep}: there is something in it; give a folder that is empty, or none yet")
+            raise ConfigError(f"--keep {keep}: the folder must be empty or new; give another one")
         keep.mkdir(parents=True, exist_ok=True)
         yield keep.absolute()
         return
@@ -104,9 +115,14 @@ def workplace(purpose: str, *, keep: Path | None = None) -> Iterator[Path]:
         yield scratch.path
         done = True
     finally:
-        if done or isinstance(sys.exception(), KeyboardInterrupt | ConfigError):  # a ConfigError: nothing was measured
+        if done or isinstance(sys.exception(), KeyboardInterrupt | ConfigError):  # ConfigError: nothing was measured
             scratch.remove()
         else:
-            # Under another name: the next benchmark removes scratch folders that nobody holds.
+            # The next benchmark removes unlocked scratch folders; under this name it does not find the folder.
             kept = scratch.path.rename(scratch.path.with_name(f"kept-{scratch.path.name}"))
-            sys.stderr.write(f"fourfold: what the benchmark wrote is in {kept} (it was in {scratch.path})\n")
+            print(f"fourfold: the files of the benchmark are in {kept} (before: {scratch.path})", file=sys.stderr)
+
+
+def say(event: str) -> None:
+    """Print progress to stderr, with the time of day."""
+    print(f"{time.strftime('%H:%M:%S')} {event}", file=sys.stderr)

@@ -1,4 +1,7 @@
-"""A trainer process of the benchmark: random weights behind a `WeightSender`, told what to do over a socket."""
+"""Runs one trainer rank of the weight benchmark: random weights behind a `WeightSender`, called over a socket.
+
+Calls and answers are lines of JSON; `abort` is answered at once, all other calls in turn.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,14 @@ from fourfold.weights.source.base import WeightSource, synchronize
 from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.source.fused_params import named_weights
 from fourfold.weights.worker_control import error_reply
-from fourfold_bench.weights.loop import LoopGroup
+from fourfold_bench.weights.worker import LoopGroup
 
 _SPREAD: Final = 0.02
 
 
-class _Trainer:
+class _TrainerRank:
+    """The weights of one rank. The methods are the calls."""
+
     def __init__(self, words: dict[str, Any]) -> None:
         self._rank, self._rank_count = words["rank"], words["rank_count"]
         self._device = torch.device(words["device"])
@@ -45,7 +50,7 @@ class _Trainer:
             engine = zero3.make_engine(config)
             self._model: torch.nn.Module = engine.module
             self._parts, self._gather = zero3.partitions(engine), zero3.gathered
-            source = zero3.source(engine)
+            source = zero3.Zero3Source(engine)
         else:
             with self._device:
                 make: Any = transformers.AutoModelForCausalLM
@@ -80,13 +85,13 @@ class _Trainer:
 
     @torch.no_grad()
     def change(self) -> None:
-        """Stand for a step: every element of every tensor changes, in place."""
+        """Change every element of every tensor in place, as a step does."""
         for part in self._parts:
             part.neg_()
         synchronize(self._device)
 
     def tensors(self) -> list[tuple[str, str, list[int]]]:
-        """Return name, type and shape of every tensor, for the loop."""
+        """Return name, type and shape of every tensor, in the order of `loop_send`."""
         return [
             (name, str(p.dtype).removeprefix("torch."), list(getattr(p, "ds_shape", p.shape)))
             for name, p in named_weights(self._model)
@@ -97,7 +102,7 @@ class _Trainer:
             self._loop = LoopGroup(Path(rendezvous), 0, size, self._device, timeout)
 
     def loop_send(self) -> None:
-        """Broadcast whole tensors one by one; all ranks gather, rank 0 sends."""
+        """Broadcast whole tensors one by one: all ranks gather, rank 0 sends."""
         for _, parameter in named_weights(self._model):
             if self._gather is None:
                 self._broadcast(parameter)
@@ -111,11 +116,11 @@ class _Trainer:
 
 
 def main() -> None:
-    """Answer calls until the benchmark ends."""
+    """Answer calls until the parent closes the socket."""
     die_with_parent(os.getppid())
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     connection = socket.socket(fileno=int(sys.argv[1]))
-    trainer = _Trainer(json.loads(sys.argv[2]))
+    trainer = _TrainerRank(json.loads(sys.argv[2]))
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     writing = threading.Lock()
 
@@ -124,7 +129,7 @@ def main() -> None:
             result: Any = getattr(trainer, method)(*args)
         except FourfoldError as error:
             result = error_reply(error)
-        except Exception as error:  # the benchmark shall say it
+        except Exception as error:  # the parent raises it
             result = error_reply(Internal(f"{type(error).__name__}: {error}"))
         with writing:
             connection.sendall(json.dumps([number, result]).encode() + b"\n")

@@ -1,6 +1,6 @@
-"""The trainer's processes, seen from the benchmark: each stands for a `WeightSender`.
+"""Starts and calls the trainer ranks of the weight benchmark, which are processes with a `WeightSender` each.
 
-Calls are lines of JSON over a socket pair that the child inherits; bytes are hexadecimal. `abort` overtakes what runs.
+Calls are lines of JSON over a socket pair that the child inherits, with bytes in hexadecimal. `abort` overtakes others.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from fourfold.errors import Unavailable
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import SendResult
 from fourfold.weights.worker_control import error_reply, unwrap
-from fourfold_bench.devices import visible
-from fourfold_bench.weights.settings import Settings
+from fourfold_bench.gpus import visible
+from fourfold_bench.weights.benchmark import WeightSettings
 
 _START_SECONDS: Final = 300.0
 _STOP_SECONDS: Final = 5.0
-_GONE: Final = "a trainer process of the benchmark ended; its messages are above"
+_GONE: Final = "a trainer process of the benchmark ended; its output is above"
 
 
-class Rank:
-    """One process; has the methods of `local.Sender`."""
+class TrainerRank:
+    """One rank. Implements `local.Sender`."""
 
-    def __init__(self, settings: Settings, folder: Path, rank: int, rendezvous: Path) -> None:
-        """Start it; `wait` returns when it has its weights."""
+    def __init__(self, settings: WeightSettings, folder: Path, rank: int, rendezvous: Path) -> None:
+        """Start the process; `wait` returns when it has its weights."""
         ours, theirs = socket.socketpair()
         words = {
             "folder": str(folder),
@@ -45,7 +45,7 @@ class Rank:
             "rendezvous": str(rendezvous),
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fourfold_bench.weights.rank", str(theirs.fileno()), json.dumps(words)],
+            [sys.executable, "-m", "fourfold_bench.weights.rank_process", str(theirs.fileno()), json.dumps(words)],
             env={**os.environ, **visible(settings.trainer_devices[rank])},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -59,45 +59,45 @@ class Rank:
         self._manifest: Manifest | None = None
 
     def wait(self) -> None:
-        """Return when the weights are there. From now on this process has a thread for it."""
+        """Return when the weights are there. Starts a thread, so call it after the engine has forked."""
         self._reader = threading.Thread(target=self._read, name="rank-answers", daemon=True)
         self._reader.start()
         self._manifest = Manifest.from_bytes(bytes.fromhex(self.call("manifest", timeout=_START_SECONDS)))
 
     def manifest(self) -> Manifest:
-        """Return what will be sent."""
+        """Return the manifest of the weights; call `wait` before."""
         assert self._manifest is not None, "wait first"
         return self._manifest
 
     def make_offer(self, epoch: int, backend: str, receiver_count: int, *, timeout: float) -> bytes:
-        """Start an epoch."""
+        """Start an epoch; return the offer for the receivers."""
         return bytes.fromhex(self.call("make_offer", epoch, backend, receiver_count, timeout, timeout=2 * timeout))
 
     def open(self, epoch: int, *, timeout: float) -> None:
-        """Meet the receivers."""
+        """Wait for the receivers of the epoch."""
         self.call("open", epoch, timeout, timeout=2 * timeout)
 
     def send(self, epoch: int, policy_version: int, *, skip_sums: bool, timeout: float) -> SendResult:
-        """Send the present weights."""
+        """Send the current weights."""
         sums, sent_bytes = self.call("send", epoch, policy_version, skip_sums, timeout, timeout=2 * timeout)
         return SendResult(partial_sums=bytes.fromhex(sums), sent_bytes=sent_bytes)
 
     def abort(self, epoch: int) -> None:
-        """End what is under way."""
+        """End the operations of the epoch."""
         self.call("abort", epoch, timeout=30)
 
     def call(self, method: str, *args: Any, timeout: float) -> Any:
         """Call a method of the process and return its answer.
 
         Raises:
-            FourfoldError: what it raised; `Unavailable` when it has ended.
+            FourfoldError: the error of the method; `Unavailable` if the process has ended.
         """
         return self.begin(method, *args)(timeout)
 
     def begin(self, method: str, *args: Any) -> Callable[[float], Any]:
-        """Begin a call; the result waits for its answer, so many seconds."""
+        """Send a call; return a function that waits for the answer, with a timeout in seconds."""
         with self._lock:
-            if self._answers is None or self._process.poll() is not None:
+            if self._process.poll() is not None:
                 raise Unavailable(_GONE)
             number = next(self._numbers)
             answer = self._answers[number] = Future()
@@ -105,9 +105,9 @@ class Rank:
         return lambda timeout: unwrap([answer.result(timeout)])[0]
 
     def stop(self) -> None:
-        """End the process."""
-        with suppress(OSError):  # it has closed its side already
-            self._socket.shutdown(socket.SHUT_RDWR)  # `close` alone does not end what the reader waits for
+        """Close the socket, which ends the process."""
+        with suppress(OSError):  # the process has closed its side
+            self._socket.shutdown(socket.SHUT_RDWR)  # `close` alone does not wake the reader
         self._socket.close()
         try:
             self._process.wait(_STOP_SECONDS)
@@ -128,8 +128,3 @@ class Rank:
         with self._lock:
             for future in self._answers.values():
                 future.set_result(error_reply(Unavailable(_GONE)))
-
-
-def start_ranks(settings: Settings, folder: Path, scratch: Path) -> list[Rank]:
-    """Start the trainer's processes, all at once."""
-    return [Rank(settings, folder, rank, scratch / "ranks") for rank in range(len(settings.trainer_devices))]

@@ -1,9 +1,9 @@
-"""vLLM alone, in a process of its own: `LLM.generate`, with what it costs to ask for log-probabilities.
+"""Measures vLLM alone in a process of its own: `LLM.generate`, with and without log-probabilities.
 
-    python -m fourfold_bench.rollout.alone SETTINGS MODEL OUT
+    python -m fourfold_bench.rollout.vllm_alone SETTINGS MODEL OUT
 
-The engine has vLLM's own defaults for a batch, but for what the work needs: as many sequences at once as there are
-samples, the length of a sample, and the same share of the GPU as the service has.
+The engine has vLLM's defaults for a batch, except what the work needs: as many sequences at once as there are samples,
+the length of a sample, and the same share of the GPU as the service.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from pathlib import Path
 from typing import Any, Final
 
 from fourfold.host.process_tree import die_with_parent
-from fourfold_bench.devices import visible
-from fourfold_bench.rollout.settings import GREEDY_TOKENS, Settings
-from fourfold_bench.vllm_process import meet_in, prepare
+from fourfold_bench.gpus import visible
+from fourfold_bench.rollout.benchmark import GREEDY_TOKENS, RolloutSettings, read_settings
+from fourfold_bench.vllm_process import CPU_BLOCK_TOKENS, meet_in, prepare
 
-_CPU_BLOCK_TOKENS: Final = 32
 _ROUNDS_OF_ONE_WAY: Final = 1000
 
 
-def measure(settings: Settings, model: Path, scratch: Path) -> dict[str, Any]:
-    """Start vLLM, generate round after round in every way, and one prompt greedily; returns JSON values.
+def measure(settings: RolloutSettings, model: Path, scratch: Path) -> dict[str, Any]:
+    """Start vLLM, generate all rounds in every way, and one prompt greedily; return JSON values.
 
-    "ready_at" is a time of the machine's clock, as processes share it.
+    "ready_at" is `time.perf_counter`, which all processes of the machine share.
     """
     from vllm import LLM
 
     options: dict[str, Any] = {"gpu_memory_utilization": settings.engine_memory}
     if not settings.on_gpu:
-        options = {"block_size": _CPU_BLOCK_TOKENS}
+        options = {"block_size": CPU_BLOCK_TOKENS}
     if settings.eager:
         options["enforce_eager"] = True
     meet_in(scratch)
@@ -56,7 +55,7 @@ def measure(settings: Settings, model: Path, scratch: Path) -> dict[str, Any]:
     return result | {"greedy": _greedy(llm, settings)}
 
 
-def _round(llm: Any, settings: Settings, number: int, *, way: str) -> float:
+def _round(llm: Any, settings: RolloutSettings, number: int, *, way: str) -> float:
     """Generate one round; return its seconds."""
     from vllm import SamplingParams
 
@@ -72,12 +71,12 @@ def _round(llm: Any, settings: Settings, number: int, *, way: str) -> float:
     seconds = time.perf_counter() - began
     counts = {len(completion.token_ids) for output in outputs for completion in output.outputs}
     if counts != {settings.new_tokens}:
-        raise RuntimeError(f"vLLM sampled {sorted(counts)} tokens where {settings.new_tokens} were asked for")
+        raise RuntimeError(f"vLLM sampled {sorted(counts)} tokens; it must sample {settings.new_tokens}")
     return seconds
 
 
-def _greedy(llm: Any, settings: Settings) -> dict[str, list[float]]:
-    """Return the likeliest continuation of one prompt, and its log-probabilities."""
+def _greedy(llm: Any, settings: RolloutSettings) -> dict[str, list[float]]:
+    """Return the greedy continuation of one prompt, and its log-probabilities."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=GREEDY_TOKENS, logprobs=0, ignore_eos=True, detokenize=False)
@@ -86,18 +85,18 @@ def _greedy(llm: Any, settings: Settings) -> dict[str, list[float]]:
     ids = list(completion.token_ids)
     logprobs = [position[token].logprob for position, token in zip(completion.logprobs, ids, strict=True)]
     if not all(map(math.isfinite, logprobs)):
-        raise RuntimeError("vLLM's own log-probabilities are not finite")
+        raise RuntimeError("vLLM returned log-probabilities that are not finite")
     return {"token_ids": ids, "logprobs": logprobs}
 
 
 if __name__ == "__main__":
     die_with_parent()
-    given, out = Settings.read(Path(sys.argv[1])), Path(sys.argv[3])
+    given, out = read_settings(sys.argv[1]), Path(sys.argv[3])
     os.environ.update(visible(given.device))
     if not given.on_gpu:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(given.kv_cache_gib)
     prepare(on_gpus=given.on_gpu)
     out.write_text(json.dumps(measure(given, Path(sys.argv[2]), out.parent)), encoding="utf-8")
     sys.stdout.flush()
-    # Not through the interpreter's end: vLLM's processes end with this one, and taking it apart takes seconds.
+    # vLLM's processes end with this one. Its shutdown at the interpreter's exit takes seconds.
     os._exit(0)

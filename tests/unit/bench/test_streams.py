@@ -1,4 +1,4 @@
-"""What the benchmark's streams count: gaps within a request, first tokens, and tokens that are lost or come twice."""
+"""Tests the interactive callers: gaps within a request, first tokens, and tokens that are lost or repeated."""
 
 from __future__ import annotations
 
@@ -10,11 +10,7 @@ import pytest
 
 from fourfold.errors import Unavailable
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold_bench.weights.streams import Streams
-
-
-class Settings:
-    shape, context, streams, flush_seconds = "tiny", 24, 2, 0.001
+from fourfold_bench.streams import Streams, streaming_request
 
 
 class Client:
@@ -44,9 +40,13 @@ class Client:
             yield rollout.SampleChunk(token_ids=bytes(4), logprobs=bytes(4), finish_reason=finish)
 
 
-def streams(client: Client) -> Streams:
-    settings: Any = Settings()
-    return Streams(settings, client)  # type: ignore[arg-type]
+def request(index: int, count: int) -> rollout.GenerateRequest:
+    params = rollout.SamplingParams(max_tokens=7 if count else 7 - 6 * index)
+    return streaming_request(f"stream-{index}-{count}", [1, 2], params, flush_seconds=0.001)
+
+
+def streams(client: Any, callers: int = 2) -> Streams:
+    return Streams(client, request, callers=callers, timeout=60)
 
 
 @pytest.mark.parametrize(("wrong", "lost"), [(0, 0), (-2, 4), (3, 6)])
@@ -67,9 +67,8 @@ async def test_every_token_is_accounted_for(wrong: int, lost: int) -> None:
 
 async def test_the_wait_between_two_requests_is_no_gap_between_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(10_000))
-    monkeypatch.setattr("fourfold_bench.weights.streams.time.perf_counter", lambda: float(next(now)))
-    monkeypatch.setattr(Settings, "streams", 1)
-    running = streams(Client())
+    monkeypatch.setattr("fourfold_bench.streams.time.perf_counter", lambda: float(next(now)))
+    running = streams(Client(), callers=1)
     await running.start()
     await running.wait_for(20, timeout=5)
     running.end()
@@ -77,7 +76,7 @@ async def test_the_wait_between_two_requests_is_no_gap_between_tokens(monkeypatc
     assert running.longest_gap(0, 1e9) == 1.0, "a request begins a tick before its first token, and after the last"
 
 
-async def test_a_stream_that_fails_is_told() -> None:
+async def test_the_error_of_a_stream_is_raised() -> None:
     client = Client()
     running = streams(client)
     await running.start()

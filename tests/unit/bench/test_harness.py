@@ -1,0 +1,176 @@
+"""Tests the harness of all benchmarks: options, checks of places and packages, results, the whole of a small one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fourfold.errors import ConfigError
+from fourfold_bench import harness, record
+from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, option
+from fourfold_bench.step.benchmark import BENCHMARK, StepSettings
+
+ROOT = Path(record.__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmallSettings(BenchmarkSettings):
+    size: int = option("size", default=3, least=1, most=9)
+    words: tuple[str, ...] = option(default=("a", "b"))
+    kind: str = option(choices=("x", "y"))
+    fast: bool = option(default=False)
+    share: float = option(flag="--share-of-it", default=0.5, above=0, below=1)
+    profiled: bool = False
+
+    @classmethod
+    def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return {"kind": "x", **given}
+
+
+class SmallBenchmark(Benchmark[SmallSettings]):
+    name = "small"
+    summary = "a small benchmark"
+    settings = SmallSettings
+    libraries = ("pytest", "none-such|numpy")
+    profiled = "it"
+
+    def label(self, settings: SmallSettings) -> str:
+        return settings.kind
+
+    def measure(self, settings: SmallSettings, run: BenchmarkRun) -> dict[str, Any]:
+        assert not list(run.folder.iterdir())
+        return {"double": 2 * settings.size}
+
+    def table(self, document: Mapping[str, Any]) -> list[str]:
+        return [f"double {document['results']['double']}"]
+
+
+def _arguments(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    harness.add_arguments(SmallBenchmark(), parser)
+    return parser.parse_args(words)
+
+
+def _check(*words: str) -> None:
+    harness.check_places(SmallBenchmark(), _arguments(*words))
+
+
+def test_options_come_from_the_fields_of_the_settings(tmp_path: Path) -> None:
+    plain = SmallSettings.from_arguments(_arguments())
+    assert plain == SmallSettings(kind="x")
+    words = ("--size", "4", "--words", "c,,d", "--kind", "y", "--fast", "--share-of-it", "0.25", "--profile", "p")
+    given = SmallSettings.from_arguments(_arguments(*words))
+    assert given == SmallSettings(size=4, words=("c", "d"), kind="y", fast=True, share=0.25, profiled=True)
+    assert given.document()["words"] == ["c", "d"]
+    assert SmallSettings.read(given.write(tmp_path / "settings.json")) == given
+    assert SmallSettings.from_arguments(_arguments("--words", "")).words == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--size", "0"], "--size 0: it must be at least 1 and at most 9"),
+        (["--share-of-it", "1"], "--share-of-it 1.0: it must be above 0 and below 1"),
+        (["--share-of-it", "nan"], "--share-of-it nan: it must be above 0 and below 1"),
+    ],
+)
+def test_limits_of_options_are_checked(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{message}$"):
+        SmallSettings.from_arguments(_arguments(*words))
+
+
+def test_a_result_has_parameters_numbers_and_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "result.json"
+    assert harness.run(SmallBenchmark(), _arguments("--size", "5", "--json", str(out))) == 0
+    assert capsys.readouterr().out == "double 10\n"
+    document = json.loads(out.read_text())
+    assert document["benchmark"] == "small-x" and document["results"] == {"double": 10}
+    assert document["parameters"] == {**SmallSettings(size=5, kind="x").document()}
+    assert set(document["versions"]) == {"python", "pytest", "numpy"} and document["hardware"]["cores"] > 0
+
+
+def test_the_folder_of_a_result_is_made_before_anything_is_measured(tmp_path: Path) -> None:
+    _check("--json", str(tmp_path / "a" / "b" / "result.json"))
+    assert (tmp_path / "a" / "b").is_dir()
+    with pytest.raises(ConfigError, match="this is a folder; give a file"):
+        _check("--json", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["--keep", "--profile"])
+def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"{name} .*: this is a file; give a folder"):
+        _check(name, str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("words", [("--keep", "x/y"), ("--profile", "x/y"), ("--json", "x/y/z.json")])
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, words: tuple[str, str]) -> None:
+    (tmp_path / "x").touch()
+    with pytest.raises(ConfigError, match=rf"{words[0]} .*: cannot make the folder \(.*\); give another place"):
+        _check(words[0], str(tmp_path / words[1]))
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    with pytest.raises(ConfigError, match=r"--json .*: this user may not write there; give another place"):
+        _check("--json", str(tmp_path / "x.json"))
+
+
+def test_save_is_for_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="elsewhere use --json FILE"):
+        _check("--save")
+
+
+def test_the_commit_is_that_of_the_code_wherever_it_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if head.returncode:
+        pytest.skip("this copy has no git folder")
+    monkeypatch.delenv("FOURFOLD_COMMIT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    document = record.document("x", command="x", parameters={}, results={}, libraries=[])
+    assert document["commit"] == head.stdout.strip()
+
+
+def test_an_installation_inside_another_repository_has_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FOURFOLD_COMMIT", raising=False)
+    subprocess.run(["git", "init", "--quiet", str(tmp_path)], check=True)
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "record.py"))
+    (tmp_path / "record.py").touch()
+    assert record.document("x", command="x", parameters={}, results={}, libraries=[])["commit"] == ""
+
+
+def test_packages_are_those_of_the_device() -> None:
+    parser = argparse.ArgumentParser()
+    harness.add_arguments(BENCHMARK, parser)
+    on_cpu, on_gpus = (
+        BENCHMARK.packages(StepSettings.from_arguments(parser.parse_args(words)))
+        for words in (["--device", "cpu"], ["--device", "cuda", "--liger"])
+    )
+    assert on_cpu["vllm"] == "fourfold-rollout[cpu]" and "liger_kernel" not in on_cpu
+    assert on_gpus["vllm"] == "fourfold-rollout[gpu]" and on_gpus["liger_kernel"] == "fourfold-trainer[gpu,liger]"
+
+
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        ("fourfold bench rollout --json a.json --rounds 3 --profile p --keep k", "fourfold bench rollout --rounds 3"),
+        (
+            "fourfold bench step --json there/x.json --steps 2 --keep=there --save",
+            "fourfold bench step --steps 2 --save",
+        ),
+        ("/x/fourfold_bench/scheduler.py --steps 2 --name n", "python -m fourfold_bench.scheduler --steps 2 --name n"),
+    ],
+)
+def test_the_command_of_a_result_has_no_places_of_this_machine(argv: str, command: str) -> None:
+    assert record.command_again(argv.split()) == command

@@ -1,0 +1,68 @@
+"""Tests the benchmarks that are programs of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fourfold_bench.harness import run_script
+from fourfold_bench.run_result import RunResult
+
+_SCRIPTS = ("bare_loop", "experience_path", "learning", "run_result", "scheduler", "trainer_speed")
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_experience_path_moves_the_samples_of_a_step(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    sizes = ("--samples", "16", "--tokens", "160", "--runs", "2", "--warmup", "1")
+    done = _run("fourfold_bench.experience_path", *sizes, "--json", str(out))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "generate   median" in done.stdout and "CPU per run: rollout" in done.stdout
+    document = json.loads(out.read_text())
+    assert document["benchmark"] == "experience_path"
+    assert document["command"].startswith("python -m fourfold_bench.experience_path --samples 16")
+    assert document["parameters"] == {
+        "samples": 16, "tokens": 160, "group_size": 8, "runs": 2, "warmup": 1, "prompt_tokens": 128,
+    }  # fmt: skip
+    assert len(document["results"]["phases"]["total"]["runs_ms"]) == 2
+
+
+def test_wrong_sizes_are_one_line() -> None:
+    done = _run("fourfold_bench.experience_path", "--samples", "9")
+    assert done.returncode == 1
+    assert done.stderr == "fourfold: --samples 9: it must be a multiple of --group-size 8\n"
+
+
+def test_a_finished_run_becomes_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = tmp_path / "runs" / "small", tmp_path / "result.json"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text("name = 'small'\n")
+    (run / "report.json").write_text(json.dumps({"model": f"{tmp_path}/runs/small/model"}))
+    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fourfold_bench/run_result.py", str(run), "--json", str(out)])
+    assert run_script(RunResult()) == 0
+    assert capsys.readouterr().out == "run-small: 2 steps\n"
+    document = json.loads(out.read_text())
+    assert document["parameters"] == {"run": "small", "recipe": "name = 'small'\n"}
+    assert document["results"] == {"report": {"model": "runs/small/model"}, "steps": [{"step": 1}, {"step": 2}]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", _SCRIPTS)
+def test_every_script_explains_itself(name: str) -> None:
+    done = _run(f"fourfold_bench.{name}", "--help")
+    assert done.returncode == 0 and "--save" in done.stdout, done.stderr[-2000:]

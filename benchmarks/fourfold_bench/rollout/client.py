@@ -92,7 +92,9 @@ class RolloutCaller:
         """Sample this process's groups of one round; return begin and end."""
         mine = range(self._index, self._settings.prompts, self._settings.clients)
         requests = [self._request(number, index) for index in mine]
-        await self._meet(f"round-{number}")
+        # The benchmark comes to the profiled round, too, when py-spy has started.
+        is_profiled = self._settings.profiled and number == self._settings.plain_rounds - 1
+        await self._meet(f"round-{number}", count=self._settings.clients + is_profiled)
         began = time.perf_counter()
         groups = await asyncio.gather(*(self._rollout.complete(r, timeout=self._settings.timeout) for r in requests))
         ended = time.perf_counter()
@@ -132,14 +134,14 @@ class RolloutCaller:
         (completion,) = await self._rollout.complete(request, timeout=self._settings.timeout)
         return {"token_ids": completion.token_ids.tolist(), "logprobs": completion.logprobs.tolist()}
 
-    async def _meet(self, place: str) -> None:
-        """Return when every client has come to this place."""
-        await asyncio.to_thread(self._wait_for_all, place)
+    async def _meet(self, place: str, *, count: int = 0) -> None:
+        """Return when every client, or `count` processes, have come to this place."""
+        await asyncio.to_thread(self._wait_for_all, place, count or self._settings.clients)
 
-    def _wait_for_all(self, place: str) -> None:
+    def _wait_for_all(self, place: str, count: int) -> None:
         (self._folder / f"{place}.{self._index}").touch()
         deadline = time.monotonic() + _MEET_SECONDS
-        while len(list(self._folder.glob(f"{place}.*"))) < self._settings.clients:
+        while len(list(self._folder.glob(f"{place}.*"))) < count:
             if time.monotonic() > deadline:
                 raise DeadlinePassed(f"another client did not come to {place} in {_MEET_SECONDS:.0f} s")
             time.sleep(_POLL_SECONDS)

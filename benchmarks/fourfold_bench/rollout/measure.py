@@ -125,6 +125,7 @@ class _ProfileOneRound:
             self._profile = None
         elif not self._recording and self._begin.exists():
             self._profile.begin(_SERVICE, self._processes.pid(_SERVICE))
+            self._begin.with_suffix(".profile").touch()  # the clients wait for it: py-spy takes a while to start
             self._recording = True
         return False
 

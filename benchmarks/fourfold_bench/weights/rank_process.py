@@ -26,7 +26,7 @@ from fourfold.weights.source.base import WeightSource, synchronize
 from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.source.fused_params import named_weights
 from fourfold.weights.worker_control import error_reply
-from fourfold_bench.weights.worker import LoopGroup
+from fourfold_bench.weights.loop import LoopGroup
 
 _SPREAD: Final = 0.02
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from fourfold.cli import main as cli_main
 from fourfold.errors import ConfigError
 from fourfold.host.hardware import Gpu
+from fourfold_bench import command as bench_command
 from fourfold_bench import gpus
 from fourfold_bench.gpus import check_present, default_device, physical_gpu, visible
 
@@ -69,3 +73,31 @@ def test_a_gpu_without_gpus_is_one_line(words: list[str], no_gpu: None, capsys: 
     assert cli_main.main(["bench", *words]) == 1
     error = capsys.readouterr().err
     assert error == "fourfold: device cuda:0: this process sees no GPU (`fourfold doctor` shows why); use cpu\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (
+            "step --layout hybrid --liger --tokens-per-micro-batch 73728 --reference-tokens 73728 --steps 5",
+            {"device": "cuda", "shape": "0.43b", "prompts": 64, "layout": "hybrid", "liger": True, "steps": 5},
+        ),
+        (
+            "weights --path services --shape 0.43b --streams 256 --flush 0.04 --trainer-device cuda:0 "
+            "--engine-device cuda:1",
+            {"path": "services", "backend": "cuda_ipc", "trainer_devices": ["cuda:0"], "engine_device": "cuda:1"},
+        ),
+        (
+            "rollout --packed --alone plain --timeout 60",
+            {"device": "cuda:0", "prompts": 512, "packed": True, "alone": ["plain"], "timeout": 60.0},
+        ),
+    ],
+)
+def test_the_commands_of_gpu_runs_keep_their_meaning(command: str, expected: dict[str, Any], two_gpus: None) -> None:
+    parser = argparse.ArgumentParser()
+    bench_command.add_arguments(parser)
+    args = parser.parse_args(command.split())
+    benchmark = importlib.import_module(f"fourfold_bench.{args.what}.benchmark").BENCHMARK
+    settings = benchmark.settings.from_arguments(args)
+    check_present(benchmark.devices(settings))
+    assert expected.items() <= settings.document().items()

@@ -19,9 +19,10 @@ import asyncio
 import gc
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -124,7 +125,7 @@ class ReadyCore:
     """A core of the trainer service that trains nothing: the batch arrives, checked and as arrays."""
 
     def __init__(self, settings: PathSettings) -> None:
-        self.vocabulary_size = VOCABULARY_SIZE
+        self.engine = SimpleNamespace(vocabulary_size=VOCABULARY_SIZE)
         self.config = Config.model_validate(
             {
                 "name": "path",
@@ -144,7 +145,11 @@ class ReadyCore:
         """Return that the step is new."""
         return True
 
-    async def train_step(self, step: int, samples: list[Sample], batch_sha256: str, *, timeout: float) -> StepAnswer:
+    async def run(self, _phase: object, _timeout: float, method: Callable[..., StepAnswer], *args: Any) -> StepAnswer:
+        """Call a method of the core at once; the real core calls it in the engine's thread."""
+        return method(*args)
+
+    def train_step(self, step: int, samples: list[Sample], _batch_sha256: str) -> StepAnswer:
         tokens = float(sum(len(sample.token_ids) for sample in samples))
         return StepAnswer(step=step, policy_version=step, skipped_reason="", metrics={"train/tokens_per_step": tokens})
 

@@ -276,7 +276,7 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
                 await self.on_sleep()
             if self.busy_sleeps:
                 self.busy_sleeps -= 1
-                raise WrongState("1 calls have samples in the engine")
+                raise WrongState("1 calls still have samples in the engine")
             if self.asleep == {"weights"} or self.asleep == {"kv_cache"}:
                 raise WrongState("it sleeps in part; wake it first")
             self.asleep, self.state = {"weights", "kv_cache"}, control.WEIGHT_STATE_DIRTY

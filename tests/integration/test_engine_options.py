@@ -29,9 +29,9 @@ def _vllm_is_quiet() -> Iterator[None]:
 
 
 def checked(options: dict[str, Any]) -> dict[str, Any]:
-    from fourfold_rollout.vllm.engine_args import checked
+    from fourfold_rollout.vllm.engine_args import check_options
 
-    return checked(options)
+    return check_options(options)
 
 
 def test_known_names_with_values_of_their_types_pass() -> None:

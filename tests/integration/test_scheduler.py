@@ -12,7 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from fourfold_bench.scheduler import BLOCK_TOKENS, TOKENS, BareScheduler
 from fourfold_rollout.vllm.patches.decoding import obstacle
-from fourfold_rollout.vllm.patches.scheduler import AsyncRolloutScheduler, RolloutScheduler, shorten
+from fourfold_rollout.vllm.patches.scheduler import AsyncRolloutScheduler, RolloutScheduler, skip_idle_calls
 
 pytestmark = pytest.mark.integration
 
@@ -199,5 +199,5 @@ def test_what_every_step_must_know_of_is_left_to_vllm() -> None:
 def test_what_it_does_not_know_stays_vllms() -> None:
     manager = BareScheduler(Scheduler, samples=1, blocks=10).scheduler.kv_cache_manager
     manager.enable_caching = False
-    assert shorten(manager) == "the prefix cache is off"
+    assert skip_idle_calls(manager) == "the prefix cache is off"
     assert "allocate_slots" not in vars(manager)

@@ -1,7 +1,8 @@
-"""Samples and probes once before the service is ready, so that no caller waits for kernels to compile.
+"""Warms up the engine before the service is ready: samples and probes once, so that all kernels are compiled.
 
 Kernels are compiled at their first use: on GPUs Triton's kernels of the sampler and of the log-probabilities, and those
-of a probe. vLLM has no list of them, so the engine draws two tokens without and two with top-k and top-p, and probes.
+of a probe. vLLM has no list of them. So the engine draws two tokens without top-k and top-p and two with them, and
+computes the log-probabilities of a prompt.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from fourfold_rollout.engine import RolloutEngine, SampleOutput, SampleRequest
 
 _log = logging.getLogger(__name__)
 # Enough for a busy machine with an empty cache of compiled kernels.
-_SECONDS: Final = 120.0
+_TIMEOUT_SECONDS: Final = 120.0
 _PROMPT: Final = [0, 0]
 _FILTERS: Final = ((1.0, 0), (0.9, 2))  # (top_p, top_k) of each sample
 
 
-async def warm_up(engine: RolloutEngine, *, timeout: float = _SECONDS) -> None:
-    """Sample and probe. The engine must have no other user yet. Raises DeadlinePassed."""
+async def warm_up(engine: RolloutEngine, *, timeout: float = _TIMEOUT_SECONDS) -> None:
+    """Sample and probe. Call it before the engine serves any request. Raises DeadlinePassed."""
     began = time.monotonic()
     try:
         async with asyncio.timeout(timeout):
@@ -31,8 +32,7 @@ async def warm_up(engine: RolloutEngine, *, timeout: float = _SECONDS) -> None:
             await engine.prompt_logprobs(_PROMPT)
     except TimeoutError:
         raise DeadlinePassed(
-            f"the engine has not sampled its first tokens for {timeout:.0f} s, and a start allows no more; its log "
-            "says what it does"
+            f"the engine did not finish its warm-up in {timeout:.0f} s, the limit for a start; see the engine's log"
         ) from None
     _log.info("Engine warmed up", extra={"seconds": round(time.monotonic() - began, 1)})
 

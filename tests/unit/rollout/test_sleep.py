@@ -65,7 +65,7 @@ async def test_who_waits_for_the_wake_is_sent_away_when_nobody_is_served_any_mor
 async def test_it_sleeps_neither_with_samples_nor_in_an_update() -> None:
     engine, weights = make()
     async with weights.serving(1):
-        with pytest.raises(WrongState, match="1 calls have samples"):
+        with pytest.raises(WrongState, match="1 calls still have samples"):
             await weights.sleep(1, timeout=0.1)
         assert await served(weights) == 0, "it goes on as before"
     terms = EpochTerms(epoch=1, backend="shm", manifest=b"m", offers=(b"o",), receiver_count=1, first_receiver_index=0)

@@ -220,7 +220,7 @@ class TestRunningSamples:
         await open_epoch(weights)
         async with weights.serving(1):
             pause = asyncio.create_task(begin(weights, mode=PauseMode.ABORT))
-            await asyncio.sleep(controller._INTERRUPT_SECONDS * 2.5)
+            await asyncio.sleep(controller._INTERRUPT_INTERVAL_SECONDS * 2.5)
             assert engine.log.count("interrupt") >= 2
         await pause
         assert engine.log[-1] == "settle"

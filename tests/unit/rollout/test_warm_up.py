@@ -24,7 +24,7 @@ async def test_it_samples_with_and_without_filters_and_probes() -> None:
 
 
 async def test_an_engine_that_does_not_sample_is_not_waited_for() -> None:
-    with pytest.raises(DeadlinePassed, match="has not sampled its first tokens for 0 s"):
+    with pytest.raises(DeadlinePassed, match="did not finish its warm-up in 0 s"):
         await warm_up(FakeEngine(), timeout=0.01)
 
 

@@ -1,4 +1,4 @@
-"""Turns the engine's outputs of one call into chunks for its client.
+"""Turns the engine's outputs for one call into chunks for its client; no chunk has tokens of two policy versions.
 
 put --> split at changes of the weights (versions.py) --> TokenHold --> deliver: one chunk
 """
@@ -29,10 +29,10 @@ _FINISH_REASONS: Final = {
 
 
 class CallOutputs:
-    """The `SampleSink` and `TokenSink` of one call on the running event loop. No chunk has tokens of two versions."""
+    """Implements `SampleSink` (calls from the engine) and `TokenSink` (calls from the token hold) for one call."""
 
     def __init__(self, sample_count: int, token_hold: TokenHold, emit: Callable[[pb.SampleChunk], None]) -> None:
-        """Begin a call with the present version of the engine's hold; `emit` gets each chunk."""
+        """Begin a call on the running event loop at the hold's current version; `emit` gets each chunk."""
         self._loop = asyncio.get_running_loop()
         self._left = sample_count
         self._token_hold, self._emit = token_hold, emit
@@ -56,7 +56,8 @@ class CallOutputs:
     def flush_every(self, seconds: float, samples: Sequence[EngineSample]) -> None:
         """Flush the samples now and every `seconds` seconds until the call ends.
 
-        One flush for many tokens: hundreds of samples get a token at a time, and one thread serves all of them.
+        A chunk then has many tokens. One chunk per token would be too many: hundreds of samples get a token in every
+        engine step, and one thread serves all of them.
         """
         if self._end.done():
             return  # the samples may have ended before all of them were submitted
@@ -72,7 +73,7 @@ class CallOutputs:
             self._end.set_exception(error)
 
     def close(self) -> None:
-        """Emit nothing more. `complete` must not be awaited any more."""
+        """Stop emitting chunks. `complete` must not be awaited after this."""
         self._end.cancel()
         self._stop_flushing()
         self._token_hold.forget(self)

@@ -14,8 +14,8 @@ from fourfold_rollout.pause.hold import TokenHold
 from fourfold_rollout.pause.in_flight import RequestGate, RequestLease
 from fourfold_rollout.pause.sleep import SleepState
 
-# A sample that arrives in the engine during an interrupt is missed by it; the interrupt is repeated after this time.
-_INTERRUPT_SECONDS: Final = 0.05
+# An interrupt misses samples that arrive in the engine while it runs, so it is repeated at this interval.
+_INTERRUPT_INTERVAL_SECONDS: Final = 0.05
 _END_SECONDS: Final = 10.0
 _RETRY_SECONDS: Final = 1.0
 
@@ -37,7 +37,7 @@ class SamplingController:
         self.samples_paused = False  # samples are in the engine and none of them advances
         self.dirty = False  # the weights may be mixed, or are lost
         self._commits = 0
-        self._closed_for = ""
+        self._closed_reason = ""  # empty while the gate is open, or closed only because the engine sleeps
         self._refusal: FourfoldError | None = None
         self._engine = engine
         self._gate = RequestGate()
@@ -52,8 +52,8 @@ class SamplingController:
         if self._refusal is not None:
             raise self._refusal
         if not is_open:
-            asleep = not self._closed_for
-            what = "the engine sleeps" if asleep else self._closed_for
+            asleep = not self._closed_reason
+            what = "the engine sleeps" if asleep else self._closed_reason
             raise Unavailable(
                 f"{what}, for {timeout:.1f} s and more; try again",
                 reason="ASLEEP" if asleep else "UPDATING_WEIGHTS",
@@ -72,18 +72,18 @@ class SamplingController:
 
     def commit(self, version: int) -> None:
         self.token_hold.version, self.dirty = version, False
-        # An update that is given up after its commit may be repeated under its number with other weights. So the cache
-        # salt holds the number of the commit, too: prefixes that the dropped weights computed are never read.
+        # An update that is aborted after its commit may be repeated with other weights under the same version. The
+        # cache salt therefore contains the commit's number: prefixes computed with the aborted weights are never read.
         self._commits += 1
 
     def close_gate(self, why: str) -> None:
         """Make new requests wait; `why` is the error text of requests that wait too long."""
-        self._closed_for = why
+        self._closed_reason = why
         self._gate.close()
 
     def open_gate(self) -> None:
         """Admit new requests, now or when the engine is awake."""
-        self._closed_for = ""
+        self._closed_reason = ""
         if self.sleep_state.awake:
             self._gate.open()
 
@@ -132,7 +132,7 @@ class SamplingController:
             return
         self._gate.close()
         try:
-            await self._finish_running(timeout / 2)
+            await self._finish_running(timeout / 2)  # the engine needs the rest of the time to free its memory
             confirmed = False
             try:
                 await self._engine.sleep(level, timeout=timeout)
@@ -146,11 +146,12 @@ class SamplingController:
             self.open_gate()
 
     async def wake(self, tags: Sequence[str], timeout: float) -> None:
-        """Allocate all memory again, or the parts in `tags`. The gate does not move."""
+        """Allocate all memory again, or the parts in `tags`. Does not open the gate; call `open_gate` afterwards."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         for tag in self.sleep_state.to_wake(tags):
-            # One by one: vLLM wakes none of them if one is awake already, after a call whose answer came too late.
+            # One call per tag: vLLM wakes none of several tags if one of them is awake, as it may be after a call whose
+            # answer came too late.
             await self._engine.wake((tag,), timeout=deadline - loop.time())
             self.sleep_state.woke(tag)
 
@@ -173,7 +174,7 @@ class SamplingController:
                 await self._drain(interrupt=False)
         except TimeoutError:
             raise WrongState(
-                f"{self._gate.lease_count} calls have samples in the engine, after {timeout:.1f} s still; end them "
+                f"{self._gate.lease_count} calls still have samples in the engine after {timeout:.1f} s; end them "
                 "before it can sleep"
             ) from None
 
@@ -182,5 +183,5 @@ class SamplingController:
             if interrupt:
                 await self._engine.interrupt()
             with suppress(TimeoutError):
-                async with asyncio.timeout(_INTERRUPT_SECONDS if interrupt else None):
+                async with asyncio.timeout(_INTERRUPT_INTERVAL_SECONDS if interrupt else None):
                     await self._gate.wait_empty()

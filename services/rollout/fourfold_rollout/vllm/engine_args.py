@@ -1,9 +1,9 @@
-"""Builds the `AsyncEngineArgs` of an engine from its settings and from the recipe's own options of vLLM.
+"""Builds vLLM's `AsyncEngineArgs` from the engine's settings and the recipe's table [rollout.vllm].
 
     recipe: [rollout.vllm]  -->  names and types of `AsyncEngineArgs` (checked here)  -->  vLLM checks the values
 
-vLLM checks values and their combinations when it makes its configuration. An unknown name or a wrong type would raise
-a TypeError there, without the key of the recipe.
+vLLM checks values and their combinations when it makes its configuration. Names and types are checked here, because an
+unknown name or a wrong type would raise a TypeError in vLLM that does not contain the key of the recipe.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fourfold.errors import ConfigError
 from fourfold_rollout.engine import EngineSettings
 
 _WORKER_EXTENSION: Final = "fourfold_rollout.vllm.worker.RolloutWorker"
-# Samples of one prompt share its whole blocks. vLLM's 128 tokens share nothing of a short prompt. With 32, the least
-# that its CPU kernels take, the 96 samples of a quickstart step cost half.
+# Samples of one prompt share the blocks that the prompt fills. With vLLM's default of 128 tokens a short prompt fills
+# none. 32 is the minimum of the CPU kernels, and halves the time of the 96 samples of a quickstart step.
 _CPU_BLOCK_TOKENS: Final = 32
 # vLLM's "fp8" means a checkpoint that is fp8 already.
 _QUANTIZATIONS: Final = {"fp8": "fp8_per_tensor"}
-_NO_UTILISATION: Final = 0.01
+_UNUSED_UTILISATION: Final = 0.01
 # On CPU, vLLM crashes when a step ends within the prompt of a seeded sample: it sets back the offset of the generator,
 # which CPU generators do not have.
 _PROMPT_SPLITTING: Final = ("enable_chunked_prefill", "long_prefill_token_threshold")
@@ -46,8 +46,8 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         if settings.kv_cache_gib is None:
             options["gpu_memory_utilization"] = settings.gpu_memory_utilization
         else:
-            # vLLM checks the utilisation even if it is not used, and fails if other processes hold more than the rest.
-            options["gpu_memory_utilization"] = _NO_UTILISATION
+            # vLLM ignores the utilisation then, but still fails at the start if that share of the GPU is not free.
+            options["gpu_memory_utilization"] = _UNUSED_UTILISATION
             options["kv_cache_memory_bytes"] = settings.kv_cache_gib << 30
     else:
         options["block_size"] = _CPU_BLOCK_TOKENS
@@ -58,7 +58,7 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
     sequences, largest_graph = graph_limits(settings.max_concurrent_samples)
     if not settings.enforce_eager and "cudagraph_capture_sizes" not in settings.options:
         options["max_cudagraph_capture_size"] = largest_graph
-    options |= checked(settings.options)
+    options |= check_options(settings.options)
     return AsyncEngineArgs(
         model=str(settings.folder),
         skip_tokenizer_init=True,
@@ -69,7 +69,7 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         max_num_batched_tokens=max(settings.max_batched_tokens, sequences),
         enforce_eager=settings.enforce_eager,
         enable_prefix_caching=True,
-        logprobs_mode="processed_logprobs",
+        logprobs_mode="processed_logprobs",  # of the distribution that is sampled: after temperature, top-k and top-p
         generation_config="vllm",  # requests carry every parameter; ignore the folder's defaults
         worker_extension_cls=_WORKER_EXTENSION,
         disable_log_stats=True,
@@ -91,13 +91,13 @@ def graph_limits(concurrent_samples: int) -> tuple[int, int | None]:
     return sequences, sequences if sequences > _LARGEST_GRAPH else None
 
 
-def checked(options: Mapping[str, Any]) -> dict[str, Any]:
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe's options with the types of `AsyncEngineArgs`.
 
     Raises ConfigError: the installed vLLM has no option of that name, or the option has another type.
     """
     known = {field.name: field.type for field in dataclasses.fields(AsyncEngineArgs)}
-    taken: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
@@ -107,8 +107,9 @@ def checked(options: Mapping[str, Any]) -> dict[str, Any]:
         if wanted and not any(_fits(value, kind) for kind in wanted):
             rule = " or ".join(dict.fromkeys(_describe(kind) for kind in wanted if kind is not types.NoneType))
             raise ConfigError(f"rollout.vllm.{name} = {value!r}: the rule is {rule}; change or remove it")
-        taken[name] = next((_member(kind, value) for kind in wanted if _is_enum(kind) and _fits(value, kind)), value)
-    return taken
+        # vLLM takes enums by their members; a recipe has only the names.
+        result[name] = next((_member(kind, value) for kind in wanted if _is_enum(kind) and _fits(value, kind)), value)
+    return result
 
 
 def _check_whole_prompts(options: Mapping[str, Any]) -> None:
@@ -120,8 +121,8 @@ def _check_whole_prompts(options: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_values(error: ValidationError, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError with the recipe's option whose value vLLM refused; return if none of them is the cause."""
+def raise_for_option(error: ValidationError, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the recipe's option whose value vLLM refused; return if the cause is another one."""
     for refused in error.errors(include_url=False):
         # The location of a list's item, or of one type of a union, has more parts than the option's name.
         if name := next((str(part) for part in refused["loc"] if part in options), ""):

@@ -29,7 +29,7 @@ from fourfold.host.scratch import Scratch
 from fourfold_rollout.engine import EngineSettings
 from fourfold_rollout.vllm.compile_cache import compiled_once
 from fourfold_rollout.vllm.crash import CrashNote, one_line
-from fourfold_rollout.vllm.engine_args import engine_args, refuse_values
+from fourfold_rollout.vllm.engine_args import engine_args, raise_for_option
 from fourfold_rollout.vllm.patches.front_end import disarm_shutdown
 from fourfold_rollout.vllm.patches.rendezvous import meet_in_a_folder
 from fourfold_rollout.vllm.patches.scheduler import scheduler_for
@@ -63,7 +63,7 @@ def launch(settings: EngineSettings, *, fork: bool) -> LaunchedEngine:
         config = arguments.create_engine_config()
     except (ValueError, OSError, NotImplementedError) as error:
         if isinstance(error, ValidationError):
-            refuse_values(error, settings.options)
+            raise_for_option(error, settings.options)
         raise ConfigError(f"model {settings.folder}: vLLM cannot serve it: {one_line(error)}") from error
     if config.scheduler_config.scheduler_cls is None and "scheduler" not in settings.disabled_patches:
         config.scheduler_config.scheduler_cls = scheduler_for(config)

@@ -110,7 +110,7 @@ def _open_v1(worker: Any, runner: Any, path: str, slots: int, width: int, patch_
 
 def _open_v2(worker: Any, runner: Any, path: str, slots: int, width: int) -> str:
     if worker.device.type != "cuda":
-        return "the second model runner has kernels for GPUs only"
+        return "Model Runner V2 has kernels for GPUs only"
     if not _is_writer(worker):
         return ""
     from fourfold_rollout.vllm.patches.logprobs_v2 import LogprobSampler

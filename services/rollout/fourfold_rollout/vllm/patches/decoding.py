@@ -164,7 +164,7 @@ class DecodingScheduler(Scheduler):
         return rows
 
     def _fill(self, step: SchedulerOutput, rows: _Rows, before: set[str]) -> None:
-        """Put `rows` into an empty step; `before` has the request ids of the previous step, for the first runner."""
+        """Put `rows` into an empty step; `before` has the request ids of the previous step, for the V1 runner."""
         names = [request.request_id for request in rows.requests]
         step.num_scheduled_tokens = dict.fromkeys(names, 1)
         step.total_num_scheduled_tokens = len(names)
@@ -175,7 +175,7 @@ class DecodingScheduler(Scheduler):
             first = self.running[0].request_id
             step.num_common_prefix_blocks = self.kv_cache_manager.get_num_common_prefix_blocks(first)
         if not self.use_v2_model_runner:
-            # The first runner needs all tokens of a sample that was not in the previous step.
+            # The V1 runner needs all tokens of a sample that was not in the previous step.
             self.prev_step_scheduled_req_ids = set(names)
             for request in rows.requests:
                 if request.request_id not in before:

@@ -15,7 +15,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 
 class _Mark:
-    """Travels through the queue in the place of statistics."""
+    """Marks a place in the queue. It is sent as the statistics of a message without outputs."""
 
     def __init__(self) -> None:
         self.passed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -24,11 +24,12 @@ class _Mark:
 class OutputBarrier:
     """Reports when the front end has processed all outputs of its core process.
 
-    The answer to "pause" follows the last output on the socket, but it overtakes outputs that wait in the queue or are
-    half processed: task 2 processes a message in chunks and yields to other tasks in between. So a mark goes through
-    the queue. Task 2 hands on the statistics of each message last; the mark is the statistics of an empty message.
+    The core process answers "pause" after its last output, but the answer overtakes outputs that wait in the queue or
+    are half processed: task 2 processes a message in chunks and yields to other tasks in between. Therefore `passed`
+    puts a mark into the queue, as the statistics of an empty message. Task 2 handles the statistics of a message after
+    its outputs, so that the mark arrives when all outputs before it are processed.
 
-    The output task must be running: a request was added.
+    vLLM starts task 2 with the first request; before that, `passed` does not return.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -59,7 +60,7 @@ class OutputBarrier:
 
     def _update_scheduler_stats(self, stats: Any) -> None:
         if isinstance(stats, _Mark):
-            if not stats.passed.done():  # it is cancelled if the waiting task is
+            if not stats.passed.done():  # the caller of `passed` may have been cancelled, which cancels the future
                 stats.passed.set_result(None)
             return
         self._pass_on(stats)
@@ -83,8 +84,8 @@ def take_outputs(collector: Any, put: Callable[[Any], None]) -> None:
 def on_output_failure(llm: AsyncLLM, callback: Callable[[Exception], None]) -> None:
     """Call `callback` with the error that ends vLLM's output task.
 
-    vLLM passes the error to every request and does not raise it from the task. The callback comes even without
-    requests; the samples end when the cause of death is known.
+    vLLM would pass the error to every request; this callback replaces that, and is called without requests, too. The
+    samples fail later, with the cause that `CrashWatch` finds.
     """
     processor: Any = llm.output_processor
     processor.propagate_error = callback

@@ -1,4 +1,4 @@
-"""Takes the log-probabilities of sampled tokens from vLLM's first model runner (CPU, and CUDA without the second one).
+"""Writes the log-probabilities of sampled tokens to a table in vLLM's V1 model runner (CPU, and CUDA without V2).
 
     Sampler.forward --> Sampler.sample --> TopKTopPSampler    returns the filtered logits instead of the log_softmax of
                                                               all of them, which vLLM computes even if it is not used

@@ -1,9 +1,9 @@
 """Replaces vLLM's schedulers with subclasses that do less work for samples that decode.
 
 The core process schedules all samples in one thread while the GPU waits; `python -m fourfold_bench.scheduler` measures
-it. Steps in which all samples decode go through decoding.py. In steps with prompts, the block manager gets a short path
-for the samples that decode. vLLM asks it for a slot for each token and tells it how far blocks may be cached; with
-blocks of 16 tokens both calls pass four layers and change nothing in 13 of 16 steps.
+it. Steps in which all samples decode go through decoding.py. In steps with prompts, `skip_idle_calls` shortens the
+calls of the KV cache manager for the samples that decode: vLLM allocates a slot for each token and then caches the
+blocks that are full. With blocks of 16 tokens both calls pass four layers and change nothing in 13 of 16 steps.
 
 The schedule is the same, block by block; tests/integration/test_scheduler.py compares them.
 """
@@ -25,8 +25,8 @@ from fourfold_rollout.vllm.patches.decoding import DecodingScheduler, obstacle
 
 _log = logging.getLogger(__name__)
 
-# The options with which vLLM's scheduler allocates a slot for a running sample without speculation.
-_OF_RUNNING: Final = {"num_lookahead_tokens": 0}
+# The options of `allocate_slots` with which vLLM's scheduler allocates the slot of a decoding sample.
+_DECODE_OPTIONS: Final = {"num_lookahead_tokens": 0}
 
 
 class RolloutScheduler(DecodingScheduler):
@@ -34,9 +34,9 @@ class RolloutScheduler(DecodingScheduler):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.decodes = _applied("Short path of the block manager", lambda: shorten(self.kv_cache_manager)) and _applied(
-            "Fast decode path", lambda: obstacle(self)
-        )
+        self.decodes = _applied(
+            "Short path of the KV cache manager", lambda: skip_idle_calls(self.kv_cache_manager)
+        ) and _applied("Fast decode path", lambda: obstacle(self))
 
 
 class AsyncRolloutScheduler(RolloutScheduler, AsyncScheduler):
@@ -46,25 +46,29 @@ class AsyncRolloutScheduler(RolloutScheduler, AsyncScheduler):
 
 
 def scheduler_for(config: Any) -> type[Scheduler]:
-    # vLLM warns that a custom scheduler may not fit. `shorten` and `obstacle` check that, so the warning is dropped.
+    # vLLM warns that a custom scheduler may not fit. `skip_idle_calls` and `obstacle` check that: drop the warning.
     logging.getLogger("vllm.config.scheduler").addFilter(lambda record: "custom scheduler" not in str(record.msg))
     return AsyncRolloutScheduler if config.scheduler_config.async_scheduling else RolloutScheduler
 
 
-def shorten(manager: KVCacheManager) -> str:
-    """Make `manager` return at once where it would change nothing; return why it cannot be done, or an empty text."""
+def skip_idle_calls(manager: KVCacheManager) -> str:
+    """Make `allocate_slots` and `cache_blocks` of `manager` return at once where they would change nothing.
+
+    Returns why the manager was left unchanged, or an empty text.
+    """
     if reason := _manager_obstacle(manager):
         return reason
-    only = manager.coordinator.single_type_managers[0]
-    size, blocks_of, cached_of = only.block_size, only.req_to_blocks, only.num_cached_block
-    allocate, cache, nothing = manager.allocate_slots, manager.cache_blocks, manager.empty_kv_cache_blocks
+    single_type = manager.coordinator.single_type_managers[0]  # the coordinator has one: all layers cache alike
+    size, blocks_of, cached_of = single_type.block_size, single_type.req_to_blocks, single_type.num_cached_block
+    allocate, cache, no_blocks = manager.allocate_slots, manager.cache_blocks, manager.empty_kv_cache_blocks
 
     def allocate_slots(request: Request, num_new_tokens: int, *rest: Any, **options: Any) -> KVCacheBlocks | None:
-        if num_new_tokens == 1 and options == _OF_RUNNING and not rest:
+        if num_new_tokens == 1 and options == _DECODE_OPTIONS and not rest:
             name, end = request.request_id, request.num_computed_tokens + 1
             has_room = end <= len(blocks_of.get(name, ())) * size
+            # vLLM's call would also cache the blocks that are full; here the first uncached block is not full.
             if has_room and min(end, request.num_tokens) < (cached_of.get(name, 0) + 1) * size:
-                return nothing
+                return no_blocks
         return allocate(request, num_new_tokens, *rest, **options)
 
     def cache_blocks(request: Request, num_computed_tokens: int) -> None:
@@ -77,7 +81,7 @@ def shorten(manager: KVCacheManager) -> str:
 
 
 def _applied(what: str, apply: Callable[[], str]) -> bool:
-    """Run a check or a patch; return whether it gave no reason against it, and log the reason."""
+    """Run a check or a patch and return whether it succeeded; log the reason if not."""
     try:
         reason = apply()
     except AttributeError as error:  # an unknown version of vLLM
@@ -88,14 +92,14 @@ def _applied(what: str, apply: Callable[[], str]) -> bool:
 
 
 def _manager_obstacle(manager: KVCacheManager) -> str:
-    """Return the configuration in which an answer depends on more than a sample's last block; empty: none."""
+    """Return why the result of a call may depend on more than a sample's last block; empty if it does not."""
     if not manager.enable_caching:
         return "the prefix cache is off"
     if type(manager.coordinator) is not UnitaryKVCacheCoordinator:
         return f"the layers' caches differ ({type(manager.coordinator).__name__})"
-    only = manager.coordinator.single_type_managers[0]
-    if type(only) is not FullAttentionManager:
-        return f"blocks leave while a sample runs ({type(only).__name__})"
-    if only.block_size != manager.block_pool.hash_block_size:
-        return f"blocks of {only.block_size} tokens are cached in parts of {manager.block_pool.hash_block_size}"
+    single_type = manager.coordinator.single_type_managers[0]
+    if type(single_type) is not FullAttentionManager:
+        return f"blocks are freed while a sample runs ({type(single_type).__name__})"
+    if single_type.block_size != manager.block_pool.hash_block_size:
+        return f"blocks of {single_type.block_size} tokens are cached in parts of {manager.block_pool.hash_block_size}"
     return ""

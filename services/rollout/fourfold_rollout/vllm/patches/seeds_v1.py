@@ -1,9 +1,9 @@
-"""Samples the seeded requests of a batch at once in vLLM's first model runner on CUDA.
+"""Samples the seeded requests of a batch with one kernel in vLLM's V1 model runner on CUDA.
 
-That runner draws the noise of each seeded request in a Python loop over generators: 5 ms per step with 512 requests,
-and all our requests have seeds. vLLM's second runner has a kernel that computes the noise from the request's seed and
-the token's position; here the first runner uses it, too. A seed gives other tokens than the loop, as it does in the
-second runner, but the same tokens in every batch and after a preemption.
+The V1 runner draws the noise of each seeded request in a Python loop over generators: 5 ms per step with 512 requests,
+and all our requests have seeds. Model Runner V2 has a kernel that computes the noise from the request's seed and the
+token's position; this patch calls that kernel in the V1 runner. A seed then gives other tokens than the loop would.
+They depend neither on the other requests of the batch nor on preemptions.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ class SeededSampling:
         self._runner = runner
         self._sampler = runner.sampler.topk_topp_sampler
         self._forward = self._sampler.forward
-        _ = runner.input_batch.greedy_reqs, runner.optimistic_seq_lens_cpu
+        _ = runner.input_batch.greedy_reqs, runner.optimistic_seq_lens_cpu  # fails here, not in the first step
         count, device = int(runner.max_num_reqs), runner.device
         self._rows = torch.arange(count, dtype=torch.int32, device=device)
-        self._ones = torch.ones(count, dtype=torch.float32, device=device)
-        named = inspect.signature(gumbel_sample).parameters
-        self._options: dict[str, Any] = {"is_drafting": False} if "is_drafting" in named else {}  # new in 0.32
+        # The logits are already divided by the temperature. The kernel reads it only to skip the noise where it is 0.
+        self._temperatures = torch.ones(count, dtype=torch.float32, device=device)
+        parameters = inspect.signature(gumbel_sample).parameters
+        self._options: dict[str, Any] = {"is_drafting": False} if "is_drafting" in parameters else {}  # new in 0.32
 
     def install(self) -> None:
         """Replace `forward`. All workers of an engine must do so, or none."""
@@ -46,16 +47,18 @@ class SeededSampling:
             sampled, filtered = self._forward(logits, generators, k, p)  # a row has neither a seed nor greedy sampling
             return sampled, filtered
         filtered = apply_top_k_top_p(logits, k, p)
-        numbers = np.zeros((2, count), np.int64)
+        # One array for seeds and positions, so that a step makes one copy to the GPU.
+        seeds_and_positions = np.zeros((2, count), np.int64)
         for row, generator in generators.items():
-            numbers[0, row] = _signed(generator.initial_seed())
-        numbers[1] = self._runner.optimistic_seq_lens_cpu[:count].numpy() - 1
-        seeds, positions = torch.from_numpy(numbers).pin_memory().to(logits.device, non_blocking=True)
+            seeds_and_positions[0, row] = _as_int64(generator.initial_seed())
+        seeds_and_positions[1] = self._runner.optimistic_seq_lens_cpu[:count].numpy() - 1
+        seeds, positions = torch.from_numpy(seeds_and_positions).pin_memory().to(logits.device, non_blocking=True)
         sampled = gumbel_sample(
-            filtered, self._rows[:count], self._ones, seeds, positions, apply_temperature=False, **self._options
+            filtered, self._rows[:count], self._temperatures, seeds, positions, apply_temperature=False, **self._options
         )
         return sampled, filtered
 
 
-def _signed(seed: int) -> int:
+def _as_int64(seed: int) -> int:
+    """Return the int64 with the same bits: torch's seeds are unsigned, and the kernel takes int64."""
     return seed - (1 << 64) if seed >= 1 << 63 else seed

@@ -3,7 +3,7 @@
 A packed batch has no padding: its samples are *segments* of one long row. Each segment has its own positions and
 attends only to itself (see attention.py), so the results for a sample do not depend on its neighbours.
 
-Legend: s samples in a batch, t tokens of all of them, k rows (tokens whose log-probability is asked).
+Legend: s samples in a batch, t tokens of all of them, k target rows (whose predictions are computed).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def pack(token_ids: Sequence[Int32Array], positions: Sequence[Int64Array], tempe
 
     Args:
         token_ids: int32 [n] of each sample.
-        positions: int64 [m] of each sample: the tokens whose log-probability is asked, each in [1, n).
+        positions: int64 [m] of each sample: the tokens whose log-probability is computed, each in [1, n).
         temperatures: one per sample.
     """
     lengths = np.array([len(ids) for ids in token_ids], np.int32)

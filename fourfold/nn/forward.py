@@ -1,7 +1,7 @@
 """Makes a Hugging Face causal LM return log-probabilities or values of packed samples instead of logits.
 
 `install` and `install_values` change a model in place. They replace its attention by attention.py and its output
-embedding by a head that works on the asked rows only:
+embedding by a head that works on the target rows only:
 
     install         model(token_ids, lengths, rows, targets, temperatures, entropy) -> (logprobs, entropies or None)
     install_values  model(token_ids, lengths, rows) -> values
@@ -11,7 +11,7 @@ sees the other segment, or has another position, is detected there. The heads ar
 gathers the parameters of a module when that module is called. After `share_rows`, several ranks call the model with the
 same row and compute a slice each (sequence.py).
 
-Legend: t tokens of all samples, s samples, k asked rows, h hidden size, v vocabulary size.
+Legend: t tokens of all samples, s samples, k target rows, h hidden size, v vocabulary size.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def _forward_values(self: Any, token_ids: Tensor, lengths: Tensor, rows: Tensor)
 
 
 def _asked_states(model: Any, token_ids: Tensor, own: RowSlice) -> Tensor:
-    """Return the last hidden states [k, h] at the asked rows of this rank's slice."""
+    """Return the last hidden states [k, h] at the target rows of this rank's slice."""
     segments = attention.Segments(own.lengths, token_ids.device, own.exchange)
     ids, positions = own.tokens(token_ids), own.tokens(segments.positions)
     hidden: Tensor = model.base_model(

@@ -10,7 +10,7 @@ fewer heads: segments, windows and kernels stay as they are (Jacobs et al. 2023,
 Every rank of a group gets all [k] results and computes the same loss from them. The gradient flows back only into the
 rank's own slice, so the gradients of the weights must be summed over the ranks of a group, as over all others.
 
-Legend: n ranks of a group, t tokens of a row (a multiple of n), k asked rows, h query heads, g key and value heads,
+Legend: n ranks of a group, t tokens of a row (a multiple of n), k target rows, h query heads, g key and value heads,
 d head size.
 """
 
@@ -64,17 +64,17 @@ class Exchange(Protocol):
 
 
 class RowSlice:
-    """This rank's slice of a packed row and the asked rows in it; without an exchange, the whole row."""
+    """This rank's slice of a packed row and the target rows in it; without an exchange, the whole row."""
 
     def __init__(self, exchange: Exchange | None, lengths: Tensor, rows: Tensor, device: torch.device) -> None:
-        """Divide a row of segments of `lengths`, [s] integers on the CPU, of which `rows`, int64 [k], are asked.
+        """Divide a row of segments of `lengths`, [s] integers on the CPU, with target rows `rows`, int64 [k].
 
         All ranks of `exchange` pass the same arguments; None: this rank alone.
         """
         self.exchange = exchange
         self.lengths = lengths
-        """Lengths of the segments. A last one of padding, which no row asks for, makes the row a multiple of n."""
-        self.rows = _send(rows, device)  # int64 [k']: the asked rows in this slice, as indices of the slice
+        """Lengths of the segments. A last one of padding, without target rows, makes the row a multiple of n."""
+        self.rows = _send(rows, device)  # int64 [k']: the target rows in this slice, as indices of the slice
         if exchange is None:
             return
         if padding := -int(lengths.sum()) % exchange.size:
@@ -94,7 +94,7 @@ class RowSlice:
         return functional.pad(own, (0, self._size - len(own)))
 
     def asked(self, column: Tensor) -> Tensor:
-        """Return the entries of `column`, one per asked row [k], that belong to this slice, [k']."""
+        """Return the entries of `column`, one per target row [k], that belong to this slice, [k']."""
         return column if self.exchange is None else column[self._places]
 
     def gather(self, column: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Defines the micro-batches of one rank, their dummies, and their form as lists of arrays for the rank channel.
 
-k   loss tokens of a micro-batch, or asked tokens where there is no loss
+k   loss tokens of a micro-batch, or target tokens where there is no loss
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from fourfold_trainer.flops import Machine, ModelSize
 T = TypeVar("T")
 
 # Sums over tokens that metrics are computed from, besides those that have the name of a metric.
-RATIO_SUM: Final = "sum of the ratio of trainer to engine"
-RATIO_SQUARE_SUM: Final = "sum of its square"
+RATIO_SUM: Final = "sum of the mismatch ratio"
+RATIO_SQUARE_SUM: Final = "sum of the squared mismatch ratio"
 SAMPLE_COUNT: Final = "samples with loss tokens"
 
 
@@ -54,12 +54,10 @@ class UpdateSums:
     sums: dict[str, float] = field(default_factory=dict)  # sum over the tokens, by metric name
     lowest: dict[str, float] = field(default_factory=dict)
     highest: dict[str, float] = field(default_factory=dict)
+    # [tokens with a finite behavior log-probability]: |old - behavior|. Kept whole, because a percentile is no sum.
     mismatches: Float32Array = field(default_factory=lambda: EMPTY_FLOATS)
-    """[tokens with a finite behavior log-probability]: |old - behavior|."""
-    grad_norm: float = 0.0
-    """L2 norm of the gradient before clipping, the same on all ranks; not finite: no weight was changed."""
-    expert_counts: list[list[float]] = field(default_factory=list)
-    """[layers, experts]: tokens of each expert; empty without experts."""
+    grad_norm: float = 0.0  # L2 norm before clipping, the same on all ranks; not finite: no weight was changed
+    expert_counts: list[list[float]] = field(default_factory=list)  # [layers, experts]: tokens; empty without experts
     all_rejected: bool = False  # no weight was changed because the correction rejected every token
 
     def add_rank(self, other: UpdateSums) -> None:
@@ -111,7 +109,10 @@ class TrainerEngine(Protocol):
 
     @property
     def change_count(self) -> int:
-        """Number of calls so far that began to change weights, optimizers or gradients."""
+        """Number of calls so far that began to change weights, optimizers or gradients.
+
+        If the number grew during a call that failed, the state of the ranks is unknown, and the service ends.
+        """
 
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
         """Run one optimizer step of the policy.
@@ -139,7 +140,7 @@ class TrainerEngine(Protocol):
         """Return log-probabilities of each rank's batches under the current weights, [k]; with entropies [k, 2]."""
 
     def compute_values(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]:
-        """Return the critic's value of the state before each asked token, [k] for each batch."""
+        """Return the critic's value of the state before each target token, [k] for each batch."""
 
     def in_parallel(self, critic: Callable[[], None], policy: Callable[[], T]) -> T:
         """Run a function that calls the critic and one that calls the policy; return the result of `policy`.
@@ -258,4 +259,4 @@ class Critic(Trained, Protocol):
     """The critic on one rank."""
 
     def values(self, batch: TokenBatch) -> Tensor:
-        """Return float32 [k]: the value of the state before each asked token."""
+        """Return float32 [k]: the value of the state before each target token."""

@@ -10,8 +10,8 @@ factor gives an update the root mean square of AdamW's updates, so that both sha
 Liu et al., "Muon is Scalable for LLM Training" (arXiv:2502.16982, 2025), section 2.2. AdamW updates all else:
 embeddings, heads, norms, biases, and weights that do not have two dimensions.
 
-ZeRO cuts matrices anywhere, but the orthogonalisation needs whole ones. The ranks therefore take as many matrices as
-there are ranks at once, one on each rank:
+ZeRO cuts matrices anywhere, but the orthogonalisation needs whole ones. N ranks therefore handle N matrices at a time
+and gather one on each rank:
 
     every rank    its pieces of G + m M of these  --all to all-->  one matrix whole on each rank, orthogonalized
     every rank    its pieces of U                 <--all to all--
@@ -86,7 +86,7 @@ class _Matrix:
 class Muon(torch.optim.AdamW):
     """Applies Muon to parameter groups with `muon` set, and AdamW to the others.
 
-    A subclass of AdamW, so that DeepSpeed treats both as one optimizer.
+    It is a subclass of AdamW because DeepSpeed takes one optimizer per model.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""The processes of a trainer, one per GPU: their start and end, their commands, and all of them as one engine."""
+"""Starts and ends the trainer's processes, one per GPU, and runs the engine's calls on all of them."""

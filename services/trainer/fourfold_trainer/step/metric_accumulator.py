@@ -29,8 +29,15 @@ def _lists() -> defaultdict[str, list[Tensor]]:
 
 
 def policy_distances(current: Tensor, old: Tensor, behavior: Tensor) -> dict[str, Tensor]:
-    """Return metrics of each token, [k]: distances between the policies of three log-probabilities, [k], detached."""
+    """Compare the current, the old and the behavior policy; return metrics of each token, [k].
+
+    Args:
+        current: log-probabilities, [k], detached.
+        old: as `current`.
+        behavior: as `current`; may be infinite or NaN where the engine returned such a value.
+    """
     moved, mismatch = current - old, old - behavior
+    # One value that is not finite would make the sum of all tokens useless: it adds 0 here, and is counted apart.
     finite = torch.isfinite(mismatch)
     ratio = clamp(mismatch).exp()
     return {
@@ -48,29 +55,27 @@ def policy_distances(current: Tensor, old: Tensor, behavior: Tensor) -> dict[str
 
 @dataclass(slots=True)
 class MetricAccumulator:
-    """Collects scalars and columns of micro-batches. `sums` reads them all at once."""
+    """Collects scalars and columns (a value per token, [k]) of micro-batches; `sums` reads all of them at once."""
 
-    all_rejected: bool = False
+    all_rejected: bool = False  # set by the optimizer step
     losses: list[Tensor] = field(default_factory=list)
     counts: list[Tensor] = field(default_factory=list)
-    parts: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
-    """Terms of sums by metric name, float64 scalars."""
+    sum_terms: defaultdict[str, list[Tensor]] = field(default_factory=_lists)  # by metric name, float64 scalars
     lowest: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
     highest: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
     log_ratios: list[Tensor] = field(default_factory=list)
     mismatches: list[Tensor] = field(default_factory=list)
-    reals: list[Tensor] = field(default_factory=list)
-    accepted: list[Tensor] = field(default_factory=list)
-    """bool scalars: the micro-batch has a token that was not rejected."""
+    real_masks: list[Tensor] = field(default_factory=list)  # bool [k]; False for the tokens of a dummy
+    accepted: list[Tensor] = field(default_factory=list)  # bool scalars: a token of the micro-batch was not rejected
     expert_counts: list[Tensor] = field(default_factory=list)
 
     def add_loss(self, loss: Tensor, *, real: Tensor, means: dict[str, Tensor]) -> None:
-        """Add a micro-batch.
+        """Add the loss of a micro-batch, and the metrics that are means over the tokens of the step.
 
         Args:
-            loss: its part of the step's loss, a scalar.
-            real: bool [k]; the tokens that count.
-            means: by metric name: [k], averaged over the tokens of the step.
+            loss: the micro-batch's part of the step's loss, a scalar.
+            real: bool [k]; False for the tokens of a dummy, which count nowhere.
+            means: values of each token, [k], by metric name.
         """
         self.losses.append(loss.double())
         self.counts.append(real.sum())
@@ -79,27 +84,34 @@ class MetricAccumulator:
 
     def add_sum(self, name: str, value: Tensor) -> None:
         """Add a scalar to the sum called `name`."""
-        self.parts[name].append(value.detach().double())
+        self.sum_terms[name].append(value.detach().double())
 
     def add_ratios(self, log_ratio: Tensor, mismatch: Tensor, *, real: Tensor, any_accepted: Tensor) -> None:
-        """Keep columns whose distribution is a metric, [k] each, and if the correction accepted any token, a scalar."""
+        """Add the columns of which `sums` needs more than a sum.
+
+        Args:
+            log_ratio: current - old log-probability, [k]; its extremes are metrics.
+            mismatch: old - behavior log-probability, [k]; its percentiles are metrics.
+            real: as in `add_loss`.
+            any_accepted: bool scalar; the micro-batch has a token that the correction did not reject.
+        """
         self.log_ratios.append(log_ratio)
         self.mismatches.append(mismatch)
-        self.reals.append(real)
+        self.real_masks.append(real)
         self.accepted.append(any_accepted)
 
     def add_correction(
         self, correction: Correction, segments: Tensor, segment_count: int, *, real: Tensor
     ) -> dict[str, Tensor]:
-        """Add rejected samples and extreme weights; return metrics that are means over tokens, [k] each."""
+        """Add the correction's rejected samples and extreme weights; return its metrics for `means` of `add_loss`."""
         kept = real & ~correction.rejected
         self.lowest[metrics.CORRECTION_WEIGHT_MIN].append(torch.where(kept, correction.weights, math.inf).min())
         self.highest[metrics.CORRECTION_WEIGHT_MAX].append(torch.where(kept, correction.weights, -math.inf).max())
         empty = segments.new_zeros(segment_count)
-        counted = empty.index_add(0, segments, real.to(segments.dtype)) > 0
-        alive = empty.index_add(0, segments, kept.to(segments.dtype)) > 0
-        self.add_sum(SAMPLE_COUNT, counted.sum())
-        self.add_sum(metrics.REJECTED_SAMPLES, (counted & ~alive).sum())
+        has_tokens = empty.index_add(0, segments, real.to(segments.dtype)) > 0
+        has_kept_tokens = empty.index_add(0, segments, kept.to(segments.dtype)) > 0
+        self.add_sum(SAMPLE_COUNT, has_tokens.sum())
+        self.add_sum(metrics.REJECTED_SAMPLES, (has_tokens & ~has_kept_tokens).sum())
         return {
             metrics.CORRECTION_WEIGHT: correction.weights,
             metrics.REJECTED_TOKENS: correction.rejected,
@@ -107,17 +119,12 @@ class MetricAccumulator:
         }
 
     def add_routing(self, routed: Routed, share: float) -> None:
-        """Add the routers' loss and expert counts of a micro-batch that has this share of the step's tokens.
-
-        Args:
-            routed: of the micro-batch.
-            share: 0 for a dummy.
-        """
+        """Add the routers' loss and expert counts of a micro-batch with this share of the step's tokens; 0: a dummy."""
         self.add_sum(metrics.ROUTER_LOSS, routed.loss * share)
         self.expert_counts.append(routed.counts * (share > 0))
 
     def any_accepted(self) -> bool:
-        """Return whether this rank has a token to learn from."""
+        """Return whether the correction left a token to train on in any micro-batch of this rank. Waits for the GPU."""
         return bool(torch.stack(self.accepted).any())
 
     def sums(self, *, grad_norm: float) -> UpdateSums:
@@ -125,15 +132,15 @@ class MetricAccumulator:
         result = UpdateSums(grad_norm=grad_norm, all_rejected=self.all_rejected)
         result.loss = float(torch.stack(self.losses).sum())
         result.token_count = int(torch.stack(self.counts).sum())
-        if self.parts:
-            values = torch.stack([torch.stack(part).sum() for part in self.parts.values()]).tolist()
-            result.sums = dict(zip(self.parts, values, strict=True))
+        if self.sum_terms:
+            values = torch.stack([torch.stack(terms).sum() for terms in self.sum_terms.values()]).tolist()
+            result.sums = dict(zip(self.sum_terms, values, strict=True))
         result.lowest = _finite({name: torch.stack(part).min() for name, part in self.lowest.items()})
         result.highest = _finite({name: torch.stack(part).max() for name, part in self.highest.items()})
         if self.expert_counts:
             result.expert_counts = torch.stack(self.expert_counts).double().sum(0).tolist()
-        if self.reals:
-            self._describe_ratios(result, torch.cat(self.reals))
+        if self.real_masks:
+            self._describe_ratios(result, torch.cat(self.real_masks))
         return result
 
     def _describe_ratios(self, result: UpdateSums, real: Tensor) -> None:
@@ -147,5 +154,5 @@ class MetricAccumulator:
 
 
 def _finite(values: dict[str, Tensor]) -> dict[str, float]:
-    """Return the numbers; an infinite one is the minimum or maximum of no token and is left out."""
+    """Return the finite values. An infinite one is the minimum or maximum over no token."""
     return {name: float(value) for name, value in values.items() if math.isfinite(value)}

@@ -4,7 +4,7 @@ Each rank gets about the same number of tokens, packed under the token budget. C
 under ZeRO-3, so all ranks must run the same number of micro-batches: a rank with fewer gets dummies, two tokens whose
 weight is 0. With sequence parallelism, "rank" is a group of ranks that share every micro-batch.
 
-    compute_per_token    a number for each asked token, from the policy or the critic
+    compute_per_token    a number for each target token, from the policy or the critic
     forward_all          log-probability, entropy and value of every token
     add_gradient         log-probabilities; keeps the gradient of their weighted sum
     mini_batches         the samples of each optimizer step
@@ -42,7 +42,7 @@ _NAN: Final = np.full(1, np.nan, np.float32)
 
 
 class Compute(Protocol):
-    """A method of the engine: returns a number, or a row of them, for each asked token of each rank's batches."""
+    """A method of the engine: returns a number, or a row of them, for each target token of each rank's batches."""
 
     def __call__(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]: ...
 
@@ -56,12 +56,12 @@ class ForwardBackward(Protocol):
 def compute_per_token(
     compute: Compute, samples: Sequence[Sample], positions: Sequence[Int64Array], config: Config, *, ranks: int = 0
 ) -> list[Float32Array]:
-    """Return a float32 number, or a row of them, for each asked token of each sample, in order.
+    """Return a float32 number, or a row of them, for each target token of each sample, in order.
 
     Args:
         compute: `compute_logprobs` or `compute_values` of the engine.
         samples: any number.
-        positions: asked tokens of each sample, each in [1, n); may be none.
+        positions: target tokens of each sample, each in [1, n); may be none.
         config: of the run.
         ranks: number of ranks that have the model; 0: the policy's.
     """

@@ -71,14 +71,9 @@ class StepResult:
 def train_step(
     engine: TrainerEngine, samples: Sequence[Sample], config: Config, *, step: int, state: AlgorithmState
 ) -> StepResult:
-    """Train on a batch that `check_samples` accepted. Optimizer steps with nothing to learn are left out on all ranks.
+    """Train on a batch that `check_samples` accepted; leave out optimizer steps whose gradient would be 0.
 
-    Args:
-        engine: all ranks.
-        samples: of the step, in any order.
-        config: of the run.
-        step: 1 for the first.
-        state: of the algorithm after the previous step.
+    `step` counts from 1; `state` is the algorithm's state after the previous step.
     """
     algorithm = config.algorithm
     kl_coef = algorithm.kl.coef if state.kl_coef is None else state.kl_coef
@@ -103,10 +98,12 @@ def train_step(
         weights = tokens.weights(members)
         critic = partial(_update_critic, engine, tokens, members, weights, result, step=step)
         policy = partial(_update_policy, engine, tokens, members, weights, result, step=step)
-        if algorithm.needs_critic and trains_policy:
+        if not algorithm.needs_critic:
+            policy()
+        elif trains_policy:
             engine.in_parallel(critic, policy)
-        else:
-            (policy if trains_policy else critic)()
+        else:  # the first steps train the critic alone
+            critic()
     result.skipped_reason = _skipped_reason(result, trains_policy=trains_policy)
     return result
 
@@ -114,7 +111,8 @@ def train_step(
 def needs_old_logprobs(config: Config) -> bool:
     """Return whether old log-probabilities need a forward pass of their own.
 
-    In a step's only update they are the current ones, unless the reward needs them before it.
+    A step with one update needs no such pass: the policy has not changed yet, so the log-probabilities of the update's
+    own pass are the old ones. But a KL term in the reward, or an adaptive KL coefficient, needs them before the update.
     """
     kl = config.algorithm.kl
     for_the_reward = kl.coef > 0 and (kl.placement == "reward" or kl.target > 0)
@@ -124,7 +122,7 @@ def needs_old_logprobs(config: Config) -> bool:
 def _compute_old(
     engine: TrainerEngine, batch: PackedBatch, config: Config, policy_work: Work, critic_work: Work
 ) -> tuple[Float32Array | None, Float32Array | None]:
-    """Return old log-probability and value of each action token, packed, [k]; None for what is not needed."""
+    """Return the old log-probability and the value of each action token, packed, [k]; None if it is not needed."""
     lengths = [len(s.token_ids) for s, p in zip(batch.samples, batch.positions, strict=True) if len(p)]
 
     def packed(compute: Compute, work: Work, *, ranks: int = 0) -> Float32Array:
@@ -205,5 +203,6 @@ def _skipped_reason(result: StepResult, *, trains_policy: bool) -> str:
         return ""
     if trains_policy:
         return result.skipped_reason or (NO_ADVANTAGE if result.batch.selected.any() else NO_ACTION_TOKENS)
+    # The critic is trained alone, and the step is skipped only if each of its gradients was not finite.
     failed = result.critic_norms and not any(map(math.isfinite, result.critic_norms))
     return NOT_FINITE if failed else result.skipped_reason

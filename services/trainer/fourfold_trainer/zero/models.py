@@ -1,4 +1,4 @@
-"""The policy and the critic of one rank: log-probabilities, values, export, and weights to transfer."""
+"""Implements the policy and the critic of one rank: log-probabilities, values, export, weights to transfer."""
 
 from __future__ import annotations
 
@@ -153,6 +153,6 @@ class DeepSpeedCritic(DeepSpeedModel):
         super().__init__(config, config.critic, model, rank=rank, gpu=gpu)
 
     def values(self, batch: TokenBatch) -> Tensor:
-        """Return float32 [k]: the value of the state before each asked token."""
+        """Return float32 [k]: the value of the state before each target token."""
         result: Tensor = self._forward(**forward.value_arguments(batch, self._device))
         return result

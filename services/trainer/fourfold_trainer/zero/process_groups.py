@@ -72,7 +72,10 @@ class UlyssesExchange:
         self._attention = DistributedAttention(_call, group, scatter_idx=_HEADS, gather_idx=_TOKENS)
 
     def attend(self, kernel: Kernel, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return [1, t / n, h, d] of this rank's slice; the kernel computes the whole row for h / n heads."""
+        """Return the attention of this rank's slice, [1, t / n, h, d]: t tokens, n ranks, h heads of size d.
+
+        The kernel computes the whole row for h / n heads.
+        """
         result: Tensor = self._attention(query, key, value, _BATCH, kernel=kernel)
         return result
 
@@ -98,4 +101,5 @@ def make_exchange(config: Config, *, rank: int) -> UlyssesExchange | None:
 
 
 def _call(query: Tensor, key: Tensor, value: Tensor, *, kernel: Kernel) -> Tensor:
+    # DistributedAttention takes its kernel once, at construction, but ours differs between layers and calls.
     return kernel(query, key, value)

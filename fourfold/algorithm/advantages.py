@@ -38,7 +38,7 @@ class ScoredSamples:
     groups: Sequence[str]  # group of each sample, [B]
     lengths: Int64Array  # action tokens of each sample, [B]; may be 0
     greedy_scores: Float64Array | None = None
-    """Score of a greedy answer to the same prompt, [B]; only with `needs_greedy_sample`."""
+    """Score of a greedy completion to the same prompt, [B]; only with `needs_greedy_sample`."""
 
 
 class AdvantageEstimator(Definition):
@@ -214,7 +214,7 @@ class Grpo(GroupEstimator):
 
 @ADVANTAGES.register
 class Remax(AdvantageEstimator):
-    """The score of a greedy answer as the baseline."""
+    """The score of a greedy completion as the baseline."""
 
     kind: Literal["remax"] = "remax"
     source: ClassVar[str] = "arXiv 2310.10505"

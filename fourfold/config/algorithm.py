@@ -160,8 +160,8 @@ class AlgorithmConfig(Table):
         ):
             raise ValueError(
                 f"shaping.normalize, shaping.overlong_buffer and shaping.truncated change a sample's score, not the "
-                f"score of the greedy answer that advantage.kind = `{self.advantage.kind}` compares it with; remove "
-                f"them, or choose another kind"
+                f"score of the greedy completion that advantage.kind = `{self.advantage.kind}` compares it with; "
+                f"remove them, or choose another kind"
             )
         return self
 

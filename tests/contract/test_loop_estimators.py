@@ -1,4 +1,4 @@
-"""What an estimator asks of the loop: greedy answers to compare with (ReMax), or no group at all."""
+"""What an estimator asks of the loop: greedy completions to compare with (ReMax), or no group at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REMAX = {"advantage": {"kind": "remax"}}
 
 
 def is_baseline(sample_id: str) -> bool:
-    """Of groups of four: the greedy answer has the last id."""
+    """Of groups of four: the greedy completion has the last id."""
     return not sample_id.startswith("eval") and sample_id.endswith("-4")
 
 
@@ -51,7 +51,7 @@ async def test_remax_compares_every_sample_with_the_greedy_answer(make_stage: Ca
 
 
 async def test_the_greedy_answer_is_sampled_and_scored_beside_its_group(make_stage: Callable[..., Stage]) -> None:
-    """The group is not answered before its greedy answer was scored: one after the other would wait forever."""
+    """The group is not answered before its greedy completion was scored: one after the other would wait forever."""
     stage = make_stage(steps=1, algorithm=REMAX, batch={"prompts_per_step": 1})
     scored = asyncio.Event()
     engine = stage.rollouts[0]
@@ -85,7 +85,7 @@ async def test_a_scorer_that_reads_tokens_takes_the_greedy_answer_as_any_other(
     stage.reward.outcome = look
     await stage.start()
     assert await stage.finish() == 0
-    assert temperatures == {False: {0.5}, True: {1.0}}, "the log-probabilities of a greedy answer are those at 1"
+    assert temperatures == {False: {0.5}, True: {1.0}}, "the log-probabilities of a greedy completion are those at 1"
 
 
 @pytest.mark.parametrize("trouble", ["score", "sampling"])

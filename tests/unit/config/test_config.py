@@ -212,7 +212,7 @@ def test_values_never_change(tmp_path: Path) -> None:
         (
             "[sampling]",
             '[algorithm]\nadvantage.kind = "remax"\nshaping.normalize = true\n[sampling]',
-            "score of the greedy answer that advantage.kind = `remax` compares it with; remove",
+            "score of the greedy completion that advantage.kind = `remax` compares it with; remove",
         ),
         (
             "[sampling]",

@@ -33,7 +33,7 @@ def test_a_replica_takes_its_share_of_a_step_rounded_up() -> None:
     gpus = {"gpus_per_replica": 2}
     assert samples(rollout=gpus) == 400
     assert samples(rollout={**gpus, "replicas": 3}) == 136, "whole groups"
-    assert samples(rollout=gpus, algorithm={"advantage": {"kind": "remax"}}) == 450, "a greedy answer to each prompt"
+    assert samples(rollout=gpus, algorithm={"advantage": {"kind": "remax"}}) == 450, "a greedy completion per prompt"
     assert samples(rollout={**gpus, "replicas": 0}) == 400, "those started by hand are not counted"
 
 

@@ -39,7 +39,7 @@ from .summary import report_lines
 from .watch import follow
 
 _TICK_SECONDS: Final = 0.1
-_DRAWINGS_PER_SECOND: Final = 2
+_REDRAWS_PER_SECOND: Final = 2
 _LAST_STATUS_SECONDS: Final = 1.0
 _LOCK_FILE: Final = ".lock"
 
@@ -67,12 +67,12 @@ def main(args: argparse.Namespace) -> int:
     with signals.installed():
         if args.resume is not None:
             run_dir, config = args.resume, _resumed_config(args.resume, args.name)
-            _check_room(run_dir)
+            _warn_of_little_room(run_dir)
             check_sequence_parallel(config)
         else:
             config = configuration.load(args.recipe)
-            # Check everything that can be wrong before the run's folder is made.
-            _check_room(Path.cwd())
+            # A mistake in the recipe must leave no run folder: check all that is known before it is made.
+            _warn_of_little_room(Path.cwd())
             model_folder.check(config.model.source)
             check_sequence_parallel(config)
             adapter_plan(config)
@@ -88,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
             return RunCommand(args, config, run_dir, launcher, signals).execute()
 
 
-def _check_room(folder: Path) -> None:
+def _warn_of_little_room(folder: Path) -> None:
     if warning := check_room(folder):
         print(warning, file=sys.stderr)
 
@@ -166,21 +166,21 @@ class RunCommand:
     async def _supervise(self) -> RunOutcome | None:
         """Drive the fleet and the display until the run ends; return None after a signal."""
         self._fleet.start()
-        following: asyncio.Task[None] | None = None
+        watching: asyncio.Task[None] | None = None
         ticks, ended = 0, asyncio.Event()
         try:
             while not self._signals.number:
                 if (outcome := self._fleet.tick()) is not None:
                     ended.set()
-                    if following is not None:  # the coordinator's last status may still arrive
-                        await asyncio.wait({following}, timeout=_LAST_STATUS_SECONDS)
+                    if watching is not None:  # the coordinator's last status may still arrive
+                        await asyncio.wait({watching}, timeout=_LAST_STATUS_SECONDS)
                     return outcome
-                if self._fleet.address and following is None:
+                if self._fleet.address and watching is None:
                     self._show_manual_commands()
-                    following = asyncio.create_task(
+                    watching = asyncio.create_task(
                         follow(self._fleet.address, self._security, self._dashboard, ended=ended)
                     )
-                if ticks % round(1 / _TICK_SECONDS / _DRAWINGS_PER_SECOND) == 0:
+                if ticks % round(1 / _TICK_SECONDS / _REDRAWS_PER_SECOND) == 0:
                     self._dashboard.set_services(self._fleet.states())
                     self._dashboard.refresh()
                 ticks += 1
@@ -188,9 +188,9 @@ class RunCommand:
             return None
         finally:
             self._dashboard.set_services([])
-            if following is not None:
-                following.cancel()
-                await asyncio.wait({following}, timeout=_LAST_STATUS_SECONDS)
+            if watching is not None:
+                watching.cancel()
+                await asyncio.wait({watching}, timeout=_LAST_STATUS_SECONDS)
 
     def _show_manual_commands(self) -> None:
         for service in services_of(self._config, manual=True):
@@ -232,10 +232,10 @@ def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launch
     advice = "" if config.placement.colocated else "; rollout.gpu_memory_utilization must leave room for all"
     for gpu, names in shared_gpus(assigned).items():
         print(f"GPU {gpu} is shared by {', '.join(names)}{advice}.")
-    computing = [s for s in services if s.role != "reward" and not s.gpus]
-    if config.model.dtype == "bfloat16" and computing and not has_fast_bfloat16():
+    on_cpu = [s for s in services if s.role != "reward" and not s.gpus]  # services that run the model on the CPU
+    if config.model.dtype == "bfloat16" and on_cpu and not has_fast_bfloat16():
         print(
-            f'model.dtype = "bfloat16": {", ".join(s.name for s in computing)} will take 4 to 8 times as long as in '
+            f'model.dtype = "bfloat16": {", ".join(s.name for s in on_cpu)} will take 4 to 8 times as long as in '
             f'float32, because this processor has no AVX-512; set model.dtype = "float32"',
             file=sys.stderr,
         )

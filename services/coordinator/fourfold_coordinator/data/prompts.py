@@ -1,4 +1,4 @@
-"""Turns the rows of a data set into prompts: token ids, in an endless shuffled order, apart from held-out groups.
+"""Turns the rows of a data set into tokenized prompts: held-out ones, and the others in an endless shuffled order.
 
     rows --template, tokens--> prompts --holdout--> training prompts (endless, shuffled by seed)
                                                \\--> evaluation prompts (each once)
@@ -56,7 +56,7 @@ class Prompt:
     token_ids: Int32Array  # [n], n >= 1
     answer: str  # reference answer; empty if the task has none
     metadata_json: str  # the other fields of the row, a JSON object
-    group_key: str  # task group: its prompts are held out together, and their answers are not independent
+    group_key: str  # task group: held out as a whole, and a cluster in the confidence interval of the evaluation
 
 
 def derive_seed(seed: int, *parts: object) -> int:
@@ -88,7 +88,7 @@ class PromptSet:
         return self.train[self._order[offset]]
 
     def digest(self) -> str:
-        """Return a SHA-256 (hex) of all prompts; a resumed run must have the data that it began with."""
+        """Return a SHA-256 (hex) of the tokens and reference answers; a resumed run must have the same data."""
         digest = hashlib.sha256()
         for prompt in (*self.train, *self.held_out):
             for part in (prompt.token_ids.astype("<i4").tobytes(), prompt.answer.encode()):
@@ -117,9 +117,9 @@ def load_prompts(config: Config, tokenizer: PromptTokenizer) -> PromptSet:
 def split_holdout(prompts: Sequence[Prompt], holdout: HoldoutConfig, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
     """Return the training prompts, and one of each distinct prompt of the held-out groups.
 
-    The seed draws the groups. If most groups have the same number of distinct prompts, only such groups are drawn, so
-    that each weighs the same in a mean score: of products of two digits, both orders of a pair are held out, and a
-    square, which has one order, stays in the training data.
+    The seed draws the groups. If most groups have the same number of distinct prompts, only those groups are drawn, so
+    that each has the same weight in a mean score. Example: among products of two digits, 3 * 7 and 7 * 3 are one group
+    of two prompts. Squares are groups of one prompt, so they all stay in the training data.
 
     Raises:
         ConfigError: There are no more groups than are to be held out.
@@ -148,7 +148,7 @@ def _load(source: DataSourceConfig, data: DataConfig, max_context: int, tokenize
     count = 0
     for index, row in enumerate(read_rows(source)):
         count += 1
-        prompt = _make(index, row, data, tokenizer, f"{describe(source)}, row {index}")
+        prompt = _make_prompt(index, row, data, tokenizer, f"{describe(source)}, row {index}")
         if len(prompt.token_ids) < max_context:
             prompts.append(prompt)
         else:
@@ -165,12 +165,12 @@ def _load(source: DataSourceConfig, data: DataConfig, max_context: int, tokenize
     return prompts
 
 
-def _make(index: int, row: Row, data: DataConfig, tokenizer: PromptTokenizer, where: str) -> Prompt:
+def _make_prompt(index: int, row: Row, data: DataConfig, tokenizer: PromptTokenizer, where: str) -> Prompt:
     if data.prompt_field not in row:
         raise ConfigError(
             f"{where}: no column {data.prompt_field!r}; it has {', '.join(sorted(row))}; set data.prompt_field"
         )
-    text, ids = _tokens(row[data.prompt_field], data, tokenizer, where)
+    text, ids = _tokenize(row[data.prompt_field], data, tokenizer, where)
     if not ids:
         raise ConfigError(f"{where}: an empty prompt; remove the row")
     answer = row.get(data.answer_field)
@@ -194,7 +194,7 @@ def _make(index: int, row: Row, data: DataConfig, tokenizer: PromptTokenizer, wh
     )
 
 
-def _tokens(value: Any, data: DataConfig, tokenizer: PromptTokenizer, where: str) -> tuple[str, list[int]]:
+def _tokenize(value: Any, data: DataConfig, tokenizer: PromptTokenizer, where: str) -> tuple[str, list[int]]:
     """Return the text and the token ids of a prompt."""
     if isinstance(value, str) and not data.chat:
         text = f"{data.system_prompt}\n\n{value}" if data.system_prompt else value

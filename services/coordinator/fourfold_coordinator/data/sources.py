@@ -1,7 +1,7 @@
 """Reads the rows of a data set: JSONL, Parquet, a Hugging Face dataset folder, or a reasoning-gym generator.
 
-A row is a plain dictionary; `prompts.py` interprets its columns. Without the `datasets` library, which would bring
-pandas and an HTTP client into the coordinator: its folders are Arrow files.
+A row is a plain dictionary; `prompts.py` interprets its columns. Dataset folders are read as the Arrow files that they
+consist of, because the `datasets` library would bring pandas and an HTTP client into the coordinator.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _arrow(path: Path) -> Iterator[Row]:
         with pyarrow.memory_map(str(path)) as source:
             try:
                 batches: Any = pyarrow.ipc.open_stream(source)
-            except pyarrow.ArrowInvalid:  # the file format, which Arrow itself writes; `datasets` writes streams
+            except pyarrow.ArrowInvalid:  # `datasets` writes the stream format; other tools write the file format
                 file = pyarrow.ipc.open_file(source)
                 batches = (file.get_batch(i) for i in range(file.num_record_batches))
             for batch in batches:
@@ -120,12 +120,12 @@ def _arrow(path: Path) -> Iterator[Row]:
 def _reasoning_gym(source: DataSourceConfig) -> Iterator[Row]:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a dependency has invalid escape sequences, of which Python warns
+            warnings.simplefilter("ignore")  # SyntaxWarnings: a dependency has invalid escape sequences
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
     except ImportError:
         raise ConfigError(
-            "data.train.reasoning_gym needs a package: pip install 'fourfold-coordinator[reasoning-gym]'"
+            "the key reasoning_gym of a data source needs a package: pip install 'fourfold-coordinator[reasoning-gym]'"
         ) from None
     task = source.reasoning_gym
     if task not in DATASETS:
@@ -139,6 +139,7 @@ def _reasoning_gym(source: DataSourceConfig) -> Iterator[Row]:
             raise ConfigError(f"{where}: it has no {name!r}; {_nearest(name, known)}")
     try:
         yield from reasoning_gym.create_dataset(task, size=source.size, seed=source.seed, **source.options)
+    # Generators check their options by assertions, or fail later with whatever a wrong value causes.
     except (TypeError, ValueError, AssertionError, AttributeError, KeyError) as error:
         raise ConfigError(f"reasoning_gym {task!r} with options {source.options}: {error}") from None
 

@@ -21,8 +21,8 @@ from fourfold.arrays import Int32Array
 PrefixKeys = tuple[tuple[int, bytes], ...]
 
 _MIN_PREFIX_TOKENS: Final = 64
-_MAX_PREFIXES: Final = 1 << 16
-_LENGTHS_REMEMBERED: Final = 4096
+_MAX_PREFIXES: Final = 1 << 16  # about 5,000 prompts with a dozen prefixes each
+_MEAN_WINDOW: Final = 4096  # completions; from then on, a new length has the weight 1 / 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class CompletionLengths:
     def add(self, lengths: Iterable[int]) -> None:
         """Add the lengths of completions."""
         for length in lengths:
-            self._count = min(self._count + 1, _LENGTHS_REMEMBERED)
+            self._count = min(self._count + 1, _MEAN_WINDOW)
             self._mean += (length - self._mean) / self._count
 
     def expected(self, longest: int) -> int:
@@ -131,5 +131,8 @@ class CompletionLengths:
 
 
 def call_tokens(*, samples: int, prompt: int, expected: int) -> int:
-    """Return the size of a call in tokens; every sample counts its prompt, as in the KV cache's report."""
+    """Return the expected size of a call in tokens.
+
+    The prompt counts once per sample, although samples share its blocks, because engines count so in their load report.
+    """
     return samples * (prompt + expected)

@@ -1,4 +1,4 @@
-"""Counts the failures of a run's services for the report, and shows them to watchers while they last."""
+"""Counts the failures of a run's services for the report, and shows current failures to watchers of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fourfold.text import MAX_ERROR, clean
 from .ledger import Ledger
 
 FAULTS: Final = "faults"  # key of the counts in the ledger
-# Kinds of one member: a service that invents reasons must not fill the memory.
+# Limit per member: kinds come from the services, and one that sends arbitrary kinds must not exhaust the memory.
 _MAX_KINDS: Final = 64
 _OTHER: Final = "OTHER"
 
@@ -20,11 +20,11 @@ _OTHER: Final = "OTHER"
 @dataclass(slots=True)
 class _Fault:
     count: int
-    first: str
+    first: str  # text of the first one
 
 
 class FaultLog:
-    """Failed calls and failed samples by member and kind, with the first text of each."""
+    """Counts failed calls and failed samples by member and kind, and keeps the first text of each kind."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class FaultLog:
         """Start without faults; the arguments are `RunBoard.report_condition` and `resolve_condition`."""
         self._report, self._resolve = report, resolve
         self._faults: dict[tuple[str, str], _Fault] = {}  # by member and kind
-        self._shown: dict[str, str] = {}  # member, by subject
+        self._shown: dict[str, str] = {}  # id of the member, by subject of the condition
 
     def record(self, member_id: str, kind: str, text: str, *, count: int = 1) -> None:
         """Count faults of one kind (the error's reason, in UPPER_SNAKE_CASE); keep the first text of each kind."""
@@ -61,6 +61,7 @@ class FaultLog:
 
     def first_of(self, kinds: Mapping[str, object]) -> str:
         """Return the first fault of each of these kinds, as a text for the end of a message."""
+        # In reverse, so that the first member with a kind replaces the later ones.
         known = {kind: (name, fault) for (name, kind), fault in reversed(self._faults.items()) if kind in kinds}
         return "; ".join(f"the first {kind} came from {name}: {f.first}" for kind, (name, f) in known.items())
 

@@ -1,11 +1,11 @@
-"""Writes the files of a run in spite of a full disk.
+"""Writes the files of a run; while the disk is full, the writes wait and are repeated.
 
     DiskWriter.write --> done
       | no room
       '--> condition "disk" on the board, one log line --> again every second --> done: condition resolved
                                                               retry.service_wait_seconds over: DiskFull
 
-`MetricsWriter` appends to metrics.jsonl from a thread of its own, so that the loop never waits for that file.
+`MetricsWriter` appends to metrics.jsonl from its own thread, so that the training loop never waits for that file.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ log = logging.getLogger("fourfold.coordinator")
 P = ParamSpec("P")
 T = TypeVar("T")
 
-SUBJECT: Final = "disk"
+SUBJECT: Final = "disk"  # of the condition on the run board
 _RETRY_SECONDS: Final = 1.0
 _QUEUE_RECORDS: Final = 1024
 _STOP: Final = None
 
 
 class DiskFull(Unavailable):
-    """There was no room for too long; the run cannot continue."""
+    """The disk was full for longer than retry.service_wait_seconds; the run cannot continue."""
 
 
 class DiskWriter:
@@ -73,7 +73,7 @@ class DiskWriter:
         return await self._until_room(lambda: asyncio.to_thread(work, *args, **kwargs))
 
     async def _until_room(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        end = math.inf
+        end = math.inf  # until an attempt fails
         try:
             while True:
                 try:
@@ -105,7 +105,7 @@ class DiskWriter:
     def _end_wait(self) -> None:
         self._waiting -= 1
         if not self._waiting:
-            log.info("all writes that waited for the disk are done")
+            log.info("disk has room again: all waiting writes are done")
             self._board.resolve_condition(SUBJECT)
 
     def _explain(self, error: BaseException) -> str:
@@ -177,7 +177,7 @@ class MetricsWriter:
             except OSError as error:
                 if not self._logged:
                     self._logged = True
-                    log.warning("%s: metrics wait until it can be written (%s)", self._path, error.strerror)
+                    log.warning("metrics wait until the file can be written: %s (%s)", self._path, error.strerror)
             if closed:
                 self.dropped_count += 1
                 return

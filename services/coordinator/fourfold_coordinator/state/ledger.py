@@ -26,7 +26,7 @@ from fourfold.errors import AlreadyExists, NotFound, WrongState
 # Reasons for which the coordinator itself drops samples.
 TRAINER_RESTORED: Final = "TRAINER_RESTORED"
 FILTERED: Final = "FILTERED"  # dynamic sampling did not keep the group
-BASELINE: Final = "BASELINE"  # a greedy answer, which was never meant to be trained on
+BASELINE: Final = "BASELINE"  # a greedy completion, which is never trained on
 BY_DESIGN: Final = (FILTERED, BASELINE)  # part of the algorithm; all other reasons are failures
 
 

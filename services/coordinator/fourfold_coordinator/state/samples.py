@@ -66,7 +66,7 @@ class SampleGroup:
     position: int  # of the prompt in the endless order
     seed: int  # of the request
     trajectories: tuple[Trajectory, ...]
-    baseline: Trajectory | None = None  # the greedy answer to the prompt, dropped
+    baseline: Trajectory | None = None  # the greedy completion of the prompt, dropped
 
     @property
     def samples(self) -> list[Sample]:
@@ -74,7 +74,7 @@ class SampleGroup:
         return [t.sample for t in self.trajectories if not t.dropped]
 
     def all_trajectories(self) -> list[Trajectory]:
-        """Return the trajectories and the greedy answer."""
+        """Return the trajectories and the greedy completion."""
         return [*self.trajectories, self.baseline] if self.baseline else list(self.trajectories)
 
 

@@ -6,8 +6,8 @@
      |                    (remax)                     |                |
      +------------------ the next prompt -------------+----------------+
 
-One task per place in the batch draws prompts until one gives a group. A prompt is drawn only for a free place: without
-lost groups, the prompts and groups of a step do not depend on the order in which answers arrive.
+Each place in the batch has a task, which draws prompts until one yields a group. No prompt is drawn in advance: as
+long as no group is lost, the groups of a step do not depend on the order in which responses arrive.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ class _GroupDraft:
     budget: RetryBudget
     issued: IssuedGroup
     sample_ids: tuple[str, ...]  # to train on
-    baseline_ids: tuple[str, ...]  # of the greedy answer: none or one
+    baseline_ids: tuple[str, ...]  # of the greedy completion, whose score is the baseline of ReMax: none or one
     alive: set[str]  # issued, and not dropped yet
-    answers: dict[str, Trajectory] = field(default_factory=dict)  # the completions so far, by sample id
+    trajectories: dict[str, Trajectory] = field(default_factory=dict)  # those generated so far, by sample id
 
     def finish(self) -> SampleGroup:
         """Return the group; every sample has its completion."""
         return SampleGroup(
             position=self.position,
             seed=self.seed,
-            trajectories=tuple(self.answers[name] for name in self.sample_ids),
-            baseline=next((self.answers[name] for name in self.baseline_ids), None),
+            trajectories=tuple(self.trajectories[name] for name in self.sample_ids),
+            baseline=next((self.trajectories[name] for name in self.baseline_ids), None),
         )
 
 
@@ -128,7 +128,7 @@ class BatchCollector:
             except GivenUp as error:
                 log.warning("group lost: group=%s reason=%s: %s", draft.issued.group_id, error.reason, error)
                 await self._disk.write(self._ledger.drop, sorted(draft.alive), error.reason)
-                batch.lost += [t.with_drop_reason(error.reason) for t in draft.answers.values()]
+                batch.lost += [t.with_drop_reason(error.reason) for t in draft.trajectories.values()]
                 batch.groups_lost += 1
                 continue
             if group is None:
@@ -141,12 +141,12 @@ class BatchCollector:
         """Return whether a free place may draw a prompt; False when too many were lost, or filtered out."""
         if self._filter.keep != "all" and batch.prompts_drawn >= self._filter.max_rounds * self._count:
             return False
-        # While no group at all came through, the scorer may be broken: `reward.lost_rounds` decides how long to go on.
+        # If every group so far was lost, the scorer may be broken; `reward.lost_rounds` limits the further tries.
         rounds = 1 if batch.groups or batch.filtered else self._config.reward.lost_rounds
         return batch.groups_lost <= self._count * rounds
 
     async def _draw(self, step: int, version: int, batch: StepBatch) -> _GroupDraft:
-        """Draw the next prompt, and issue its samples; the greedy answer has the last id."""
+        """Draw the next prompt, and issue its samples; the greedy completion has the last id."""
         position, size = self.prompts_drawn, self._config.batch.group_size
         self.prompts_drawn += 1
         batch.prompts_drawn += 1
@@ -203,11 +203,11 @@ class BatchCollector:
         )
         batch.rolled = time.monotonic()
         await self._disk.write(self._ledger.move, sample_ids, SampleState.ROLLED)
-        draft.answers |= zip(sample_ids, trajectories, strict=True)
+        draft.trajectories |= zip(sample_ids, trajectories, strict=True)
         outcomes = await self._service_calls.score(trajectories, draft.budget)
         batch.scored = time.monotonic()
         for name, outcome in zip(sample_ids, outcomes, strict=True):
-            draft.answers[name] = outcome.apply_to(draft.answers[name])
+            draft.trajectories[name] = outcome.apply_to(draft.trajectories[name])
             if outcome.score is None:
                 draft.alive.discard(name)
                 await self._disk.write(self._ledger.drop, [name], outcome.reason)
@@ -216,7 +216,7 @@ class BatchCollector:
     async def _running(self, sample_ids: Sequence[str]) -> AsyncIterator[None]:
         """Mark samples RUNNING during one try, and ISSUED again when the try fails.
 
-        After a cancellation they stay RUNNING: the run ends or goes back, and a restore drops them.
+        After a cancellation they stay RUNNING: the run ends or returns to a checkpoint, and a restore drops them.
         """
         await self._disk.write(self._ledger.move, sample_ids, SampleState.RUNNING)
         try:
@@ -226,16 +226,16 @@ class BatchCollector:
             raise
 
     async def _apply_baseline(self, draft: _GroupDraft) -> None:
-        """Give every sample the score of the greedy answer, and drop the greedy answer."""
+        """Store the score of the greedy completion in every sample, and drop the greedy completion."""
         (name,) = draft.baseline_ids
-        baseline = draft.answers[name]
+        baseline = draft.trajectories[name]
         if baseline.sample.score is None:
-            raise GivenUp("its greedy answer has no score", reason="NO_BASELINE")
+            raise GivenUp("its greedy completion has no score", reason="NO_BASELINE")
         for sample_id in draft.sample_ids:
-            answer = draft.answers[sample_id]
-            sample = replace(answer.sample, baseline_score=baseline.sample.score)
-            draft.answers[sample_id] = replace(answer, sample=sample)
-        draft.answers[name] = baseline.with_drop_reason(BASELINE)
+            trajectory = draft.trajectories[sample_id]
+            sample = replace(trajectory.sample, baseline_score=baseline.sample.score)
+            draft.trajectories[sample_id] = replace(trajectory, sample=sample)
+        draft.trajectories[name] = baseline.with_drop_reason(BASELINE)
         draft.alive.discard(name)
         await self._disk.write(self._ledger.drop, [name], BASELINE)
 
@@ -247,10 +247,10 @@ class BatchCollector:
         return replace(group, trajectories=tuple(t if t.dropped else next(kept) for t in group.trajectories))
 
     async def _keep_muted_groups(self, step: int, batch: StepBatch) -> None:
-        """Fill the batch with the last groups that were filtered out, without any token to train on.
+        """Fill the batch with the last groups that were filtered out, with empty loss masks.
 
-        The trainer accepts no empty batch. It skips this one, whatever penalties, KL and whitening make of its
-        advantages; the step counts as skipped and the run continues.
+        The trainer accepts no empty batch. It skips a batch without loss tokens, and the run continues. The masks must
+        be empty, because penalties, KL terms or whitening could still give the samples advantages other than 0.
         """
         chosen, batch.filtered = batch.filtered[-self._count :], batch.filtered[: -self._count]
         if chosen:

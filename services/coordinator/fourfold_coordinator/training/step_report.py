@@ -25,7 +25,7 @@ from .recovery import METRICS_FILE, rewrite_metrics
 
 log = logging.getLogger("fourfold.coordinator")
 
-# Of a run that failed: its error must not wait for a disk that stands still.
+# The error of a failed run must not wait longer than this for a disk that does not respond.
 _ABANDON_SECONDS: Final = 0.5
 
 
@@ -50,7 +50,7 @@ class StepRecord:
 
 
 class StepReporter:
-    """Keeps the metrics of a run's steps in the ledger, in metrics.jsonl and on the board."""
+    """Writes the metrics of a run's steps to the ledger, to metrics.jsonl and to the run board, which watchers read."""
 
     def __init__(self, context: RunContext) -> None:
         self._context, self._ledger, self._disk = context, context.ledger, context.disk
@@ -59,7 +59,7 @@ class StepReporter:
         self._diagnosis = TrainingDiagnosis.from_config(context.config)
 
     def resume(self) -> None:
-        """Continue after the steps that the ledger has. `close` precedes it."""
+        """Continue after the steps that the ledger has. Call `close` first."""
         rows = self._ledger.steps()
         self._metrics_file = MetricsWriter(self._path)
         self._diagnosis = TrainingDiagnosis.from_config(self._context.config)
@@ -88,15 +88,15 @@ class StepReporter:
         """
         record.seconds = time.monotonic() - record.began
         record.skipped_reason = trained.skipped_reason
-        # The wake of sleeping engines happens within the update, and is a time of its own.
+        # Sleeping engines are woken during the update, but their wake-up is a metric of its own.
         record.metrics[m.TIME_PUBLISH] -= update.seconds.get(m.TIME_WAKE, 0.0)
-        # The trainer measures the batch, too, but sees only the groups that the filter kept: our values win.
+        # Later tables win. The trainer also measures the batch, but only the groups that the filter kept.
         record.metrics = {
             **trained.metrics,
             **measured,
             **batch.times(),
             **record.metrics,
-            **self._count(record.step, batch),
+            **self._count_samples(record.step, batch),
             **_update_metrics(update),
             **self._context.certificates.metrics(),
         }
@@ -110,7 +110,7 @@ class StepReporter:
         await self.save(record)
 
     async def save(self, record: StepRecord) -> None:
-        """Write the metrics of a step to the ledger."""
+        """Write the metrics of a step to the ledger, with the time of the step so far; may be called again."""
         _add_total_time(record)
         # JSON has no NaN and no infinity.
         finite = {name: value if math.isfinite(value) else None for name, value in sorted(record.metrics.items())}
@@ -151,7 +151,7 @@ class StepReporter:
         await self._disk.write_in_thread(report.write, context.folder, facts, steps, evals)
         log.info("run finished: report=%s model=%s", context.folder / "report.json", model)
 
-    def _count(self, step: int, batch: StepBatch) -> dict[str, float]:
+    def _count_samples(self, step: int, batch: StepBatch) -> dict[str, float]:
         trajectories = batch.trajectories()
         tokens = sum(int(t.sample.action_mask.sum()) for t in trajectories)
         return {
@@ -162,7 +162,10 @@ class StepReporter:
         }
 
     def _dropped(self, step: int) -> dict[str, int]:
-        """Return the samples that this step dropped, by reason; without those that a restore dropped."""
+        """Return the number of samples that this step dropped, by reason.
+
+        A restore of the trainer drops the samples of an earlier try of the step, which do not count for this one.
+        """
         return {reason: count for reason, count in self._ledger.dropped(step).items() if reason != TRAINER_RESTORED}
 
 
@@ -174,7 +177,7 @@ def _add_total_time(record: StepRecord) -> None:
 
 
 def _update_metrics(update: WeightUpdateResult) -> dict[str, float]:
-    if not update.probe_diffs:
+    if not update.probe_diffs:  # a skipped step publishes nothing
         return {}
     return {
         **update.seconds,

@@ -15,7 +15,7 @@ from fourfold.errors import StaleEpoch
 from fourfold.nn.batching import TokenBatch
 from fourfold.weights.manifest import Manifest, Span, TensorSpec
 from fourfold_trainer.batches import PolicyBatch, ValueBatch, WeightedBatch
-from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, Sent, UpdateSettings, UpdateSums
+from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SentWeights, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Machine, ModelSize
 
 VOCABULARY = 100
@@ -148,7 +148,7 @@ class FakeEngine:
         self._enter("open_weights")
         self._check(epoch)
 
-    def send_weights(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> Sent:
+    def send_weights(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> SentWeights:
         self._enter("send_weights")
         self._check(epoch)
         self.entered.set()
@@ -156,7 +156,7 @@ class FakeEngine:
             if self.aborted.is_set():
                 raise StaleEpoch(f"epoch {epoch} was aborted")
         sums = b"" if skip_sums else bytes(16)
-        return Sent(weights_digest=bytes([self.updates]) * 32, sent_bytes=8, sums=sums)
+        return SentWeights(weights_digest=bytes([self.updates]) * 32, sent_bytes=8, sums=sums)
 
     def abort_weights(self, epoch: int) -> None:
         self._check(epoch)

@@ -1,6 +1,6 @@
 """Defines the protocols of the trainer's engine: all ranks as one (`TrainerEngine`), and the models of one rank.
 
-    service -> step/train_step.py -> TrainerEngine   (rank 0; implemented by ranks/engine.py)
+    service -> step/train_step.py -> TrainerEngine   (rank 0; implemented by ranks/distributed_engine.py)
                                           |  rank channel
                                      ranks/worker.py -> step/optimizer_step.py -> Policy, Critic   (every rank; zero/)
 
@@ -81,7 +81,7 @@ class UpdateSums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sent:
+class SentWeights:
     """Result of a weight transfer."""
 
     weights_digest: bytes
@@ -119,7 +119,6 @@ class TrainerEngine(Protocol):
 
         Args:
             shares: batches of each rank, the same number on every rank.
-            settings: of the step.
         """
 
     def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
@@ -180,7 +179,7 @@ class TrainerEngine(Protocol):
     def open_weights(self, epoch: int, *, timeout: float) -> None:
         """Connect to the receivers."""
 
-    def send_weights(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> Sent:
+    def send_weights(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> SentWeights:
         """Send the current weights; compute the sums of every tensor unless `skip_sums`."""
 
     def abort_weights(self, epoch: int) -> None:
@@ -193,7 +192,7 @@ class TrainerEngine(Protocol):
         """End all ranks, also in the middle of a call. Any thread may call this."""
 
 
-class Trained(Protocol):
+class TrainedModel(Protocol):
     """One rank's model and optimizer. The methods run collectives: all ranks call the same one at the same time."""
 
     size: ModelSize
@@ -228,7 +227,7 @@ class Trained(Protocol):
         """Leave the process group."""
 
 
-class Policy(Trained, Protocol):
+class Policy(TrainedModel, Protocol):
     """The policy on one rank."""
 
     @property
@@ -255,7 +254,7 @@ class Policy(Trained, Protocol):
         """Return the source of this rank's weights for transfers."""
 
 
-class Critic(Trained, Protocol):
+class Critic(TrainedModel, Protocol):
     """The critic on one rank."""
 
     def values(self, batch: TokenBatch) -> Tensor:

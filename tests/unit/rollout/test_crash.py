@@ -91,7 +91,7 @@ async def test_a_death_that_others_notice_has_a_reason_too(process: BaseProcess)
     engine = Engine(process)
     engine.watch.begin()
     assert await turns(engine.reason()) > TURNS
-    assert engine.told == ["the engine does not answer any more; its log says more"]
+    assert engine.told == ["the engine does not answer any more; see its log"]
 
 
 @pytest.mark.parametrize("looking", [False, True], ids=["alive", "dying"])

@@ -1,4 +1,4 @@
-"""RolloutService: sampling for the coordinator and for agents, on the internal and on the public port.
+"""Implements RolloutService: sampling for the coordinator and for agents, on the internal and on the public port.
 
 Generate --> Admission --> lease on the weights --> RequestCoalescer --> engine
    ^                                                                       |

@@ -1,4 +1,4 @@
-"""RolloutControlService: checks the coordinator's weight-update requests; `update/controller.py` does the work."""
+"""Implements RolloutControlService: checks weight-update requests; `update/controller.py` does the work."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 # vLLM's own thread may collect the exit code, which then appears a moment after the end of the process.
 _LOOKS: Final = 50
 _LOOK_SECONDS: Final = 0.01
-_NO_REASON: Final = "the engine does not answer any more; its log says more"
+_NO_REASON: Final = "the engine does not answer any more; see its log"
 _CORE_LOGGER: Final = "vllm.v1.engine.core"
 # The core process logs these errors of one call or request and goes on.
 _SURVIVED: Final = ("Invocation of ", "Unexpected error pre-processing ")
@@ -131,10 +131,8 @@ def _end_of_process(engine: LaunchedEngine, oom_kills_before: int) -> str:
         if (code := process.exitcode) is None:
             continue
         if code >= 0:
-            return f"the engine's process {process.pid} ended with exit code {code}; its log says more"
-        hint = (
-            explain_sigkill(oom_kill_count() - oom_kills_before) if -code == signal.SIGKILL else "; its log says more"
-        )
+            return f"the engine's process {process.pid} ended with exit code {code}; see its log"
+        hint = explain_sigkill(oom_kill_count() - oom_kills_before) if -code == signal.SIGKILL else "; see its log"
         return f"the engine's process {process.pid} was killed by {signal_name(-code)}{hint}"
     return ""
 

@@ -22,7 +22,7 @@ from fourfold.nn.batching import TokenBatch
 from fourfold.weights.digest import add_sums, digest_of, unsummed_digest
 from fourfold.weights.manifest import Manifest
 from fourfold_trainer.batches import Array, MicroBatch, PolicyBatch, ValueBatch, WeightedBatch, to_arrays
-from fourfold_trainer.engine import Sent, UpdateSettings, UpdateSums
+from fourfold_trainer.engine import SentWeights, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import ModelSize
 from fourfold_trainer.ranks.rank_channel import RankMessage
 from fourfold_trainer.ranks.rank_processes import RankProcesses, place_ranks, raise_first_error
@@ -155,14 +155,14 @@ class DistributedEngine:
     def open_weights(self, epoch: int, *, timeout: float) -> None:
         self._transfer("open_weights", epoch, timeout, {})
 
-    def send_weights(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> Sent:
+    def send_weights(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> SentWeights:
         fields = {"policy_version": policy_version, "skip_sums": skip_sums}
         answers = self._transfer("send_weights", epoch, timeout, fields)
         sent_bytes = sum(answer.fields["sent_bytes"] for answer in answers)
         if skip_sums:
-            return Sent(weights_digest=unsummed_digest(self._manifest, policy_version), sent_bytes=sent_bytes)
+            return SentWeights(weights_digest=unsummed_digest(self._manifest, policy_version), sent_bytes=sent_bytes)
         sums = add_sums(self._manifest, [_to_bytes(answer) for answer in answers])
-        return Sent(weights_digest=digest_of(self._manifest, sums), sent_bytes=sent_bytes, sums=sums)
+        return SentWeights(weights_digest=digest_of(self._manifest, sums), sent_bytes=sent_bytes, sums=sums)
 
     def abort_weights(self, epoch: int) -> None:
         self._worker.abort_weights(epoch)

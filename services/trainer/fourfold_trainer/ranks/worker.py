@@ -23,7 +23,7 @@ from fourfold.weights.sender import WeightSender
 from fourfold.weights.transport.base import available_backends
 from fourfold_trainer.batches import Array, PolicyBatch, ValueBatch, WeightedBatch, from_arrays
 from fourfold_trainer.checkpoint.shards import Shard
-from fourfold_trainer.engine import Critic, Policy, Trained, UpdateSettings, UpdateSums
+from fourfold_trainer.engine import Critic, Policy, TrainedModel, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Machine
 from fourfold_trainer.ranks.rank_channel import RankMessage, from_bytes
 from fourfold_trainer.step.accumulation import accumulate_gradient, apply_gradient, discard_gradient
@@ -41,7 +41,7 @@ class RankWorker:
     ) -> None:
         """Take over this rank's policy, critic, or both."""
         self._config, self._rank, self._rank_count = config, rank, rank_count
-        self._models: dict[str, Trained] = {}  # by the name of their checkpoint files
+        self._models: dict[str, TrainedModel] = {}  # by the name of their checkpoint files
         if policy is not None:
             self._models["policy"] = self.policy = policy
             self._source = policy.weight_source()

@@ -150,7 +150,7 @@ class EngineThread:
 
 
 def _ended() -> Unavailable:
-    return Unavailable("the trainer failed and is ending; its log says why")
+    return Unavailable("the trainer failed and is ending; see its log")
 
 
 def _explain(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from fourfold.errors import DeadlinePassed, InvalidInput, StaleEpoch, WrongState
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as pb_grpc
 from fourfold.weights.transport.locality import host_id, reachable_gpus
-from fourfold_trainer.engine import Sent
+from fourfold_trainer.engine import SentWeights
 from fourfold_trainer.service.engine_thread import Phase
 from fourfold_trainer.service.servicer import time_left
 from fourfold_trainer.service.state import TrainerCore
@@ -81,7 +81,7 @@ class TrainerWeightServicer(pb_grpc.TrainerWeightServiceServicer):
         """Send the current weights. WrongState if they have another version."""
         epoch, version = request.epoch, request.policy_version
 
-        def send(left: float) -> Sent:
+        def send(left: float) -> SentWeights:
             current = self._core.status().state.policy_version
             if version != current:
                 raise WrongState(f"policy version {version} cannot be sent; the current weights are {current}")

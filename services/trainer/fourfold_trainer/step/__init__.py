@@ -1,1 +1,1 @@
-"""One training step: advantages, micro-batches, optimizer step, metrics."""
+"""Runs one training step: advantages, micro-batches, optimizer step, metrics."""

@@ -69,9 +69,7 @@ def compute_advantages(
     """Turn outcomes into the advantage of every token, over the whole batch.
 
     Args:
-        batch: of the step.
         outcomes: float64 [B], of `shape_rewards`.
-        config: of the run.
         old: [k] old log-probabilities; needed for a KL term in the reward.
         values: [k] of the critic, where the estimator needs one.
         kl_coef: of this step.
@@ -112,10 +110,8 @@ def next_kl_coef(batch: PackedBatch, distance: Float64Array | None, coef: float,
     """Return the KL coefficient of the next step; None when it never moves.
 
     Args:
-        batch: of the step.
         distance: [k] distance of the old policy to the reference.
         coef: of this step.
-        config: of the run.
     """
     settings = config.algorithm.kl
     if not settings.target:

@@ -62,7 +62,6 @@ def compute_per_token(
         compute: `compute_logprobs` or `compute_values` of the engine.
         samples: any number.
         positions: target tokens of each sample, each in [1, n); may be none.
-        config: of the run.
         ranks: number of ranks that have the model; 0: the policy's.
     """
     asked = [i for i, p in enumerate(positions) if len(p)]
@@ -119,7 +118,6 @@ def add_gradient(
         compute: `forward_backward` of the engine; not called when there is nothing to add.
         samples: any number.
         weights: float32 [n] of each sample, the first 0.
-        config: of the run.
 
     Returns:
         For each sample the log-probabilities of its tokens whose weight is not 0, in order.

@@ -164,7 +164,6 @@ class BareLoopBenchmark(Benchmark[BareLoopSettings]):
     libraries = ("torch", "transformers")
 
     def measure(self, settings: BareLoopSettings, run: BenchmarkRun) -> dict[str, Any]:
-        """Run the steps; the medians leave the first one out."""
         config = recipes.load(Path(settings.recipe))
         torch.manual_seed(config.seed)
         loop, rows = BareLoop(config), list[dict[str, float]]()
@@ -181,7 +180,6 @@ class BareLoopBenchmark(Benchmark[BareLoopSettings]):
         return results
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
-        """Return the medians."""
         results = document["results"]
         text = f"bare {results['median']['seconds']:.2f} s a step"
         if "ratio" in results:

@@ -75,7 +75,6 @@ class PathSettings(BenchmarkSettings):
     prompt_tokens: int = PROMPT_TOKENS
 
     def check(self) -> None:
-        """Check values against each other."""
         if self.samples % self.group_size:
             raise ConfigError(f"--samples {self.samples}: it must be a multiple of --group-size {self.group_size}")
 
@@ -258,7 +257,6 @@ class PathBenchmark(Benchmark[PathSettings]):
     libraries = ("grpcio", "protobuf", "numpy")
 
     def measure(self, settings: PathSettings, run: BenchmarkRun) -> dict[str, Any]:
-        """Start both services and measure all runs."""
         given = settings.write(run.folder / "settings.json")
         with BenchProcesses(run.folder) as processes:
             for role in ("rollout", "trainer"):
@@ -267,7 +265,6 @@ class PathBenchmark(Benchmark[PathSettings]):
             return asyncio.run(_measure(settings, processes, targets))
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
-        """Return a line for each phase, and the CPU time."""
         phases, cpu = document["results"]["phases"], document["results"]["cpu_ms_per_run"]
         lines = [
             f"{name:10} median {phase['median_ms']:7.1f} ms   best {phase['min_ms']:7.1f} ms"

@@ -29,16 +29,7 @@ from fourfold_bench.gpus import check_present
 from fourfold_bench.processes import workplace
 from fourfold_bench.profiling import Profile
 
-_OPTION: Final = "option"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Option:
-    flag: str
-    help: str
-    choices: tuple[str, ...]
-    metavar: str | None
-    limits: Mapping[str, float]
+_OPTION, _FLAG, _LIMITS = "option", "flag", "limits"  # keys of a field's metadata
 
 
 def option(
@@ -60,11 +51,11 @@ def option(
         metavar: placeholder of the value in the help.
         limits: of the value: `least`, `most`, `above`, `below`.
     """
-    declared = _Option(flag=flag, help=text, choices=tuple(choices), metavar=metavar, limits=limits)
-    return field(default=default, metadata={_OPTION: declared})
+    words = {"help": text.replace("%", "%%"), "metavar": metavar, "choices": tuple(choices) or None}
+    return field(default=default, metadata={_OPTION: words, _FLAG: flag, _LIMITS: limits})
 
 
-_LIMITS: Final[Mapping[str, tuple[str, Callable[[float, float], bool]]]] = {
+_RULES: Final[Mapping[str, tuple[str, Callable[[float, float], bool]]]] = {
     "least": ("at least", operator.ge),
     "most": ("at most", operator.le),
     "above": ("above", operator.gt),
@@ -83,8 +74,7 @@ class BenchmarkSettings:
             ConfigError: a value is outside its limits, or values do not fit each other.
         """
         for each in fields(self):
-            if declared := each.metadata.get(_OPTION):
-                self._limit(each.name, **declared.limits)
+            self._limit(each.name, **each.metadata.get(_LIMITS, {}))
         self.check()
 
     def check(self) -> None:
@@ -104,21 +94,19 @@ class BenchmarkSettings:
         """Add an option for each field that `option` made."""
         types = typing.get_type_hints(cls)
         for each in fields(cls):
-            declared: _Option | None = each.metadata.get(_OPTION)
-            if declared is None:
+            if _OPTION not in each.metadata:
                 continue
-            flag, kind = _flag(each), types[each.name]
-            words: dict[str, Any] = {"help": declared.help.replace("%", "%%")}
-            if not flag.startswith("-"):
-                words |= {"nargs": "*"} if kind == tuple[str, ...] else {"type": kind}
-            elif kind is bool and not declared.choices:
-                parser.add_argument(flag, dest=each.name, action="store_true", **words)
+            flag, kind, words = _flag(each), types[each.name], dict(each.metadata[_OPTION])
+            if kind is bool and not words["choices"]:
+                parser.add_argument(flag, dest=each.name, action="store_true", help=words["help"])
                 continue
-            else:
-                words |= {"dest": each.name, "type": kind if kind in (int, float) else str}
             default = None if each.default is MISSING else each.default
             words |= {"default": ",".join(default) if isinstance(default, tuple) else default}
-            parser.add_argument(flag, choices=declared.choices or None, metavar=declared.metavar, **words)
+            if flag.startswith("-"):
+                words |= {"dest": each.name}
+            elif kind == tuple[str, ...]:
+                words |= {"nargs": "*"}
+            parser.add_argument(flag, type=kind if kind in (int, float) else str, **words)
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> Self:
@@ -155,14 +143,14 @@ class BenchmarkSettings:
     def _limit(self, name: str, **limits: float) -> None:
         """Check one value; raise ConfigError if it is outside its limits."""
         value = getattr(self, name)
-        if not all(_LIMITS[kind][1](value, limit) for kind, limit in limits.items()):
-            rule = " and ".join(f"{_LIMITS[kind][0]} {limit:g}" for kind, limit in limits.items())
+        if not all(_RULES[kind][1](value, limit) for kind, limit in limits.items()):
+            rule = " and ".join(f"{_RULES[kind][0]} {limit:g}" for kind, limit in limits.items())
             flag = _flag(next(each for each in fields(self) if each.name == name))
             raise ConfigError(f"{flag} {value}: it must be {rule}")
 
 
 def _flag(option_field: Field[Any]) -> str:
-    return option_field.metadata[_OPTION].flag or f"--{option_field.name.replace('_', '-')}"
+    return option_field.metadata[_FLAG] or f"--{option_field.name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,14 +293,11 @@ def check_places(benchmark: Benchmark[Any], args: argparse.Namespace) -> None:
     """
     if args.save:
         record.results_folder()
-    if args.json is not None:
-        _make_folder(args.json.parent, f"--json {args.json}")
-        if args.json.is_dir():
-            raise ConfigError(f"--json {args.json}: this is a folder; give a file for the result")
-    if args.keep is not None:
-        _make_folder(args.keep, f"--keep {args.keep}")
-    if benchmark.profiled and args.profile is not None:
-        _make_folder(args.profile, f"--profile {args.profile}")
+    if args.json is not None and args.json.is_dir():
+        raise ConfigError(f"--json {args.json}: this is a folder; give a file for the result")
+    for name in ("json", "keep", *(["profile"] if benchmark.profiled else [])):
+        if (place := getattr(args, name)) is not None:
+            _make_folder(place.parent if name == "json" else place, f"--{name} {place}")
 
 
 def _make_folder(place: Path, argument: str) -> None:

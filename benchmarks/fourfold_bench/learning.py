@@ -33,7 +33,6 @@ class LearningSettings(BenchmarkSettings):
 
     @classmethod
     def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Add the presets."""
         return given | {"presets": given.get("presets") or tuple(PRESETS)}
 
 
@@ -46,7 +45,6 @@ class LearningBenchmark(Benchmark[LearningSettings]):
     libraries = ("torch", "transformers", "deepspeed", "numpy")
 
     def measure(self, settings: LearningSettings, run: BenchmarkRun) -> dict[str, Any]:
-        """Train with every preset."""
         model = write_tiny_model(run.folder / "model", "llama", dtype="float32")
         argv = [sys.executable, "-m", "tests.support.learning_driver", str(model), str(run.folder), *settings.presets]
         subprocess.run(argv, env=trainer_environment(), cwd=REPOSITORY, check=True, stderr=subprocess.DEVNULL)
@@ -60,7 +58,6 @@ class LearningBenchmark(Benchmark[LearningSettings]):
         }
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
-        """Return first and last reward by preset."""
         return [
             f"{preset:30} {curve['rewards'][0]:.2f} -> {curve['rewards'][-1]:.2f}  {curve['seconds']:5.1f} s"
             for preset, curve in document["results"].items()

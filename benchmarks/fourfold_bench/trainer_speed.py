@@ -156,11 +156,9 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
     libraries = ("torch", "transformers", "deepspeed", "numpy")
 
     def label(self, settings: TrainerSettings) -> str:
-        """Return shape, ranks and device."""
         return f"{settings.shape}-{settings.ranks}x{settings.device}"
 
     def measure(self, settings: TrainerSettings, run: BenchmarkRun) -> dict[str, Any]:
-        """Run the steps; return the numbers."""
         model = run.folder / "model"
         write_model(model, settings.shape, context=settings.longest, dtype=settings.dtype)
         samples = make_samples(settings.tokens, settings.longest, SHAPES[settings.shape]["vocab_size"])
@@ -201,7 +199,6 @@ class TrainerBenchmark(Benchmark[TrainerSettings]):
         }
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
-        """Return a line for each pass."""
         results = document["results"]
         lines = [
             f"{name:14} {row['seconds']:8.3f} s  {row['tokens_per_second']:10,} tokens/s  "

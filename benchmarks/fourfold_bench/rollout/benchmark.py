@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -66,13 +65,11 @@ class RolloutSettings(BenchmarkSettings):
 
     @classmethod
     def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Add the sizes for the device."""
         device = given.get("device") or default_device()
         on_cpu = device == "cpu"
         return {**(_CPU if on_cpu else _GPU), **given, "device": device, "eager": given["eager"] or on_cpu}
 
     def check(self) -> None:
-        """Check values against each other."""
         if self.clients > self.prompts:
             raise ConfigError(f"--clients {self.clients} cannot share {self.prompts} prompts; each takes at least one")
         if unknown := set(self.alone) - set(ALONE):
@@ -120,27 +117,22 @@ class RolloutBenchmark(Benchmark[RolloutSettings]):
     profiled = "the service, in one more round"
 
     def devices(self, settings: RolloutSettings) -> Sequence[str]:
-        """Return the engine's device."""
         return [settings.device]
 
     def packages(self, settings: RolloutSettings) -> Mapping[str, str]:
-        """Return what to install for each module."""
         engine = engine_package(on_gpus=settings.on_gpu)
         tensors = dict.fromkeys(("torch", "transformers"), "fourfold[torch]")
         return tensors | dict.fromkeys(("vllm", "fourfold_rollout"), engine)
 
     def label(self, settings: RolloutSettings) -> str:
-        """Return shape, samples, tokens and device."""
         return f"{settings.shape}-{settings.samples}x{settings.new_tokens}-{settings.device.replace(':', '')}"
 
     def measure(self, settings: RolloutSettings, run: BenchmarkRun) -> dict[str, Any]:
-        """Measure the service and vLLM alone."""
         from fourfold_bench.rollout.measure import measure
 
         return measure(settings, run)
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
-        """Return the speeds, and below them the other measurements."""
         parameters, results = document["parameters"], document["results"]
         samples = parameters["prompts"] * parameters["group_size"]
         head = (
@@ -197,8 +189,3 @@ def _milliseconds(seconds: Sequence[float]) -> str:
 
 
 BENCHMARK: Final = RolloutBenchmark()
-
-
-def read_settings(path: str) -> RolloutSettings:
-    """Read the settings that the benchmark wrote for a child process."""
-    return RolloutSettings.read(Path(path))

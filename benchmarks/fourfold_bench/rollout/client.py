@@ -23,7 +23,7 @@ from fourfold.host.process_tree import die_with_parent
 from fourfold.rollout.client import AsyncRolloutClient, Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 from fourfold.rpc.channel import open_channel
-from fourfold_bench.rollout.benchmark import GREEDY_TOKENS, RolloutSettings, read_settings
+from fourfold_bench.rollout.benchmark import GREEDY_TOKENS, RolloutSettings
 from fourfold_bench.streams import Streams, first_token_seconds, streaming_request
 
 _POLL_SECONDS: Final = 0.001
@@ -155,6 +155,6 @@ async def _measure(settings: RolloutSettings, index: int, target: str, folder: P
 
 if __name__ == "__main__":
     die_with_parent()
-    given, out = read_settings(sys.argv[1]), Path(sys.argv[4])
+    given, out = RolloutSettings.read(Path(sys.argv[1])), Path(sys.argv[4])
     result = asyncio.run(_measure(given, int(sys.argv[2]), sys.argv[3], out.parent))
     out.write_text(json.dumps(result), encoding="utf-8")

@@ -148,15 +148,6 @@ def recipe(settings: RolloutSettings, model: Path) -> Config:
     Raises:
         ConfigError: the settings break a rule of recipes.
     """
-    rollout = {
-        "gpus_per_replica": int(settings.on_gpu),
-        "gpu_memory_utilization": settings.engine_memory,
-        "kv_cache_gib": None if settings.on_gpu else settings.kv_cache_gib,
-        "max_concurrent_samples": max(2, settings.samples + settings.streams),  # groups have at least two samples
-        "enforce_eager": settings.eager,
-    }
-    if settings.batched_tokens:
-        rollout["max_batched_tokens"] = settings.batched_tokens
     return configuration.from_tables(
         {
             "name": "bench-rollout",
@@ -169,7 +160,14 @@ def recipe(settings: RolloutSettings, model: Path) -> Config:
                 "group_size": max(2, settings.group_size),
                 "tokens_per_micro_batch": max(4096, settings.context),
             },
-            "rollout": rollout,
+            "rollout": {
+                "gpus_per_replica": int(settings.on_gpu),
+                "gpu_memory_utilization": settings.engine_memory,
+                "kv_cache_gib": None if settings.on_gpu else settings.kv_cache_gib,
+                "max_concurrent_samples": max(2, settings.samples + settings.streams),  # groups have at least two
+                "enforce_eager": settings.eager,
+                **({"max_batched_tokens": settings.batched_tokens} if settings.batched_tokens else {}),
+            },
         },
         source="the benchmark's recipe",
     )

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from fourfold.host.process_tree import die_with_parent
 from fourfold_bench.gpus import visible
-from fourfold_bench.rollout.benchmark import GREEDY_TOKENS, RolloutSettings, read_settings
+from fourfold_bench.rollout.benchmark import GREEDY_TOKENS, RolloutSettings
 from fourfold_bench.vllm_process import CPU_BLOCK_TOKENS, meet_in, prepare
 
 _ROUNDS_OF_ONE_WAY: Final = 1000
@@ -91,7 +91,7 @@ def _greedy(llm: Any, settings: RolloutSettings) -> dict[str, list[float]]:
 
 if __name__ == "__main__":
     die_with_parent()
-    given, out = read_settings(sys.argv[1]), Path(sys.argv[3])
+    given, out = RolloutSettings.read(Path(sys.argv[1])), Path(sys.argv[3])
     os.environ.update(visible(given.device))
     if not given.on_gpu:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(given.kv_cache_gib)

@@ -64,12 +64,10 @@ class StepSettings(BenchmarkSettings):
 
     @classmethod
     def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Add the sizes for the device."""
         device = given.get("device") or default_device().partition(":")[0]
         return {**(_CPU if device == "cpu" else _GPU), **given, "device": device}
 
     def check(self) -> None:
-        """Check values against each other."""
         self._limit("tokens_per_micro_batch", least=self.context)
         if self.kl_coef:
             self._limit("reference_tokens", least=self.context)
@@ -151,11 +149,9 @@ class StepBenchmark(Benchmark[StepSettings]):
     profiled = "all processes, in one more step"
 
     def devices(self, settings: StepSettings) -> Sequence[str]:
-        """Return the GPUs of the run."""
         return [f"cuda:{gpu}" for gpu in range(settings.gpus)]
 
     def packages(self, settings: StepSettings) -> Mapping[str, str]:
-        """Return what to install for each module."""
         engine = engine_package(on_gpus=settings.on_gpus)
         trainer = "fourfold-trainer[gpu]" if settings.on_gpus else "fourfold-trainer"
         needed = {
@@ -171,17 +167,14 @@ class StepBenchmark(Benchmark[StepSettings]):
         return needed | ({"liger_kernel": "fourfold-trainer[gpu,liger]"} if settings.liger else {})
 
     def label(self, settings: StepSettings) -> str:
-        """Return shape, layout and device."""
         return f"{settings.shape}-{settings.layout}{'-sleep' if settings.sleep else ''}-{settings.device}"
 
     def measure(self, settings: StepSettings, run: BenchmarkRun) -> dict[str, Any]:
-        """Run the recipe and read its metrics."""
         from fourfold_bench.step.measure import measure
 
         return measure(settings, run)
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
-        """Return the phases, and below them the other measurements."""
         settings, results = StepSettings(**document["parameters"]), document["results"]
         layout = settings.layout + (", sleep" if settings.sleep else "")
         head = (

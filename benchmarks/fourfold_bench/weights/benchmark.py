@@ -80,7 +80,6 @@ class WeightSettings(BenchmarkSettings):
 
     @classmethod
     def complete(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Add devices, and the values that depend on them."""
         gpus, trainer, engine = len(usable()), given.get("trainer_devices"), given.get("engine_device")
         if not trainer:
             on_gpus = gpus and engine != "cpu"
@@ -101,7 +100,6 @@ class WeightSettings(BenchmarkSettings):
         }
 
     def check(self) -> None:
-        """Check values against each other."""
         if len(self.trainer_devices) > 1 and not self.zero3:
             raise ConfigError("several trainer devices need --zero3: one rank sends whole parameters")
         devices = {*self.trainer_devices, self.engine_device}
@@ -133,11 +131,9 @@ class WeightBenchmark(Benchmark[WeightSettings]):
     suites = SUITES
 
     def devices(self, settings: WeightSettings) -> Sequence[str]:
-        """Return the devices of trainer and engine."""
         return [*settings.trainer_devices, settings.engine_device]
 
     def packages(self, settings: WeightSettings) -> Mapping[str, str]:
-        """Return what to install for each module."""
         engine = engine_package(on_gpus=settings.on_gpus)
         needed = {"torch": "fourfold[torch]", "transformers": "fourfold[torch]", "vllm": engine}
         if settings.zero3:
@@ -147,13 +143,11 @@ class WeightBenchmark(Benchmark[WeightSettings]):
         return needed
 
     def label(self, settings: WeightSettings) -> str:
-        """Return shape, kind, backend and devices."""
         kind = ("services-" if settings.path == "services" else "") + ("zero3-" if settings.zero3 else "")
         trainer, engine = "+".join(settings.trainer_devices), settings.engine_device
         return f"{settings.shape}-{kind}{settings.backend}-{trainer}-{engine}".replace(":", "")
 
     def measure(self, settings: WeightSettings, run: BenchmarkRun) -> dict[str, Any]:
-        """Measure the library alone or the services."""
         vllm_process.prepare(on_gpus=settings.on_gpus)
         if settings.path == "services":
             from fourfold_bench.weights import services
@@ -164,11 +158,9 @@ class WeightBenchmark(Benchmark[WeightSettings]):
         return direct.measure(settings, run.folder)
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
-        """Return a line for each number; milliseconds are median (95th percentile)."""
         return aligned(_rows(document), left=True)
 
     def suite_table(self, documents: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return a column for each configuration."""
         if len(documents) == 1:
             return self.table(documents[0])
         columns = [dict(_rows(document)) for document in documents]

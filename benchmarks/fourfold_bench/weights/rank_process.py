@@ -44,13 +44,14 @@ class _TrainerRank:
         config = transformers.AutoConfig.from_pretrained(words["folder"])
         source: WeightSource
         if words["zero3"]:
+            from fourfold.weights.source.zero3 import Zero3Source
             from fourfold_bench.weights import zero3
 
             zero3.join(self._rank, self._rank_count, self._device, Path(words["rendezvous"]))
             engine = zero3.make_engine(config)
             self._model: torch.nn.Module = engine.module
-            self._parts, self._gather = zero3.partitions(engine), zero3.gathered
-            source = zero3.Zero3Source(engine)
+            self._parts, self._gather = [p.ds_tensor for p in engine.module.parameters()], zero3.gathered
+            source = Zero3Source(engine)
         else:
             with self._device:
                 make: Any = transformers.AutoModelForCausalLM

@@ -13,10 +13,6 @@ import deepspeed.ops
 import torch
 import transformers
 
-from fourfold.weights.source.zero3 import Zero3Source
-
-__all__ = ["Zero3Source", "gathered", "join", "make_engine", "partitions"]
-
 
 def join(rank: int, rank_count: int, device: torch.device, rendezvous: Path) -> None:
     """Join the process group of the trainer's ranks."""
@@ -52,11 +48,6 @@ def make_engine(config: Any) -> Any:
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3), config=settings
     )
     return engine
-
-
-def partitions(engine: Any) -> list[torch.Tensor]:
-    """Return this rank's partition of each parameter."""
-    return [parameter.ds_tensor for parameter in engine.module.parameters()]
 
 
 def gathered(parameter: Any) -> Any:

@@ -116,7 +116,7 @@ EVAL_HALF_WIDTH: Final = "eval/half_width"
 
 METRICS: Final[dict[str, str]] = {
     # Rewards, groups and lengths are measured on all generated samples, before [algorithm.filter]. The filter keeps
-    # prompts of medium difficulty, so that a pass rate after it would say nothing.
+    # prompts of medium difficulty, so that a pass rate after it would hardly depend on the policy.
     REWARD_MEAN: "score units: mean score of all samples generated for the step, before filter and penalties",
     REWARD_STD: "score units: standard deviation of these scores",
     REWARD_MIN: "score units: lowest of these scores",
@@ -166,7 +166,7 @@ METRICS: Final[dict[str, str]] = {
     MISMATCH_KL_K1: "nats per token: k1 estimate of KL(engine || trainer)",
     MISMATCH_CHI2: "mean squared probability ratio of trainer to engine, minus 1",
     MISMATCH_NONFINITE: "tokens: number with an engine logprob that is not finite; the other metrics here ignore them",
-    EFFECTIVE_SAMPLE_SIZE: "share in (0, 1]: effective share of trained tokens if they are weighted by that ratio",
+    EFFECTIVE_SAMPLE_SIZE: "share in (0, 1]: effective share of trained tokens, weighted by the ratio of mismatch/chi2",
     CORRECTION_WEIGHT: "mean weight of a token in the correction; rejected tokens have weight 0",
     CORRECTION_WEIGHT_MIN: "smallest weight of a token that is not rejected",
     CORRECTION_WEIGHT_MAX: "largest weight of a token that is not rejected",

@@ -74,14 +74,14 @@ LOSSES: Final = Registry("losses", PolicyLoss)  # type: ignore[type-abstract]
 AnyPolicyLoss = Annotated[SerializeAsAny[PolicyLoss], BeforeValidator(LOSSES.parse)]
 
 
-class _Clipped(PolicyLoss):
+class _ClippedLoss(PolicyLoss):
     """Bounds of PPO and GSPO: the ratio is clipped to [1 - clip_low, 1 + clip_high]."""
 
     clip_low: float = Field(default=0.2, gt=0, le=1)
     clip_high: float = Field(default=0.2, gt=0)
 
     def _surrogate(self, ratio: Tensor, advantages: Tensor) -> TokenLoss:
-        """Return -min(ratio A, clip(ratio) A): the gradient ends where the ratio has gone far enough."""
+        """Return -min(ratio A, clip(ratio) A): no gradient where the ratio is past a bound in the direction of A."""
         low, high = 1 - self.clip_low, 1 + self.clip_high
         below = (advantages < 0) & (ratio.detach() < low)
         above = (advantages > 0) & (ratio.detach() > high)
@@ -93,12 +93,12 @@ class _Clipped(PolicyLoss):
             },
         )
 
-    def _clipped(self, ratio: str) -> str:
+    def _formula_of(self, ratio: str) -> str:
         return f"-min({ratio} A, clip({ratio}, {1 - self.clip_low:g}, {1 + self.clip_high:g}) A)"
 
 
 @LOSSES.register
-class PpoLoss(_Clipped):
+class PpoLoss(_ClippedLoss):
     """PPO's clipped surrogate. Unequal bounds: DAPO, arXiv 2503.14476, eq. 10. Dual clip: arXiv 1912.09729."""
 
     kind: Literal["ppo"] = "ppo"
@@ -126,17 +126,17 @@ class PpoLoss(_Clipped):
 
     def formula(self) -> str:
         bound = f", at most {self.dual_clip:g} |A| where A < 0" if self.dual_clip else ""
-        return f"l = {self._clipped('ratio')}{bound}"
+        return f"l = {self._formula_of('ratio')}{bound}"
 
 
 @LOSSES.register
-class GspoLoss(_Clipped):
-    """PPO's loss with one ratio for the whole sample. The paper's bounds are 3e-4 and 4e-4: a mean moves less."""
+class GspoLoss(_ClippedLoss):
+    """PPO's loss with one ratio for the whole sample. Its bounds are 3e-4 and 4e-4: a mean moves less."""
 
     kind: Literal["gspo"] = "gspo"
     form: Literal["token", "sequence"] = "token"
-    """Whose advantage a token's gradient carries: its own (eq. 13 to 14, GSPO-token), or the mean of its sample. Both
-    have the same values, and the same gradient where A and the weight are constant over a sample."""
+    """Advantage in the gradient of a token. token: its own (GSPO-token, eq. 13 to 14). sequence: the sample's mean. The
+    losses are equal, and so are the gradients if A and the weight are constant over a sample."""
     source: ClassVar[str] = "arXiv 2507.18071, eq. 5 to 7"
 
     def compute(self, inputs: LossInputs) -> TokenLoss:
@@ -153,7 +153,7 @@ class GspoLoss(_Clipped):
 
     def formula(self) -> str:
         carried = "the token's own A" if self.form == "token" else "the sample's mean A"
-        return f"l = {self._clipped('s')}, s = exp(mean of p - o over the sample); its gradient carries {carried}"
+        return f"l = {self._formula_of('s')}, s = exp(mean of p - o over the sample); its gradient carries {carried}"
 
 
 @LOSSES.register
@@ -180,7 +180,7 @@ class CispoLoss(PolicyLoss):
     def formula(self) -> str:
         return (
             f"l = -stop(clip(ratio, {self.ratio_min:g}, {self.ratio_max:g})) A p; no gradient through the clipped "
-            f"ratio, and none is cut off"
+            f"ratio, and every token keeps its own"
         )
 
 
@@ -192,7 +192,7 @@ class SapoLoss(PolicyLoss):
     tau_positive: float = Field(default=1.0, gt=0)
     """How fast the gradient fades where A > 0; larger is faster."""
     tau_negative: float = Field(default=1.05, gt=0)
-    """The same elsewhere."""
+    """How fast the gradient fades where A <= 0."""
     source: ClassVar[str] = "arXiv 2511.20347"
 
     def compute(self, inputs: LossInputs) -> TokenLoss:
@@ -225,7 +225,7 @@ class ReinforceLoss(PolicyLoss):
 
 
 def _log_likelihood(p: Tensor, weight: Tensor) -> Tensor:
-    # A token that the policy cannot sample has no direction to move in; -inf * 0 would be NaN.
+    # A token that the policy cannot sample (p = -inf) contributes nothing; -inf * 0 would be NaN.
     return -weight * p.masked_fill(p.isneginf(), 0.0)
 
 

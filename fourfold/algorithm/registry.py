@@ -63,7 +63,7 @@ class Registry(Generic[D]):
         """Return the definition of a kind.
 
         Raises:
-            ValueError: no such kind, or an entry point that cannot be loaded or is no definition.
+            ValueError: no such kind, or an entry point that cannot be loaded or is not a definition.
         """
         if kind in self._own:
             return self._own[kind]
@@ -77,7 +77,9 @@ class Registry(Generic[D]):
                     f"the distribution that has it"
                 ) from None
             if not (isinstance(definition, type) and issubclass(definition, self._base)):
-                raise ValueError(f"entry point {self.group}: {kind} = {point.value} is no {self._base.__name__}")
+                raise ValueError(
+                    f"entry point {self.group}: {kind} = {point.value} is not a subclass of {self._base.__name__}"
+                )
             return definition
         known = [*self._own, *sorted({point.name for point in entry_points(group=self.group)} - self._own.keys())]
         raise ValueError(

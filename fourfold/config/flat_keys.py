@@ -50,9 +50,9 @@ def _table(name: str, algorithm: Mapping[str, Any], given: Mapping[str, Any]) ->
     registry = LOSSES if name == "loss" else ADVANTAGES
     try:
         known = registry.find(kind).model_fields
-    except ValueError:  # of no such kind: refused when the new table is read
+    except ValueError:  # unknown kind: the new table gives the error, with file and line
         return {"kind": kind}
-    # A preset's values counted for every kind that has the key.
+    # In old recipes, the values of a preset also applied to another kind of loss, if that kind has the key.
     values = {"kind": kind, **given} if kind == preset["kind"] else {**preset, **given, "kind": kind}
-    # A discount without effect was refused, and still is.
+    # A gamma other than 1 stays even if the kind has no such key: the new table refuses it, as the old table did.
     return {key: value for key, value in values.items() if key in known or (key == "gamma" and value != 1)}

@@ -53,7 +53,7 @@ def _check(tables: Mapping[str, Any], locate: Callable[[tuple[str, ...]], str]) 
     tables, moved, algorithm = translate(tables)
     if moved:
         lines = [line for name, table in algorithm.items() for line in _dump_table(table, ("algorithm", name))]
-        text = f"keys of [algorithm] have moved: {', '.join(moved)}. Instead of them, write"
+        text = f"keys of [algorithm] have moved: {', '.join(moved)}. Replace them with"
         _log.warning("%s  %s", locate(("algorithm",)), "\n".join([text, *lines]))
     try:
         return Config.model_validate(tables)
@@ -70,7 +70,7 @@ def _explain(error: Any, locate: Callable[[tuple[str, ...]], str]) -> str:
     if error["type"] == "missing":
         return f"{where}  {key}: missing, and it has no default; add it."
     rule = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "value_error":  # from a check of ours, which names the value itself
+    if error["type"] == "value_error":  # from a check of Fourfold, whose message contains the value
         return f"{where}  {key}: {rule}"
     return f"{where}  {key} = {error['input']!r}: {rule[:1].lower()}{rule[1:]}"
 
@@ -121,7 +121,7 @@ def dump(config: Config) -> str:
 def _dump_table(table: dict[str, Any], path: tuple[str, ...]) -> list[str]:
     scalars = {k: v for k, v in table.items() if not isinstance(v, dict)}
     lines = [f"{_dump_key(key)} = {_dump_value(value)}" for key, value in scalars.items()]
-    if path and (lines or not table):
+    if path and (lines or not table):  # a table with nothing but tables inside needs no header
         lines = [f"[{'.'.join(_dump_key(p) for p in path)}]", *lines]
     for key, value in table.items():
         if isinstance(value, dict):
@@ -135,7 +135,7 @@ def _dump_key(key: str) -> str:
 
 def _dump_value(value: Any) -> str:
     match value:
-        case bool():
+        case bool():  # before int, because a bool is an int
             return "true" if value else "false"
         case int() | float():
             return repr(value)
@@ -148,4 +148,4 @@ def _dump_value(value: Any) -> str:
             return "[" + ", ".join(_dump_value(v) for v in value) + "]"
         case dict():
             return "{" + ", ".join(f"{_dump_key(k)} = {_dump_value(v)}" for k, v in value.items()) + "}"
-    raise ConfigError(f"{value!r} cannot be written as TOML; use a text, number, truth value, date, list or table")
+    raise ConfigError(f"{value!r} cannot be written as TOML; use a string, number, boolean, date, list or table")

@@ -27,7 +27,7 @@ class ModelConfig(Table):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights in the forward passes. The optimizer's masters are float32."""
     max_context_tokens: int = Field(default=1024, ge=8)
-    """Most tokens of a prompt and its completion together."""
+    """Maximum number of tokens of a prompt and its completion together."""
 
 
 class DataSourceConfig(Table):
@@ -112,9 +112,9 @@ class BatchConfig(Table):
     prompts_per_step: int = Field(ge=1)
     """Prompts of one step; each is sampled `group_size` times."""
     group_size: int = Field(ge=1, le=256)
-    """Samples of one prompt. Most advantages compare them."""
+    """Samples of one prompt. Most advantage estimators compare them with each other."""
     tokens_per_micro_batch: int = Field(default=4096, ge=16)
-    """Most tokens in one forward and backward pass of a rank, or of the ranks that share a micro-batch
+    """Maximum number of tokens in one forward and backward pass of a rank, or of the ranks that share a micro-batch
     (`trainer.sequence_parallel_size`)."""
     mini_batches_per_step: int = Field(default=1, ge=1)
     """Optimizer steps per pass over the batch, each on an equal part of its samples, drawn at random."""
@@ -173,8 +173,8 @@ class RewardConfig(Table):
     wait_seconds: Seconds = 1800.0
     """Longest time that a run waits for a scorer that fails; then it ends with the first error."""
     lost_rounds: int = Field(default=3, ge=1)
-    """Groups that a step may lose to missing scores before any group has scores, in multiples of
-    `batch.prompts_per_step`; then the run ends with the reasons."""
+    """Limit of the groups that a step loses to missing scores, in multiples of `batch.prompts_per_step`. The run ends
+    with the reasons if a step reaches the limit before any of its groups has scores."""
     allowed_verifiers: tuple[str, ...] = Field(default=(), strict=False)
     """Verifiers that a caller may select in addition to `verifier`. With `reasoning_gym`, the metadata of a sample may
     name the tasks of [data], and those listed here as `reasoning_gym:TASK`."""
@@ -189,7 +189,7 @@ class RewardConfig(Table):
     environment: tuple[str, ...] = Field(default=(), strict=False)
     """Names of environment variables for a reward function of yours, in addition to PATH, HOME and similar ones."""
     memory_gib: int = Field(default=8, ge=1)
-    """Most private memory of one process of a reward function of yours."""
+    """Maximum private memory of one process of a reward function of yours."""
 
 
 class ReferenceConfig(Table):
@@ -198,7 +198,7 @@ class ReferenceConfig(Table):
     replicas: int = Field(default=1, ge=0)
     device: Literal["cpu", "cuda"] = "cpu"
     tokens_per_batch: int = Field(default=8192, ge=16)
-    """Most tokens in one forward pass."""
+    """Maximum number of tokens in one forward pass."""
 
 
 class WeightsConfig(Table):
@@ -217,7 +217,8 @@ class WeightsConfig(Table):
     """Updates with a checksum of every tensor on both sides, at the start and after an engine joined, left or
     failed."""
     verify_every: int = Field(default=10, ge=1)
-    """After these, versions with checksums: multiples of this. A probe prompt is compared after every update."""
+    """After these updates, versions that are a multiple of this have checksums. A probe prompt is compared after every
+    update."""
     probe_tolerance: float = Field(default=0.25, gt=0)
     """Largest mean difference between the log-probabilities of trainer and engine on the probe prompt after an update,
     in nats per token."""
@@ -230,7 +231,7 @@ class EvaluationConfig(Table):
     """Steps between two evaluations. There is one before the first step and one after the last, too."""
     samples_per_prompt: int = Field(default=1, ge=1, le=256)
     max_prompts: int = Field(default=0, ge=0)
-    """Most held-out prompts of an evaluation; 0: all."""
+    """Maximum number of held-out prompts of an evaluation; 0: all."""
 
 
 class CheckpointConfig(Table):
@@ -319,7 +320,7 @@ class Config(Table):
 
     @property
     def critic_data_parallel_size(self) -> int:
-        """Groups of ranks with micro-batches of the critic of their own."""
+        """Ranks, or groups of ranks with sequence parallelism, that train the critic on different micro-batches."""
         return self.critic.ranks if self.critic_apart else self.trainer.data_parallel_size
 
     @property

@@ -115,7 +115,7 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _hide_secret(name: str, value: object) -> object:
-    if isinstance(value, int | float):  # a number of tokens is no secret
+    if isinstance(value, int | float):  # a number of tokens is not a secret
         return value
     if _SECRET_FIELD.search(name):
         return "[hidden]"

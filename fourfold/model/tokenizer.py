@@ -72,7 +72,7 @@ class Tokenizer:
             source: model folder, or "builtin:NAME" as in a recipe's `model.source`.
 
         Raises:
-            ConfigError: tokenizer.json is missing or damaged, or the chat template is no Jinja template.
+            ConfigError: tokenizer.json is missing or damaged, or the chat template is not a Jinja template.
         """
         import tokenizers
 
@@ -134,7 +134,7 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens and without ids that are no token."""
+        """Return the text of token ids, without special tokens and without ids without a token."""
         return str(self._tokenizer.decode([int(i) for i in token_ids], skip_special_tokens=True))
 
 
@@ -152,7 +152,7 @@ def _compile(source: str, folder: Path) -> jinja2.Template:
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
-        raise ConfigError(f"{folder}: the chat template is no Jinja template: {error}") from None
+        raise ConfigError(f"{folder}: the chat template is not a Jinja template: {error}") from None
 
 
 def _generation_tag() -> type[jinja2.ext.Extension]:

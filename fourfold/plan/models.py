@@ -114,4 +114,4 @@ def select_adapter_layers(names: Collection[str], lora: LoraConfig) -> list[str]
 
 
 def _ends_with(name: str, target: str) -> bool:
-    return f".{name}".endswith(f".{target}")  # whole parts of the name: "proj" is no end of "q_proj"
+    return f".{name}".endswith(f".{target}")  # whole parts of the name: "proj" does not match "q_proj"

@@ -25,7 +25,7 @@ class StreamCheck:
     def __init__(self, request: pb.GenerateRequest, *, peer: str) -> None:
         count, params = sample_count(request), request.sampling_params
         self._require = ResponseCheck(peer, f"Generate of {request.request_id}").require
-        self._most = params.max_tokens if params.HasField("max_tokens") else _MAX_TOKENS
+        self._max_tokens = params.max_tokens if params.HasField("max_tokens") else _MAX_TOKENS
         self._versions = [request.min_policy_version] * count  # of the newest token of each sample
         self._tokens = [0] * count
         self._open = set(range(count))
@@ -39,8 +39,8 @@ class StreamCheck:
         index, version, count = chunk.sample_index, chunk.policy_version, len(self._tokens)
         if index not in self._open:
             known = 0 <= index < count
-            rule = "goes on after its finish_reason" if known else f"was not asked for; there are {count}"
-            self._require(False, f"sample {index} {rule}", "WRONG_SAMPLE")
+            fault = "continues after its finish_reason" if known else f"was not requested; there are {count}"
+            self._require(False, f"sample {index} {fault}", "WRONG_SAMPLE")
         what, size = f"sample {index}", self._check_tokens(chunk)
         if size:
             self._require(
@@ -50,8 +50,8 @@ class StreamCheck:
             )
             self._versions[index] = version
         self._tokens[index] += size
-        rule = f"{what} has more tokens than the {self._most} that were asked for"
-        self._require(self._tokens[index] <= self._most, rule, "TOO_MANY_TOKENS")
+        fault = f"{what} has more tokens than the {self._max_tokens} that were requested"
+        self._require(self._tokens[index] <= self._max_tokens, fault, "TOO_MANY_TOKENS")
         if chunk.finish_reason != pb.FINISH_REASON_UNSPECIFIED:
             self._open.discard(index)
         else:
@@ -59,8 +59,8 @@ class StreamCheck:
 
     def check_end(self) -> None:
         """Check at the end of the stream that every sample is finished."""
-        left = f"the stream ended before sample {min(self._open, default=0)} was finished"
-        self._require(not self._open, left, "UNFINISHED")
+        fault = f"the stream ended before sample {min(self._open, default=0)} was finished"
+        self._require(not self._open, fault, "UNFINISHED")
 
     def _check_tokens(self, chunk: pb.SampleChunk) -> int:
         """Check the arrays of a chunk; return its number of tokens."""
@@ -73,7 +73,7 @@ class StreamCheck:
         )
         values = np.frombuffer(data, "<f4")
         self._require(
-            bool(((values <= 0) & (values > -np.inf)).all()),  # NaN fails it, too
+            bool(((values <= 0) & (values > -np.inf)).all()),  # NaN fails both comparisons
             f"sample {chunk.sample_index} has log-probabilities that are NaN, -inf or above 0",
             "NOT_FINITE",
         )

@@ -163,7 +163,7 @@ def split_target(target: str) -> tuple[str, int]:
         )
     host, colon, port = target.rpartition(":")
     if not colon or not host or not _PORT.fullmatch(port) or int(port) > 65535:
-        raise ConfigError(f"{target!r} is no address; give HOST:PORT, for example 127.0.0.1:50051")
+        raise ConfigError(f"{target!r} is not an address; give HOST:PORT, for example 127.0.0.1:50051")
     if _BRACKETED.fullmatch(host):
         return host[1:-1], int(port)
     if ":" in host:

@@ -154,7 +154,7 @@ def read_ints(data: bytes) -> Int32Array:
 
 
 def check_id(value: str, what: str) -> str:
-    """Return `value`, or raise InvalidInput when it is no valid id."""
+    """Return `value`, or raise InvalidInput when it is not a valid id."""
     if not ID_PATTERN.fullmatch(value):
         raise InvalidInput(f"{what} is {value[:140]!r}; it must be 1 to 128 characters of [A-Za-z0-9_-]")
     return value

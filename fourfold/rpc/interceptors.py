@@ -131,7 +131,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     yield
                 except grpc.aio.AbortError:
                     raise
-                except Exception as error:  # the request boundary; CancelledError is no Exception and passes
+                except Exception as error:  # the request boundary; CancelledError is a BaseException and passes
                     # The slot is still held, so that a slow sender counts towards the limits.
                     if drain and admitted:
                         await _read_to_the_end(context)

@@ -1,4 +1,4 @@
-"""Runs a gRPC server with our limits, health, reflection, authorization, deadlines and errors.
+"""Runs a gRPC server with Fourfold's limits, health, reflection, authorization, deadlines and error details.
 
 Health: "" is SERVING as soon as the server listens; the full name of each service, while the service is ready. An
 internal server uses plain text on loopback and mTLS elsewhere. A public server serves only `RolloutService`, over TLS
@@ -95,7 +95,7 @@ class Server:
         self._servicers.append((service, register, servicer))
 
     async def start(self) -> str:
-        """Listen, and return the bound "host:port"; raise ConfigError when it is in use or not of this machine."""
+        """Listen, and return the bound "host:port"; raise ConfigError if this machine cannot listen there."""
         server = grpc.aio.server(
             interceptors=(CallInterceptor(self._authorize(), self._slots, self._quotas, self._refusals),),
             options=PUBLIC_SERVER_OPTIONS if self._public else SERVER_OPTIONS,
@@ -121,7 +121,7 @@ class Server:
         self._ready = ready
         if self._server is not None:
             task = asyncio.get_running_loop().create_task(self._set_health(ready))
-            self._tasks.add(task)
+            self._tasks.add(task)  # the loop keeps only a weak reference, so that the task could vanish
             task.add_done_callback(self._tasks.discard)
 
     async def stop(self, grace_seconds: float) -> None:

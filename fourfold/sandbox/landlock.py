@@ -17,7 +17,7 @@ from fourfold.sandbox.policy import Policy
 _READ: Final = landlock.AccessFs.READ_FILE | landlock.AccessFs.READ_DIR | landlock.AccessFs.EXECUTE
 _LIST: Final = landlock.AccessFs.READ_DIR
 # The rights that a rule of a single file may have; the kernel rejects rights of folders in it.
-_OF_FILES: Final = (
+_FILE_RIGHTS: Final = (
     landlock.AccessFs.READ_FILE
     | landlock.AccessFs.WRITE_FILE
     | landlock.AccessFs.EXECUTE
@@ -100,8 +100,8 @@ def _allow(rules: landlock.RulesetFd, path: str, access: landlock.AccessFs) -> N
     try:
         rule = landlock.PathBeneathAttr()
         rule.parent_fd = descriptor
-        rule.allowed_access = access if stat.S_ISDIR(os.fstat(descriptor).st_mode) else access & _OF_FILES
-        if rule.allowed_access:
+        rule.allowed_access = access if stat.S_ISDIR(os.fstat(descriptor).st_mode) else access & _FILE_RIGHTS
+        if rule.allowed_access:  # the kernel refuses a rule without rights
             landlock.add_rule(rules, rule)
     finally:
         os.close(descriptor)

@@ -104,7 +104,7 @@ def make(
     names = ("ca.pem", _KEY_FILE, _ISSUED_FILE, TOKENS_FILE)
     if existing := [path for name in names if (path := directory / name).exists()]:
         raise ConfigError(
-            f"{existing[0]}: exists, and no file of an authority is overwritten; `fourfold certs add {directory} "
+            f"{existing[0]}: exists already, and an existing CA is not overwritten; `fourfold certs add {directory} "
             f"MEMBER` makes one more certificate, `fourfold certs renew {directory}` new ones"
         )
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)

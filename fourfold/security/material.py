@@ -156,7 +156,7 @@ def _check_usable(authority: bytes, path: Path, member: Principal) -> float:
         raise ConfigError(f"{path}: {_explain(error, path, member)}") from None
     except (ssl.SSLError, OSError, ValueError) as error:
         raise ConfigError(
-            f"{path}: it and ca.pem are no certificate, key and CA that belong together ({error}); copy both anew "
+            f"{path}: its certificate and key do not belong to each other and to ca.pem ({error}); copy both anew "
             f"from the folder that `fourfold certs` made"
         ) from None
     if ("URI", uri(member)) not in found.get("subjectAltName", ()):

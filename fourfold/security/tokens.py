@@ -38,7 +38,7 @@ _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenGrant:
-    """What the holder of one bearer token may do."""
+    """Rights of the holder of one bearer token."""
 
     name: str
     """Names the holder in logs and quotas; unique in the file."""
@@ -132,7 +132,7 @@ def _time(value: str) -> datetime.datetime:
     try:
         time = datetime.datetime.fromisoformat(value)
     except ValueError:
-        raise ConfigError(f"expires={value!r:.40} is no time; give for example 2027-01-31T00:00:00Z") from None
+        raise ConfigError(f"expires={value!r:.40} is not a time; give for example 2027-01-31T00:00:00Z") from None
     return (time if time.tzinfo else time.replace(tzinfo=datetime.UTC)).astimezone(datetime.UTC)
 
 
@@ -142,5 +142,5 @@ def _limit(key: str, value: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise ConfigError(f"{key}={value!r:.40} is no number above 0")
+        raise ConfigError(f"{key}={value!r:.40} is not a number above 0")
     return number

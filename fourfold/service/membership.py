@@ -78,12 +78,12 @@ class Membership:
         """Register and keep alive until cancelled; raise the error if the coordinator can never accept it."""
         while True:
             try:
-                wait = await self._once()
+                wait = await self._register_or_renew()
                 self._failures = 0
             except _PERMANENT:
                 raise
             except FourfoldError as error:
-                wait = self._failed(error)
+                wait = self._on_failure(error)
             await self._clock.sleep(wait)
 
     async def leave(self, *, timeout: float) -> None:
@@ -96,7 +96,7 @@ class Membership:
         except FourfoldError as error:
             log.info("deregistration failed: %s", error)
 
-    async def _once(self) -> float:
+    async def _register_or_renew(self) -> float:
         """Register or keep alive once; return the seconds until the next call."""
         if self._lease is None:
             self._lease = await self._client.register(
@@ -115,7 +115,7 @@ class Membership:
             self._on_drain()
         return ttl / 3
 
-    def _failed(self, error: FourfoldError) -> float:
+    def _on_failure(self, error: FourfoldError) -> float:
         """Drop the lease after a failure; return the seconds until the next registration."""
         was_member, self._lease = self._lease is not None, None
         self._failures += 1

@@ -40,7 +40,7 @@ class WeightSender:
             )
         self._rank = rank
         self._spans = self._manifest.spans_of_rank(rank)
-        self._lock = threading.Lock()  # guards the three below against an abort in another thread
+        self._lock = threading.Lock()  # guards _epoch, _transports and _in_use, which `abort` reads in another thread
         self._epoch = -1
         self._transports: list[SendTransport] = []
         self._in_use = False
@@ -63,7 +63,7 @@ class WeightSender:
             StaleEpoch: the epoch or the group is not the next one.
             WrongState: the backend cannot send from where the weights are.
         """
-        Deadline(timeout)
+        Deadline(timeout)  # only checks the value: nothing here waits
         members = TransferGroup(epoch=epoch, manifest=self._manifest, receiver_count=receiver_count)
         with self._lock:
             if group:
@@ -82,7 +82,7 @@ class WeightSender:
         return transport.offer()
 
     def open(self, epoch: int, *, timeout: float) -> None:
-        """Meet the receivers of all groups. Idempotent. Raises DeadlinePassed: one did not come."""
+        """Connect to the receivers of all groups. Idempotent. Raises DeadlinePassed: a receiver did not connect."""
         deadline = Deadline(timeout)
         with self._using(epoch) as transports:
             if not self._opened:

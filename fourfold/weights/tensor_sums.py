@@ -1,4 +1,4 @@
-"""Computes the sums of `digest` over tensors on the CPU or a GPU."""
+"""Computes the checksums of weights, as defined in digest.py, from tensors on the CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TensorSums:
         """Add parts. Parts on a GPU are read in the order of its current stream, and must live until then."""
         on_device: list[Part] = []
         for span, values in parts:
-            if values.is_cuda and values.element_size() == 2:
+            if values.is_cuda and values.element_size() == 2:  # the kernel handles 16-bit types only
                 on_device.append((span, values))
                 continue
             plain, weighted = span_sums(values, span.start)

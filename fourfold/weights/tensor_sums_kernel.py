@@ -1,4 +1,6 @@
-"""Computes the sums of `digest` on a GPU: one launch for any number of spans, each read once at memory bandwidth.
+"""Computes the checksums of weights, as defined in digest.py, on a GPU.
+
+One launch computes any number of spans, and reads each once at memory bandwidth.
 
 Program (p, l) takes blocks l, l + LANES, ... of part p. Word j of its i-th block has the index
 

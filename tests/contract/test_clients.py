@@ -65,11 +65,11 @@ class TestRolloutClient:
         short.logprobs = short.logprobs[:4]
         many = generated(0, *range(1, 10), done=True)
         for message, kind, chunks in [
-            ("sample 1 was not asked for; there are 1", "WRONG_SAMPLE", [generated(1, 1, done=True)]),
+            ("sample 1 was not requested; there are 1", "WRONG_SAMPLE", [generated(1, 1, done=True)]),
             ("has 5 bytes", "WRONG_LENGTH", [odd]),
             ("8 bytes of token_ids and 4 of logprobs", "WRONG_LENGTH", [short]),
             ("ended before sample 0", "UNFINISHED", [generated(0, 1)]),
-            ("goes on after", "WRONG_SAMPLE", [generated(0, 1, done=True), generated(0, 2)]),
+            ("continues after", "WRONG_SAMPLE", [generated(0, 1, done=True), generated(0, 2)]),
             ("policy_version -1; 0 or", "BAD_VERSION", [generated(0, 1, version=-1, done=True)]),
             ("policy_version 3; 4 or", "BAD_VERSION", [generated(0, 1, version=4), generated(0, 1, version=3)]),
             ("policy_version 9223372036854775807", "BAD_VERSION", [generated(0, 1, version=2**63 - 1)]),

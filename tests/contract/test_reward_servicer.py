@@ -282,7 +282,7 @@ def test_service_scores_and_drains_on_sigterm(tmp_path: Path) -> None:
     [
         (
             "last_numbr",
-            "reward.verifier = 'last_numbr' is no verifier; did you mean 'last_number'? Known: exact_match, ",
+            "reward.verifier = 'last_numbr' is not a verifier; did you mean 'last_number'? Known: exact_match, ",
         ),
         ("mine.py:rewards", "reward.verifier: 'mine.py:rewards': no 'rewards' there; did you mean 'reward'?"),
     ],

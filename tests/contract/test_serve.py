@@ -166,7 +166,7 @@ async def test_a_port_in_use_is_one_line(start: Start) -> None:
 
 async def test_a_malformed_address_is_refused_before_anything_is_loaded(start: Start) -> None:
     for target, text in (
-        ("localhost", "'localhost' is no address; give HOST:PORT, for example 127.0.0.1:50051"),
+        ("localhost", "'localhost' is not an address; give HOST:PORT, for example 127.0.0.1:50051"),
         ("10.0.0.1:50050", "10.0.0.1:50050: without TLS a service is only called on this machine"),
     ):
         code, out, err = await end(await start("--coordinator", target, "--slow-start", "60"))

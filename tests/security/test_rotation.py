@@ -166,7 +166,7 @@ async def test_an_unusable_renewed_file_changes_nothing(
     before = service.security.material
     file = pki.folder / "reward-0.pem"
     for content, said in (
-        (b"", "are no certificate, key and CA that belong together"),
+        (b"", "its certificate and key do not belong to each other and to ca.pem"),
         ((pki.folder / "reward-1.pem").read_bytes(), "this is not the certificate of reward/reward-0"),
     ):
         caplog.clear()

@@ -1,0 +1,1 @@
+"""Contains the generated messages of proto/fourfold/types/v1."""

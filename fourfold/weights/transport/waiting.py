@@ -10,7 +10,7 @@ from typing import Final
 
 from fourfold.errors import DeadlinePassed, InvalidInput, StaleEpoch
 
-# Between two looks at the condition. The engine samples nothing meanwhile, so even the longest sleep is short.
+# Seconds between two polls. Even the longest is short, because the engine samples nothing while it waits.
 _FIRST_SLEEP: Final = 2e-5
 _LONGEST_SLEEP: Final = 5e-4
 

@@ -62,7 +62,7 @@ def find(name: str, *, directory: Path) -> Verifier:
     known = [builtin for builtin, _ in verifiers.DESCRIPTIONS]
     usage = f"Known: {', '.join(known)}; or give package.module:function, or path/file.py:function."
     if not colon or not place or not function.isidentifier():
-        raise VerifierError(f"{name!r} is no verifier{did_you_mean(name, known) or '.'} {usage}")
+        raise VerifierError(f"{name!r} is not a verifier{did_you_mean(name, known) or '.'} {usage}")
     if place.endswith(".py") or "/" in place:
         path = (directory / place).resolve()
         try:

@@ -19,7 +19,8 @@ from fourfold_reward.protocol import Outcome
 MAX_SAMPLES: Final = 4096
 MAX_REQUEST_BYTES: Final = 8 << 20
 MAX_METADATA_BYTES: Final = 64 << 10
-# The response leaves this long before the caller's deadline; a later one would lose the finished scores.
+# The response leaves this long before the caller's deadline, and after 80 % of the time if that is later; a response
+# after the deadline would lose the finished scores.
 _ANSWER_MARGIN_SECONDS: Final = 0.5
 
 

@@ -116,6 +116,7 @@ def from_config(config: Config, run_dir: Path | None, *, evaluating: str) -> Wor
         )
     if not support.complete:
         _log.warning("sandbox of reward workers is enforced %s; missing: %s", support.describe(), support.missing())
+    # "runs" is the folder of all runs when the service was started without a run folder.
     hidden = [security.directory, security.tokens_file, str(run_dir or ""), "runs"]
     return WorkerSandbox(
         evaluate=bool(evaluating),

@@ -123,7 +123,9 @@ def test_it_is_documented(installed: Path) -> None:
 def test_an_entry_point_that_is_no_definition_is_named(installed: Path, tmp_path: Path) -> None:
     installed.write_text("[fourfold.advantages]\nwrong = my_losses:Quadratic\n")
     text = RECIPE.replace("[algorithm.loss]", "[algorithm.advantage]").replace("quadratic", "wrong")
-    with pytest.raises(ConfigError, match=r"fourfold.advantages: wrong = my_losses:Quadratic is no AdvantageEstimator"):
+    with pytest.raises(
+        ConfigError, match=r"fourfold.advantages: wrong = my_losses:Quadratic is not a subclass of AdvantageEstimator"
+    ):
         configuration.load(write(tmp_path, text))
 
 

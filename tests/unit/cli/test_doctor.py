@@ -108,9 +108,11 @@ def test_deep_explains_a_part_that_crashes() -> None:
 
 
 def test_deep_program_texts_are_python() -> None:
-    for module, code in doctor._DEEP.items():
+    for module, code in doctor._IMPORT_PROGRAMS.items():
         compile(code, module, "exec")
-    done = subprocess.run([sys.executable, "-c", doctor._DEEP["grpc"]], capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        [sys.executable, "-c", doctor._IMPORT_PROGRAMS["grpc"]], capture_output=True, text=True, timeout=30
+    )
     assert done.stdout.startswith("grpc 1."), done.stderr
 
 

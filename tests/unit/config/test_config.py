@@ -359,7 +359,7 @@ def test_flat_keys_are_read_with_a_notice_of_what_to_write(tmp_path: Path, caplo
     )
     found = config.load(write(tmp_path, flat)).algorithm
     (notice,) = caplog.messages
-    header, _, table = notice.partition("Instead of them, write\n")
+    header, _, table = notice.partition("Replace them with\n")
     assert header.endswith("recipe.toml:17  keys of [algorithm] have moved: loss, clip_low, gspo_form, ratio_max. ")
     # The preset's clip_high counted for every loss; gspo never read ratio_max.
     assert table == '[algorithm.loss]\nkind = "gspo"\nclip_high = 0.28\nclip_low = 0.1\nform = "sequence"'

@@ -150,7 +150,7 @@ def test_a_template_cannot_leave_its_sandbox(folder: Path) -> None:
 
 def test_files_that_are_missing_or_damaged_are_clear_errors(folder: Path) -> None:
     (folder / "chat_template.jinja").write_text("{% if %}")
-    with pytest.raises(ConfigError, match="the chat template is no Jinja template"):
+    with pytest.raises(ConfigError, match="the chat template is not a Jinja template"):
         Tokenizer.load(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json: not valid JSON .*; copy or save the model again"):

@@ -352,8 +352,8 @@ async def test_function_that_cannot_be_loaded_is_a_config_error(
         ("last_numbr", "did you mean 'last_number'.*Known: exact_match"),
         ("rewards/none.py:reward", "cannot read .*No such file"),
         ("a b:reward", "neither a module nor a .py file"),
-        ("module:", "is no verifier"),
-        ("", "is no verifier"),
+        ("module:", "is not a verifier"),
+        ("", "is not a verifier"),
     ],
 )
 def test_unknown_name_is_refused_before_a_worker_starts(name: str, message: str) -> None:

@@ -69,7 +69,9 @@ def test_the_token_is_printed_once_and_an_authority_is_never_overwritten(
     assert out.split()[-1].startswith("ff_") and out.count("ff_") == 1
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     assert cli_main.main(["certs", str(tmp_path)]) == 1
-    assert "ca.pem: exists, and no file of an authority is overwritten; `fourfold certs add" in capsys.readouterr().err
+    assert (
+        "ca.pem: exists already, and an existing CA is not overwritten; `fourfold certs add" in capsys.readouterr().err
+    )
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

@@ -32,7 +32,11 @@ _WIDTH: Final = 4096  # of the table: no error text is cut off
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("where", help="folder of the run, such as runs/quickstart, or its coordinator's HOST:PORT")
+    parser.add_argument(
+        "where",
+        metavar="RUN_DIR|HOST:PORT",
+        help="folder of the run, such as runs/quickstart, or address of its coordinator",
+    )
     parser.add_argument("--recipe", type=Path, help="with HOST:PORT of a run with [security]: its TOML file")
 
 

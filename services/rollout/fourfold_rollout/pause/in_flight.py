@@ -18,7 +18,7 @@ class RequestLease:
         self._gate = gate
         self._submitting = True
         self.version = version  # of the weights when the lease began
-        self.cache_salt = cache_salt  # unique to one commit of weights, even when their version number comes again
+        self.cache_salt = cache_salt  # unique to one commit of weights, even when a version number is reused
 
     def mark_in_flight(self) -> None:
         """Note that the samples of the request are in the engine now. Idempotent."""

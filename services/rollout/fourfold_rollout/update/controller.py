@@ -358,6 +358,6 @@ class WeightController:
         if self.sleeping:
             raise WrongState("the engine sleeps; wake it before a probe")
         if sampling.samples_paused:  # vLLM resumes only the whole engine, not one request
-            raise WrongState("running samples stand still in the engine; commit with hold before a probe")
+            raise WrongState("running samples are paused in the engine; commit with hold before a probe")
         if sampling.dirty and phase not in (UpdatePhase.RECEIVED, UpdatePhase.COMMITTED):
             raise sampling.dirty_error()

@@ -49,18 +49,18 @@ def physical_gpu(device: str) -> str:
     """Return the driver's id of a device such as "cuda:1" of this process.
 
     Raises:
-        ConfigError: this is no GPU, or there is no such GPU.
+        ConfigError: the name is not that of a GPU, or there is no such GPU.
     """
     kind, _, index = device.partition(":")
     if kind != "cuda" or not (index or "0").isdecimal():
         raise ConfigError(f"device {device!r}: it must be cpu, or cuda:0, cuda:1, ...")
-    there = usable()
-    if not there:
+    gpus = usable()
+    if not gpus:
         raise ConfigError(f"device {device}: this process sees no GPU (`fourfold doctor` shows why); use cpu")
-    number, count = int(index or "0"), len(there)
+    number, count = int(index or "0"), len(gpus)
     if number >= count:
-        raise ConfigError(f"device {device}: this process sees {count}, the last one is cuda:{count - 1}")
-    return there[number].id
+        raise ConfigError(f"device {device}: this process sees {count} GPUs, the last one is cuda:{count - 1}")
+    return gpus[number].id
 
 
 class GpuMemory:
@@ -79,7 +79,7 @@ class GpuMemory:
             return
         self._nvml.nvmlInit()
         for device in gpus:
-            name = physical_gpu(device)
+            name = physical_gpu(device)  # an index, or a UUID if CUDA_VISIBLE_DEVICES has UUIDs
             find = self._nvml.nvmlDeviceGetHandleByIndex if name.isdigit() else self._nvml.nvmlDeviceGetHandleByUUID
             self._handles[device] = find(int(name) if name.isdigit() else name)
         self._thread = threading.Thread(target=self._poll, name="gpu-memory", daemon=True)

@@ -21,14 +21,14 @@ _POSITIONS: Final = 4096
 
 def _shape(base: dict[str, Any], sizes: tuple[int, int, int, int, int, int], *, tied: bool) -> dict[str, Any]:
     """Return a configuration; sizes are hidden, layers, heads, key and value heads, intermediate, vocabulary."""
-    hidden, layers, heads, kv_heads, inner, words = sizes
+    hidden, layers, heads, kv_heads, inner, vocabulary = sizes
     return base | {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "intermediate_size": inner,
-        "vocab_size": words,
+        "vocab_size": vocabulary,
         "tie_word_embeddings": tied,
         "max_position_embeddings": _POSITIONS,
         "hidden_act": "silu",
@@ -55,7 +55,7 @@ def write_config(folder: Path, shape: str, *, context: int = _POSITIONS) -> Path
     """Write config.json of a model into `folder`, made if missing; return the folder.
 
     Args:
-        folder: of the model.
+        folder: model folder.
         shape: one of SHAPES.
         context: tokens of the longest sequence.
     """
@@ -96,6 +96,7 @@ def kv_cache_gib(shape: str, tokens: int) -> int:
     """Return the GiB that an engine needs for keys and values of `tokens` tokens, with a quarter to spare."""
     config = SHAPES[shape]
     head_size = config["hidden_size"] // config["num_attention_heads"]
+    # Keys and values, 2 bytes each in bfloat16.
     bytes_per_token = 2 * 2 * int(config["num_hidden_layers"] * config["num_key_value_heads"] * head_size)
     return max(1, -(-tokens * bytes_per_token * 5 // 4 // (1 << 30)))
 

@@ -133,8 +133,8 @@ def _hardware() -> dict[str, Any]:
 
 def _commit() -> dict[str, Any]:
     """Return the commit of the code. FOURFOLD_COMMIT gives it in a copy without `.git`; an installation has none."""
-    if told := os.environ.get("FOURFOLD_COMMIT"):
-        return {"commit": told.removesuffix("-dirty"), "uncommitted_changes": told.endswith("-dirty")}
+    if given := os.environ.get("FOURFOLD_COMMIT"):
+        return {"commit": given.removesuffix("-dirty"), "uncommitted_changes": given.endswith("-dirty")}
     try:
         # An installation may be inside a repository of something else, which does not track this file.
         _git("ls-files", "--error-unmatch", Path(__file__).name)

@@ -19,7 +19,7 @@ from google.protobuf.duration_pb2 import Duration
 from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 
-_RECENT: Final = 500
+_RECENT: Final = 500  # newest gaps or messages of a caller in which the longest gap is sought
 _LOAD_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.005
 _TOKEN_BYTES: Final = 4
@@ -39,7 +39,7 @@ class Streams:
         """Seconds from each request to its first token."""
         self._gaps: list[list[tuple[float, float]]] = [[] for _ in self.times]  # times of two messages of one request
         self._received = 0
-        self._uneven = 0  # tokens that requests which ended at their limit had too many or too few
+        self._uneven = 0  # missing or surplus tokens of requests that ended at their limit
         self._client, self._make_request, self._timeout = client, make_request, timeout
         self._ending = False
         self._sampled_before = 0

@@ -238,7 +238,8 @@ def _locked(path: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise ConfigError(
-                        f"{path}: another process has held this lock for {_CONVERT_TIMEOUT_SECONDS:.0f} s; end it"
+                        f"{path}: another process has held this lock for {_CONVERT_TIMEOUT_SECONDS:.0f} s; "
+                        f"end that process"
                     ) from None
                 time.sleep(0.1)
         yield

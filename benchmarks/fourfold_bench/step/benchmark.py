@@ -186,7 +186,16 @@ class StepBenchmark(Benchmark[StepSettings]):
         parts = results["parts"]
         width = max(map(len, parts), default=0)
         details = [f"{name:{width}}  {value:,.4f}" for name, value in sorted(parts.items())]
-        return [head, "", *aligned(_phases(settings, results)), "", *notes, *_others(settings, results), "", *details]
+        return [
+            head,
+            "",
+            *aligned(_phases(settings, results)),
+            "",
+            *notes,
+            *_rates_and_memory(settings, results),
+            "",
+            *details,
+        ]
 
 
 def _phases(settings: StepSettings, results: Mapping[str, Any]) -> list[list[str]]:
@@ -207,7 +216,7 @@ def _phases(settings: StepSettings, results: Mapping[str, Any]) -> list[list[str
     return rows
 
 
-def _others(settings: StepSettings, results: Mapping[str, Any]) -> list[str]:
+def _rates_and_memory(settings: StepSettings, results: Mapping[str, Any]) -> list[str]:
     speeds, flop = results["tokens_per_second"], results["flop"]
     found = [
         f"tokens/s: {speeds['generate']:,.0f} sampled while generating, {speeds['train']:,.0f} in the trainer, "

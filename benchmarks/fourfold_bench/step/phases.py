@@ -17,6 +17,7 @@ PHASES: Final[Mapping[str, str]] = {name.removeprefix("time/"): name for name in
 """Metrics of the phases that follow each other. A phase that a step does not have takes no time."""
 OTHER: Final = "other"
 WALL: Final = "wall"
+# The coordinator logs this message at the end of each step (`step_report`).
 _DONE: Final = re.compile(r"step (\d+) of \d+ is done")
 # Prefixes of metrics that divide a phase further, in seconds.
 _PARTS: Final = ("weights/", "train/seconds_")
@@ -55,6 +56,7 @@ def parts(row: Mapping[str, Any]) -> dict[str, float]:
     }
     found |= {name: float(row[name]) for name in _SPEEDS if row.get(name) is not None}
     if row.get(m.TRAIN_SPEED) and row.get(m.TOTAL_LENGTH) and row.get(m.TRAINED_SAMPLES):
+        # The trainer's rate counts its own time only. The rest of time/train is spent outside of it, in the call.
         inside = row[m.TOTAL_LENGTH] * row[m.TRAINED_SAMPLES] / row[m.TRAIN_SPEED]
         found |= {"train/inside_seconds": inside, "train/outside_seconds": row[m.TIME_TRAIN] - inside}
     return found

@@ -1,4 +1,4 @@
-"""Broadcasts single tensors, for comparison with the update that post-training systems commonly do.
+"""Broadcasts a model tensor by tensor, as post-training systems commonly do: the baseline of the weight benchmark.
 
     for every parameter: gather it (ZeRO-3), announce name, type and shape, broadcast it, `model.load_weights`
 
@@ -22,7 +22,6 @@ class LoopGroup:
         """Meet the other members through a file."""
         store = FileStore(str(rendezvous), size)
         store.set_timeout(timedelta(seconds=timeout))
-        self._device = device
         self._group: Any
         distributed: Any = torch.distributed
         if device.type == "cuda":

@@ -155,8 +155,8 @@ class _ServiceRounds:
     def _stream_request(self, index: int, count: int) -> rollout.GenerateRequest:
         settings, vocabulary = self._settings, SHAPES[self._settings.shape]["vocab_size"]
         # The first requests differ in length, so that the streams do not all restart in one step.
-        less = settings.context // 2 * index // settings.streams if not count else 0
-        params = rollout.SamplingParams(max_tokens=settings.context - _PROMPT_TOKENS - 1 - less)
+        offset = settings.context // 2 * index // settings.streams if not count else 0
+        params = rollout.SamplingParams(max_tokens=settings.context - _PROMPT_TOKENS - 1 - offset)
         prompt = [(7 * index + i) % vocabulary for i in range(_PROMPT_TOKENS)]
         return streaming_request(f"stream-{index}-{count}", prompt, params, flush_seconds=settings.flush_seconds)
 

@@ -55,7 +55,7 @@ def test_without_gpus_it_is_the_cpu(no_gpu: None) -> None:
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("cuda:2", "this process sees 2, the last one is cuda:1"),
+        ("cuda:2", "this process sees 2 GPUs, the last one is cuda:1"),
         ("gpu", "'gpu': it must be cpu, or cuda:0, cuda:1, ..."),
         ("cuda:first", "it must be cpu, or"),
     ],

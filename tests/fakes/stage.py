@@ -43,7 +43,7 @@ class Stage:
     def members(self) -> list[Member]:
         return [*self.rollouts, self.trainer, self.reward, *self.others]
 
-    async def start(self, *, start_seconds: float = 5.0, join: bool = True) -> None:
+    async def start(self, *, start_seconds: float = 30.0, join: bool = True) -> None:
         """Start a coordinator in this folder, and let the services register."""
         (self.folder / ADDRESS_FILE).unlink(missing_ok=True)
         coordinator = Coordinator(self.options(), self.folder, start_seconds=start_seconds)

@@ -79,7 +79,7 @@ def make_config(root: Path, **changes: Any) -> Config:
         "batch": {"prompts_per_step": 3, "group_size": 4, "tokens_per_micro_batch": 256},
         "evaluation": {"every_steps": 2, "samples_per_prompt": 2},
         "checkpoint": {"every_steps": 2},
-        "retry": {"service_wait_seconds": 3.0},
+        "retry": {"service_wait_seconds": 20.0},
         "weights": {"timeout_seconds": 5.0},
     }
     for key, value in changes.items():

@@ -180,8 +180,7 @@ class Benchmark(abc.ABC, Generic[S]):
     """Arguments of each configuration, by its name, by suite."""
 
     @abc.abstractmethod
-    def measure(self, settings: S, run: BenchmarkRun) -> dict[str, Any]:
-        """Measure; return JSON values."""
+    def measure(self, settings: S, run: BenchmarkRun) -> dict[str, Any]: ...
 
     @abc.abstractmethod
     def table(self, document: Mapping[str, Any]) -> list[str]:

@@ -90,7 +90,7 @@ class TestKeep:
         answer = start(service, "a")
         await service.running(2)
         await keep(service)
-        with pytest.raises(WrongState, match="stand still"):
+        with pytest.raises(WrongState, match="commit with hold before a probe"):
             await service.control.probe([1, 2], timeout=2)
         answer.cancel()
 

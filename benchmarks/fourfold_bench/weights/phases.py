@@ -16,7 +16,6 @@ Phase = dict[str, list[float]]
 
 
 def add_round(phase: Phase, row: Seconds) -> None:
-    """Add one round."""
     for name, value in row.items():
         phase.setdefault(name, []).append(value)
 

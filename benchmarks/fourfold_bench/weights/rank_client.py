@@ -78,7 +78,6 @@ class TrainerRank:
         self.call("open", epoch, timeout, timeout=2 * timeout)
 
     def send(self, epoch: int, policy_version: int, *, skip_sums: bool, timeout: float) -> SendResult:
-        """Send the current weights."""
         sums, sent_bytes = self.call("send", epoch, policy_version, skip_sums, timeout, timeout=2 * timeout)
         return SendResult(partial_sums=bytes.fromhex(sums), sent_bytes=sent_bytes)
 

@@ -46,7 +46,6 @@ _ROW: Final = np.arange(3, 35, dtype=np.int32)
 
 
 def measure(settings: WeightSettings, folder: Path) -> dict[str, Any]:
-    """Measure; return JSON values."""
     with BenchProcesses(folder) as processes:
         words = ("-m", "fourfold_bench.models", str(folder / "model"), settings.shape, str(settings.context))
         processes.run("model", *words, timeout=_MODEL_SECONDS)
@@ -95,8 +94,6 @@ def recipe(settings: WeightSettings, model: Path) -> Config:
 
 
 class _ServiceRounds:
-    """Runs the rounds."""
-
     def __init__(self, settings: WeightSettings, to_trainer: Any, to_rollout: Any) -> None:
         self._settings = settings
         self._trainer = AsyncTrainerClient(to_trainer, peer="trainer")

@@ -31,8 +31,7 @@ class DirectModel(TraceableModel, Protocol):
     """The methods of an engine's model that `DirectApplier` calls."""
 
     @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
+    def device(self) -> torch.device: ...
 
     def parameter(self, name: str) -> torch.Tensor:
         """Return a parameter of the running model that a trace names."""

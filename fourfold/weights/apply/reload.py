@@ -15,11 +15,9 @@ from fourfold.weights.manifest import Manifest, Span
 class ReloadableModel(TraceableModel, Protocol):
     """The methods of an engine's model that `ReloadApplier` calls."""
 
-    def begin_load(self) -> None:
-        """Prepare for loading."""
+    def begin_load(self) -> None: ...
 
-    def load(self, tensors: NamedTensors) -> None:
-        """Load checkpoint tensors."""
+    def load(self, tensors: NamedTensors) -> None: ...
 
     def finish_load(self) -> None:
         """Finish loading; the model can run again."""

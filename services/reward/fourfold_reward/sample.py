@@ -41,7 +41,6 @@ class Abstain:
     """UPPER_SNAKE_CASE, at most 63 characters."""
 
     def __post_init__(self) -> None:
-        """Check the reason."""
         if not is_reason(self.reason):
             raise ValueError(f"abstain reason {self.reason!r}: it must be UPPER_SNAKE_CASE of at most 63 characters")
 

@@ -100,8 +100,7 @@ class TrainerEngine(Protocol):
     """
 
     @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids."""
+    def vocabulary_size(self) -> int: ...
 
     @property
     def machine(self) -> Machine:
@@ -130,8 +129,7 @@ class TrainerEngine(Protocol):
     def optim_step(self, *, learning_rate: float, max_grad_norm: float) -> float:
         """Apply the pending gradient; return its norm before clipping. Not finite: no weight was changed."""
 
-    def discard_gradient(self) -> None:
-        """Discard the pending gradient."""
+    def discard_gradient(self) -> None: ...
 
     def compute_logprobs(
         self, shares: Sequence[Sequence[TokenBatch]], *, entropies: bool = False
@@ -176,8 +174,7 @@ class TrainerEngine(Protocol):
     ) -> list[bytes]:
         """Start an epoch (group 0), or add the next group of receivers to it; one offer per rank."""
 
-    def open_weights(self, epoch: int, *, timeout: float) -> None:
-        """Connect to the receivers."""
+    def open_weights(self, epoch: int, *, timeout: float) -> None: ...
 
     def send_weights(self, epoch: int, policy_version: int, *, skip_sums: bool = False, timeout: float) -> SentWeights:
         """Send the current weights; compute the sums of every tensor unless `skip_sums`."""
@@ -223,16 +220,14 @@ class TrainedModel(Protocol):
     def restore(self, shard: Shard) -> None:
         """Restore the result of `read`."""
 
-    def close(self) -> None:
-        """Leave the process group."""
+    def close(self) -> None: ...
 
 
 class Policy(TrainedModel, Protocol):
     """The policy on one rank."""
 
     @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids."""
+    def vocabulary_size(self) -> int: ...
 
     def logprobs(self, batch: TokenBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities and, if asked for, entropies, float32 [k]; with gradients outside of torch.no_grad.

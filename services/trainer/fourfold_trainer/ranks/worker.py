@@ -90,7 +90,6 @@ class RankWorker:
         self.sender.abort(epoch)
 
     def close(self) -> None:
-        """Leave the process group."""
         if "policy" in self._models:
             self.sender.close()
         next(iter(self._models.values())).close()  # one process group serves all models

@@ -71,7 +71,6 @@ class EngineThread:
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:

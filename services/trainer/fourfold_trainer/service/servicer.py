@@ -44,7 +44,6 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         self.tokenizer_sha256 = tokenizer_sha256  # 32 bytes; empty until the model folder is known
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
-        """Return the current status."""
         return pb.GetStatusResponse(status=self._status(self._core.status()))
 
     async def WatchStatus(
@@ -90,7 +89,6 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         )
 
     async def OptimStep(self, request: pb.OptimStepRequest, context: Context) -> pb.OptimStepResponse:
-        """Apply the pending gradient."""
         call = OptimCall(
             step=check_number(request.step, "step", least=1),
             learning_rate=_number(request, "learning_rate"),
@@ -106,7 +104,6 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         )
 
     async def DiscardGradient(self, request: pb.DiscardGradientRequest, context: Context) -> pb.DiscardGradientResponse:
-        """Discard the pending gradient."""
         part_count = await self._run(context, Phase.TRAINING, self._core.discard_gradient)
         return pb.DiscardGradientResponse(part_count=part_count)
 

@@ -120,7 +120,6 @@ class TrainerCore:
         return self._get_loaded()[0]
 
     def status(self) -> Status:
-        """Return the current snapshot."""
         return self._status
 
     async def watch(self) -> AsyncGenerator[Status, None]:

@@ -201,9 +201,8 @@ class Grpo(GroupEstimator):
     def relative(self, scores: Float64Array, lengths: Int64Array) -> Float64Array:
         """Return (r - mean) / (std + epsilon), [n]."""
         scale = scores.std(ddof=1) + self.epsilon
-        return (
-            _centred(scores) / scale if scale > 0 else scores - scores
-        )  # the squares of tiny differences can all be 0
+        # The squares of tiny differences can all be 0.
+        return _centred(scores) / scale if scale > 0 else scores - scores
 
     def formula(self) -> str:
         return (

@@ -11,9 +11,9 @@ not generate during an update. An engine that serves (`AsyncLLM`) needs an objec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol, Self, TypeVar
@@ -124,11 +124,8 @@ class Publisher:
         Raises PublishFailed: the weights do not fit an engine, or senders and engines did not meet.
         """
         self._epoch += 1
-        self._errors, self._started = [], []
-        try:
+        with self._phase():
             reports = self._meet(self._epoch, self._timeout)
-        except Exception as error:
-            raise self._failed(error) from error
         self._open = True
         return reports
 
@@ -153,8 +150,7 @@ class Publisher:
         if not self._open:
             self.open()
         epoch, timeout = self._epoch, self._timeout
-        self._errors, self._started = [], []
-        try:
+        with self._phase():
             sending = self._start(
                 [partial(s.send, epoch, policy_version, skip_sums=not verify, timeout=timeout) for s in self._senders]
             )
@@ -175,8 +171,6 @@ class Publisher:
             for engine in self._engines:
                 _call(engine, "weights_commit", epoch, policy_version)
             sent_bytes = sum(sent.result().sent_bytes for sent in sending)
-        except Exception as error:
-            raise self._failed(error) from error
         return Published(policy_version=policy_version, digest=digest if verify else b"", sent_bytes=sent_bytes)
 
     def close(self) -> None:
@@ -239,11 +233,17 @@ class Publisher:
             with suppress(FourfoldError):
                 sender.abort(self._epoch)
 
-    def _failed(self, error: Exception) -> PublishFailed:
-        self._abort_transfers()
-        wait(self._started)  # each call has a deadline, and an engine knows its state only after its call
-        causes = [e for e in (*self._errors, error) if getattr(e, "reason", "") != _ABORTED]
-        return PublishFailed(next(iter(causes), error), clean=self._abort())
+    @contextmanager
+    def _phase(self) -> Iterator[None]:
+        """Abort everywhere if the phase fails, and raise PublishFailed with the error that came first."""
+        self._errors, self._started = [], []
+        try:
+            yield
+        except Exception as error:
+            self._abort_transfers()
+            wait(self._started)  # each call has a deadline, and an engine's state is known only after its call
+            causes = [e for e in (*self._errors, error) if getattr(e, "reason", "") != _ABORTED]
+            raise PublishFailed(next(iter(causes), error), clean=self._abort()) from error
 
     def _abort(self) -> bool:
         """Close the epoch everywhere; return whether all engines hold the last committed version."""

@@ -139,7 +139,7 @@ class Member(ABC):
         self.tokenizer_sha256 = tokenizer_sha256(Path(config.model.source))
         self.target = ""
         self.journal: list[str] = []
-        """What was asked of it, in order; several members may share one."""
+        """The calls that this member received, in order. Several members may share one list."""
         self._server = Server(listen="127.0.0.1:0", security=None)
         self._tasks: list[asyncio.Task[None]] = []
         self._channels: list[grpc.aio.Channel] = []

@@ -113,7 +113,7 @@ class ByHand:
         return found
 
     def left(self) -> dict[int, str]:
-        """What is still there after a moment: a guard ends right after the process that it guards."""
+        """Return the processes that are left after a moment: a guard ends right after the process that it guards."""
         end = time.monotonic() + 3
         while (found := self.pids()) and time.monotonic() < end:
             time.sleep(0.05)

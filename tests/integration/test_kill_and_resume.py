@@ -56,7 +56,7 @@ keep = {KEEP}
 
 @dataclass(frozen=True)
 class Moment:
-    """Who is killed in which step, or in the checkpoint after it: see tests/fault_injection.
+    """The rank that is killed, and when in a step or in the checkpoint after it; see tests/fault_injection.
 
     answer: between the answer of the step and its checkpoint. saved: after it.
     """

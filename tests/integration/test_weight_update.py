@@ -41,7 +41,7 @@ FAMILIES: Final = {
     "llama": "LlamaForCausalLM",  # last: the tests below go on with its engine
 }
 EVERY_DAY: Final = {"qwen3_moe"}
-# What is broken on purpose, and must show.
+# Families in which the test also breaks repacked or expert weights on purpose: the comparison must then fail.
 TIED: Final = {"qwen2", "gemma", "gemma3"}
 EXPERTS: Final = {"mixtral", "olmoe", "qwen3_moe"}  # where the engine pads them, it would fail instead
 ROWS: Final = {"qwen2": 487, "qwen2_untied": 600}

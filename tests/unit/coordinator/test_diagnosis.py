@@ -1,4 +1,4 @@
-"""What is said of a step in plain words, and how often."""
+"""Tests of the findings about a step: their text, and how often each is logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of an engine's load, for how long, and that its watch outlives every failure."""
+"""Tests of an engine's reported load: how long it counts, and that its watch survives every failure."""
 
 from __future__ import annotations
 

@@ -22,6 +22,9 @@ __version__: Final = "0.1.0"
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 if TYPE_CHECKING:
+    from fourfold.algorithm.advantages import AdvantageEstimator, GroupEstimator, ScoredSamples
+    from fourfold.algorithm.losses import LossInputs, PolicyLoss, TokenLoss
+    from fourfold.algorithm.packed import PackedRewards
     from fourfold.arrays import Sample, VersionSpan
     from fourfold.coordinator.client import AsyncCoordinatorClient, CoordinatorClient
     from fourfold.coordinator.v1.run_service_pb2 import RunPhase, RunStatus
@@ -82,6 +85,9 @@ _MODULES: Final[dict[str, tuple[str, ...]]] = {
     "fourfold.types.v1.experience_pb2": ("Experience",),
     "fourfold.arrays": ("Sample", "VersionSpan"),
     "fourfold.model.tokenizer": ("Tokenizer",),
+    "fourfold.algorithm.losses": ("PolicyLoss", "LossInputs", "TokenLoss"),
+    "fourfold.algorithm.advantages": ("AdvantageEstimator", "GroupEstimator", "ScoredSamples"),
+    "fourfold.algorithm.packed": ("PackedRewards",),
     "fourfold.metrics": ("METRICS",),
     "fourfold.weights.local": ("Publisher",),
     "fourfold.weights.sender": ("WeightSender",),
@@ -146,6 +152,13 @@ __all__ = [
     "Sample",
     "VersionSpan",
     "Tokenizer",
+    "PolicyLoss",
+    "LossInputs",
+    "TokenLoss",
+    "AdvantageEstimator",
+    "GroupEstimator",
+    "ScoredSamples",
+    "PackedRewards",
     "METRICS",
     "Publisher",
     "WeightSender",

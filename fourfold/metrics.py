@@ -2,7 +2,8 @@
 
 A line of `runs/NAME/metrics.jsonl` is one step: a JSON object with these names, and with `step`, `diagnosis` (text: the
 problems of the step; empty if none) and `alarms` (those problems that were logged). The trainer sends its part in
-`TrainStepResponse.metrics` under the same names. A name that is not in `METRICS` is a bug.
+`TrainStepResponse.metrics` under the same names. Only a loss of another distribution has metrics that are not in
+`METRICS`: it names its own.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 from fourfold import metrics
 from fourfold.algorithm.ratios import MAX_LOG_RATIO, clamp, segment_mean
 from fourfold.algorithm.registry import Definition, Registry
+from fourfold.text import is_metric_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,11 @@ class TokenLoss:
 
     loss: Tensor  # [k]
     means: dict[str, Tensor] = field(default_factory=dict)
-    """Metrics that are means over tokens, by their name in fourfold/metrics.py: detached, [k] each."""
+    """Metrics of the step that are means over its tokens, by name: detached, [k] each."""
+
+    def __post_init__(self) -> None:
+        if wrong := [name for name in self.means if not is_metric_name(name)]:
+            raise ValueError(f"a loss has a metric named {wrong[0]!r}; write a name such as my-loss/penalty")
 
 
 class PolicyLoss(Definition):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 import fourfold
 
@@ -51,7 +52,8 @@ def _describe(name: str) -> list[str]:
         return [name]  # a message: buf compares the contract
     bases = ", ".join(base.__name__ for base in value.__bases__ if base not in (object, Exception))
     lines = [f"{name}({bases}){_signature(value.__init__)}"]
-    for member in sorted(m for m in dir(value) if not m.startswith("_") and m not in dir(Exception)):
+    inherited = {*dir(Exception), *dir(BaseModel)}
+    for member in sorted(m for m in dir(value) if not m.startswith("_") and m not in inherited):
         found = inspect.getattr_static(value, member)
         kind = "property" if isinstance(found, property) else ""
         function = getattr(value, member)

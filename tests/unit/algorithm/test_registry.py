@@ -9,17 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from fourfold import config as configuration
 from fourfold.algorithm import tables
 from fourfold.algorithm.advantages import ADVANTAGES
-from fourfold.algorithm.losses import LOSSES
+from fourfold.algorithm.losses import LOSSES, TokenLoss
 from fourfold.algorithm.registry import Definition
 from fourfold.algorithm.state import AlgorithmState
 from fourfold.cli.main import main
 from fourfold.errors import ConfigError
+from fourfold_trainer.service import metrics
 from fourfold_trainer.step.train_step import train_step
 from tests.fakes.toy_engine import ToyEngine
 from tests.fakes.trainer_engine import group_of
@@ -104,16 +106,25 @@ def test_the_trainer_minimises_it(installed: Path, tmp_path: Path) -> None:
         state = result.algorithm_state
         assert result.policy_updates == 2 and not torch.equal(engine.policy, table)
         advantages = result.targets.advantages[::2].tolist()  # all samples have two action tokens
+        distances = []
         for gradient in engine.gradients[-2:]:  # the second update is pulled back to the policy before the step
             table.requires_grad_()
             loss = torch.zeros((), dtype=torch.float64)
             for one, advantage in zip(samples, advantages, strict=True):
                 ids = torch.from_numpy(one.token_ids[one.loss_mask]).long()
                 p = torch.log_softmax(table, 0)[ids]
+                distances += (p - old[ids]).square().tolist()
                 loss = loss + (-advantage * p + 0.1 * (p - old[ids]).square()).sum() / 8
             (wanted,) = torch.autograd.grad(loss, table)
             torch.testing.assert_close(gradient, wanted, atol=1e-6, rtol=1e-5)
             table = table.detach() - 20.0 * gradient
+        found = metrics.summarise(result, config, step=step)
+        assert found["quadratic/distance"] == pytest.approx(np.mean(distances), rel=1e-5)
+
+
+def test_a_metric_of_a_loss_has_a_name_that_can_be_sent() -> None:
+    with pytest.raises(ValueError, match=r"a metric named 'a<b>'; write a name such as my-loss/penalty"):
+        TokenLoss(loss=torch.zeros(1), means={"a<b>": torch.zeros(1)})
 
 
 def test_it_is_documented(installed: Path) -> None:

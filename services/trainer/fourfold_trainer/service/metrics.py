@@ -15,22 +15,20 @@ from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT
 from fourfold_trainer.step.lr_schedule import learning_rate
 from fourfold_trainer.step.train_step import StepResult
 
-# Metrics that are a mean over tokens; the update returns their sums.
-_POLICY_MEANS: Final = (
-    m.APPROX_KL,
-    m.APPROX_KL_K1,
-    m.CLIP_FRACTION_LOW,
-    m.CLIP_FRACTION_HIGH,
-    m.DUAL_CLIP_FRACTION,
-    m.RATIO_MEAN,
-    m.ENTROPY,
-    m.REFERENCE_KL,
-    m.CORRECTION_WEIGHT,
-    m.TRUNCATED_WEIGHTS,
-    m.REJECTED_TOKENS,
-)
 # Terms of an update's loss; their metrics are means over the updates.
 _UPDATE_MEANS: Final = (m.KL_LOSS, m.ROUTER_LOSS)
+# Sums of a step that are not divided by its tokens. All others are, whatever names a loss gives its metrics.
+_OTHER_SUMS: Final = {
+    *_UPDATE_MEANS,
+    m.REJECTED_SAMPLES,
+    SAMPLE_COUNT,
+    m.MISMATCH_NONFINITE,
+    m.MISMATCH_PROBABILITY,
+    m.MISMATCH_KL,
+    m.MISMATCH_KL_K1,
+    RATIO_SUM,
+    RATIO_SQUARE_SUM,
+}
 _SMALL: Final = 1e-5
 
 
@@ -80,7 +78,7 @@ def _policy(result: StepResult) -> dict[str, float]:
         found[m.ROUTER_VIOLATION] = float((loads.max(1) / loads.mean(1)).max() - 1)
     if SAMPLE_COUNT in sums.sums:
         found[m.REJECTED_SAMPLES] = sums.sums[m.REJECTED_SAMPLES] / max(sums.sums[SAMPLE_COUNT], 1)
-    found |= {name: sums.sums[name] / count for name in _POLICY_MEANS if name in sums.sums}
+    found |= {name: total / count for name, total in sums.sums.items() if name not in _OTHER_SUMS}
     return found | sums.lowest | sums.highest
 
 

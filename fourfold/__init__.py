@@ -21,49 +21,66 @@ __version__: Final = "0.1.0"
 # logs why a TLS handshake was refused.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-if TYPE_CHECKING:
-    from fourfold.algorithm.advantages import AdvantageEstimator, GroupEstimator, ScoredSamples
-    from fourfold.algorithm.losses import LossInputs, PolicyLoss, TokenLoss
-    from fourfold.algorithm.packed import PackedRewards
-    from fourfold.arrays import Sample, VersionSpan
-    from fourfold.coordinator.client import AsyncCoordinatorClient, CoordinatorClient
-    from fourfold.coordinator.v1.run_service_pb2 import RunPhase, RunStatus
-    from fourfold.errors import (
-        AlreadyExists,
-        ConfigError,
-        DeadlinePassed,
-        FourfoldError,
-        Internal,
-        InvalidInput,
-        NotFound,
-        Overloaded,
-        PeerFault,
-        PermissionDenied,
-        StaleEpoch,
-        Unauthenticated,
-        Unavailable,
-        WrongState,
-    )
-    from fourfold.metrics import METRICS
-    from fourfold.model.tokenizer import Tokenizer
-    from fourfold.reference.client import AsyncReferenceClient, ReferenceClient
-    from fourfold.reward.client import AsyncRewardClient, RewardClient
-    from fourfold.reward.v1.reward_service_pb2 import SampleError, SampleScore, ScoreItem
-    from fourfold.rollout.client import AsyncRolloutClient, Completion, CompletionChunk, RolloutClient
-    from fourfold.rollout.v1.rollout_service_pb2 import FinishReason, GenerateRequest, SamplingParams
-    from fourfold.trainer.client import AsyncTrainerClient, ForwardBackwardOutput, ForwardOutput, TrainerClient
-    from fourfold.trainer.v1.trainer_service_pb2 import (
-        OptimStepResponse,
-        TrainerPhase,
-        TrainerStatus,
-        TrainStepResponse,
-    )
-    from fourfold.types.v1.experience_pb2 import Experience
-    from fourfold.weights.local import Publisher
-    from fourfold.weights.sender import WeightSender
-    from fourfold.weights.source.dense import DenseSource
-    from fourfold_reward.sample import Abstain, Score, ScoreInput
-    from fourfold_reward.serve import serve_reward
+if TYPE_CHECKING:  # `as` marks a name as exported, for type checkers
+    from fourfold.algorithm.advantages import AdvantageEstimator as AdvantageEstimator
+    from fourfold.algorithm.advantages import GroupEstimator as GroupEstimator
+    from fourfold.algorithm.advantages import ScoredSamples as ScoredSamples
+    from fourfold.algorithm.losses import LossInputs as LossInputs
+    from fourfold.algorithm.losses import PolicyLoss as PolicyLoss
+    from fourfold.algorithm.losses import TokenLoss as TokenLoss
+    from fourfold.algorithm.packed import PackedRewards as PackedRewards
+    from fourfold.arrays import Sample as Sample
+    from fourfold.arrays import VersionSpan as VersionSpan
+    from fourfold.coordinator.client import AsyncCoordinatorClient as AsyncCoordinatorClient
+    from fourfold.coordinator.client import CoordinatorClient as CoordinatorClient
+    from fourfold.coordinator.v1.run_service_pb2 import RunPhase as RunPhase
+    from fourfold.coordinator.v1.run_service_pb2 import RunStatus as RunStatus
+    from fourfold.errors import AlreadyExists as AlreadyExists
+    from fourfold.errors import ConfigError as ConfigError
+    from fourfold.errors import DeadlinePassed as DeadlinePassed
+    from fourfold.errors import FourfoldError as FourfoldError
+    from fourfold.errors import Internal as Internal
+    from fourfold.errors import InvalidInput as InvalidInput
+    from fourfold.errors import NotFound as NotFound
+    from fourfold.errors import Overloaded as Overloaded
+    from fourfold.errors import PeerFault as PeerFault
+    from fourfold.errors import PermissionDenied as PermissionDenied
+    from fourfold.errors import StaleEpoch as StaleEpoch
+    from fourfold.errors import Unauthenticated as Unauthenticated
+    from fourfold.errors import Unavailable as Unavailable
+    from fourfold.errors import WrongState as WrongState
+    from fourfold.metrics import METRICS as METRICS
+    from fourfold.model.tokenizer import Tokenizer as Tokenizer
+    from fourfold.reference.client import AsyncReferenceClient as AsyncReferenceClient
+    from fourfold.reference.client import ReferenceClient as ReferenceClient
+    from fourfold.reward.client import AsyncRewardClient as AsyncRewardClient
+    from fourfold.reward.client import RewardClient as RewardClient
+    from fourfold.reward.v1.reward_service_pb2 import SampleError as SampleError
+    from fourfold.reward.v1.reward_service_pb2 import SampleScore as SampleScore
+    from fourfold.reward.v1.reward_service_pb2 import ScoreItem as ScoreItem
+    from fourfold.rollout.client import AsyncRolloutClient as AsyncRolloutClient
+    from fourfold.rollout.client import Completion as Completion
+    from fourfold.rollout.client import CompletionChunk as CompletionChunk
+    from fourfold.rollout.client import RolloutClient as RolloutClient
+    from fourfold.rollout.v1.rollout_service_pb2 import FinishReason as FinishReason
+    from fourfold.rollout.v1.rollout_service_pb2 import GenerateRequest as GenerateRequest
+    from fourfold.rollout.v1.rollout_service_pb2 import SamplingParams as SamplingParams
+    from fourfold.trainer.client import AsyncTrainerClient as AsyncTrainerClient
+    from fourfold.trainer.client import ForwardBackwardOutput as ForwardBackwardOutput
+    from fourfold.trainer.client import ForwardOutput as ForwardOutput
+    from fourfold.trainer.client import TrainerClient as TrainerClient
+    from fourfold.trainer.v1.trainer_service_pb2 import OptimStepResponse as OptimStepResponse
+    from fourfold.trainer.v1.trainer_service_pb2 import TrainerPhase as TrainerPhase
+    from fourfold.trainer.v1.trainer_service_pb2 import TrainerStatus as TrainerStatus
+    from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse as TrainStepResponse
+    from fourfold.types.v1.experience_pb2 import Experience as Experience
+    from fourfold.weights.local import Publisher as Publisher
+    from fourfold.weights.sender import WeightSender as WeightSender
+    from fourfold.weights.source.dense import DenseSource as DenseSource
+    from fourfold_reward.sample import Abstain as Abstain
+    from fourfold_reward.sample import Score as Score
+    from fourfold_reward.sample import ScoreInput as ScoreInput
+    from fourfold_reward.serve import serve_reward as serve_reward
 
 _MODULES: Final[dict[str, tuple[str, ...]]] = {
     "fourfold.rollout.client": ("RolloutClient", "AsyncRolloutClient", "Completion", "CompletionChunk"),
@@ -117,68 +134,7 @@ _REQUIREMENTS: Final = {
     "torch": "fourfold[torch]",
 }
 
-__all__ = [
-    "RolloutClient",
-    "AsyncRolloutClient",
-    "Completion",
-    "CompletionChunk",
-    "SamplingParams",
-    "GenerateRequest",
-    "FinishReason",
-    "TrainerClient",
-    "AsyncTrainerClient",
-    "ForwardOutput",
-    "ForwardBackwardOutput",
-    "TrainerStatus",
-    "TrainerPhase",
-    "TrainStepResponse",
-    "OptimStepResponse",
-    "RewardClient",
-    "AsyncRewardClient",
-    "ScoreItem",
-    "SampleScore",
-    "SampleError",
-    "serve_reward",
-    "Score",
-    "ScoreInput",
-    "Abstain",
-    "ReferenceClient",
-    "AsyncReferenceClient",
-    "CoordinatorClient",
-    "AsyncCoordinatorClient",
-    "RunStatus",
-    "RunPhase",
-    "Experience",
-    "Sample",
-    "VersionSpan",
-    "Tokenizer",
-    "PolicyLoss",
-    "LossInputs",
-    "TokenLoss",
-    "AdvantageEstimator",
-    "GroupEstimator",
-    "ScoredSamples",
-    "PackedRewards",
-    "METRICS",
-    "Publisher",
-    "WeightSender",
-    "DenseSource",
-    "FourfoldError",
-    "ConfigError",
-    "InvalidInput",
-    "Unauthenticated",
-    "PermissionDenied",
-    "NotFound",
-    "StaleEpoch",
-    "AlreadyExists",
-    "WrongState",
-    "Overloaded",
-    "Unavailable",
-    "DeadlinePassed",
-    "Internal",
-    "PeerFault",
-    "__version__",
-]
+__all__ = [*_MODULE_OF, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Makes text from other processes safe for terminals, logs and files, and formats durations.
+"""Makes text from other processes safe for terminals, logs and files, formats durations, and compares names.
 
 A string of a peer can contain escape sequences that control a terminal, line ends that forge log lines, marks that
 reverse the reading direction, or a megabyte of letters. `fourfold.rpc.responses` cleans every string of a response.
@@ -7,7 +7,9 @@ Strings that programs compare (reasons, metric names) must match a pattern inste
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from typing import Final
 
 # Limits in characters.
@@ -63,3 +65,8 @@ def format_duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}:{whole % 60:02d} min"
     return f"{whole // 3600}:{whole % 3600 // 60:02d} h"
+
+
+def nearest_name(name: str, known: Iterable[str]) -> str:
+    """Return the known name that is most similar to a misspelt one; empty if none is similar."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")

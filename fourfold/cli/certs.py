@@ -12,6 +12,7 @@ from fourfold.errors import ConfigError
 from fourfold.security.access import REVOKED_FILE, WARN_DAYS, read_revoked
 from fourfold.security.principal import Principal
 from fourfold.security.tokens import LIMITS, SCOPES, read_tokens
+from fourfold.text import nearest_name
 
 _MAX_DAYS: Final = 36_500
 _ACTIONS: Final = ("make", "add", "renew", "revoke", "status", "token")
@@ -19,7 +20,14 @@ _ACTIONS: Final = ("make", "add", "renew", "revoke", "status", "token")
 
 def complete(words: Sequence[str]) -> list[str]:
     """Return the words with the action `make`, which the short form `fourfold certs DIR` omits."""
-    return ["make", *words] if words and words[0] not in (*_ACTIONS, "-h", "--help") else list(words)
+    if not words or words[0] in (*_ACTIONS, "-h", "--help"):
+        return list(words)
+    if near := nearest_name(words[0], _ACTIONS):
+        raise ConfigError(
+            f"`fourfold certs` has no action {words[0]!r}; did you mean `{near}`? A folder of that name needs the long "
+            f"form: `fourfold certs make {words[0]}`"
+        )
+    return ["make", *words]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,6 @@ Exit codes: 0 success; 1 error, with a message on stderr; 2 wrong usage; 130 int
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import os
 import select
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from fourfold.errors import ConfigError, FourfoldError
+from fourfold.text import nearest_name
 
 _MODULES: Final = {"plan": "fourfold.plan.report", "doctor": "fourfold.cli.doctor", "certs": "fourfold.cli.certs"}
 _COORDINATOR: Final = "fourfold-coordinator"
@@ -100,8 +100,8 @@ def _dispatch(words: list[str]) -> int:
         return 0
     name, rest = words[0], words[1:]
     if name not in _HELP:
-        close = difflib.get_close_matches(name, _HELP, n=1)
-        hint = f"did you mean `{close[0]}`?" if close else f"commands: {', '.join(_HELP)}"
+        near = nearest_name(name, _HELP)
+        hint = f"did you mean `{near}`?" if near else f"commands: {', '.join(_HELP)}"
         print(f"fourfold: no command {name!r}; {hint}", file=sys.stderr)
         return 2
     command, arguments = parse(name, rest)

@@ -70,7 +70,8 @@ class CorrectionConfig(Table):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_kind(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("kind") not in corrections.DEFAULT_BOUNDS:
+        # A kind of another type may not be hashable; pydantic reports it.
+        if not isinstance(given, dict) or given.get("kind") not in tuple(corrections.DEFAULT_BOUNDS):
             return given
         low, high = corrections.DEFAULT_BOUNDS[given["kind"]]
         return {"low": low, "high": high, **given}
@@ -148,7 +149,7 @@ class AlgorithmConfig(Table):
         if not isinstance(given, dict):
             return given
         name = given.get("preset", "grpo")
-        if name not in PRESETS:
+        if name not in tuple(PRESETS):  # a name of another type may not be hashable
             raise ValueError(f"preset {name!r} is unknown; choose one of {', '.join(PRESETS)}")
         return merged(default_tables(name), given)
 

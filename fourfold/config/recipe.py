@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 import tomllib
@@ -17,6 +16,7 @@ from fourfold.config.flat_keys import translate
 from fourfold.config.schema import Config
 from fourfold.errors import ConfigError
 from fourfold.table import Table
+from fourfold.text import nearest_name
 
 _log: Final = logging.getLogger(__name__)
 _HEADER: Final = re.compile(r"^\s*\[\s*([^\[\]]+?)\s*\]")
@@ -77,8 +77,8 @@ def _explain(error: Any, locate: Callable[[tuple[str, ...]], str]) -> str:
 
 def _suggest(keys: tuple[str, ...]) -> str:
     known = _known_keys(keys[:-1])
-    if close := difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.6):
-        return f" Did you mean `{close[0]}`?"
+    if near := nearest_name(keys[-1], known):
+        return f" Did you mean `{near}`?"
     if elsewhere := [f"{table}.{keys[-1]}" for table in Config.model_fields if keys[-1] in _known_keys((table,))]:
         return f" Did you mean `{elsewhere[0]}`?"
     return f" Known keys: {', '.join(sorted(known))}." if known else ""

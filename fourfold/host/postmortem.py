@@ -55,13 +55,13 @@ class Death:
 
 
 def explain_sigkill(oom_kills: int) -> str:
-    """Return the probable cause of a SIGKILL, to be appended to "killed by SIGKILL"; `oom_kills` as in `Death`."""
+    """Return what is known about a SIGKILL, to be appended to "killed by SIGKILL"; `oom_kills` as in `Death`."""
     if oom_kills:
         return (
             ": the kernel's out-of-memory killer struck while it ran. `fourfold plan RECIPE` shows how much memory "
             "each role needs; lower batch.tokens_per_micro_batch or rollout.kv_cache_gib, or use a smaller model"
         )
-    return ", by a user (kill -9) or by a memory limit that is not visible from here"
+    return "; its sender is unknown, and no out-of-memory kill was recorded"
 
 
 def signal_name(number: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from fourfold.config.trainer import ALL_LINEAR
 from fourfold.errors import ConfigError
 from fourfold.model import folder
 from fourfold.model.folder import ModelShape
+from fourfold.text import nearest_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +104,8 @@ def select_adapter_layers(names: Collection[str], lora: LoraConfig) -> list[str]
     known = sorted({name.rpartition(".")[2] for name in names})
     for target in lora.target_modules:
         if not any(_ends_with(name, target) for name in names):
-            near = difflib.get_close_matches(target.rpartition(".")[2], known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            near = nearest_name(target.rpartition(".")[2], known)
+            hint = f"; did you mean {near!r}?" if near else "."
             raise ConfigError(
                 f"trainer.lora.target_modules: the model has no linear layer {target!r}{hint} Its linear layers are "
                 f"{', '.join(known)}: give some of these, or {ALL_LINEAR!r}"

@@ -205,7 +205,7 @@ def blocking_stream(
     def run(
         self: SyncClient[Client], /, *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Generator[Result, None, None]:
-        responses = method(self._client, *args, **kwargs)
+        responses = self._run(_begin(method, self._client, *args, **kwargs))
         try:
             while True:
                 try:
@@ -218,6 +218,13 @@ def blocking_stream(
                 self._run(_aclose(responses))
 
     return run
+
+
+# On the loop, because the first call of a client opens its channel, which grpc binds to the running event loop.
+async def _begin(
+    method: Callable[Arguments, AsyncGenerator[Result, None]], *args: Arguments.args, **kwargs: Arguments.kwargs
+) -> AsyncGenerator[Result, None]:
+    return method(*args, **kwargs)
 
 
 async def _next(responses: AsyncGenerator[Result, None]) -> Result:

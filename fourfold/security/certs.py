@@ -189,7 +189,7 @@ def add_token(
         limits=limits or {},
     )
     grant = parse_grant(grant.line())  # checks the name, the scopes and the limits
-    if path.exists() and name in read_tokens(path):
+    if path.exists() and grant.name in read_tokens(path):
         raise ConfigError(f"{path}: has a token named {name!r}; choose another name, or remove that one")
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []  # an edited file may end without \n
     _write(path, "\n".join([*lines, grant.line(), ""]).encode(), mode=0o600)

@@ -81,6 +81,13 @@ def test_a_batch_may_be_made_of_samples(server: Running) -> None:
         assert [status.step for status in client.watch_status()] == [3, 4]
 
 
+def test_a_stream_may_be_the_first_call(server: Running) -> None:
+    with RolloutClient(server.target) as client:
+        assert next(client.watch_load(timeout=5)).policy_version == 7
+    with RolloutClient(server.target) as client, ThreadPoolExecutor() as threads:
+        assert threads.submit(lambda: next(client.watch_load(timeout=5))).result(10).policy_version == 7
+
+
 def test_a_call_has_the_deadline_of_the_client_or_its_own(server: Running) -> None:
     server.rollout.hang = True
     with RolloutClient(server.target, timeout=0.3) as client:

@@ -8,7 +8,6 @@ sympy's `parse_expr` (EVALUATING_TASKS); they need `reward.evaluate_text = true`
 from __future__ import annotations
 
 import contextlib
-import difflib
 import io
 import logging
 import re
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from typing import Any, Final
 
+from fourfold.text import nearest_name
 from fourfold_reward.sample import Abstain, RewardFunction, Score, ScoreInput
 
 GYM: Final = "reasoning_gym"
@@ -100,8 +100,8 @@ def load(name: str, options: GymOptions) -> RewardFunction:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a hint at the most similar known name, to be appended to an error; empty if none is similar."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    near = nearest_name(name, known)
+    return f"; did you mean {near!r}?" if near else ""
 
 
 def exact_match(sample: ScoreInput) -> float | Abstain:

@@ -80,6 +80,8 @@ def test_values_never_change(tmp_path: Path) -> None:
         ("group_size = 4", "zzz = 1", ":13  batch.zzz: no such key. Known keys: epochs_per_step, group_size, mini_ba"),
         ("group_size = 4", "group_size = 0", ":13  batch.group_size = 0: input should be greater than or equal to 1"),
         ("group_size = 4", 'group_size = "4x"', ":13  batch.group_size = '4x': input should be a valid integer"),
+        ("[batch]", "[algorithm]\npreset = []\n[batch]", "algorithm: preset [] is unknown; choose one of"),
+        ("[batch]", "[algorithm.correction]\nkind = []\n[batch]", "algorithm.correction.kind = []: input should be"),
         ("[batch]", "[bach]", ":11  bach: no such key. Did you mean `batch`?"),
         ('name = "tiny"', 'name = "a b"', ":1  name = 'a b': string should match pattern"),
         ("max_new_tokens = 16", "max_new_tokens = 64", "sampling.max_new_tokens = 64 leaves no room for a prompt"),

@@ -363,7 +363,7 @@ def test_the_return_of_a_service_is_told_with_its_time(tmp_path: Path, clock: Fa
 
 def test_the_line_of_a_death_has_the_cause_in_the_services_own_words(tmp_path: Path, clock: FakeClock) -> None:
     fleet, launcher, notes = started(tmp_path, recipe(), clock)
-    words = "trainer-0-rank-1 died: killed by SIGKILL, by a user (kill -9)"
+    words = "trainer-0-rank-1 died: killed by SIGKILL; its sender is unknown"
     launcher.dying = [replace(death("trainer-0"), message=words)]
     fleet.tick()
     assert f"trainer-0 died (ended with exit code 1: {words}); restarting it" in notes[0]

@@ -82,7 +82,10 @@ def running_in_group(group: int) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("oom_kills", "words"), [(0, "by a user (kill -9)"), (1, "out-of-memory killer struck")])
+@pytest.mark.parametrize(
+    ("oom_kills", "words"),
+    [(0, "its sender is unknown, and no out-of-memory kill was recorded"), (1, "out-of-memory killer struck")],
+)
 def test_sigkill_is_named_and_an_out_of_memory_kill_recognised(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch, oom_kills: int, words: str
 ) -> None:

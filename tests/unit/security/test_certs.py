@@ -170,8 +170,24 @@ def test_tokens_are_added_listed_and_removed(folder: Path, capsys: pytest.Captur
     assert "token agent" in listed and "token alice" in listed and "concurrent_calls=4" in listed
     assert cli_main.main(["certs", "token", "remove", str(folder), "alice"]) == 0
     assert set(read_tokens(folder / "tokens.txt")) == {"agent"}
-    for wrong in (["remove", str(folder), "bob"], ["add", str(folder)], ["add", str(folder), "a b"]):
+    for wrong in (
+        ["remove", str(folder), "bob"],
+        ["add", str(folder)],
+        ["add", str(folder), "a b"],
+        ["add", str(folder), "agent\n"],
+    ):
         assert cli_main.main(["certs", "token", *wrong]) == 1
+
+
+@pytest.mark.parametrize("words", [["renewx"], ["tokens"], ["stats", "folder"]])
+def test_a_misspelt_action_makes_no_authority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli_main.main(["certs", *words]) == 1
+    assert f"has no action '{words[0]}'; did you mean `" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert cli_main.main(["certs", "make", words[0]]) == 0
 
 
 def test_without_the_authority_nothing_is_issued(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

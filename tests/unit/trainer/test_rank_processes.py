@@ -138,4 +138,4 @@ def test_a_rank_that_dies_in_training_was_ready(loaded: bool, words: str) -> Non
     if loaded:
         made._loaded.set()
     made._watch()
-    assert told[0].startswith(f"trainer-0-rank-1 {words}killed by SIGKILL, by a user (kill -9)")
+    assert told[0].startswith(f"trainer-0-rank-1 {words}killed by SIGKILL; its sender is unknown")

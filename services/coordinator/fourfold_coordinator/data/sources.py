@@ -7,7 +7,6 @@ consist of, because the `datasets` library would bring pandas and an HTTP client
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 import json
 import warnings
@@ -17,6 +16,7 @@ from typing import Any
 
 from fourfold.config import DataSourceConfig
 from fourfold.errors import ConfigError
+from fourfold.text import nearest_name
 
 Row = dict[str, Any]
 
@@ -129,14 +129,14 @@ def _reasoning_gym(source: DataSourceConfig) -> Iterator[Row]:
         ) from None
     task = source.reasoning_gym
     if task not in DATASETS:
-        raise ConfigError(f"reasoning_gym = {task!r}: there is no such task; {_nearest(task, DATASETS)}")
+        raise ConfigError(f"reasoning_gym = {task!r}: there is no such task; {_hint(task, DATASETS)}")
     known = [field.name for field in dataclasses.fields(DATASETS[task][1]) if field.name not in ("size", "seed")]
     where = f"options of reasoning_gym {task!r}"
     for name in source.options:
         if name in ("size", "seed"):
             raise ConfigError(f"{where}: {name!r} is a key next to reasoning_gym; move it there")
         if name not in known:
-            raise ConfigError(f"{where}: it has no {name!r}; {_nearest(name, known)}")
+            raise ConfigError(f"{where}: it has no {name!r}; {_hint(name, known)}")
     try:
         yield from reasoning_gym.create_dataset(task, size=source.size, seed=source.seed, **source.options)
     # Generators check their options by assertions, or fail later with whatever a wrong value causes.
@@ -144,6 +144,6 @@ def _reasoning_gym(source: DataSourceConfig) -> Iterator[Row]:
         raise ConfigError(f"reasoning_gym {task!r} with options {source.options}: {error}") from None
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+def _hint(name: str, known: Iterable[str]) -> str:
+    near = nearest_name(name, known)
+    return f"did you mean {near!r}?" if near else f"known are {', '.join(known)}"

@@ -9,7 +9,6 @@ unknown name or a wrong type would raise a TypeError in vLLM that does not conta
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -19,6 +18,7 @@ from pydantic import ValidationError
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from fourfold.errors import ConfigError
+from fourfold.text import nearest_name
 from fourfold_rollout.engine import EngineSettings
 
 _WORKER_EXTENSION: Final = "fourfold_rollout.vllm.worker.RolloutWorker"
@@ -100,8 +100,8 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, value in options.items():
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean `{close[0]}`?" if close else "see its documentation of engine arguments"
+            near = nearest_name(name, known)
+            hint = f"did you mean `{near}`?" if near else "see its documentation of engine arguments"
             raise ConfigError(f"rollout.vllm.{name}: the installed vLLM has no such option; {hint}")
         wanted = _alternatives(known[name])
         if wanted and not any(_fits(value, kind) for kind in wanted):

@@ -31,22 +31,17 @@ class VerifierError(Exception):
 class Verifier:
     """Name, source and version of a reward function."""
 
-    name: str
-    """As in the recipe or the request."""
-    file: str = ""
-    """Absolute path of the file, for `file.py:function`."""
+    name: str  # as in the recipe or the request
+    file: str = ""  # absolute path, for `file.py:function`
+    # Text of the file when the service started. Later workers run the same text, so a version means one function.
     source: str = ""
-    """Text of the file when the service started. Later workers run the same text, so a version means one function."""
-    module: str = ""
-    """Module, for `package.module:function`."""
-    function: str = ""
-    """Name in the file or module; empty for a built-in verifier."""
-    version: str = ""
-    """Package version, or start of the SHA-256 of the source. The version of a module is known after `load`."""
+    module: str = ""  # for `package.module:function`
+    function: str = ""  # name in the file or module; empty for a built-in verifier
+    version: str = ""  # of the package, or start of the SHA-256 of the source, which for a module is known after `load`
 
     @property
     def builtin(self) -> bool:
-        """Whether this is a verifier of this package."""
+        """Return true for a verifier of this package."""
         return not self.function
 
 

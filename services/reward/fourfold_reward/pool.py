@@ -50,8 +50,7 @@ class Job:
     prompt: str
     completion: str
     answer: str
-    metadata_json: str
-    """Parsed in the worker only: it comes from callers."""
+    metadata_json: str  # parsed in the worker only, because it comes from callers
     verifier: Verifier
     size_bytes: int
 

@@ -75,12 +75,9 @@ class Outcome:
 
     score: float | None = None
     abstain_reason: str = ""
-    error_reason: str = ""
-    """A key of ERROR_CODES."""
-    error_code: str = ""
-    """Name of a google.rpc.Code."""
-    message: str = ""
-    """Text of the error, at most MAX_ERROR characters."""
+    error_reason: str = ""  # a key of ERROR_CODES
+    error_code: str = ""  # name of a google.rpc.Code
+    message: str = ""  # of the error, at most MAX_ERROR characters
     components: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod

@@ -149,10 +149,8 @@ class AllowedVerifiers:
     """The verifiers that callers may select. A caller cannot name code that the recipe does not name."""
 
     default: Verifier
-    others: Mapping[str, Verifier]
-    """Verifiers of `reward.allowed_verifiers`, by name."""
-    tasks: GymOptions
-    """The reasoning-gym tasks that a sample's metadata may name, with their options."""
+    others: Mapping[str, Verifier]  # of `reward.allowed_verifiers`, by name
+    tasks: GymOptions  # the reasoning-gym tasks that a sample's metadata may name, with their options
 
     @classmethod
     def from_config(cls, config: Config) -> AllowedVerifiers:

@@ -65,6 +65,7 @@ class Worker:
         self._policy = policy
         self._pipes = pipes
         self._functions: dict[str, RewardFunction] = {}
+        self._files: dict[str, str] = {}  # the source file of each function
         self._evaluating: set[str] = set()
         self._runner = asyncio.Runner()  # one loop for all samples, so that clients of async functions stay connected
         self._reported: set[str] = set()
@@ -84,13 +85,14 @@ class Worker:
         except VerifierError as error:
             return {"error": str(error)}
         except BaseException as error:  # user code may also raise SystemExit or KeyboardInterrupt
-            file = request["load"]["file"] if loading else _file_of(self._functions.get(request["verifier"]))
+            file = request["load"]["file"] if loading else self._files.get(request["verifier"], "")
             text = self._explain(error, file)
             return {"error": text} if loading else asdict(Outcome.error("RAISED", text))
 
     def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
         function, verifier = loader.load(Verifier(**request["load"]), request["options"])
         self._functions[verifier.name] = function
+        self._files[verifier.name] = _file_of(function)
         if verifiers.find_evaluating(verifier.name, request["options"]):
             self._evaluating.add(verifier.name)
         return {"version": verifier.version}
@@ -188,8 +190,8 @@ def _place(trace: TracebackType | None, file: str) -> str:
     return clean(f"{Path(found[-1].filename).name}:{found[-1].lineno}", 200) if found else ""
 
 
-def _file_of(function: Any) -> str:
-    """Return the source file of a function or callable object; empty for C code and None."""
+def _file_of(function: RewardFunction) -> str:
+    """Return the source file of a function or callable object; empty for C code. It may run user code, and raise."""
     inner = inspect.unwrap(function)
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     return str(code.co_filename) if code else ""

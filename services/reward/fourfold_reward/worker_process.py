@@ -39,10 +39,8 @@ class WorkerProcess:
         self._process = process
         self._scratch = scratch
         self._oom_kills = oom_kill_count()
-        self.builtin = builtin
-        """Whether it runs built-in verifiers; otherwise it runs reward functions."""
-        self.loaded: set[str] = set()
-        """Names of the verifiers that it has loaded."""
+        self.builtin = builtin  # it runs built-in verifiers; otherwise it runs reward functions
+        self.loaded: set[str] = set()  # names of its verifiers
 
     @classmethod
     async def start(cls, sandbox: WorkerSandbox, *, builtin: bool, timeout_seconds: float) -> Self:

@@ -40,20 +40,16 @@ _SECRETS_AT_HOME: Final = (
 class WorkerSandbox:
     """Sandbox settings of the workers. The defaults are those of a recipe."""
 
-    enabled: bool = True
-    """If False, workers have all rights and environment variables of the service."""
+    enabled: bool = True  # False: workers have all rights and environment variables of the service
+    # Allow built-in verifiers that run text as code. Their worker forks a process for each sample, which can start no
+    # further process.
     evaluate: bool = False
-    """Whether built-in verifiers that run text as code are allowed. Their worker forks a process for each sample, which
-    can start no further process."""
-    required: bool = False
-    """Whether built-in verifiers refuse to run if the machine cannot enforce their whole policy."""
-    hidden: tuple[str, ...] = ()
-    """Paths of keys and run folders."""
-    network: bool = False
-    """Whether reward functions may use the network. The fields below concern reward functions, too."""
+    required: bool = False  # built-in verifiers refuse to run if the machine cannot enforce their whole policy
+    hidden: tuple[str, ...] = ()  # paths of keys and run folders
+    # For reward functions only:
+    network: bool = False  # allow the network
     memory_gib: int = 8
-    environment: tuple[str, ...] = ()
-    """Names of additional environment variables."""
+    environment: tuple[str, ...] = ()  # names of additional environment variables
 
     def policy(self, *, builtin: bool, timeout_seconds: float, scratch: Path) -> Policy | None:
         """Return the policy of a worker; None if it has all rights. `scratch` is for a function's temporary files."""

@@ -78,6 +78,17 @@ async def later(sample: ScoreInput) -> float:
 
 def two(sample, other): return 1.0
 """
+# Looking for its source file never ends, so `inspect.unwrap` raises.
+PROXY = """
+import inspect
+
+class Proxy:
+    __signature__ = inspect.signature(lambda sample: 0)
+    __wrapped__ = property(lambda self: self)
+    def __call__(self, sample): raise KeyError(sample)
+
+reward = Proxy()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -332,6 +343,7 @@ async def test_edited_module_is_refused_by_a_new_worker(tmp_path: Path, monkeypa
         ("reward = 3\n", "reward", "must be a function"),
         ("import os; os._exit(9)\n", "reward", "exit code 9"),
         ("import sys; sys.exit(9)\n", "reward", "SystemExit"),
+        (PROXY, "reward", "ValueError: wrapper loop"),
     ],
 )
 async def test_function_that_cannot_be_loaded_is_a_config_error(

@@ -29,19 +29,17 @@ _NEWEST_WEIGHT: Final = 0.2
 class _Call:
     token_ids: Sequence[Int32Array]
     temperatures: Sequence[float]
-    rows: asyncio.Future[list[Float32Array]]
-    """Cancelled when the client goes away."""
+    rows: asyncio.Future[list[Float32Array]]  # cancelled when the client goes away
 
 
 class DynamicBatcher:
     """Queue of calls for one model. Use it from one event loop; the model runs in a thread, one batch at a time."""
 
     def __init__(self) -> None:
-        self.mean_seconds = 1.0
-        """Moving average of the duration of a batch."""
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reference")
+        self.mean_seconds = 1.0  # moving average of the duration of a batch
+        # Set it to stop: the running batch ends before its next forward pass, and waiting calls fail.
         self.closing = threading.Event()
-        """Set it to stop: the running batch ends before its next forward pass, and waiting calls fail."""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reference")
         self._waiting: deque[_Call] = deque()
         self._task: asyncio.Task[None] | None = None
 

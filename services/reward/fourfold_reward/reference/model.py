@@ -34,8 +34,7 @@ class ReferenceModel:
         """Wrap a model; use `load`."""
         self._model = model
         self._device = device
-        self.tokens_per_batch = tokens_per_batch
-        """Most tokens in one forward pass."""
+        self.tokens_per_batch = tokens_per_batch  # most tokens in one forward pass
         self.vocabulary_size: int = model.config.get_text_config().vocab_size
 
     @classmethod

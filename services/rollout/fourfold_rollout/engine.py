@@ -150,7 +150,7 @@ class EpochTerms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenReport:
-    """How an engine applies the weights of an epoch."""
+    """The ways in which an engine applies the weights of an epoch."""
 
     direct_tensor_count: int  # tensors that are written in place
     reload_tensor_count: int

@@ -80,7 +80,7 @@ class GenerateCall:
 
     @property
     def at_once(self) -> bool:
-        """Whether tokens are sent as they come."""
+        """Return true if tokens are sent as they come."""
         return self.flush_seconds is not None and self.flush_seconds < _SHORTEST_FLUSH_SECONDS
 
     @property

@@ -21,7 +21,7 @@ _RETRY_SECONDS: Final = 1.0
 
 
 class PauseMode(Enum):
-    """How a weight update treats running samples."""
+    """The treatment of running samples in a weight update."""
 
     WAIT = "wait"  # they finish first
     ABORT = "abort"  # they end with the tokens that they have

@@ -83,12 +83,12 @@ class WeightController:
 
     @property
     def updating(self) -> bool:
-        """Whether an update is open: from begin to commit or, with hold, to release."""
+        """Return true from begin to commit or, with hold, to release."""
         return self._update.is_open
 
     @property
     def joining(self) -> bool:
-        """Whether the engine is joining an epoch; its running samples do not advance meanwhile."""
+        """Return true while the engine joins an epoch; its running samples do not advance meanwhile."""
         return self._epochs.joining is not None
 
     @property
@@ -98,12 +98,12 @@ class WeightController:
 
     @property
     def dirty(self) -> bool:
-        """Whether the weights may be mixed or are lost, and no update is in progress."""
+        """Return true if the weights may be mixed or are lost, and no update is in progress."""
         return self._sampling.dirty and not self.updating
 
     @property
     def sleeping(self) -> bool:
-        """Whether some of the engine's memory is freed."""
+        """Return true if some of the engine's memory is freed."""
         return not self._sampling.sleep_state.awake
 
     def serving(self, timeout: float) -> AbstractAsyncContextManager[RequestLease]:

@@ -32,23 +32,19 @@ _SURVIVED: Final = ("Invocation of ", "Unexpected error pre-processing ")
 _NOTE_BYTES: Final = 2000
 
 
-class CrashNote:
-    """The first error that the core process logs, in memory shared by both processes. Needs a forked core process."""
+class CrashNote(logging.Handler):
+    """Keeps the first exception that ends the core process; later ones are its consequences.
+
+    The note is in memory that a forked core process shares; without a fork it stays empty.
+    """
 
     def __init__(self) -> None:
+        super().__init__(logging.ERROR)
         self._descriptor = os.memfd_create("fourfold-crash-note")
-        logging.getLogger(_CORE_LOGGER).addHandler(_NoteHandler(self._descriptor))
+        logging.getLogger(_CORE_LOGGER).addHandler(self)
 
     def read(self) -> str:
         return os.pread(self._descriptor, _NOTE_BYTES, 0).decode(errors="replace")
-
-
-class _NoteHandler(logging.Handler):
-    """Writes the first exception that ends the process; later ones are its consequences."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(logging.ERROR)
-        self._descriptor = descriptor
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
@@ -78,7 +74,7 @@ class CrashWatch:
 
     @property
     def begun(self) -> bool:
-        """Whether the engine is dead or closed."""
+        """Return true once the engine is dead or closed."""
         return self._search is not None or self.reason.done()
 
     def begin(self) -> None:

@@ -138,7 +138,7 @@ class VllmEngine:
                 raise await self._dead_error() from error
             finally:
                 if hold:
-                    await self._post(self._llm.engine_core.resume_scheduler_async())
+                    await self._resume_scheduler()
                 if not complete:
                     await self.abandon(samples)
         return samples
@@ -293,7 +293,7 @@ class VllmEngine:
                 await self._unless_dead(self._llm.engine_core.pause_scheduler_async(mode, False), None)
             finally:
                 self._paused = False
-                await self._post(self._llm.engine_core.resume_scheduler_async())
+                await self._resume_scheduler()
 
     async def _resume_scheduler(self) -> None:
         await self._post(self._llm.engine_core.resume_scheduler_async())

@@ -95,6 +95,29 @@ async def test_a_dying_rollout_service_loses_nothing(make_stage: Callable[..., S
     assert stage.report()["dropped"] == {}
 
 
+async def test_samples_of_an_engine_that_hangs_and_is_replaced_are_sampled_again(
+    make_stage: Callable[..., Stage],
+) -> None:
+    stage = make_stage(steps=2)
+    old, fresh = stage.rollouts[0], FakeRollout("rollout-0", stage.config)
+    hanging = asyncio.Event()
+
+    async def hang() -> None:
+        if len(stage.trainer.batches) == 1:
+            hanging.set()
+            await asyncio.sleep(30)
+
+    old.on_generate = hang
+    await stage.start()
+    await until(hanging.is_set)
+    stage.rollouts.append(fresh)
+    await fresh.join(stage.address)  # ends the lease of `old`, whose calls are in flight
+    assert await stage.finish() == 0
+    check_books(stage)
+    assert [len(ids) for ids in stage.trainer.batches.values()] == [12, 12]
+    assert stage.report()["dropped"] == {}
+
+
 async def test_a_run_waits_for_a_rollout_service_and_fills_it_before_it_serves(
     make_stage: Callable[..., Stage],
 ) -> None:

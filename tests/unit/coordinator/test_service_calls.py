@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +34,7 @@ class Router:
         self.demands: list[Demand] = []
         self.length = 0
 
-    async def call(self, role: int, work: Any, *, demand: Demand, spend: Any, version: int) -> list[Completion]:
+    async def call(self, role: int, work: Any, *, demand: Demand, **_: Any) -> list[Completion]:
         self.demands.append(demand)
         return [
             Completion(
@@ -84,9 +84,10 @@ class OneReplica:
             member=SimpleNamespace(peer="rollout-0 at here"), vocabulary_size=9, rollout=self, reference=self
         )
 
-    async def call(self, role: int, work: Any, **_: Any) -> Any:
+    async def call(self, role: int, work: Any, *, on_try: Any = nullcontext, **_: Any) -> Any:
         for _try in range(self.tries):
-            answer = await work(self.replica)
+            async with on_try():
+                answer = await work(self.replica)
         return answer
 
     async def complete(self, request: rollout.GenerateRequest, *, timeout: float) -> list[Completion]:

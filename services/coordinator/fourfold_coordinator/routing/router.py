@@ -18,7 +18,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, nullcontext, suppress
 from typing import Final, NamedTuple, TypeVar
 
 import grpc
@@ -142,6 +142,7 @@ class Router:
         spend: Callable[[FourfoldError], None],
         version: int | None = None,
         wait: WaitLimit | None = None,
+        on_try: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> T:
         """Do `work` with a replica; when it fails, with another one if there is one.
 
@@ -153,6 +154,7 @@ class Router:
             spend: Counts one failed try; raises GivenUp or FatalRunError when there was none left.
             version: Lowest policy version that a rollout service must have; None for any.
             wait: Longest wait for a usable replica; None for the run's.
+            on_try: Returns the context that one try runs in. It gets the error of a try, also when a lease ended.
 
         Raises:
             GivenUp: No tries are left.
@@ -163,7 +165,8 @@ class Router:
         while True:
             async with self._acquire(role, demand, wait or self._wait, version=version, avoid=avoid) as replica:
                 try:
-                    result = await replica.call(work(replica))
+                    async with on_try():
+                        result = await replica.call(work(replica))
                 except (DiskFull, FatalRunError):
                     raise  # of this process, or the run's end: another replica would not help
                 except Overloaded as error:

@@ -86,21 +86,20 @@ class ServiceCalls:
                 sample_count=len(sample_ids),
                 min_policy_version=version,
             )
-            async with on_try():
-                completions = await replica.rollout.complete(request, timeout=timeout)
-                check_completions(
-                    completions,
-                    peer=replica.member.peer,
-                    vocabulary_size=replica.vocabulary_size,
-                    newest_version=self._newest_version(),
-                )
+            completions = await replica.rollout.complete(request, timeout=timeout)
+            check_completions(
+                completions,
+                peer=replica.member.peer,
+                vocabulary_size=replica.vocabulary_size,
+                newest_version=self._newest_version(),
+            )
             return completions
 
         samples, expected = len(sample_ids), self._lengths.expected(params.max_tokens)
         tokens = call_tokens(samples=samples, prompt=len(prompt.token_ids), expected=expected)
         demand = Demand(samples=samples, tokens=tokens, prefix=prefix_keys(prompt.token_ids))
         completions = await self._router.call(
-            Role.ROLE_ROLLOUT, work, demand=demand, spend=budget.spend, version=version
+            Role.ROLE_ROLLOUT, work, demand=demand, spend=budget.spend, version=version, on_try=on_try
         )
         self._lengths.add(len(completion.token_ids) for completion in completions)
         return [

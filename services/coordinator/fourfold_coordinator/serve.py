@@ -34,7 +34,7 @@ from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from .data.prompts import PromptSet, load_prompts
 from .launch.run_folder import ADDRESS_FILE, CONFIG_FILE, REPORT_FILE, is_finished, locked
 from .reporting.run_service import RunServicer
-from .reporting.run_totals import PEAK_MEMORY, MemoryMeter, RunTotals
+from .reporting.run_totals import RunTotals
 from .routing.membership import CertificateMonitor, MembershipServicer
 from .routing.registry import Member, Registry
 from .routing.router import Router
@@ -44,7 +44,6 @@ from .state.files import DiskWriter, replace_file
 from .state.ledger import Ledger
 from .state.run_board import RunBoard
 from .training.context import RunContext
-from .training.evaluate import Evaluator
 from .training.loop import TrainingLoop
 from .training.service_calls import ServiceCalls
 from .weights.broker import WeightBroker
@@ -152,19 +151,18 @@ class Coordinator:
         return 0
 
     async def _loop(self, ledger: Ledger) -> None:
-        memory = MemoryMeter(peak_bytes=int(ledger.get(PEAK_MEMORY) or 0), members=self._registry.members)
-        totals = RunTotals(ledger, memory)
+        totals = RunTotals(ledger, members=self._registry.members)
         self._registry.add_listener(totals.on_member)
         await self._disk.write(totals.save)
         background = [
             asyncio.create_task(self._router.run()),
             asyncio.create_task(self._show_members()),
-            asyncio.create_task(memory.run()),
+            asyncio.create_task(totals.memory.run()),
             asyncio.create_task(self._certificates.run()),
             asyncio.create_task(totals.run()),
         ]
         try:
-            context = await self._assemble(ledger, memory, totals)
+            context = await self._assemble(ledger, totals)
             background.append(asyncio.create_task(context.broker.run()))
             await first_of(TrainingLoop(context).run(), background)
         finally:
@@ -172,13 +170,12 @@ class Coordinator:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
 
-    async def _assemble(self, ledger: Ledger, memory: MemoryMeter, totals: RunTotals) -> RunContext:
+    async def _assemble(self, ledger: Ledger, totals: RunTotals) -> RunContext:
         config = self._config
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer)
         await self._disk.write(check_same_data, prompts, ledger)
         tokenizer, router = self._tokenizer, self._router
         session = TrainerSession(router, config, tokenizer_sha256=tokenizer.sha256, board=self._board)
-        service_calls = ServiceCalls(config, router, tokenizer.decode, newest_version=ledger.highest_version)
         self._router.faults.load(ledger)
         return RunContext(
             config=config,
@@ -198,9 +195,7 @@ class Coordinator:
                 probe_ids=prompts.train[0].token_ids,
                 status=self._weight_status,
             ),
-            service_calls=service_calls,
-            evaluator=Evaluator(config, service_calls, session, prompts.held_out),
-            memory=memory,
+            service_calls=ServiceCalls(config, router, tokenizer.decode, newest_version=ledger.highest_version),
             certificates=self._certificates,
             totals=totals,
             start_seconds=self._start_seconds,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,16 +34,9 @@ def ledger(tmp_path: Path) -> Ledger:
 
 
 def build(root: Path, ledger: Ledger, **changes: Any) -> dict[str, Any]:
-    return report.build(
-        make_config(root, **changes),
-        ledger,
-        seconds=12.3456,
-        peak_memory_bytes=5,
-        uncounted=["trainer-0"],
-        restarts={"trainer-0": 2},
-        resumes=1,
-        model="/runs/toy/model",
-    )
+    memory = SimpleNamespace(peak_bytes=5, uncounted=["trainer-0"])
+    totals: Any = SimpleNamespace(seconds=12.3456, memory=memory, restarts={"trainer-0": 2}, resumes=1)
+    return report.build(make_config(root, **changes), ledger, totals, model="/runs/toy/model")
 
 
 def test_a_report_says_before_and_after(tmp_path: Path, ledger: Ledger) -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from fourfold.coordinator.v1.membership_service_pb2 import Role
-from fourfold_coordinator.reporting.run_totals import MemoryMeter, RunTotals
+from fourfold_coordinator.reporting.run_totals import RunTotals
 from fourfold_coordinator.routing.registry import Member, MemberChange
 from fourfold_coordinator.state.ledger import Ledger
 from tests.fakes.clock import FakeClock
 
 
 def totals(ledger: Ledger, clock: FakeClock) -> RunTotals:
-    return RunTotals(ledger, MemoryMeter(), clock=clock)
+    return RunTotals(ledger, clock=clock)
 
 
 def member(name: str, incarnation: str) -> Member:

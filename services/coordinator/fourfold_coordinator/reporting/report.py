@@ -42,6 +42,7 @@ from ..state.files import replace_file
 from ..state.ledger import EvalRow, Ledger, StepRow
 from ..state.samples import SampleGroup, digest
 from .diagnosis import summarize_findings
+from .run_totals import RunTotals
 
 FIRST_STEP = "first_step"
 
@@ -64,14 +65,10 @@ def first_step_facts(groups: Sequence[SampleGroup]) -> str:
 def build(
     config: Config,
     ledger: Ledger,
+    totals: RunTotals,
     *,
-    seconds: float,
-    peak_memory_bytes: int,
     model: str,
-    restarts: Mapping[str, int],
-    resumes: int,
     model_ema: str | None = None,
-    uncounted: Sequence[str] = (),
     faults: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return the report; the module's docstring explains its keys and the arguments of the same names."""
@@ -82,12 +79,12 @@ def build(
         "name": config.name,
         "seed": config.seed,
         "steps": len(steps),
-        "seconds": round(seconds, 3),
-        "resumes": resumes,
-        "restarts": dict(sorted(restarts.items())),
+        "seconds": round(totals.seconds, 3),
+        "resumes": totals.resumes,
+        "restarts": dict(sorted(totals.restarts.items())),
         "seconds_per_step": round(math.fsum(s.seconds for s in steps) / len(steps), 3) if steps else None,
-        "peak_memory_bytes": peak_memory_bytes,
-        "peak_memory_without": list(uncounted),
+        "peak_memory_bytes": totals.memory.peak_bytes,
+        "peak_memory_without": totals.memory.uncounted,
         "eval_before": _eval(before),
         "eval_after": _eval(after),
         "evals": [_eval(row) for row in evals],

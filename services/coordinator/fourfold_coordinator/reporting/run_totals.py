@@ -28,7 +28,7 @@ from ..state.ledger import Ledger
 
 # Keys in the ledger.
 _SECONDS: Final = "seconds"
-PEAK_MEMORY: Final = "peak_memory_bytes"
+_PEAK_MEMORY: Final = "peak_memory_bytes"
 _RESUMES: Final = "resumes"
 _RESTARTS: Final = "restarts"
 
@@ -41,9 +41,12 @@ _MAX_NAMES: Final = 1000
 class RunTotals:
     """Keeps the duration, peak memory, resumes and restarts of one run. Used on one event loop."""
 
-    def __init__(self, ledger: Ledger, memory: MemoryMeter, *, clock: Clock = SYSTEM_CLOCK) -> None:
-        """Continue from the ledger; `memory` measures this process's part of the run."""
-        self._ledger, self._memory, self._clock = ledger, memory, clock
+    def __init__(
+        self, ledger: Ledger, *, members: Callable[[], Sequence[Member]] = tuple, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        """Continue from the ledger; `members` returns the present members of the run."""
+        self.memory = MemoryMeter(peak_bytes=int(ledger.get(_PEAK_MEMORY) or 0), members=members)
+        self._ledger, self._clock = ledger, clock
         self._began = clock.monotonic()
         stored = ledger.get(_SECONDS)
         self._seconds_before = float(stored or 0.0)
@@ -73,7 +76,7 @@ class RunTotals:
         self._ledger.put(
             {
                 _SECONDS: repr(self.seconds),
-                PEAK_MEMORY: str(self._memory.peak_bytes),
+                _PEAK_MEMORY: str(self.memory.peak_bytes),
                 _RESUMES: str(self.resumes),
                 _RESTARTS: json.dumps(self.restarts),
             }

@@ -98,10 +98,10 @@ class MembershipServicer(pb_grpc.MembershipServiceServicer):
         return pb.RegisterResponse(lease_token=token, ttl=self._ttl())
 
     async def KeepAlive(self, request: pb.KeepAliveRequest, context: Context) -> pb.KeepAliveResponse:
-        """Renew a lease, and request a drain of its member if the run asks for one."""
-        drain = self._registry.keep_alive(request.lease_token, principal.current())
+        """Renew a lease."""
+        self._registry.keep_alive(request.lease_token, principal.current())
         self._record_certificate(context)  # it may have been renewed since `Register`
-        return pb.KeepAliveResponse(ttl=self._ttl(), drain_requested=drain)
+        return pb.KeepAliveResponse(ttl=self._ttl())
 
     async def Deregister(self, request: pb.DeregisterRequest, context: Context) -> pb.DeregisterResponse:
         """End a lease; a repeat of the call changes nothing."""

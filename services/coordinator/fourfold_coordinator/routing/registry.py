@@ -82,7 +82,6 @@ class _Lease:
     renewed: float  # the last time, on the monotonic clock
     renewed_at: float  # the same time in seconds since the epoch
     live_since: float  # first of the unbroken series of renewals in time, in seconds since the epoch
-    drain_requested: bool = False
 
 
 Listener = Callable[[Member, MemberChange], None]
@@ -159,17 +158,12 @@ class Registry:
         self._notify(member, MemberChange.JOINED)
         return token
 
-    def keep_alive(self, token: bytes, owner: Principal = LOCAL) -> bool:
-        """Renew a lease; return whether its member should drain.
-
-        Raises:
-            NotFound: The lease expired, was given back or replaced, or belongs to another principal.
-        """
+    def keep_alive(self, token: bytes, owner: Principal = LOCAL) -> None:
+        """Renew a lease; raise NotFound when it ended, or belongs to another principal."""
         lease = self._find(token, owner)
         if lease is None:
             raise NotFound("this lease is gone: it expired or was replaced; stop work and register again")
         self._renew(lease)
-        return lease.drain_requested
 
     def overdue(self, member_id: str) -> tuple[bool, float]:
         """Return whether a member should have renewed its lease by now, and since when, in seconds since the epoch.
@@ -188,11 +182,6 @@ class Registry:
         if lease is not None:
             self._remove(lease, MemberChange.LEFT)
 
-    def request_drain(self) -> None:
-        """Ask every member, in the response to its next KeepAlive, to drain and deregister."""
-        for lease in self._leases.values():
-            lease.drain_requested = True
-
     def expire(self) -> list[Member]:
         """Remove and return the members whose leases have run out."""
         expired = [lease for lease in self._leases.values() if self._age(lease) >= self.ttl]
@@ -201,7 +190,6 @@ class Registry:
         return [lease.member for lease in expired]
 
     def _age(self, lease: _Lease) -> float:
-        """Return the seconds since the last renewal."""
         return self._clock.monotonic() - lease.renewed
 
     def _overdue(self, lease: _Lease) -> bool:
@@ -221,7 +209,6 @@ class Registry:
         return None
 
     def _fence(self, member: Member) -> None:
-        """Refuse an incarnation from now on."""
         self._fenced[member.member_id, member.incarnation] = None
         while len(self._fenced) > MAX_FENCED:
             del self._fenced[next(iter(self._fenced))]

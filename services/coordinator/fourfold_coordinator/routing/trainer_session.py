@@ -114,8 +114,8 @@ class TrainerSession:
                     await asyncio.wait(tasks)
                 watcher.cancel()
         except BaseExceptionGroup as errors:
-            leaves = list(_leaves(errors))
-            raise next((e for e in leaves if isinstance(e, TrainerRestarted)), leaves[0]) from None
+            found = errors.exceptions
+            raise next((e for e in found if isinstance(e, TrainerRestarted)), found[0]) from None
         return [task.result() for task in tasks]
 
     async def _raise_on_restart(self) -> None:
@@ -170,11 +170,3 @@ class TrainerSession:
                 f"{replica.member.peer} is a new process; what it learned since its checkpoint is lost"
             )
         return replica
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterable[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error

@@ -256,14 +256,8 @@ class Ledger:
 
     def steps(self) -> list[StepRow]:
         """Return every step done, in order."""
-        return [_step_row(row) for row in self._db.execute("SELECT * FROM steps ORDER BY step")]
-
-    def step_row(self, step: int) -> StepRow:
-        """Return the row of one step; raise NotFound when it is not done."""
-        row = self._db.execute("SELECT * FROM steps WHERE step = ?", (step,)).fetchone()
-        if row is None:
-            raise NotFound(f"step {step} is not done")
-        return _step_row(row)
+        rows = self._db.execute("SELECT * FROM steps ORDER BY step")
+        return [StepRow(*[*row[:-1], json.loads(row[-1] or "{}")]) for row in rows]
 
     def skipped_count(self) -> int:
         """Return the number of steps that had nothing to learn."""
@@ -344,7 +338,3 @@ class Ledger:
         """Store facts by key, replacing those that exist."""
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(facts.items()))
-
-
-def _step_row(row: tuple[Any, ...]) -> StepRow:
-    return StepRow(*[*row[:-1], json.loads(row[-1] or "{}")])

@@ -9,7 +9,7 @@ from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 
 from ..data.prompts import PromptSet
-from ..reporting.run_totals import MemoryMeter, RunTotals
+from ..reporting.run_totals import RunTotals
 from ..routing.membership import CertificateMonitor
 from ..routing.router import Router
 from ..routing.trainer_session import TrainerSession
@@ -17,7 +17,6 @@ from ..state.files import DiskWriter
 from ..state.ledger import Ledger
 from ..state.run_board import RunBoard
 from ..weights.broker import WeightBroker
-from .evaluate import Evaluator
 from .service_calls import ServiceCalls
 
 
@@ -35,8 +34,6 @@ class RunContext:
     session: TrainerSession
     broker: WeightBroker
     service_calls: ServiceCalls
-    evaluator: Evaluator
-    memory: MemoryMeter
     certificates: CertificateMonitor
     totals: RunTotals
     start_seconds: float  # longest wait for the services when the run starts

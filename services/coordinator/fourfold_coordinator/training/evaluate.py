@@ -14,14 +14,11 @@ from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import Any, Final
 
-from fourfold.config import Config
-
 from ..data.prompts import Prompt, derive_seed
 from ..routing.replica import GivenUp
-from ..routing.trainer_session import TrainerSession
 from ..state.ledger import EvalRow
 from ..state.samples import Trajectory
-from .service_calls import ServiceCalls
+from .context import RunContext
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -66,11 +63,9 @@ def student_t(degrees: int) -> float:
 class Evaluator:
     """Evaluates the policy on the held-out prompts of a run."""
 
-    def __init__(
-        self, config: Config, service_calls: ServiceCalls, session: TrainerSession, prompts: Sequence[Prompt]
-    ) -> None:
-        self._config, self._service_calls, self._session = config, service_calls, session
-        self._prompts = tuple(prompts)
+    def __init__(self, context: RunContext) -> None:
+        self._config, self._prompts = context.config, context.prompts.held_out
+        self._service_calls, self._session = context.service_calls, context.session
 
     async def run(self, *, step: int, version: int, on_progress: Callable[[float], None]) -> EvalRow | None:
         """Evaluate the weights of `version`, or of a later one, after `step` steps.

@@ -38,6 +38,7 @@ from ..state.samples import StepBatch, to_lines
 from ..weights.update import WeightUpdateResult
 from .collect import BatchCollector
 from .context import RunContext
+from .evaluate import Evaluator
 from .recovery import SAMPLES_FILE, restore
 from .step_report import StepRecord, StepReporter
 
@@ -56,7 +57,11 @@ class TrainingLoop:
         self.context, self.config = context, context.config
         self.ledger, self.disk, self.board = context.ledger, context.disk, context.board
         self.session, self.broker = context.session, context.broker
-        self.collector, self.reporter = BatchCollector(context), StepReporter(context)
+        self.collector, self.evaluator, self.reporter = (
+            BatchCollector(context),
+            Evaluator(context),
+            StepReporter(context),
+        )
         self.step = 0  # steps done
         self.required, self.start_seconds = context.required_services(), context.start_seconds
 
@@ -210,9 +215,7 @@ class TrainingLoop:
             TrainerRestarted: Engines that join now could not get the weights under evaluation.
         """
         self.board.set_phase(run_pb.RUN_PHASE_EVALUATING)
-        row = await self.context.evaluator.run(
-            step=step, version=self.broker.version, on_progress=self.board.set_progress
-        )
+        row = await self.evaluator.run(step=step, version=self.broker.version, on_progress=self.board.set_progress)
         if row is None:
             return {}
         await self.disk.write(self.ledger.add_eval, row)

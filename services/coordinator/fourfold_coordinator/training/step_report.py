@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from fourfold import metrics as m
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
@@ -40,6 +40,7 @@ class StepRecord:
     skipped_reason: str = ""  # the trainer's; empty when it trained
     findings: list[str] = field(default_factory=list)
     alarms: list[str] = field(default_factory=list)  # the findings that are new, or clearly worse than before
+    row: dict[str, Any] = field(default_factory=dict)  # as it was saved last
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -114,39 +115,28 @@ class StepReporter:
         _add_total_time(record)
         # JSON has no NaN and no infinity.
         finite = {name: value if math.isfinite(value) else None for name, value in sorted(record.metrics.items())}
-        row = {**finite, "diagnosis": "; ".join(record.findings), "alarms": record.alarms}
-        await self._disk.write(self._ledger.record_metrics, record.step, row, seconds=record.seconds)
+        record.row = {**finite, "diagnosis": "; ".join(record.findings), "alarms": record.alarms}
+        await self._disk.write(self._ledger.record_metrics, record.step, record.row, seconds=record.seconds)
         await self._disk.write(self._context.router.faults.save, self._ledger)
 
     def show(self, record: StepRecord) -> None:
         """Publish the metrics of a step: metrics.jsonl, the board, the log."""
-        row = self._ledger.step_row(record.step)
-        self._metrics_file.write({"step": record.step, **row.metrics})
-        self._context.board.add_step(record.step, row.metrics)
-        reward, steps = row.metrics.get(m.REWARD_MEAN), self._context.config.steps
+        self._metrics_file.write({"step": record.step, **record.row})
+        self._context.board.add_step(record.step, record.row)
+        reward, steps = record.row.get(m.REWARD_MEAN), self._context.config.steps
         log.info("step %d of %d is done", record.step, steps, extra={"reward": reward})
         for text in record.alarms:
             log.warning("step %d: %s", record.step, text)
 
     async def write_report(self, model: str, model_ema: str | None) -> None:
         """Write report.json and what it refers to: the folders of the exported model and of its moving average."""
-        context, totals, memory = self._context, self._context.totals, self._context.memory
-        await memory.update()
+        context, totals = self._context, self._context.totals
+        await totals.memory.update()
         await self._disk.write(totals.save)
         if not await self.close():
             await self._disk.write_in_thread(rewrite_metrics, self._path, self._ledger.steps())
-        facts = report.build(
-            context.config,
-            self._ledger,
-            seconds=totals.seconds,
-            restarts=totals.restarts,
-            resumes=totals.resumes,
-            peak_memory_bytes=memory.peak_bytes,
-            uncounted=memory.uncounted,
-            model=model,
-            model_ema=model_ema,
-            faults=context.router.faults.rows(),
-        )
+        faults = context.router.faults.rows()
+        facts = report.build(context.config, self._ledger, totals, model=model, model_ema=model_ema, faults=faults)
         steps, evals = self._ledger.steps(), self._ledger.evals()
         await self._disk.write_in_thread(report.write, context.folder, facts, steps, evals)
         log.info("run finished: report=%s model=%s", context.folder / "report.json", model)

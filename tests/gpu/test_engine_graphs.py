@@ -1,4 +1,4 @@
-"""What vLLM decides on a GPU: CUDA graphs for every batch up to the limit, and asynchronous scheduling.
+"""Tests what vLLM decides on a GPU: CUDA graphs for every batch up to the limit, and asynchronous scheduling.
 
 Skipped without a GPU or vLLM. No engine is started.
 """

@@ -88,7 +88,7 @@ def run(root: Path, **values: Any) -> Path:
 
 
 def check(folder: Path, *, backend: str, engines: int, sleeps: bool) -> None:
-    """What every run must have done."""
+    """Check what every run must have done."""
     log = (folder / "logs" / "coordinator-0.log").read_text()
     opened = set(re.findall(r"weight epoch opened epoch=\d+ ([^\"]*)\"", log))
     names = ",".join(f"rollout-{index}" for index in range(engines))

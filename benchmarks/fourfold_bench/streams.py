@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -19,7 +18,7 @@ from google.protobuf.duration_pb2 import Duration
 from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as pb
 
-_RECENT: Final = 500  # newest gaps or messages of a caller in which the longest gap is sought
+_RECENT: Final = 500  # newest gaps of a caller in which the longest gap is sought
 _LOAD_SECONDS: Final = 10.0
 _POLL_SECONDS: Final = 0.005
 _TOKEN_BYTES: Final = 4
@@ -151,19 +150,3 @@ def streaming_request(
     return pb.GenerateRequest(
         request_id=request_id, prompt_token_ids=prompt, sampling_params=params, flush_interval=flush
     )
-
-
-def usual_gap(times: Sequence[list[float]]) -> float:
-    """Return the median time between two messages of a caller; 0 without callers.
-
-    Args:
-        times: when each caller got its messages; the lists may grow meanwhile.
-    """
-    gaps = [b - a for recent in (one[-_RECENT:] for one in times) for a, b in itertools.pairwise(recent)]
-    return statistics.median(gaps) if gaps else 0.0
-
-
-def longest_gap(times: list[float], began: float, end: float) -> float:
-    """Return the longest time between two messages that touches [began, end]."""
-    recent = itertools.pairwise(times[-_RECENT:])
-    return max((b - a for a, b in recent if b >= began and a <= end), default=0.0)

@@ -112,12 +112,12 @@ class WeightSettings(BenchmarkSettings):
 
     @property
     def on_gpus(self) -> bool:
-        """Whether it needs GPUs."""
+        """Return true if the engine runs on a GPU."""
         return self.engine_device != "cpu"
 
     @property
     def loop_is_possible(self) -> bool:
-        """Whether the loop can run: NCCL refuses two ranks on one GPU. Rank 0 alone represents the trainer."""
+        """Return true if the loop can run: NCCL refuses two ranks on one GPU. Of the trainer only rank 0 takes part."""
         return not self.on_gpus or self.engine_device != self.trainer_devices[0]
 
 

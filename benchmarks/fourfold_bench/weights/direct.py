@@ -19,10 +19,17 @@ from fourfold.weights.local import Publisher
 from fourfold.weights.worker_control import unwrap
 from fourfold_bench.gpus import GpuMemory
 from fourfold_bench.models import write_config
-from fourfold_bench.streams import longest_gap, usual_gap
 from fourfold_bench.weights.benchmark import WeightSettings
 from fourfold_bench.weights.engine import ServingEngine
-from fourfold_bench.weights.phases import Phase, Seconds, add_round, common_results, summaries
+from fourfold_bench.weights.phases import (
+    Phase,
+    Seconds,
+    add_round,
+    common_results,
+    longest_gap,
+    summaries,
+    usual_gap,
+)
 from fourfold_bench.weights.rank_client import TrainerRank
 
 _TOKENS_BETWEEN: Final = 4
@@ -32,11 +39,11 @@ _LOOP_ROUNDS: Final = 5
 
 
 def measure(settings: WeightSettings, scratch: Path) -> dict[str, Any]:
-    """Measure; return JSON values. This process must have no other threads and must not have imported torch."""
+    """Measure; return JSON values. Call it in a process without other threads: the engine forks."""
     with ExitStack() as closing:
         folder = write_config(scratch / "model", settings.shape)
         (scratch / "engine").mkdir()
-        # The engine comes first: it forks, which is safe only while this process has no other threads.
+        # The engine comes first: the ranks have threads here, with which a fork is not safe.
         engine = ServingEngine(settings, folder, scratch / "engine")
         closing.callback(engine.close)
         ranks = [

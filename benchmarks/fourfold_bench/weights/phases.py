@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from fourfold.weights.manifest import Manifest
 from fourfold_bench.record import percentiles
@@ -13,6 +14,8 @@ Seconds = dict[str, float]
 """Seconds of one round, by name."""
 Phase = dict[str, list[float]]
 """Seconds of all rounds of a kind, by name."""
+
+_RECENT: Final = 500  # newest messages of a stream; older ones tell nothing about the current round
 
 
 def add_round(phase: Phase, row: Seconds) -> None:
@@ -53,3 +56,18 @@ def common_results(
         "verified": summaries(verified),
         "token_gap": percentiles([token_gap]),
     }
+
+
+def usual_gap(times: Sequence[list[float]]) -> float:
+    """Return the median time between two messages of a stream; 0 without streams.
+
+    `times` is when each stream got its messages; the lists may grow meanwhile.
+    """
+    gaps = [b - a for recent in (one[-_RECENT:] for one in times) for a, b in itertools.pairwise(recent)]
+    return statistics.median(gaps) if gaps else 0.0
+
+
+def longest_gap(times: list[float], began: float, end: float) -> float:
+    """Return the longest time between two messages that touches [began, end]."""
+    recent = itertools.pairwise(times[-_RECENT:])
+    return max((b - a for a, b in recent if b >= began and a <= end), default=0.0)

@@ -32,9 +32,9 @@ from fourfold_bench.gpus import GpuMemory, visible
 from fourfold_bench.models import SHAPES
 from fourfold_bench.processes import BenchProcesses
 from fourfold_bench.record import percentiles
-from fourfold_bench.streams import Streams, streaming_request, usual_gap
+from fourfold_bench.streams import Streams, streaming_request
 from fourfold_bench.weights.benchmark import WeightSettings
-from fourfold_bench.weights.phases import Phase, Seconds, add_round, common_results
+from fourfold_bench.weights.phases import Phase, Seconds, add_round, common_results, usual_gap
 
 _MODEL_SECONDS: Final = 600.0
 _READY_SECONDS: Final = 400.0

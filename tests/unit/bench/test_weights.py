@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from fourfold.cli import main as cli_main
 from fourfold.errors import ConfigError
 from fourfold_bench import harness
 from fourfold_bench.record import percentiles
-from fourfold_bench.streams import longest_gap, usual_gap
 from fourfold_bench.suite import run_suite
 from fourfold_bench.weights.benchmark import BENCHMARK, SUITES, WeightSettings
+from fourfold_bench.weights.phases import longest_gap, usual_gap
 from fourfold_bench.weights.rank_client import TrainerRank
 
 
@@ -83,6 +84,12 @@ def test_the_command_needs_no_heavy_module_to_explain_itself(capsys: pytest.Capt
     with pytest.raises(SystemExit):
         cli_main.main(["bench", "weights", "--help"])
     assert "--suite" in capsys.readouterr().out
+
+
+def test_the_process_that_forks_the_engine_has_not_loaded_grpc() -> None:
+    """The direct path forks vLLM's processes, and a fork after gRPC has started is unsafe."""
+    code = "import sys, fourfold_bench.weights.direct; sys.exit('grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 def test_what_is_not_installed_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,7 @@ class Benchmark(abc.ABC, Generic[S]):
     libraries: ClassVar[Sequence[str]]
     """Distributions whose versions a result has; "|" separates alternatives."""
     profiled: ClassVar[str] = ""
-    """What --profile records. Empty: the harness adds no --profile."""
+    """Processes that --profile records. Empty: the harness adds no --profile."""
     suites: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     """Arguments of each configuration, by its name, by suite."""
 

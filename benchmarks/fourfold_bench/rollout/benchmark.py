@@ -77,7 +77,7 @@ class RolloutSettings(BenchmarkSettings):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the engine runs on a GPU."""
+        """Return true if the engine runs on a GPU."""
         return self.device != "cpu"
 
     @property

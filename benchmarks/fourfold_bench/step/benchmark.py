@@ -82,7 +82,7 @@ class StepSettings(BenchmarkSettings):
 
     @property
     def on_gpus(self) -> bool:
-        """Whether the run uses GPUs."""
+        """Return true if the run uses GPUs."""
         return self.device == "cuda"
 
     @property
@@ -92,7 +92,7 @@ class StepSettings(BenchmarkSettings):
 
     @property
     def shares_gpus(self) -> bool:
-        """Whether engines and trainer take turns on the same GPUs."""
+        """Return true if engines and trainer take turns on the same GPUs."""
         return self.layout != "separate"
 
     @property
@@ -134,7 +134,7 @@ class StepSettings(BenchmarkSettings):
 
     @property
     def is_openrlhf_work(self) -> bool:
-        """Whether the step has the work that OpenRLHF was measured on."""
+        """Return true if the step has the work that OpenRLHF was measured on."""
         sizes = {name: getattr(self, name) for name in _GPU}
         return self.gpus == 2 and sizes == _GPU and self.kl_coef > 0
 

@@ -170,7 +170,7 @@ class Run:
         result = train_step(self.engine, batch(number), self.config, step=number, state=AlgorithmState(kl_coef=kl_coef))
         self.losses += [result.policy.loss, result.critic.loss]
         self.norms += result.policy_norms + result.critic_norms
-        found = summarise(result, self.config, step=number)
+        found = summarise(result, self.config)
         self.metrics += [found[name] for name in sorted(found) if name != PADDING_FRACTION]
         return result
 

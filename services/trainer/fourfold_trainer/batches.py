@@ -36,7 +36,7 @@ class PolicyBatch:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether no token counts."""
+        """Return true if no token counts."""
         return not self.weights.any()
 
 

@@ -118,7 +118,7 @@ def test_the_trainer_minimises_it(installed: Path, tmp_path: Path) -> None:
             (wanted,) = torch.autograd.grad(loss, table)
             torch.testing.assert_close(gradient, wanted, atol=1e-6, rtol=1e-5)
             table = table.detach() - 20.0 * gradient
-        found = metrics.summarise(result, config, step=step)
+        found = metrics.summarise(result, config)
         assert found["quadratic/distance"] == pytest.approx(np.mean(distances), rel=1e-5)
 
 

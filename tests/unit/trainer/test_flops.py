@@ -1,4 +1,4 @@
-"""What a step costs, worked out by hand, and how much of a GPU's peak that is."""
+"""Tests the FLOP of a step against numbers worked out by hand, and their share of a GPU's peak."""
 
 from __future__ import annotations
 

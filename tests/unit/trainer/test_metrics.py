@@ -43,7 +43,7 @@ def with_behavior(samples: Sequence[Sample], ratios: Sequence[Sequence[float]]) 
 def test_what_a_correction_bounds_rejects_and_leaves_is_counted() -> None:
     samples, old = with_behavior(group_of([0, 1, 3], group="a"), [[1.5, 4.0], [1.0, 0.25], [8.0, math.inf]])
     config = recipe(algorithm={"correction": {"kind": "tis", "low": 0.5, "high": 2.0}})
-    found = metrics.summarise(run(samples, config)[1], config, step=1)
+    found = metrics.summarise(run(samples, config)[1], config)
     assert found[m.CORRECTION_WEIGHT_MIN] == pytest.approx(0.5)
     assert found[m.CORRECTION_WEIGHT_MAX] == pytest.approx(2.0)
     assert found[m.CORRECTION_WEIGHT] == pytest.approx((1.5 + 2 + 1 + 0.5 + 2 + 0) / 6)
@@ -53,7 +53,7 @@ def test_what_a_correction_bounds_rejects_and_leaves_is_counted() -> None:
     gaps = [abs(1 - 1 / ratio) * math.exp(logprob) for ratio, logprob in zip([1.5, 4, 1, 0.25, 8], old, strict=False)]
     assert found[m.MISMATCH_PROBABILITY] == pytest.approx(sum(gaps) / 5, rel=1e-5)
     config = recipe(algorithm={"correction": {"kind": "icepop", "low": 0.5, "high": 2.0}})
-    found = metrics.summarise(run(samples, config)[1], config, step=1)
+    found = metrics.summarise(run(samples, config)[1], config)
     assert found[m.REJECTED_TOKENS] == pytest.approx(4 / 6) and found[m.TRUNCATED_WEIGHTS] == 0
     assert found[m.REJECTED_SAMPLES] == pytest.approx(1 / 3), "the third has no token left"
     assert found[m.CORRECTION_WEIGHT_MIN] == pytest.approx(1.0), "of those that are not rejected"
@@ -67,8 +67,8 @@ def test_the_kl_term_is_reported_as_the_recipe_adds_it_up_before_its_coefficient
     _, old = with_behavior(samples, [[1, 1], [1, 1]])
     reference = np.concatenate([s.reference_logprobs[s.loss_mask] for s in samples])
     wanted = (np.clip(np.array(old) - reference, -20, 20) ** 2 / 2).clip(max=10).mean()
-    assert metrics.summarise(result, config, step=1)[m.KL_LOSS] == pytest.approx(wanted, rel=1e-5)
-    assert m.KL_LOSS not in metrics.summarise(run(samples, recipe())[1], recipe(), step=1)
+    assert metrics.summarise(result, config)[m.KL_LOSS] == pytest.approx(wanted, rel=1e-5)
+    assert m.KL_LOSS not in metrics.summarise(run(samples, recipe())[1], recipe())
 
 
 def test_a_loss_that_is_no_number_is_counted() -> None:
@@ -76,9 +76,9 @@ def test_a_loss_that_is_no_number_is_counted() -> None:
     with torch.no_grad():
         engine.policy[0] = math.nan
     result = train_step(engine, batch(), recipe(), step=1, state=AlgorithmState())  # type: ignore[arg-type]
-    found = metrics.summarise(result, recipe(), step=1)
+    found = metrics.summarise(result, recipe())
     assert (found[m.NONFINITE_LOSS], found[m.UPDATES]) == (1, 0)
-    assert metrics.summarise(run(batch(), recipe())[1], recipe(), step=1)[m.NONFINITE_LOSS] == 0
+    assert metrics.summarise(run(batch(), recipe())[1], recipe())[m.NONFINITE_LOSS] == 0
 
 
 class NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -148,7 +148,7 @@ def test_the_routers_loss_is_weighted_by_the_share_of_tokens_and_dummies_are_lef
     trainer = {"ranks": ranks, "learning_rate": 0.5, "router_aux_loss_coef": 0.01}
     config = recipe(budget=budget, trainer=trainer)
     engine, result = run([*batch(), sample("one", group="a", completion=7)], config)
-    found = metrics.summarise(result, config, step=1)
+    found = metrics.summarise(result, config)
     assert found[m.ROUTER_LOSS] == pytest.approx(2.5) and found[m.ROUTER_VIOLATION] == pytest.approx(0.5)
     shares = [share for rank in engine.policy_shares[0] for share in rank]
     weights = [weight for routers in made for weight in routers.weights]

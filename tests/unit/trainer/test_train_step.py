@@ -83,7 +83,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 def test_gradients_and_metrics_do_not_depend_on_ranks_and_micro_batches(name: str, updates: dict[str, int]) -> None:
     tables: dict[str, Any] = {"algorithm": ALGORITHMS[name], "batch": updates}
     whole, result = run(batch(), recipe(**tables))
-    wanted = metrics.summarise(result, recipe(**tables), step=1)
+    wanted = metrics.summarise(result, recipe(**tables))
     for ranks, budget in ((1, 16), (2, 100), (3, 20)):
         config = recipe(ranks=ranks, budget=budget, **tables)
         engine, split = run(batch(), config)
@@ -93,7 +93,7 @@ def test_gradients_and_metrics_do_not_depend_on_ranks_and_micro_batches(name: st
             assert float((one - other).norm()) <= 1e-12 * float(other.norm()) or (
                 one.isnan().all() and other.isnan().all()
             )
-        found = metrics.summarise(split, config, step=1)
+        found = metrics.summarise(split, config)
         assert found.keys() == wanted.keys()
         for key in found.keys() - {m.PADDING_FRACTION, m.DUMMY_FRACTION}:
             assert found[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-6, nan_ok=True), key
@@ -138,7 +138,7 @@ def test_the_only_update_of_a_step_forwards_every_token_once(
     monkeypatch.setattr(Toy, "logprobs", counted)
     _, result = run(batch(), config)
     assert len(forwarded) == result.micro_batch_count and sum(forwarded) == result.forwarded_tokens
-    once = metrics.summarise(result, config, step=1)
+    once = metrics.summarise(result, config)
     assert once[m.REFERENCE_KL] > 0 and once[m.MISMATCH_MEAN] > 0 and once[m.RATIO_MAX] == once[m.RATIO_MIN] == 1
 
     # The same numbers as with a pass before it: what the update finds is what the old weights gave.
@@ -146,7 +146,7 @@ def test_the_only_update_of_a_step_forwards_every_token_once(
     forwarded.clear()
     _, result = run(batch(), config)
     assert sum(forwarded) > result.forwarded_tokens
-    twice = metrics.summarise(result, config, step=1)
+    twice = metrics.summarise(result, config)
     assert {k: v for k, v in twice.items() if k in once} == pytest.approx(once, rel=1e-5, abs=1e-6, nan_ok=True)
 
 
@@ -170,11 +170,11 @@ def test_old_logprobs_are_looked_up_only_where_they_are_not_the_present_ones(
 
 def test_old_logprobs_stay_those_of_the_start_so_that_later_updates_clip() -> None:
     tables: dict[str, Any] = {"trainer": {"learning_rate": 40.0}}
-    once = metrics.summarise(run(batch(), recipe(**tables))[1], recipe(**tables), step=1)
+    once = metrics.summarise(run(batch(), recipe(**tables))[1], recipe(**tables))
     assert (once[m.CLIP_FRACTION_LOW], once[m.CLIP_FRACTION_HIGH], once[m.RATIO_MAX]) == (0, 0, 1)
     config = recipe(batch={"epochs_per_step": 3}, **tables)
     engine, result = run(batch(), config)
-    often = metrics.summarise(result, config, step=1)
+    often = metrics.summarise(result, config)
     assert often[m.CLIP_FRACTION_LOW] > 0 and often[m.CLIP_FRACTION_HIGH] > 0
     assert often[m.RATIO_MIN] < 0.8 and often[m.RATIO_MAX] > 1.2 and often[m.UPDATES] == 3
     first = engine.policy_shares[0][0][0].old_logprobs
@@ -216,7 +216,7 @@ def test_a_step_whose_tokens_are_all_rejected_changes_nothing() -> None:
     engine, result = run(batch(), config)
     assert result.skipped_reason == "ALL_REJECTED" and not engine.gradients[0].isfinite().any()
     assert result.policy_updates == 0
-    found = metrics.summarise(result, config, step=1)
+    found = metrics.summarise(result, config)
     assert found[m.REJECTED_TOKENS] == 1 and math.isnan(found[m.GRAD_NORM])
 
 
@@ -227,7 +227,7 @@ def test_a_behavior_logprob_that_is_not_finite_is_left_out_of_the_mismatch() -> 
     samples[0] = replace(samples[0], behavior_logprobs=behavior)
     _, result = run(samples, recipe())
     assert (result.policy.token_count, len(result.policy.mismatches)) == (4, 3)
-    found = metrics.summarise(result, recipe(), step=1)
+    found = metrics.summarise(result, recipe())
     assert math.isfinite(found[m.MISMATCH_KL]) and 0 < found[m.EFFECTIVE_SAMPLE_SIZE] <= 1
     assert found[m.MISMATCH_NONFINITE] == 1
 
@@ -271,7 +271,7 @@ def test_penalties_come_before_the_comparison_and_the_clip_after_it() -> None:
     _, result = run(samples, config)
     assert result.outcomes.tolist() == [8, (4 - 0.5) * 0.5]
     assert set(result.targets.advantages.tolist()) == {1, -1}
-    assert metrics.summarise(result, config, step=1)[m.REWARD_PENALTY] == pytest.approx((1.75 - 4) / 2)
+    assert metrics.summarise(result, config)[m.REWARD_PENALTY] == pytest.approx((1.75 - 4) / 2)
 
 
 def test_running_normalisation_and_the_kl_coefficient_are_remembered() -> None:
@@ -283,7 +283,7 @@ def test_running_normalisation_and_the_kl_coefficient_are_remembered() -> None:
     engine = ToyEngine(config)
     again = train_step(engine, batch(), config, step=2, state=first.algorithm_state)  # type: ignore[arg-type]
     assert again.algorithm_state.scores.count == 14 and again.kl_coef == first.algorithm_state.kl_coef
-    assert metrics.summarise(again, config, step=2)[m.KL_COEF] == first.algorithm_state.kl_coef
+    assert metrics.summarise(again, config)[m.KL_COEF] == first.algorithm_state.kl_coef
 
 
 def test_a_log_probability_that_is_no_number_leaves_the_kl_coefficient_alone() -> None:
@@ -298,9 +298,9 @@ def test_a_log_probability_that_is_no_number_leaves_the_kl_coefficient_alone() -
 
 def test_the_distance_in_the_reward_is_reported_only_where_it_is_subtracted() -> None:
     in_loss = recipe(algorithm={"preset": "grpo-paper"}, batch={"mini_batches_per_step": 2})
-    assert m.REWARD_KL not in metrics.summarise(run(batch(), in_loss)[1], in_loss, step=1)
+    assert m.REWARD_KL not in metrics.summarise(run(batch(), in_loss)[1], in_loss)
     in_reward = recipe(algorithm={"preset": "reinforce++"})
-    assert m.REWARD_KL in metrics.summarise(run(batch(), in_reward)[1], in_reward, step=1)
+    assert m.REWARD_KL in metrics.summarise(run(batch(), in_reward)[1], in_reward)
 
 
 # ---- critic ------------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_the_critic_learns_the_returns_and_lowers_the_variance_of_the_advantages
     samples = batch()
     for number in range(1, 40):
         result = train_step(engine, samples, config, step=number, state=state)  # type: ignore[arg-type]
-        variances.append(metrics.summarise(result, config, step=number)[m.EXPLAINED_VARIANCE])
+        variances.append(metrics.summarise(result, config)[m.EXPLAINED_VARIANCE])
     assert variances[0] == pytest.approx(0, abs=1e-3) and variances[-1] > 0.5
 
 
@@ -356,7 +356,7 @@ def test_policy_and_critic_may_work_at_the_same_time() -> None:
         engine.gradients + engine.critic_gradients, other.gradients + other.critic_gradients, strict=True
     ):
         assert torch.equal(mine, theirs)
-    assert metrics.summarise(found, config, step=1) == metrics.summarise(wanted, config, step=1)
+    assert metrics.summarise(found, config) == metrics.summarise(wanted, config)
     assert [len(shares) for shares in engine.policy_shares] == [1, 1]
     assert [len(shares) for shares in engine.critic_shares] == [3, 3]
 

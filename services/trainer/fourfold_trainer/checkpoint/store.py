@@ -110,7 +110,7 @@ class CheckpointStore:
         """
         if self._is_there(state):
             if score is not None and score != self._score(state.step):
-                self._add_score(state.step, score)
+                self._write_score(state.step, score)
         else:
             with atomic_folder(self._path(state.step)) as partial:
                 write(partial)
@@ -182,7 +182,7 @@ class CheckpointStore:
             return None
         return float(score) if score is not None and math.isfinite(score) else None
 
-    def _add_score(self, step: int, score: float) -> None:
+    def _write_score(self, step: int, score: float) -> None:
         path = self._path(step) / STATE_FILE
         fresh = path.with_name(f"{path.name}.new")
         write_text(fresh, json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"score": score}, indent=1))

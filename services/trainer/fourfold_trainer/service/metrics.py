@@ -32,17 +32,17 @@ _OTHER_SUMS: Final = {
 _SMALL: Final = 1e-5
 
 
-def summarise(result: StepResult, config: Config, *, step: int) -> dict[str, float]:
+def summarise(result: StepResult, config: Config) -> dict[str, float]:
     """Return the metrics of a step, except those that the coordinator computes without the model."""
     found = _advantages(result) | _policy(result) | _mismatch(result)
     distance = result.targets.kl
     if distance is not None and len(distance) and config.algorithm.kl.placement == "reward":
         found[m.REWARD_KL] = float(distance.mean())
-    found[m.LEARNING_RATE] = learning_rate(config.trainer, step, config.steps)
+    found[m.LEARNING_RATE] = learning_rate(config.trainer, result.step, config.steps)
     if config.algorithm.kl.coef:
         found[m.KL_COEF] = result.kl_coef
     if config.algorithm.needs_critic:
-        found[m.CRITIC_LEARNING_RATE] = learning_rate(config.critic, step, config.steps)
+        found[m.CRITIC_LEARNING_RATE] = learning_rate(config.critic, result.step, config.steps)
         found |= _critic(result)
     return found
 

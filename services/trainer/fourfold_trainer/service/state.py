@@ -181,7 +181,7 @@ class TrainerCore:
         self._release_memory()
         seconds = time.monotonic() - began
         skipped = state.skipped_step_count + bool(result.skipped_reason)
-        measured = service_metrics.summarise(result, config, step=step)
+        measured = service_metrics.summarise(result, config)
         measured[metrics.SKIPPED_STEPS] = float(skipped)
         measured[metrics.TIME_TRAIN] = seconds
         measured[metrics.TRAIN_SPEED] = sum(len(s.token_ids) for s in samples) / seconds

@@ -41,6 +41,7 @@ NOT_FINITE: Final = "NOT_FINITE"
 class StepResult:
     """Everything that a step computed, for its answer and its metrics."""
 
+    step: int  # 1 for the first
     algorithm_state: AlgorithmState  # for the next step
     batch: PackedBatch
     outcomes: Float64Array  # [B], shaped scores before they are compared within groups
@@ -83,6 +84,7 @@ def train_step(
     old, values = _compute_old(engine, batch, config, policy_work, critic_work)
     targets = compute_advantages(batch, outcomes, config, old=old, values=values, kl_coef=kl_coef)
     result = StepResult(
+        step=step,
         algorithm_state=replace(state, kl_coef=next_kl_coef(batch, targets.kl, kl_coef, config)),
         batch=batch,
         outcomes=outcomes,
@@ -94,10 +96,9 @@ def train_step(
     kl_in_loss = algorithm.kl.coef > 0 and algorithm.kl.placement == "loss"
     tokens = LossTokens.of(batch, targets, config, kl_in_loss=kl_in_loss)
     trains_policy = not algorithm.needs_critic or step >= config.critic.policy_starts_at_step
-    for members in mini_batches(len(samples), config, step=step):
-        weights = tokens.weights(members)
-        critic = partial(_update_critic, engine, tokens, members, weights, result, step=step)
-        policy = partial(_update_policy, engine, tokens, members, weights, result, step=step)
+    for mini_batch in mini_batches(len(samples), config, step=step):
+        critic = partial(_update_critic, engine, tokens, mini_batch, result)
+        policy = partial(_update_policy, engine, tokens, mini_batch, result)
         if not algorithm.needs_critic:
             policy()
         elif trains_policy:
@@ -141,23 +142,15 @@ def _compute_old(
     return old, values[0]
 
 
-def _update_policy(
-    engine: TrainerEngine,
-    tokens: LossTokens,
-    mini_batch: Sequence[int],
-    weights: dict[int, float],
-    result: StepResult,
-    *,
-    step: int,
-) -> None:
+def _update_policy(engine: TrainerEngine, tokens: LossTokens, mini_batch: Sequence[int], result: StepResult) -> None:
     """Run one optimizer step of the policy, if there is anything to learn."""
     members = tokens.to_train(mini_batch)
     if not members:
         return
     config, lengths = tokens.config, [len(tokens.samples[i].token_ids) for i in members]
-    shares = tokens.policy_micro_batches(members, weights)
+    shares = tokens.policy_micro_batches(members, tokens.weights(mini_batch))
     settings = UpdateSettings(
-        learning_rate=learning_rate(config.trainer, step, config.steps),
+        learning_rate=learning_rate(config.trainer, result.step, config.steps),
         kl_coef=result.kl_coef,
         router_coef=config.trainer.router_aux_loss_coef,
         token_count=sum(lengths),
@@ -176,22 +169,14 @@ def _update_policy(
     result.real_tokens += sum(lengths)
 
 
-def _update_critic(
-    engine: TrainerEngine,
-    tokens: LossTokens,
-    mini_batch: Sequence[int],
-    weights: dict[int, float],
-    result: StepResult,
-    *,
-    step: int,
-) -> None:
+def _update_critic(engine: TrainerEngine, tokens: LossTokens, mini_batch: Sequence[int], result: StepResult) -> None:
     """Run one optimizer step of the critic, on all loss tokens."""
     members = [i for i in mini_batch if len(tokens.positions[i])]
     if not members:
         return
     config = tokens.config
-    settings = UpdateSettings(learning_rate=learning_rate(config.critic, step, config.steps))
-    sums = engine.update_critic(tokens.value_micro_batches(members, weights), settings)
+    settings = UpdateSettings(learning_rate=learning_rate(config.critic, result.step, config.steps))
+    sums = engine.update_critic(tokens.value_micro_batches(members, tokens.weights(mini_batch)), settings)
     result.critic_work.add((len(tokens.samples[i].token_ids) for i in members), backward=True)
     result.critic_norms.append(sums.grad_norm)
     result.critic.add(sums)

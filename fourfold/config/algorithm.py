@@ -135,12 +135,12 @@ class AlgorithmConfig(Table):
 
     @property
     def compares_samples(self) -> bool:
-        """Whether the advantage estimator needs at least two samples of a prompt."""
+        """True if the advantage estimator needs at least two samples of a prompt."""
         return self.advantage.compares_samples
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a critic is trained."""
+        """True if a critic is trained."""
         return self.advantage.needs_critic
 
     @model_validator(mode="before")

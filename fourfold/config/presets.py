@@ -9,26 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-_OPENRLHF: Final[Mapping[str, Any]] = {
+_REWARD_KL: Final[Mapping[str, Any]] = {
     "kl": {"coef": 0.01, "placement": "reward", "estimator": "k1"},
     "shaping": {"clip": 10.0},
 }
 
 PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     # arXiv 1707.06347 with a critic, as InstructGPT (2203.02155) uses it.
-    "ppo": {
-        "advantage": {"kind": "gae"},
-        "whiten": "full",
-        "kl": {"coef": 0.01, "placement": "reward", "estimator": "k1"},
-        "shaping": {"clip": 10.0},
-    },
+    "ppo": {**_REWARD_KL, "advantage": {"kind": "gae"}, "whiten": "full"},
     # arXiv 2501.03262.
-    "reinforce++": {
-        "advantage": {"kind": "reinforce"},
-        "whiten": "full",
-        "kl": {"coef": 0.01, "placement": "reward", "estimator": "k1"},
-        "shaping": {"clip": 10.0},
-    },
+    "reinforce++": {**_REWARD_KL, "advantage": {"kind": "reinforce"}, "whiten": "full"},
     "reinforce++-baseline": {
         "advantage": {"kind": "reinforce-baseline"},
         "whiten": "full",
@@ -64,14 +54,14 @@ PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
     "sapo": {"loss": {"kind": "sapo"}, "aggregation": "sequence-mean"},
     # arXiv 2505.24298.
     "decoupled": {"loss": {"kind": "ppo", "clip_high": 0.28}, "correction": {"kind": "tis", "high": 2.0}},
-    "openrlhf-ppo": {**_OPENRLHF, "advantage": {"kind": "gae", "hole_mode": "decay"}, "whiten": "full"},
-    "openrlhf-reinforce++": {**_OPENRLHF, "advantage": {"kind": "reinforce", "hole_mode": "decay"}, "whiten": "full"},
-    "openrlhf-reinforce++-baseline": {**_OPENRLHF, "advantage": {"kind": "reinforce-baseline"}, "whiten": "full"},
-    "openrlhf-rloo": {**_OPENRLHF, "advantage": {"kind": "rloo"}},
-    "openrlhf-grpo": {**_OPENRLHF, "advantage": {"kind": "grpo", "epsilon": 1e-9}},
-    "openrlhf-dr-grpo": {**_OPENRLHF, "advantage": {"kind": "dr-grpo"}},
+    "openrlhf-ppo": {**_REWARD_KL, "advantage": {"kind": "gae", "hole_mode": "decay"}, "whiten": "full"},
+    "openrlhf-reinforce++": {**_REWARD_KL, "advantage": {"kind": "reinforce", "hole_mode": "decay"}, "whiten": "full"},
+    "openrlhf-reinforce++-baseline": {**_REWARD_KL, "advantage": {"kind": "reinforce-baseline"}, "whiten": "full"},
+    "openrlhf-rloo": {**_REWARD_KL, "advantage": {"kind": "rloo"}},
+    "openrlhf-grpo": {**_REWARD_KL, "advantage": {"kind": "grpo", "epsilon": 1e-9}},
+    "openrlhf-dr-grpo": {**_REWARD_KL, "advantage": {"kind": "dr-grpo"}},
     "openrlhf-gspo": {
-        **_OPENRLHF,
+        **_REWARD_KL,
         "advantage": {"kind": "grpo", "epsilon": 1e-9},
         "loss": {"kind": "gspo", "form": "sequence"},
         "aggregation": "sequence-mean",

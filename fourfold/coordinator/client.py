@@ -124,10 +124,7 @@ class AsyncCoordinatorClient(AsyncClient):
 
 
 class CoordinatorClient(SyncClient[AsyncCoordinatorClient]):
-    """Reads the state of a run from its coordinator; each method blocks. For asyncio, use AsyncCoordinatorClient.
-
-    All methods raise FourfoldError. Timeouts are seconds; the default is the client's.
-    """
+    """Reads the state of a run from its coordinator; each method blocks. For asyncio, use AsyncCoordinatorClient."""
 
     _async_type = AsyncCoordinatorClient
     get_run = blocking(AsyncCoordinatorClient.get_run)

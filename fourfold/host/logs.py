@@ -128,17 +128,14 @@ def _hide_secret(name: str, value: object) -> object:
     return value
 
 
-def _shorten(text: str, limit: int = _MAX_TEXT) -> str:
-    """Return at most `limit` characters: the beginning, the number of characters of the whole text, and the end."""
-    if len(text) <= limit:
+def _clean(text: str) -> str:
+    """Return the text without bearer tokens; of a long one the beginning, its number of characters, and the end."""
+    text = _BEARER.sub(r"\1 [hidden]", text)
+    if len(text) <= _MAX_TEXT:
         return text
     note = f" [{len(text)} characters] "
-    head = (limit - len(note)) * 2 // 3
-    return text[:head] + note + text[head + len(note) - limit :]
-
-
-def _clean(text: str) -> str:
-    return _shorten(_BEARER.sub(r"\1 [hidden]", text))
+    head = (_MAX_TEXT - len(note)) * 2 // 3
+    return text[:head] + note + text[head + len(note) - _MAX_TEXT :]
 
 
 def _utc(seconds: float) -> str:

@@ -86,7 +86,8 @@ class ChildProcess:
 
     def poll_ready(self) -> bool:
         """Read new lines of the log; return whether the READY line is among all that were read."""
-        with self._log_lock:
+        # Without its log, or a free file descriptor, a process must still be found dead.
+        with self._log_lock, contextlib.suppress(OSError):
             if not self.target:
                 with self.log.open("rb") as file:
                     file.seek(self._log_read)
@@ -95,7 +96,7 @@ class ChildProcess:
                     self._log_read += len(complete) + 1
                     if match := _READY.search(complete):
                         self.target = match.group(1).decode()
-            return bool(self.target)
+        return bool(self.target)
 
     def rotate_log(self) -> None:
         """Cut the log down if it is too long."""

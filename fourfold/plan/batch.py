@@ -8,7 +8,7 @@ from typing import Final
 
 from fourfold.config import Config
 
-_AGENT_SAMPLES: Final = 64
+_LEAST_SAMPLES: Final = 64
 _EVALUATION_SAMPLES: Final = 256
 # More samples at once make a step longer, and no faster.
 _MOST_SAMPLES: Final = {"cpu": 256, "gpu": 1024}
@@ -105,7 +105,7 @@ def _samples_of_one_replica(config: Config) -> int:
     """Return the most samples that the coordinator sends to one replica at once."""
     evaluation, replicas = config.evaluation, max(config.rollout.replicas, 1)
     group = config.batch.group_size + config.algorithm.advantage.needs_greedy_sample
-    share, least = -(-config.batch.prompts_per_step // replicas) * group, max(group, _AGENT_SAMPLES)
+    share, least = -(-config.batch.prompts_per_step // replicas) * group, max(group, _LEAST_SAMPLES)
     if config.data.held_out:
         least = max(least, evaluation.samples_per_prompt)
         if prompts := evaluation.max_prompts or (config.data.eval.size if config.data.eval else 0):

@@ -32,6 +32,7 @@ from typing import Final
 from fourfold.config import Config
 from fourfold.model.folder import ModelShape
 from fourfold.plan.batch import engine_limits
+from fourfold.plan.models import ModelSizes
 
 GIB: Final = 1 << 30
 _MIB: Final = 1 << 20
@@ -83,29 +84,20 @@ def kv_bytes_per_token(config: Config, shape: ModelShape) -> int:
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * _bytes_per_weight(config)
 
 
-def checkpoint_bytes(
-    config: Config, shape: ModelShape, critic: ModelShape | None = None, *, trained: int | None = None
-) -> int:
-    """Return the bytes of one checkpoint: masters, moments and average of the policy, and those of a critic.
-
-    Args as in `memory_plan`.
-    """
+def checkpoint_bytes(config: Config, sizes: ModelSizes) -> int:
+    """Return the bytes of one checkpoint: masters, moments and average of the policy, and those of a critic."""
+    shape, trained = sizes.policy, sizes.trained
     average = 4 * (shape.parameter_count if trained is None else trained) if config.trainer.ema_decay else 0
-    of_critic = _master_bytes(config, critic or shape) if config.algorithm.needs_critic else 0
+    of_critic = _master_bytes(config, sizes.critic) if config.algorithm.needs_critic else 0
     return average + _master_bytes(config, shape, trained) + of_critic
 
 
-def memory_plan(
-    config: Config, shape: ModelShape, critic: ModelShape | None = None, *, trained: int | None = None
-) -> list[MemoryRow]:
-    """Return one row per role that the recipe uses, the trainer first, and one for weights in transfer.
-
-    `critic` has the sizes of the critic, if they are not the policy's. `trained` counts the trained parameters of the
-    policy; None: all.
-    """
-    rows = _split_offloaded(config, _trainer(config, shape, trained), shape)
+def memory_plan(config: Config, sizes: ModelSizes) -> list[MemoryRow]:
+    """Return one row per role that the recipe uses, the trainer first, and one for weights in transfer."""
+    shape = sizes.policy
+    rows = _split_offloaded(config, _trainer(config, shape, sizes.trained), shape)
     if config.algorithm.needs_critic:
-        rows += _split_offloaded(config, _critic(config, critic or shape), critic or shape)
+        rows += _split_offloaded(config, _critic(config, sizes.critic), sizes.critic)
     rows.append(_rollout(config, shape))
     if not config.weights_stay_on_gpus:
         rows.append(_transfer(config, shape))

@@ -47,8 +47,7 @@ def check_gpu_memory(config: Config, gpu_bytes: int) -> None:
     """
     if not config.placement.colocated:
         return
-    sizes = model_sizes(config)
-    rows = memory_plan(config, sizes.policy, sizes.critic, trained=sizes.trained)
+    rows = memory_plan(config, model_sizes(config))
     phases = zip(*_bytes_by_gpu(config, rows, only_persistent=True), strict=True)
     for phase, needed in zip(("sampling", "training"), map(max, phases), strict=True):
         if needed <= gpu_bytes:

@@ -40,7 +40,7 @@ def describe(config: Config) -> str:
     check_sequence_parallel(config)
     sizes, plan = model_sizes(config), batch_plan(config)
     shape = sizes.policy
-    rows = memory_plan(config, shape, sizes.critic, trained=sizes.trained)
+    rows = memory_plan(config, sizes)
     on_gpus = gpu_plan(config, rows)
     # Label and paragraph; further paragraphs of a label have an empty one.
     paragraphs = [
@@ -50,7 +50,7 @@ def describe(config: Config) -> str:
         ("held out", _held_out(config, plan)),
         ("one step", _step(config, plan)),
         *zip_longest(["algorithm"], algorithm_plan(config), fillvalue=""),
-        ("the run", _run(config, plan, checkpoint_bytes(config, shape, sizes.critic, trained=sizes.trained))),
+        ("the run", _run(config, plan, checkpoint_bytes(config, sizes))),
         ("trainer", _trainer(config, plan)),
         *zip_longest(["optimizer"], _optimizer(config), fillvalue=""),
         ("rollout", _rollout(config, shape)),

@@ -60,10 +60,7 @@ class AsyncReferenceClient(AsyncClient):
 
 
 class ReferenceClient(SyncClient[AsyncReferenceClient]):
-    """Computes log-probabilities under the reference policy; each method blocks. See AsyncReferenceClient for asyncio.
-
-    All methods raise FourfoldError. Timeouts are seconds; the default is the client's.
-    """
+    """Computes log-probabilities under the reference policy; each method blocks. Asyncio: AsyncReferenceClient."""
 
     _async_type = AsyncReferenceClient
     get_info = blocking(AsyncReferenceClient.get_info)

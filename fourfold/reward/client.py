@@ -89,10 +89,7 @@ class AsyncRewardClient(AsyncClient):
 
 
 class RewardClient(SyncClient[AsyncRewardClient]):
-    """Scores samples with a reward service; each method blocks. For asyncio, use AsyncRewardClient.
-
-    All methods raise FourfoldError. Timeouts are seconds; the default is the client's.
-    """
+    """Scores samples with a reward service; each method blocks. For asyncio, use AsyncRewardClient."""
 
     _async_type = AsyncRewardClient
     get_info = blocking(AsyncRewardClient.get_info)

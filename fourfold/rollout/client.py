@@ -165,10 +165,7 @@ class AsyncRolloutClient(AsyncClient):
 
 
 class RolloutClient(SyncClient[AsyncRolloutClient]):
-    """Samples from a rollout service; each method blocks. For asyncio, use AsyncRolloutClient.
-
-    All methods raise FourfoldError. Timeouts are seconds; the default is the client's.
-    """
+    """Samples from a rollout service; each method blocks. For asyncio, use AsyncRolloutClient."""
 
     _async_type = AsyncRolloutClient
     get_info = blocking(AsyncRolloutClient.get_info)

@@ -131,10 +131,8 @@ def open_channel(
     Raises:
         ConfigError: the target is not host:port, or it is on another machine and there is no TLS.
     """
-    check_target(target, security)
+    check_target(target, security, token)
     if security is None:
-        if token:
-            raise ConfigError(f"{target}: a token would travel in the clear; give security.directory as well")
         return grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS)
     if server is None:
         raise ValueError(f"{target}: name the server that must answer there, for example server=COORDINATOR")
@@ -145,9 +143,11 @@ def open_channel(
     )
 
 
-def check_target(target: str, security: Security | None) -> None:
+def check_target(target: str, security: Security | None, token: str = "") -> None:
     """Raise ConfigError when `open_channel` would refuse `target`."""
     host, _ = split_target(target)
+    if security is None and token:
+        raise ConfigError(f"{target}: a token without TLS could be read on the way; give certificates as well")
     if security is None and not is_loopback(host):
         raise ConfigError(
             f"{target}: without TLS a service is only called on this machine (127.0.0.1); "

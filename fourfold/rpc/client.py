@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Concatenate, Final, Generic, ParamSpec, Self, 
 import grpc
 from google.protobuf.message import Message
 
-from fourfold.errors import ConfigError, WrongState
+from fourfold.errors import WrongState
 from fourfold.rpc.channel import call, check_target, open_channel, stream
 from fourfold.rpc.responses import ResponseCheck
 from fourfold.security.access import Security
@@ -79,9 +79,7 @@ class AsyncClient:
             return
         caller = Principal(self._caller_role, member or f"{self._caller_role}-0")
         security = _load_security(Path(certs), token, caller) if certs else None
-        if token and security is None:
-            raise ConfigError(f"{target}: a token without TLS could be read on the way; give certs=DIR as well")
-        check_target(target, security)
+        check_target(target, security, token)
         server = Principal(self._role)
         self._connect = functools.partial(open_channel, target, security, server=server, token=token)
         self._owns_channel = True
@@ -144,6 +142,7 @@ def _load_security(certs: Path, token: str, caller: Principal) -> Security | Non
 class SyncClient(Generic[Client]):
     """Base of the clients for scripts and notebooks: every call blocks its thread.
 
+    Arguments, errors and default timeouts are those of the asyncio client.
     A client may be used from several threads, and where an event loop runs already, as in Jupyter. It is a context
     manager. Ctrl-C during a call cancels the call.
     """

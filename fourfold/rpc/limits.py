@@ -209,11 +209,6 @@ class Quotas:
             usage.tokens -= count
             self._forget(principal, limits)
 
-    @property
-    def principal_count(self) -> int:
-        """Number of principals with an entry in memory."""
-        return len(self._usage)
-
     def _find(self, principal: Principal, limits: CallerLimits) -> _Usage:
         """Return the usage of a principal with its current allowance; make an entry if it has none."""
         now = self._clock.monotonic()

@@ -41,7 +41,7 @@ class Policy:
     """Paths inside `read` or `write` whose files may not be opened. File names stay visible. New files in a folder that
     contains a hidden path cannot be opened either. Other processes in /proc are always hidden."""
     network: bool = False
-    """Whether the process may create sockets."""
+    """Allow the process to create sockets."""
     processes: int = 0
     """New processes and threads that the user may have besides those at the start; the kernel does not count those of
     root. With 0 the process can start threads but no process, and cannot signal or otherwise affect other ones."""
@@ -55,7 +55,7 @@ class Policy:
     file_bytes: int = 0
     """Size of a written file; 0: no limit."""
     required: bool = False
-    """Whether `enter` fails when the machine cannot enforce all of this policy."""
+    """Let `enter` fail when the machine cannot enforce all of this policy."""
 
     def to_json(self) -> str:
         """Return the policy as JSON. It contains no secrets and may be a command-line argument."""

@@ -34,7 +34,7 @@ class SandboxSupport:
 
     @property
     def complete(self) -> bool:
-        """Whether this machine enforces every part of a policy."""
+        """True if this machine enforces every part of a policy."""
         return self.files and self.network and self.processes
 
     def describe(self) -> str:

@@ -24,7 +24,7 @@ class Principal:
 
     @property
     def is_agent(self) -> bool:
-        """Whether the caller is an external agent. Agents have stricter limits than the services of a run."""
+        """True for an external agent. Agents have stricter limits than the services of a run."""
         return self.role == "agent"
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Principal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallerLimits:
-    """What one principal may use; `math.inf` means no limit. `fourfold.rpc.limits` enforces these limits."""
+    """Limits of one principal; `math.inf` means no limit. `fourfold.rpc.limits` enforces these limits."""
 
     concurrent_calls: float = math.inf
     """Calls in flight. Streams count until they end; watches have a limit of their own."""

@@ -71,7 +71,7 @@ class Membership:
 
     @property
     def registered(self) -> bool:
-        """Whether the last call confirmed the lease."""
+        """True if the last call confirmed the lease."""
         return self._lease is not None
 
     async def run(self) -> None:

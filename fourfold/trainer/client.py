@@ -299,10 +299,7 @@ def _check_step(check: ResponseCheck, step: int, *, wanted: int | None = None) -
 
 
 class TrainerClient(SyncClient[AsyncTrainerClient]):
-    """Drives a trainer; each method blocks. For asyncio, use AsyncTrainerClient.
-
-    All methods raise FourfoldError. Timeouts are seconds; the default is the client's, which long calls should raise.
-    """
+    """Drives a trainer; each method blocks. For asyncio, use AsyncTrainerClient."""
 
     _async_type = AsyncTrainerClient
     get_status = blocking(AsyncTrainerClient.get_status)

@@ -297,7 +297,7 @@ def test_addresses_that_may_not_be_used_are_refused_before_anything_listens() ->
     for target in ("10.0.0.1:5000", "example.com:1"):
         with pytest.raises(errors.ConfigError, match="without TLS a service is only called on this machine"):
             open_channel(target, None)
-    with pytest.raises(errors.ConfigError, match="token would travel in the clear"):
+    with pytest.raises(errors.ConfigError, match="token without TLS could be read"):
         open_channel("127.0.0.1:5000", None, token="x")
 
 

@@ -100,6 +100,14 @@ def test_sigkill_is_named_and_an_out_of_memory_kill_recognised(
     assert words in death.explain()
 
 
+def test_a_death_is_noticed_without_the_log(supervisor: Supervisor) -> None:
+    child = supervisor.start(shell("reward-0", "sleep 60"))
+    child.log.unlink()
+    os.kill(child.pid, signal.SIGKILL)
+    wait_for(lambda: not child.alive)
+    assert "It wrote nothing to its log" in supervisor.deaths()[0].explain()
+
+
 def test_oom_counter_is_readable_here() -> None:
     assert postmortem.oom_kill_count() >= 0
     assert postmortem._cgroup_memory_files() or Path("/proc/vmstat").exists()

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from fourfold.config import Config, load
-from fourfold.model.folder import ModelShape, shape
+from fourfold.model.folder import ModelShape
 from fourfold.plan.batch import batch_plan
 from fourfold.plan.memory import GIB, activation_bytes, checkpoint_bytes, kv_bytes_per_token, memory_plan
+from fourfold.plan.models import ModelSizes, model_sizes
 
 SHAPE = ModelShape(
     hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocabulary=512, tied=False,
     parameter_count=1_000_000,
 )  # fmt: skip
+SIZES = ModelSizes(policy=SHAPE, critic=SHAPE, adapters=None)
 
 
 def recipe(**tables: Any) -> Config:
@@ -73,7 +75,7 @@ def test_evaluations_begin_before_the_first_step_and_need_data() -> None:
 )
 def test_each_zero_stage_divides_its_state(stage: int, weights: float, gradients: float, optimizer: float) -> None:
     config = recipe(trainer={"ranks": 4, "zero_stage": stage})
-    trainer = memory_plan(config, SHAPE)[0]
+    trainer = memory_plan(config, SIZES)[0]
     million = SHAPE.parameter_count
     assert trainer.role == "trainer" and trainer.count == 4
     assert (trainer.weights, trainer.gradients, trainer.optimizer) == (
@@ -83,12 +85,12 @@ def test_each_zero_stage_divides_its_state(stage: int, weights: float, gradients
 
 def test_a_critic_takes_as_much_again_in_the_same_ranks() -> None:
     config = recipe(trainer={"ranks": 4}, algorithm={"preset": "ppo"})
-    trainer, critic = memory_plan(config, SHAPE)[:2]
+    trainer, critic = memory_plan(config, SIZES)[:2]
     assert (critic.role, critic.count) == ("critic", 4)
     assert critic.total == trainer.weights + trainer.gradients + trainer.optimizer
     half = replace(SHAPE, parameter_count=SHAPE.parameter_count // 2)
-    assert memory_plan(config, SHAPE, half)[1].total == critic.total / 2
-    assert checkpoint_bytes(config, SHAPE, half) == 1.5 * checkpoint_bytes(recipe(), SHAPE)
+    assert memory_plan(config, replace(SIZES, critic=half))[1].total == critic.total / 2
+    assert checkpoint_bytes(config, replace(SIZES, critic=half)) == 1.5 * checkpoint_bytes(recipe(), SIZES)
 
 
 def test_an_average_is_a_fourth_float32_copy_of_the_policy_alone() -> None:
@@ -97,10 +99,10 @@ def test_an_average_is_a_fourth_float32_copy_of_the_policy_alone() -> None:
         tables: dict[str, Any] = {"ranks": 4, "zero_stage": stage}
         with_it = recipe(trainer={**tables, "ema_decay": 0.9}, algorithm={"preset": "ppo"})
         without = recipe(trainer=tables, algorithm={"preset": "ppo"})
-        found, plain = memory_plan(with_it, SHAPE), memory_plan(without, SHAPE)
+        found, plain = memory_plan(with_it, SIZES), memory_plan(without, SIZES)
         assert found[0].optimizer == plain[0].optimizer + 4 * million // share
         assert found[1:] == plain[1:]
-        assert checkpoint_bytes(with_it, SHAPE) == checkpoint_bytes(without, SHAPE) + 4 * million
+        assert checkpoint_bytes(with_it, SIZES) == checkpoint_bytes(without, SIZES) + 4 * million
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_offloading_moves_its_state_to_main_memory(
     stage: int, offload: str, on_gpu: tuple[float, ...], in_main_memory: tuple[float, ...]
 ) -> None:
     tables: dict[str, Any] = {"ranks": 4, "zero_stage": stage, "device": "cuda", "offload": offload}
-    rows = memory_plan(recipe(trainer=tables, algorithm={"preset": "ppo"}), SHAPE)
+    rows = memory_plan(recipe(trainer=tables, algorithm={"preset": "ppo"}), SIZES)
     roles = ["trainer", "trainer, offloaded", "critic", "critic, offloaded"]
     assert [(row.role, row.count, row.on_gpu) for row in rows[:4]] == [(r, 4, "," not in r) for r in roles]
     for row, wanted in zip(rows, [on_gpu, in_main_memory] * 2, strict=False):
@@ -128,17 +130,18 @@ def test_offloading_moves_its_state_to_main_memory(
 def test_muon_has_one_moment_of_the_matrices() -> None:
     adamw, with_muon = recipe(), recipe(trainer={"optimizer": "muon"})
     for one in (SHAPE, replace(SHAPE, tied=not SHAPE.tied)):
+        sizes = replace(SIZES, policy=one)
         matrices = one.parameter_count - one.vocabulary * one.hidden * (1 if one.tied else 2)
-        saved = memory_plan(adamw, one)[0].optimizer - memory_plan(with_muon, one)[0].optimizer
+        saved = memory_plan(adamw, sizes)[0].optimizer - memory_plan(with_muon, sizes)[0].optimizer
         assert saved == 4 * matrices > 0
-        assert checkpoint_bytes(adamw, one) - checkpoint_bytes(with_muon, one) == 4 * matrices
+        assert checkpoint_bytes(adamw, sizes) - checkpoint_bytes(with_muon, sizes) == 4 * matrices
 
 
 def test_float32_doubles_weights_and_cache() -> None:
     narrow, wide = recipe(), recipe(model={"dtype": "float32"})
     assert kv_bytes_per_token(narrow, SHAPE) == 2 * 2 * 2 * 16 * 2
     assert kv_bytes_per_token(wide, SHAPE) == 2 * kv_bytes_per_token(narrow, SHAPE)
-    assert memory_plan(wide, SHAPE)[0].weights == 2 * memory_plan(narrow, SHAPE)[0].weights
+    assert memory_plan(wide, SIZES)[0].weights == 2 * memory_plan(narrow, SIZES)[0].weights
 
 
 def test_gradient_checkpointing_keeps_one_layer() -> None:
@@ -149,24 +152,24 @@ def test_gradient_checkpointing_keeps_one_layer() -> None:
 
 def test_rollout_on_a_gpu_takes_its_share_and_on_a_cpu_its_cache() -> None:
     cpu, gpu = recipe(rollout={"kv_cache_gib": 3}), recipe(rollout={"gpus_per_replica": 2, "replicas": 2})
-    assert memory_plan(cpu, SHAPE)[1].kv_cache == 3 * GIB
-    row = memory_plan(gpu, SHAPE)[1]
+    assert memory_plan(cpu, SIZES)[1].kv_cache == 3 * GIB
+    row = memory_plan(gpu, SIZES)[1]
     assert (row.on_gpu, row.count, row.share_of_gpu, row.weights) == (True, 4, 0.85, SHAPE.parameter_count)
 
 
 def test_weights_in_transfer_are_counted_once_and_for_gloo_in_every_engine_worker() -> None:
     for backend, workers in (("auto", 1), ("shm", 1), ("gloo", 6)):
         config = recipe(rollout={"replicas": 3, "gpus_per_replica": 2}, weights={"backend": backend})
-        (row,) = [row for row in memory_plan(config, SHAPE) if row.role == "transfer"]
+        (row,) = [row for row in memory_plan(config, SIZES) if row.role == "transfer"]
         assert (row.count, row.on_gpu, row.total) == (workers, False, 2 * SHAPE.parameter_count)
 
 
 def test_the_plan_of_the_quickstart_is_near_what_was_measured() -> None:
     config = load(Path(__file__).parents[3] / "recipes" / "quickstart.toml")
-    planned = sum(row.total * row.count for row in memory_plan(config, shape(config.model.source)))
+    planned = sum(row.total * row.count for row in memory_plan(config, model_sizes(config)))
     assert planned == pytest.approx(12.0e9, rel=0.08), "the peak that the README shows, on two cores"
 
 
 def test_reference_is_counted_only_when_it_is_needed() -> None:
-    assert "reference" not in [row.role for row in memory_plan(recipe(), SHAPE)]
-    assert "reference" in [row.role for row in memory_plan(recipe(algorithm={"kl": {"coef": 0.1}}), SHAPE)]
+    assert "reference" not in [row.role for row in memory_plan(recipe(), SIZES)]
+    assert "reference" in [row.role for row in memory_plan(recipe(algorithm={"kl": {"coef": 0.1}}), SIZES)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fourfold.errors import ConfigError
 from fourfold.model import folder as model_folder
 from fourfold.plan import report
 from fourfold.plan.memory import checkpoint_bytes, memory_plan
-from fourfold.plan.models import adapter_plan, linear_shapes, select_adapter_layers
+from fourfold.plan.models import adapter_plan, linear_shapes, model_sizes, select_adapter_layers
 from tests.support.tiny_models import write_tiny_model
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.toml"
@@ -95,10 +96,9 @@ def test_the_plan_counts_masters_and_checkpoints_of_adapters_alone() -> None:
     found = adapter_plan(config)
     assert found is not None
     assert (found.layers, found.kinds, found.parameter_count) == (60, ("q_proj", "v_proj"), 16 * 30 * (1152 + 768))
-    shape = model_folder.shape(config.model.source)
-    trained = found.parameter_count
-    assert checkpoint_bytes(config, shape, trained=trained) == 12 * trained
-    row, whole = (memory_plan(config, shape, trained=n)[0] for n in (trained, None))
+    sizes, trained = model_sizes(config), found.parameter_count
+    assert checkpoint_bytes(config, sizes) == 12 * trained
+    row, whole = (memory_plan(config, each)[0] for each in (sizes, replace(sizes, adapters=None)))
     assert (row.gradients, row.optimizer) == (4 * trained, 16 * trained)
     assert (row.weights, row.activations) == (whole.weights, whole.activations)
 

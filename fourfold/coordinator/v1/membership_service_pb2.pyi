@@ -52,7 +52,9 @@ Global___Role: _TypeAlias = Role  # noqa: Y015
 
 @_typing.final
 class RegisterRequest(_message.Message):
-    """Registration of a member. Unset strings are refused with INVALID_ARGUMENT."""
+    """Registration of a member. INVALID_ARGUMENT: member_id, incarnation, role or target is unset or
+    malformed.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -64,14 +66,14 @@ class RegisterRequest(_message.Message):
     member_id: _builtins.str
     """Stable name of the process slot, e.g. "rollout-3"; [A-Za-z0-9_-]{1,128}."""
     incarnation: _builtins.str
-    """Random UUID made at process start, 32 hexadecimal digits; a new one replaces the old."""
+    """Random UUID made at process start, 32 lower-case hexadecimal digits; a new one replaces the old."""
     role: Global___Role.ValueType
     """Service of the member; ROLE_UNSPECIFIED is refused with INVALID_ARGUMENT."""
     target: _builtins.str
-    """Address that others dial, such as "127.0.0.1:50051"."""
+    """Address that others dial as HOST:PORT, such as "127.0.0.1:50051"; port 0 is refused."""
     tokenizer_sha256: _builtins.bytes
-    """SHA-256 (32 bytes) of its tokenizer, as in RolloutService.GetInfo; empty when it has
-    none (a reward service of texts).
+    """SHA-256 (32 bytes) of its tokenizer, as in RolloutService.GetInfo; empty when it has none:
+    FAILED_PRECONDITION unless it is a reward service, which then gets texts.
     """
     def __init__(
         self,
@@ -99,7 +101,7 @@ class RegisterResponse(_message.Message):
     LEASE_TOKEN_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     lease_token: _builtins.bytes
-    """Opaque, at most 64 bytes, never logged."""
+    """Opaque, 1 to 64 bytes, never logged."""
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
         """Time to live, chosen by the coordinator, above 0; send KeepAlive three times per time to live."""
@@ -126,7 +128,7 @@ class KeepAliveRequest(_message.Message):
 
     LEASE_TOKEN_FIELD_NUMBER: _builtins.int
     lease_token: _builtins.bytes
-    """From RegisterResponse; empty is an unknown lease."""
+    """From RegisterResponse; empty is an unknown lease: NOT_FOUND."""
     def __init__(
         self,
         *,
@@ -176,7 +178,7 @@ class DeregisterRequest(_message.Message):
 
     LEASE_TOKEN_FIELD_NUMBER: _builtins.int
     lease_token: _builtins.bytes
-    """From RegisterResponse; empty is an unknown lease."""
+    """From RegisterResponse; empty is an unknown lease: nothing happens."""
     def __init__(
         self,
         *,

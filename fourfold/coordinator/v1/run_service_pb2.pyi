@@ -118,15 +118,15 @@ class RunStatus(_message.Message):
     CONDITIONS_FIELD_NUMBER: _builtins.int
     RECOVERIES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name of the run."""
+    """Name of the run; never empty."""
     phase: Global___RunPhase.ValueType
     """Present phase."""
     step: _builtins.int
-    """Steps done; 0 before the first."""
+    """Number of steps done; 0 before the end of the first."""
     step_count: _builtins.int
-    """Steps of the whole run."""
+    """Number of steps of the whole run, at least 1."""
     policy_version: _builtins.int
-    """Version of the weights that were published last; 0: those of the model folder."""
+    """Version of the weights that were published last; 0: those of the model folder, or none yet."""
     phase_progress: _builtins.float
     """Finished fraction of the present phase, in [0, 1]; 0 also where it is unknown."""
     failure: _builtins.str
@@ -139,15 +139,15 @@ class RunStatus(_message.Message):
 
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepRecord]:
-        """One record per finished step, in order; the newest 5,000."""
+        """One record per finished step, in order; the newest 5,000. Empty before the first."""
 
     @_builtins.property
     def evals(self) -> _containers.RepeatedCompositeFieldContainer[Global___EvalRecord]:
-        """One record per held-out evaluation, in order."""
+        """One record per held-out evaluation, in order. Empty before the first."""
 
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Member]:
-        """Live members."""
+        """Live members; empty while there are none."""
 
     @_builtins.property
     def waiting_since(self) -> _timestamp_pb2.Timestamp:
@@ -155,11 +155,11 @@ class RunStatus(_message.Message):
 
     @_builtins.property
     def conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Condition]:
-        """Problems that exist now while the run continues, the oldest first."""
+        """Problems that exist now while the run continues, the oldest first; empty without any."""
 
     @_builtins.property
     def recoveries(self) -> _containers.RepeatedCompositeFieldContainer[Global___Recovery]:
-        """Restarts from a checkpoint by this coordinator, in order; the newest 100."""
+        """Restarts from a checkpoint by this coordinator, in order; the newest 100. Empty without any."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class Recovery(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Step of the checkpoint; steps up to it were not trained again."""
+    """Step of the checkpoint; steps up to it were not trained again. 0: the run began anew."""
     reason: _builtins.str
     """Reason, as text; empty: a new coordinator resumed the run."""
     @_builtins.property
@@ -285,11 +285,13 @@ class StepRecord(_message.Message):
     """The step, from 1."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Metrics by name; names and units are in fourfold/metrics.py."""
+        """Finite metrics by name; names and units are in fourfold/metrics.py."""
 
     @_builtins.property
     def alarms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Problems of the training, as text: new in this step, clearly worse, or present for many steps."""
+        """Problems of the training, as text: new in this step, clearly worse, or present for many steps.
+        Empty: none.
+        """
 
     def __init__(
         self,
@@ -317,7 +319,7 @@ class EvalRecord(_message.Message):
     HALF_WIDTH_FIELD_NUMBER: _builtins.int
     ANSWER_COUNT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Steps done when it ran."""
+    """Number of steps done when it ran; 0: before the first."""
     mean_score: _builtins.float
     """Mean score in [0, 1] where scores are."""
     half_width: _builtins.float
@@ -359,7 +361,9 @@ class Member(_message.Message):
     target: _builtins.str
     """Address that others dial."""
     policy_version: _builtins.int
-    """Version it serves, for rollout services; -1 otherwise."""
+    """Version that a rollout service is known to serve, 0: that of the model folder; -1: not known, or
+    another role.
+    """
     state: Global___MemberState.ValueType
     """State of its lease."""
     @_builtins.property
@@ -497,17 +501,21 @@ class GetWeightPlaneResponse(_message.Message):
     LAST_UPDATE_SECONDS_FIELD_NUMBER: _builtins.int
     LAST_PAUSE_SECONDS_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
-    """Version that was published last, or is being published; 0: that of the model folder."""
+    """Version that was published last, or is being published; 0: that of the model folder; -1: none
+    yet.
+    """
     epoch: _builtins.int
     """Epoch of the membership; it grows when an engine joins, leaves or fails; 0 before the first."""
     phase: _builtins.str
-    """Phase of the running update, such as "transfer"; empty between updates."""
+    """Phase of the running update: "join", "look-up", "pause", "transfer", "commit" or "abort"; empty
+    between updates.
+    """
     phase_seconds: _builtins.float
     """Seconds since the phase began; 0 between updates."""
     last_update_seconds: _builtins.float
     """Duration of the last complete update, in seconds; 0 before the first."""
     last_pause_seconds: _builtins.float
-    """Seconds of that update in which the engines did not sample."""
+    """Longest time for which an engine did not sample in that update, in seconds; 0 before the first."""
     @_builtins.property
     def parties(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightParty]:
         """The trainer, and every engine."""
@@ -551,7 +559,7 @@ class WeightParty(_message.Message):
     policy_version: _builtins.int
     """Version that it is known to serve; -1: none."""
     state: _builtins.str
-    """"serving", "updating", "waiting", "fenced", "refused"."""
+    """"serving", "updating", "waiting", "asleep", "fenced" or "refused"."""
     state_seconds: _builtins.float
     """Seconds in this state."""
     last_error: _builtins.str

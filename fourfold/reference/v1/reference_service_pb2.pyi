@@ -51,9 +51,9 @@ class GetInfoResponse(_message.Message):
     tokenizer_sha256: _builtins.bytes
     """SHA-256 (32 bytes) of the tokenizer, as in RolloutService.GetInfo."""
     max_context_tokens: _builtins.int
-    """Longest sample, in tokens; 0: unknown."""
+    """Longest sample, in tokens; never 0."""
     vocabulary_size: _builtins.int
-    """Number of token ids; every id is in [0, vocabulary_size). 0: unknown."""
+    """Number of token ids; every id is in [0, vocabulary_size). Never 0."""
     def __init__(
         self,
         *,
@@ -103,8 +103,8 @@ class ComputeLogprobsResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """n little-endian float32 per sample, natural-log probabilities of logits divided by the
-        sample's temperature; the first is NaN.
+        """n little-endian float32 per sample of n tokens: natural-log probabilities of logits divided by
+        the sample's temperature; the first is NaN.
         """
 
     def __init__(

@@ -46,7 +46,9 @@ class GetInfoResponse(_message.Message):
     MAX_SAMPLE_COUNT_FIELD_NUMBER: _builtins.int
     TOKENIZER_SHA256_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name and version as "name@version", for logs and for the record of the run."""
+    """Name and version as "name@version", for logs and for the record of the run; the caller cuts it
+    to 200 characters. Empty: none is shown.
+    """
     max_sample_count: _builtins.int
     """Largest number of samples in one Score call; 0: only the size limits the call."""
     tokenizer_sha256: _builtins.bytes
@@ -77,7 +79,7 @@ class ScoreRequest(_message.Message):
     ITEMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreItem]:
-        """At least 1; sample ids are unique in the request."""
+        """At least 1; max_sample_count limits their number. Sample ids are unique in the request."""
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class ScoreItem(_message.Message):
     prompt_text: _builtins.str
     """Prompt as text, chat template applied."""
     completion_text: _builtins.str
-    """Completion as text, special tokens removed."""
+    """Completion as text, special tokens removed; may be empty."""
     answer: _builtins.str
     """Reference answer of the task; empty: the task has none."""
     metadata_json: _builtins.str
@@ -118,8 +120,8 @@ class ScoreItem(_message.Message):
     """
     @_builtins.property
     def experience(self) -> _experience_pb2.Experience:
-        """Tokens and masks, without a score. A scorer of texts needs only the sample_id; the arrays are
-        empty when tokenizer_sha256 of the scorer is empty.
+        """Tokens and masks, without a score. The sample_id is always set. The arrays are empty when
+        tokenizer_sha256 of the scorer is empty: a scorer of texts needs none.
         """
 
     def __init__(
@@ -196,7 +198,7 @@ class SampleScore(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     COMPONENTS_FIELD_NUMBER: _builtins.int
     sample_id: _builtins.str
-    """Id of the sample, from the request."""
+    """Id of the sample, from the item at the same index; another one breaks the contract."""
     score: _builtins.float
     """Score, dimensionless, finite; 0 is a score like any other."""
     abstain_reason: _builtins.str
@@ -210,7 +212,7 @@ class SampleScore(_message.Message):
     @_builtins.property
     def components(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Parts of the score by name, for logs; dimensionless, finite, at most 64. A name has 1 to 64
-        letters, digits, spaces and ._:/@+-.
+        letters, digits, spaces and ._:/@+-. Empty: no parts.
         """
 
     def __init__(
@@ -246,8 +248,8 @@ class SampleError(_message.Message):
     help. 0 (OK) breaks the contract.
     """
     reason: _builtins.str
-    """UPPER_SNAKE_CASE, at most 63 characters, for programs: TIMEOUT, RAISED, NOT_FINITE,
-    NOT_A_NUMBER, WORKER_DIED, NOT_FOUND, BAD_METADATA.
+    """UPPER_SNAKE_CASE, 1 to 63 characters, for programs. Fourfold's own service sends TIMEOUT,
+    RAISED, NOT_FINITE, NOT_A_NUMBER, WORKER_DIED, NOT_FOUND and BAD_METADATA.
     """
     message: _builtins.str
     """Text, at most 1,000 characters, without secrets; may be empty."""

@@ -117,9 +117,11 @@ class DescribeEngineResponse(_message.Message):
     model_sha256: _builtins.bytes
     """SHA-256 (32 bytes) of the model's config.json, parsed and written canonically."""
     host_id: _builtins.str
-    """Equal for processes that can map each other's memory: host, boot, PID and IPC namespace."""
+    """Equal for processes that can map each other's memory: a hash of host name, boot, PID and IPC
+    namespace, 32 hexadecimal digits.
+    """
     policy_version: _builtins.int
-    """Version it serves, or served last when it is dirty."""
+    """Version it serves, or served last when it is dirty; 0: that of the model folder."""
     weight_state: Global___WeightState.ValueType
     """State of its weights."""
     worker_count: _builtins.int
@@ -129,18 +131,18 @@ class DescribeEngineResponse(_message.Message):
     engine_version: _builtins.str
     """vLLM's version."""
     update_phase: _builtins.str
-    """Phase of the open update, as text; empty without one."""
+    """Phase of the open update, as text for displays; empty without one."""
     update_phase_seconds: _builtins.float
     """Seconds since the phase began; 0 without an update."""
     sleeping: _builtins.bool
-    """Whether some or all of its GPU memory is freed (SleepEngine)."""
+    """True while some or all of its GPU memory is freed (SleepEngine)."""
     @_builtins.property
     def device_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """CUDA UUID of each worker's device, 16 bytes each; empty on CPU."""
+        """CUDA UUID of each worker's device, 16 bytes each, in worker order; empty on CPU."""
 
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Backends it can use, of "cuda_ipc", "nccl", "shm" and "gloo", best first."""
+        """Backends it can use, of "cuda_ipc", "nccl", "shm" and "gloo", best first; at least one."""
 
     def __init__(
         self,
@@ -179,18 +181,18 @@ class OpenWeightsRequest(_message.Message):
     RECEIVER_COUNT_FIELD_NUMBER: _builtins.int
     FIRST_RECEIVER_INDEX_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Grows by 1 with every change of membership; ABORTED when it is not above the last."""
+    """Grows with every change of membership, 0 to 2^53; ABORTED when it is not above the last."""
     backend: _builtins.str
-    """One of the engine's backends."""
+    """One of the engine's backends; empty is refused."""
     manifest: _builtins.bytes
-    """Canonical bytes of the manifest, at most 8 MiB."""
+    """Canonical bytes of the manifest, at most 8 MiB; empty is refused."""
     receiver_count: _builtins.int
-    """Number of receivers of the epoch, over all engines."""
+    """Number of receivers in the engine's group, over all engines that use these offers: 1 to 4,096."""
     first_receiver_index: _builtins.int
-    """Index of this engine's first worker among them, from 0."""
+    """Index of this engine's first worker among them, from 0; all its workers must fit."""
     @_builtins.property
     def offers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """The trainer's offers, opaque, at most 4 KiB each, in rank order, never logged."""
+        """The trainer's offers, opaque, at most 4 KiB each, in rank order, never logged; at least one."""
 
     def __init__(
         self,
@@ -252,7 +254,7 @@ class BeginWeightsRequest(_message.Message):
     epoch: _builtins.int
     """The open epoch."""
     policy_version: _builtins.int
-    """Version that will be served after the commit, above the served one unless the engine
+    """Version that will be served after the commit, 0 to 2^53, above the served one unless the engine
     is dirty; FAILED_PRECONDITION otherwise.
     """
     pause_mode: Global___PauseMode.ValueType
@@ -303,8 +305,8 @@ class ReceiveWeightsRequest(_message.Message):
     policy_version: _builtins.int
     """From BeginWeightsRequest."""
     skip_sums: _builtins.bool
-    """True: skip the sums of the tensors; the digest covers only the manifest and the version.
-    As in the trainer's SendWeightsRequest of this version.
+    """True: skip the sums of the tensors; the digest covers only the manifest and the version. False:
+    compute them. The same as in the trainer's SendWeightsRequest of this version.
     """
     def __init__(
         self,
@@ -357,7 +359,7 @@ class CommitWeightsRequest(_message.Message):
     policy_version: _builtins.int
     """From BeginWeightsRequest."""
     hold: _builtins.bool
-    """True: sample, but keep the tokens back until ReleaseWeights."""
+    """True: sample, but keep the tokens back until ReleaseWeights. False: serve the version now."""
     def __init__(
         self,
         *,
@@ -381,7 +383,7 @@ class CommitWeightsResponse(_message.Message):
 
     PAUSE_SECONDS_FIELD_NUMBER: _builtins.int
     pause_seconds: _builtins.float
-    """Seconds from the end of sampling until the engine was resumed; 0 when the call is repeated."""
+    """Seconds from the end of sampling until the engine was resumed; 0 when the call repeats a commit."""
     def __init__(
         self,
         *,
@@ -446,7 +448,7 @@ class AbortWeightsRequest(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Epoch of the update."""
+    """Epoch of the update, open or closed; ABORTED when another one is open, or it was never opened."""
     def __init__(
         self,
         *,
@@ -468,7 +470,7 @@ class AbortWeightsResponse(_message.Message):
 
     WEIGHT_STATE_FIELD_NUMBER: _builtins.int
     weight_state: Global___WeightState.ValueType
-    """CLEAN (the old version) or DIRTY."""
+    """WEIGHT_STATE_CLEAN (the old version is served) or WEIGHT_STATE_DIRTY."""
     def __init__(
         self,
         *,
@@ -514,7 +516,7 @@ class ProbeLogprobsResponse(_message.Message):
 
     LOGPROBS_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.bytes
-    """n little-endian float32; the first is NaN."""
+    """Natural-log probability of each token: n little-endian float32; the first is NaN."""
     def __init__(
         self,
         *,
@@ -624,7 +626,7 @@ class WakeEngineRequest(_message.Message):
     TAGS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """"weights", "kv_cache"; empty: all."""
+        """"weights", "kv_cache"; others are refused with INVALID_ARGUMENT. Empty: all."""
 
     def __init__(
         self,

@@ -30,7 +30,8 @@ class RolloutControlServiceStub(object):
     longer than its deadline, also in the workers of the engine. An update is Begin and Receive,
     then Commit once all engines have returned the same digest. If the commit held tokens back,
     Release follows once the probe agrees. After any error, call Abort. Every call with an epoch
-    returns ABORTED unless that epoch is the open one.
+    but OpenWeights and AbortWeights returns ABORTED unless that epoch is the open one; 0 (unset) is
+    an epoch like any other.
     """
 
     def __init__(self, channel):
@@ -101,7 +102,8 @@ class RolloutControlServiceServicer(object):
     longer than its deadline, also in the workers of the engine. An update is Begin and Receive,
     then Commit once all engines have returned the same digest. If the commit held tokens back,
     Release follows once the probe agrees. After any error, call Abort. Every call with an epoch
-    returns ABORTED unless that epoch is the open one.
+    but OpenWeights and AbortWeights returns ABORTED unless that epoch is the open one; 0 (unset) is
+    an epoch like any other.
     """
 
     def DescribeEngine(self, request, context):
@@ -177,8 +179,9 @@ class RolloutControlServiceServicer(object):
 
     def SleepEngine(self, request, context):
         """Frees the GPU memory of an engine. New samples wait; running samples finish first.
-        FAILED_PRECONDITION: samples still run after half of the deadline, the engine runs on CPU, or
-        the recipe does not set rollout.sleep_mode. Idempotent.
+        FAILED_PRECONDITION: samples still run after half of the deadline, an update is open, the engine
+        sleeps at another level or runs on CPU, or the recipe does not set rollout.sleep_mode.
+        Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -263,7 +266,8 @@ class RolloutControlService(object):
     longer than its deadline, also in the workers of the engine. An update is Begin and Receive,
     then Commit once all engines have returned the same digest. If the commit held tokens back,
     Release follows once the probe agrees. After any error, call Abort. Every call with an epoch
-    returns ABORTED unless that epoch is the open one.
+    but OpenWeights and AbortWeights returns ABORTED unless that epoch is the open one; 0 (unset) is
+    an epoch like any other.
     """
 
     @staticmethod

@@ -31,7 +31,8 @@ class RolloutControlServiceStub:
     longer than its deadline, also in the workers of the engine. An update is Begin and Receive,
     then Commit once all engines have returned the same digest. If the commit held tokens back,
     Release follows once the probe agrees. After any error, call Abort. Every call with an epoch
-    returns ABORTED unless that epoch is the open one.
+    but OpenWeights and AbortWeights returns ABORTED unless that epoch is the open one; 0 (unset) is
+    an epoch like any other.
     """
 
     @_typing.overload
@@ -71,8 +72,9 @@ class RolloutControlServiceStub:
     """
     SleepEngine: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.SleepEngineRequest, _rollout_control_service_pb2.SleepEngineResponse]
     """Frees the GPU memory of an engine. New samples wait; running samples finish first.
-    FAILED_PRECONDITION: samples still run after half of the deadline, the engine runs on CPU, or
-    the recipe does not set rollout.sleep_mode. Idempotent.
+    FAILED_PRECONDITION: samples still run after half of the deadline, an update is open, the engine
+    sleeps at another level or runs on CPU, or the recipe does not set rollout.sleep_mode.
+    Idempotent.
     """
     WakeEngine: _grpc.UnaryUnaryMultiCallable[_rollout_control_service_pb2.WakeEngineRequest, _rollout_control_service_pb2.WakeEngineResponse]
     """Allocates the memory again, all of it or a part: an update needs "weights", sampling needs all.
@@ -85,7 +87,8 @@ class RolloutControlServiceAsyncStub(RolloutControlServiceStub):
     longer than its deadline, also in the workers of the engine. An update is Begin and Receive,
     then Commit once all engines have returned the same digest. If the commit held tokens back,
     Release follows once the probe agrees. After any error, call Abort. Every call with an epoch
-    returns ABORTED unless that epoch is the open one.
+    but OpenWeights and AbortWeights returns ABORTED unless that epoch is the open one; 0 (unset) is
+    an epoch like any other.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -122,8 +125,9 @@ class RolloutControlServiceAsyncStub(RolloutControlServiceStub):
     """
     SleepEngine: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.SleepEngineRequest, _rollout_control_service_pb2.SleepEngineResponse]  # type: ignore[assignment]
     """Frees the GPU memory of an engine. New samples wait; running samples finish first.
-    FAILED_PRECONDITION: samples still run after half of the deadline, the engine runs on CPU, or
-    the recipe does not set rollout.sleep_mode. Idempotent.
+    FAILED_PRECONDITION: samples still run after half of the deadline, an update is open, the engine
+    sleeps at another level or runs on CPU, or the recipe does not set rollout.sleep_mode.
+    Idempotent.
     """
     WakeEngine: _aio.UnaryUnaryMultiCallable[_rollout_control_service_pb2.WakeEngineRequest, _rollout_control_service_pb2.WakeEngineResponse]  # type: ignore[assignment]
     """Allocates the memory again, all of it or a part: an update needs "weights", sampling needs all.
@@ -135,7 +139,8 @@ class RolloutControlServiceServicer(metaclass=_abc_1.ABCMeta):
     longer than its deadline, also in the workers of the engine. An update is Begin and Receive,
     then Commit once all engines have returned the same digest. If the commit held tokens back,
     Release follows once the probe agrees. After any error, call Abort. Every call with an epoch
-    returns ABORTED unless that epoch is the open one.
+    but OpenWeights and AbortWeights returns ABORTED unless that epoch is the open one; 0 (unset) is
+    an epoch like any other.
     """
 
     @_abc_1.abstractmethod
@@ -230,8 +235,9 @@ class RolloutControlServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_control_service_pb2.SleepEngineResponse, _abc.Awaitable[_rollout_control_service_pb2.SleepEngineResponse]]:
         """Frees the GPU memory of an engine. New samples wait; running samples finish first.
-        FAILED_PRECONDITION: samples still run after half of the deadline, the engine runs on CPU, or
-        the recipe does not set rollout.sleep_mode. Idempotent.
+        FAILED_PRECONDITION: samples still run after half of the deadline, an update is open, the engine
+        sleeps at another level or runs on CPU, or the recipe does not set rollout.sleep_mode.
+        Idempotent.
         """
 
     @_abc_1.abstractmethod

@@ -88,13 +88,18 @@ class GetInfoResponse(_message.Message):
     with another tokenizer must not send tokens.
     """
     max_context_tokens: _builtins.int
-    """Longest prompt plus completion, in tokens; 0: unknown."""
+    """Longest prompt plus completion, in tokens; never 0."""
     policy_version: _builtins.int
     """Version of the weights that new requests use; 0: those of the model folder."""
     vocabulary_size: _builtins.int
-    """Number of token ids; every id is in [0, vocabulary_size)."""
+    """Number of token ids; every id is in [0, vocabulary_size). Never 0: a run does not use an engine
+    that reports 0.
+    """
     max_concurrent_samples: _builtins.int
-    """Largest number of samples in flight; more are refused with RESOURCE_EXHAUSTED. 0: unknown."""
+    """Largest number of samples in flight: for an agent, of all agents together, otherwise of all
+    callers. More are refused with RESOURCE_EXHAUSTED. 0: agents may not sample here
+    (PERMISSION_DENIED); the coordinator never gets 0, and would take it for no limit.
+    """
     def __init__(
         self,
         *,
@@ -130,11 +135,13 @@ class SamplingParams(_message.Message):
     between 0 and 0.01 are refused: the engine would silently sample at 0.01.
     """
     top_p: _builtins.float
-    """In (0, 1]. Default 1."""
+    """Nucleus probability, in (0, 1]; 0 is refused. Default 1: all tokens."""
     top_k: _builtins.int
     """Number of candidates, at least 1 when set. Default: all."""
     max_tokens: _builtins.int
-    """Largest number of tokens to sample, at least 1. Default: up to the context length."""
+    """Largest number of tokens to sample, at least 1 when set; the context length limits it, too.
+    Default: up to the context length.
+    """
     seed: _builtins.int
     """Seed of the request, in [0, 2^53); sample i uses seed + i. Default: drawn by the
     server. 0 is a seed like any other.
@@ -142,7 +149,7 @@ class SamplingParams(_message.Message):
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end a sequence, besides the model's own; at most 64. The stop token is
-        part of the completion.
+        part of the completion. Empty: only the model's own.
         """
 
     def __init__(
@@ -195,14 +202,14 @@ class GenerateRequest(_message.Message):
     MIN_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     FLUSH_INTERVAL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Chosen by the caller, 1 to 128 characters of [A-Za-z0-9_-]. Two live requests with one
-    id are refused with ALREADY_EXISTS.
+    """Chosen by the caller, 1 to 128 characters of [A-Za-z0-9_-]; empty is refused. The second of two
+    live requests of a caller with one id is refused with ALREADY_EXISTS.
     """
     sample_count: _builtins.int
-    """Number of samples, 1 to 256. Default 1."""
+    """Number of samples, 1 to 256, and at most max_concurrent_samples. Default 1."""
     min_policy_version: _builtins.int
-    """Refuse with FAILED_PRECONDITION when the served policy is older than this. Default 0:
-    any version.
+    """Lowest acceptable version: an older served policy is FAILED_PRECONDITION. At least 0. Default
+    0: any version.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -214,8 +221,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def flush_interval(self) -> _duration_pb2.Duration:
-        """Longest time for which tokens wait in the server to be sent together, 0 to 10 s; 0: each is
-        sent at once. The first token never waits. Unset: a sample is sent once, when it is finished.
+        """Longest time for which tokens wait in the server to be sent together, 0 to 10 s; below 10 ms,
+        each is sent at once. The first token never waits. Unset: a sample is sent once, when it is
+        finished.
         """
 
     def __init__(
@@ -281,15 +289,17 @@ class SampleChunk(_message.Message):
     sample_index: _builtins.int
     """Sample index in [0, sample_count)."""
     token_ids: _builtins.bytes
-    """Tokens since the last chunk of this sample: little-endian int32."""
+    """Tokens since the last chunk of this sample: little-endian int32. Empty only in a last chunk."""
     logprobs: _builtins.bytes
     """Natural-log probability of each, after temperature, top-p and top-k, under the weights
-    that sampled it: little-endian float32, as many as token_ids.
+    that sampled it: little-endian float32, at most 0, as many as token_ids.
     """
     policy_version: _builtins.int
-    """Version of the weights that sampled these tokens; a chunk never spans two."""
+    """Version of the weights that sampled these tokens, 0: those of the model folder; a chunk never
+    spans two.
+    """
     finish_reason: Global___FinishReason.ValueType
-    """Set on the last chunk of the sample, unspecified on the others."""
+    """Set on the last chunk of the sample, FINISH_REASON_UNSPECIFIED on the others."""
     def __init__(
         self,
         *,
@@ -316,7 +326,7 @@ class WatchLoadRequest(_message.Message):
     PERIOD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def period(self) -> _duration_pb2.Duration:
-        """Time between two reports, 10 ms to 60 s. Unset: 1 s."""
+        """Time between two reports, 10 ms to 60 s, for agents at least 100 ms. Unset: 1 s."""
 
     def __init__(
         self,
@@ -347,17 +357,19 @@ class WatchLoadResponse(_message.Message):
     running_sample_count: _builtins.int
     """Samples in the engine, decoding or waiting."""
     sampled_token_count: _builtins.int
-    """Tokens sampled since the start of the process."""
+    """Tokens sampled since the service became ready; never falls."""
     updating_weights: _builtins.bool
     """True while weights are being replaced, or the engine joins an epoch of the weight plane."""
     policy_version: _builtins.int
-    """Version of the weights that new requests use."""
+    """Version of the weights that new requests use; 0: those of the model folder."""
     kv_cache_token_count: _builtins.int
     """Tokens that the KV cache holds; 0: unknown."""
     free_kv_cache_token_count: _builtins.int
-    """Tokens of the KV cache that no sample in the engine takes; a prompt that several samples share counts for each."""
+    """Tokens of the KV cache that no sample in the engine takes; a prompt that several samples share
+    counts for each. 0: none, or unknown.
+    """
     token_rate: _builtins.float
-    """Tokens sampled in a second, an average over the last seconds in which samples ran; 0: none yet."""
+    """Tokens per second, an average over the last 10 s in which samples ran; 0: none ran yet."""
     def __init__(
         self,
         *,

@@ -71,9 +71,10 @@ class RolloutServiceServicer(object):
         requests in the engine. Retried only before the first response. Errors:
         INVALID_ARGUMENT (a prompt that is empty, too long, or out of the vocabulary; a
         parameter out of range), FAILED_PRECONDITION (the served policy is older than
-        min_policy_version), ALREADY_EXISTS (request_id is live), RESOURCE_EXHAUSTED with a
-        retry delay (too many requests or tokens in flight), UNAVAILABLE (starting, draining,
-        weights dirty, or the engine died).
+        min_policy_version), PERMISSION_DENIED (an agent, where the run reserves all samples),
+        ALREADY_EXISTS (request_id is live), RESOURCE_EXHAUSTED with a retry delay (too many requests
+        or tokens in flight), UNAVAILABLE (starting, draining, asleep, weights dirty, or the engine
+        died).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

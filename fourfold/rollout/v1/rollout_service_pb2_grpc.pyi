@@ -44,9 +44,10 @@ class RolloutServiceStub:
     requests in the engine. Retried only before the first response. Errors:
     INVALID_ARGUMENT (a prompt that is empty, too long, or out of the vocabulary; a
     parameter out of range), FAILED_PRECONDITION (the served policy is older than
-    min_policy_version), ALREADY_EXISTS (request_id is live), RESOURCE_EXHAUSTED with a
-    retry delay (too many requests or tokens in flight), UNAVAILABLE (starting, draining,
-    weights dirty, or the engine died).
+    min_policy_version), PERMISSION_DENIED (an agent, where the run reserves all samples),
+    ALREADY_EXISTS (request_id is live), RESOURCE_EXHAUSTED with a retry delay (too many requests
+    or tokens in flight), UNAVAILABLE (starting, draining, asleep, weights dirty, or the engine
+    died).
     """
     WatchLoad: _grpc.UnaryStreamMultiCallable[_rollout_service_pb2.WatchLoadRequest, _rollout_service_pb2.WatchLoadResponse]
     """Streams load reports: the present one at once, then one every period. After a broken
@@ -69,9 +70,10 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     requests in the engine. Retried only before the first response. Errors:
     INVALID_ARGUMENT (a prompt that is empty, too long, or out of the vocabulary; a
     parameter out of range), FAILED_PRECONDITION (the served policy is older than
-    min_policy_version), ALREADY_EXISTS (request_id is live), RESOURCE_EXHAUSTED with a
-    retry delay (too many requests or tokens in flight), UNAVAILABLE (starting, draining,
-    weights dirty, or the engine died).
+    min_policy_version), PERMISSION_DENIED (an agent, where the run reserves all samples),
+    ALREADY_EXISTS (request_id is live), RESOURCE_EXHAUSTED with a retry delay (too many requests
+    or tokens in flight), UNAVAILABLE (starting, draining, asleep, weights dirty, or the engine
+    died).
     """
     WatchLoad: _aio.UnaryStreamMultiCallable[_rollout_service_pb2.WatchLoadRequest, _rollout_service_pb2.WatchLoadResponse]  # type: ignore[assignment]
     """Streams load reports: the present one at once, then one every period. After a broken
@@ -103,9 +105,10 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         requests in the engine. Retried only before the first response. Errors:
         INVALID_ARGUMENT (a prompt that is empty, too long, or out of the vocabulary; a
         parameter out of range), FAILED_PRECONDITION (the served policy is older than
-        min_policy_version), ALREADY_EXISTS (request_id is live), RESOURCE_EXHAUSTED with a
-        retry delay (too many requests or tokens in flight), UNAVAILABLE (starting, draining,
-        weights dirty, or the engine died).
+        min_policy_version), PERMISSION_DENIED (an agent, where the run reserves all samples),
+        ALREADY_EXISTS (request_id is live), RESOURCE_EXHAUSTED with a retry delay (too many requests
+        or tokens in flight), UNAVAILABLE (starting, draining, asleep, weights dirty, or the engine
+        died).
         """
 
     @_abc_1.abstractmethod

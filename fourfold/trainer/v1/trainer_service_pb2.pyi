@@ -77,26 +77,30 @@ class TrainerStatus(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     GRADIENT_PART_COUNT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Steps done, in one call or in parts, skipped ones included; 0 at the start."""
+    """Number of steps done, in one call or in parts, skipped ones included; 0 at the start."""
     policy_version: _builtins.int
     """Version of the present weights; 0 for those of the model folder."""
     phase: Global___TrainerPhase.ValueType
     """Current phase."""
     checkpoint_step: _builtins.int
-    """Step of the newest durable checkpoint; -1 for none."""
+    """Step of the newest durable checkpoint, 0: the one before the first step; -1 for none."""
     skipped_step_count: _builtins.int
-    """Steps that were skipped because there was nothing to learn, or the gradient not finite."""
+    """Number of steps that were skipped because there was nothing to learn, or the gradient was not
+    finite.
+    """
     rank_count: _builtins.int
-    """Number of ranks."""
+    """Number of ranks, at least 1."""
     tokenizer_sha256: _builtins.bytes
-    """SHA-256 (32 bytes) of the tokenizer in the model folder, as in RolloutService.GetInfo."""
+    """SHA-256 (32 bytes) of the tokenizer in the model folder, as in RolloutService.GetInfo; empty
+    until the folder was read.
+    """
     vocabulary_size: _builtins.int
-    """Number of token ids; every id is in [0, vocabulary_size)."""
+    """Number of token ids; every id is in [0, vocabulary_size). 0 while the model is loading."""
     max_context_tokens: _builtins.int
-    """Longest sample, in tokens."""
+    """Longest sample, in tokens; never 0."""
     gradient_part_count: _builtins.int
-    """ForwardBackward calls since the last step, of those that were not discarded; 0: no
-    gradient is pending.
+    """Number of ForwardBackward calls since the last step, without discarded ones; 0: no gradient is
+    pending.
     """
     def __init__(
         self,
@@ -214,8 +218,8 @@ class TrainStepRequest(_message.Message):
     """Step to train, the last one plus 1; at least 1."""
     @_builtins.property
     def experiences(self) -> _containers.RepeatedCompositeFieldContainer[_experience_pb2.Experience]:
-        """Experiences, scored, with reference logprobs where the algorithm needs them. Sample
-        ids are unique in the call.
+        """Experiences, scored, with reference logprobs where the algorithm needs them. At least one, and
+        at most the recipe's samples of a step, in the whole call; their sample ids are unique in it.
         """
 
     def __init__(
@@ -272,7 +276,7 @@ class TrainStepResponse(_message.Message):
     """
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Metrics by name; names and units are in fourfold/metrics.py."""
+        """Metrics by name, one or more; names and units are in fourfold/metrics.py."""
 
     def __init__(
         self,
@@ -302,7 +306,7 @@ class ForwardBackwardRequest(_message.Message):
     step: _builtins.int
     """Step that the gradient is for, the last one plus 1; at least 1."""
     part: _builtins.int
-    """Counts the calls of the step: 1 for the first, then the last one plus 1."""
+    """Number of the call in the step: 1 for the first, then the last one plus 1."""
     @_builtins.property
     def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___WeightedSample]:
         """At least 1; their sample ids are unique in the call."""
@@ -331,14 +335,14 @@ class WeightedSample(_message.Message):
     EXPERIENCE_FIELD_NUMBER: _builtins.int
     LOSS_WEIGHTS_FIELD_NUMBER: _builtins.int
     loss_weights: _builtins.bytes
-    """Derivative of the loss with respect to the log-probability of each token: n little-endian float32,
-    finite, the first 0. The loss is minimised: a negative weight makes the token more
+    """Derivative of the loss with respect to the log-probability of each token: n little-endian
+    float32, finite, the first 0. The loss is minimised: a negative weight makes the token more
     probable, a positive one less. 0: the token is not in the loss. Nothing is averaged: not
     over tokens, samples, parts or ranks.
     """
     @_builtins.property
     def experience(self) -> _experience_pb2.Experience:
-        """Only sample_id, token_ids and temperature are read."""
+        """The sample of n tokens. Only sample_id, token_ids and temperature are read."""
 
     def __init__(
         self,
@@ -404,8 +408,8 @@ class OptimStepRequest(_message.Message):
     changes, but the averages of the optimizer do.
     """
     max_grad_norm: _builtins.float
-    """Largest L2 norm of the gradient; a longer gradient is scaled down; finite, at least 0. Unset: the
-    recipe's. 0: no limit.
+    """Largest L2 norm of the gradient; a longer gradient is scaled down; finite, at least 0. Unset:
+    the recipe's. 0: no limit.
     """
     def __init__(
         self,
@@ -518,12 +522,12 @@ class ComputeLogprobsRequest(_message.Message):
     INCLUDE_ENTROPIES_FIELD_NUMBER: _builtins.int
     INCLUDE_VALUES_FIELD_NUMBER: _builtins.int
     include_entropies: _builtins.bool
-    """True: compute entropies as well."""
+    """True: compute entropies as well. False: only log-probabilities."""
     include_values: _builtins.bool
-    """True: compute the critic's values as well. INVALID_ARGUMENT when the recipe has no critic."""
+    """True: compute the critic's values as well; INVALID_ARGUMENT when the recipe has no critic."""
     @_builtins.property
     def experiences(self) -> _containers.RepeatedCompositeFieldContainer[_experience_pb2.Experience]:
-        """At least 1. Only sample_id, token_ids and temperature are read."""
+        """At least 1; sample ids are unique. Only sample_id, token_ids and temperature are read."""
 
     def __init__(
         self,
@@ -554,8 +558,8 @@ class ComputeLogprobsResponse(_message.Message):
     """Version of the weights that computed them."""
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """n little-endian float32 per sample, natural-log probabilities of logits divided by the
-        sample's temperature; the first is NaN.
+        """n little-endian float32 per sample of n tokens: natural-log probabilities of logits divided by
+        the sample's temperature; the first is NaN.
         """
 
     @_builtins.property
@@ -566,8 +570,8 @@ class ComputeLogprobsResponse(_message.Message):
 
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """n little-endian float32 per sample: the critic's value before each token; the first
-        is NaN. Empty unless requested.
+        """n little-endian float32 per sample: the critic's value before each token, in units of the
+        return; the first is NaN. Empty unless requested.
         """
 
     def __init__(
@@ -594,8 +598,8 @@ class SaveCheckpointRequest(_message.Message):
 
     SCORE_FIELD_NUMBER: _builtins.int
     score: _builtins.float
-    """Mean score of a held-out evaluation of them, finite, higher is better. Unset: there
-    was none, and the checkpoint is kept only while it is among the newest.
+    """Mean score of a held-out evaluation of the present weights, finite, higher is better. Unset:
+    there was none, and the checkpoint is kept only while it is among the newest.
     """
     def __init__(
         self,
@@ -642,7 +646,7 @@ class LoadCheckpointRequest(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Its step, at least 0."""
+    """Step of the checkpoint, at least 0; 0: the one before the first step."""
     def __init__(
         self,
         *,
@@ -689,12 +693,12 @@ class ExportModelRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     EMA_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name of a folder inside the trainer's run folder, [A-Za-z0-9_-]{1,128}; replaced when
-    it exists.
+    """Name of a folder inside the trainer's run folder, [A-Za-z0-9_-]{1,128}, which is replaced when
+    it exists. INVALID_ARGUMENT when it is empty or a folder of the run: "checkpoints" or "logs".
     """
     ema: _builtins.bool
-    """True: export the moving average of the weights. False: export the weights. FAILED_PRECONDITION when the
-    recipe keeps none (trainer.ema_decay = 0).
+    """True: export the moving average of the weights; FAILED_PRECONDITION when the recipe keeps none
+    (trainer.ema_decay = 0). False: export the weights.
     """
     def __init__(
         self,
@@ -740,7 +744,9 @@ class RaisePolicyVersionRequest(_message.Message):
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
-    """Version of the present weights after the call, unless theirs is higher; at least 0."""
+    """Version of the present weights after the call, unless theirs is higher; 0 to 2^52. 0 changes
+    nothing.
+    """
     def __init__(
         self,
         *,

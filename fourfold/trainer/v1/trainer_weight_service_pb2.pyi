@@ -48,14 +48,14 @@ class GetManifestResponse(_message.Message):
     DEVICE_UUIDS_FIELD_NUMBER: _builtins.int
     REACHABLE_DEVICE_UUIDS_FIELD_NUMBER: _builtins.int
     manifest: _builtins.bytes
-    """Canonical bytes of the manifest."""
+    """Canonical bytes of the manifest; never empty."""
     manifest_sha256: _builtins.bytes
     """SHA-256 of them (32 bytes)."""
     host_id: _builtins.str
     """As in RolloutControlService.DescribeEngine."""
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Backends the trainer can use, of "cuda_ipc", "nccl", "shm" and "gloo", best first."""
+        """Backends the trainer can use, of "cuda_ipc", "nccl", "shm" and "gloo", best first; at least one."""
 
     @_builtins.property
     def device_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
@@ -64,7 +64,8 @@ class GetManifestResponse(_message.Message):
     @_builtins.property
     def reachable_device_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """CUDA UUIDs of the GPUs of this host that can read the memory of every rank's device
-        (the same GPU, or one that it has peer access to), 16 bytes each.
+        (the same GPU, or one that it has peer access to), 16 bytes each. Empty on CPU, and where the
+        driver does not report it.
         """
 
     def __init__(
@@ -96,11 +97,13 @@ class MakeOfferRequest(_message.Message):
     RECEIVER_COUNT_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Grows by 1 with every change of membership; ABORTED when it is not above the last."""
+    """Grows with every change of membership, 0 to 2^53; ABORTED when group is 0 and it is not above
+    the last.
+    """
     backend: _builtins.str
-    """One of the trainer's backends."""
+    """One of the trainer's backends; empty is refused."""
     receiver_count: _builtins.int
-    """Number of receivers of the group, over all its engines, at least 1."""
+    """Number of receivers of the group, over all its engines: 1 to 4,096."""
     group: _builtins.int
     """Index of the group in the epoch: 0 starts the epoch, and 1, 2, ... add groups that use
     backends of their own, before OpenWeights. ABORTED when it is not the next one.
@@ -130,7 +133,7 @@ class MakeOfferResponse(_message.Message):
     OFFERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def offers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """In rank order, at most 4 KiB each."""
+        """One per rank, in rank order, at most 4 KiB each."""
 
     def __init__(
         self,
@@ -198,7 +201,9 @@ class SendWeightsRequest(_message.Message):
     policy_version: _builtins.int
     """Version to send, the present one."""
     skip_sums: _builtins.bool
-    """True: skip the sums of the tensors, as in ReceiveWeightsRequest of the engines."""
+    """True: skip the sums of the tensors. False: compute them. The same as in ReceiveWeightsRequest of
+    the engines.
+    """
     def __init__(
         self,
         *,
@@ -226,7 +231,7 @@ class SendWeightsResponse(_message.Message):
     weights_digest: _builtins.bytes
     """Digest of the weights (32 bytes), to be compared with every engine's."""
     sent_bytes: _builtins.int
-    """Number of bytes sent."""
+    """Number of bytes that all ranks sent."""
     sums: _builtins.bytes
     """The sums of every tensor, as in RolloutControlService.GetWeightSums; empty when skipped."""
     def __init__(
@@ -252,7 +257,7 @@ class AbortWeightsRequest(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """From MakeOfferRequest."""
+    """Epoch to abort, open or closed; ABORTED when another one is open."""
     def __init__(
         self,
         *,

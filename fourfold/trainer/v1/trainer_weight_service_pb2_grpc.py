@@ -28,7 +28,8 @@ if _version_not_supported:
 class TrainerWeightServiceStub(object):
     """The coordinator drives both sides: MakeOffer, then OpenWeights here and at the engines at
     the same time, and for every version SendWeights here and ReceiveWeights there at the same time.
-    Every call with an epoch returns ABORTED unless that epoch is the open one.
+    Every call with an epoch but MakeOffer and AbortWeights returns ABORTED unless that epoch is the
+    open one; 0 (unset) is an epoch like any other.
     """
 
     def __init__(self, channel):
@@ -67,7 +68,8 @@ class TrainerWeightServiceStub(object):
 class TrainerWeightServiceServicer(object):
     """The coordinator drives both sides: MakeOffer, then OpenWeights here and at the engines at
     the same time, and for every version SendWeights here and ReceiveWeights there at the same time.
-    Every call with an epoch returns ABORTED unless that epoch is the open one.
+    Every call with an epoch but MakeOffer and AbortWeights returns ABORTED unless that epoch is the
+    open one; 0 (unset) is an epoch like any other.
     """
 
     def GetManifest(self, request, context):
@@ -146,7 +148,8 @@ def add_TrainerWeightServiceServicer_to_server(servicer, server):
 class TrainerWeightService(object):
     """The coordinator drives both sides: MakeOffer, then OpenWeights here and at the engines at
     the same time, and for every version SendWeights here and ReceiveWeights there at the same time.
-    Every call with an epoch returns ABORTED unless that epoch is the open one.
+    Every call with an epoch but MakeOffer and AbortWeights returns ABORTED unless that epoch is the
+    open one; 0 (unset) is an epoch like any other.
     """
 
     @staticmethod

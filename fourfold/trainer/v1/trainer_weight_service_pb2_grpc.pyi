@@ -29,7 +29,8 @@ GRPC_VERSION: str
 class TrainerWeightServiceStub:
     """The coordinator drives both sides: MakeOffer, then OpenWeights here and at the engines at
     the same time, and for every version SendWeights here and ReceiveWeights there at the same time.
-    Every call with an epoch returns ABORTED unless that epoch is the open one.
+    Every call with an epoch but MakeOffer and AbortWeights returns ABORTED unless that epoch is the
+    open one; 0 (unset) is an epoch like any other.
     """
 
     @_typing.overload
@@ -55,7 +56,8 @@ class TrainerWeightServiceStub:
 class TrainerWeightServiceAsyncStub(TrainerWeightServiceStub):
     """The coordinator drives both sides: MakeOffer, then OpenWeights here and at the engines at
     the same time, and for every version SendWeights here and ReceiveWeights there at the same time.
-    Every call with an epoch returns ABORTED unless that epoch is the open one.
+    Every call with an epoch but MakeOffer and AbortWeights returns ABORTED unless that epoch is the
+    open one; 0 (unset) is an epoch like any other.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -77,7 +79,8 @@ class TrainerWeightServiceAsyncStub(TrainerWeightServiceStub):
 class TrainerWeightServiceServicer(metaclass=_abc_1.ABCMeta):
     """The coordinator drives both sides: MakeOffer, then OpenWeights here and at the engines at
     the same time, and for every version SendWeights here and ReceiveWeights there at the same time.
-    Every call with an epoch returns ABORTED unless that epoch is the open one.
+    Every call with an epoch but MakeOffer and AbortWeights returns ABORTED unless that epoch is the
+    open one; 0 (unset) is an epoch like any other.
     """
 
     @_abc_1.abstractmethod

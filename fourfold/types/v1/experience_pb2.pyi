@@ -47,8 +47,9 @@ Global___EndReason: _TypeAlias = EndReason  # noqa: Y015
 class Experience(_message.Message):
     """One sample: the unit of scoring, queueing, deduplication and delivery. Let n be the
     number of its tokens, len(token_ids) / 4. All arrays are token-aligned: element t belongs to
-    token t, given the tokens before it. A receiver checks every length and range before it uses
-    the message, and otherwise refuses it with INVALID_ARGUMENT and the sample_id.
+    token t, given the tokens before it. A receiver checks every length and range of the fields that
+    it reads before it uses the message, and otherwise refuses it with INVALID_ARGUMENT and the
+    sample_id. The trainer requires every field whose comment gives no meaning to its unset value.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -75,11 +76,12 @@ class Experience(_message.Message):
     """Samples of one prompt share it. Same alphabet and length as sample_id."""
     token_ids: _builtins.bytes
     """Prompt and completion token ids: n little-endian int32, each in [0, vocabulary size);
-    n is at least 2 and at most the context length.
+    n is at least 2 and at most the context length, in tokens.
     """
     behavior_logprobs: _builtins.bytes
     """Natural-log probability of each token under the engine when it was sampled, after
-    temperature: n little-endian float32, at most 0, and NaN exactly where action_mask is 0.
+    temperature: n little-endian float32, at most 0, and NaN exactly where action_mask is 0. -inf
+    is refused on trained tokens unless the recipe's correction rejects such tokens.
     """
     action_mask: _builtins.bytes
     """Tokens that the policy sampled: n bytes, 1 for these, else 0; the first is 0."""
@@ -100,27 +102,31 @@ class Experience(_message.Message):
     for the same reason.
     """
     end_reason: Global___EndReason.ValueType
-    """Reason for its end; END_REASON_UNSPECIFIED is refused."""
+    """Reason for the end of the sample; END_REASON_UNSPECIFIED is refused."""
     score: _builtins.float
-    """Score, dimensionless, finite; unset until scored. The trainer refuses a sample without a score."""
+    """Score, dimensionless, finite; 0 is a score like any other. Unset until scored: the trainer
+    refuses a sample without a score.
+    """
     scorer: _builtins.str
     """Scorer, as "name@version"; empty until scored."""
     reference_logprobs: _builtins.bytes
     """Natural-log probability of each token under the frozen reference policy, at the same
-    temperature: n little-endian float32, NaN for the first token. Empty when the
-    algorithm needs none.
+    temperature: n little-endian float32, finite but for the first token, which is NaN. Empty:
+    none; refused when the recipe's algorithm.kl.coef is above 0.
     """
     token_rewards: _builtins.bytes
     """Rewards of single tokens or turns, beside the score: n little-endian float32, finite, 0
     where action_mask is 0; the reward of a turn is at the last token of the turn. Empty: none.
     """
     baseline_score: _builtins.float
-    """Score of a greedy completion of the same prompt, which is not trained on itself. Only ReMax
-    needs it. Unset: none.
+    """Score of a greedy completion of the same prompt, which is not trained on itself; finite.
+    Unset: none; refused when the recipe's advantage is ReMax, the only one that needs it.
     """
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
-        """Policy versions of the tokens as consecutive spans; their token_count adds up to n."""
+        """Policy versions of the tokens as consecutive spans, at least one; their token_count adds up
+        to n.
+        """
 
     def __init__(
         self,
@@ -174,11 +180,11 @@ class VersionSpan(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
-    """Version of the weights, 0 for those the run started from; -1 for tokens
-    that the policy did not sample.
+    """Version of the weights, at most 2^53; 0: those of the model folder. -1 exactly for tokens that
+    the policy did not sample (action_mask is 0).
     """
     token_count: _builtins.int
-    """Length of the span, at least 1."""
+    """Length of the span in tokens, at least 1."""
     def __init__(
         self,
         *,

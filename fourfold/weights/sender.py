@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-import torch
-
 from fourfold.errors import InvalidInput, StaleEpoch, WrongState
-from fourfold.weights.manifest import Manifest, Span
+from fourfold.weights.manifest import Manifest
 from fourfold.weights.source.base import WeightSource, torch_dtype
 from fourfold.weights.tensor_sums import partial_sums, warm_up
 from fourfold.weights.transport.base import SendTransport, TransferGroup, make_sender
@@ -73,12 +71,14 @@ class WeightSender:
         transport = make_sender(backend, members, self._rank, self._source)
         if not group:
             self.close()
-        with self._lock:
+        with ExitStack() as on_error, self._lock:
+            on_error.callback(transport.close)
             if group:
                 self._check_next_group(epoch, group)  # again: the epoch may have been aborted meanwhile
             else:
                 self._transports, self._epoch, self._opened = [], epoch, False
             self._transports.append(transport)
+            on_error.pop_all()
         return transport.offer()
 
     def open(self, epoch: int, *, timeout: float) -> None:
@@ -107,8 +107,7 @@ class WeightSender:
             try:
                 sent_bytes = sum([transport.send(policy_version, deadline) for transport in transports])
                 # After the transfer, so that the receivers load while this rank computes its sums.
-                parts = () if skip_sums else ((span, self._read(span)) for span in self._spans)
-                sums = b"" if skip_sums else partial_sums(self._manifest, parts)
+                sums = b"" if skip_sums else self._partial_sums()
             finally:
                 self._source.end_round()
         return SendResult(partial_sums=sums, sent_bytes=sent_bytes)
@@ -130,8 +129,10 @@ class WeightSender:
     def close(self) -> None:
         self.abort(self._epoch)
 
-    def _read(self, span: Span) -> torch.Tensor:
-        return self._source.read(span).to(torch_dtype(self._manifest.tensors[span.tensor].dtype))
+    def _partial_sums(self) -> bytes:
+        dtypes = [torch_dtype(spec.dtype) for spec in self._manifest.tensors]
+        parts = ((span, self._source.read(span).to(dtypes[span.tensor])) for span in self._spans)
+        return partial_sums(self._manifest, parts)
 
     def _check_next_group(self, epoch: int, group: int) -> None:
         if epoch != self._epoch or self._opened or group != len(self._transports):

@@ -110,8 +110,8 @@ class VllmModel:
         """Run the model's loader on meta tensors and record its copies; takes milliseconds."""
         sources = list(tensors)
         destinations: list[tuple[str, torch.Tensor]] = []
-        self.begin_load()
         try:
+            self.begin_load()
             for path, layer in self._model.named_modules():
                 for name, tensor in get_layer_tensors(layer).items():
                     tensor.weight_loader = _get_original_loader(tensor)  # type: ignore[attr-defined]

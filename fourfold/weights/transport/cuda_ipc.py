@@ -59,9 +59,9 @@ class CudaIpcSender(PageSender):
         self._window_count = max(1, len(self._staged))
         self._table = _COUNTS.size + group.receiver_count * _RECEIVER.size
         part_count = len(self._in_place) + sum(map(len, self._staged))
-        self._page = ProgressPage(Backend.CUDA_IPC, group, rank, self._table + part_count * _PART.size)
         self._device = source.read(spans[0]).device if spans else torch.device("cuda")
         needs_gpu(self._device, "the trainer's weights are", "shm")
+        self._page = ProgressPage(Backend.CUDA_IPC, group, rank, self._table + part_count * _PART.size)
         self._staging = [Staging(group.manifest, self._device) for _ in range(_BUFFERS)]
         self._slots: list[list[torch.Tensor]] = []  # of the parts of each staged window
         self._addresses: list[int] = []  # of the parts in place, in the table's present generation

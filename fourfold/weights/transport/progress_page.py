@@ -44,13 +44,10 @@ class ProgressPage:
         self._backend, self._group, self._rank = backend, group, rank
         self._body_bytes = body_bytes
         self._nonce = secrets.token_bytes(16)
-        size = HEADER_BYTES + body_bytes
-        self._fd = _allocate(f"fourfold-weights-{rank}", size)
-        self.memory: mmap.mmap | None = mmap.mmap(self._fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        """Header and body; None after `close`."""
-        manifest = group.manifest.sha256
-        _FIXED.pack_into(self.memory, 0, _MAGIC, self._nonce, group.epoch, rank, body_bytes, manifest)
-        self._words = memoryview(self.memory)[:HEADER_BYTES].cast("q")
+        self._fd, memory = _allocate(f"fourfold-weights-{rank}", HEADER_BYTES + body_bytes)
+        self.memory: mmap.mmap | None = memory  # header and body; None after `close`
+        _FIXED.pack_into(memory, 0, _MAGIC, self._nonce, group.epoch, rank, body_bytes, group.manifest.sha256)
+        self._words = memoryview(memory)[:HEADER_BYTES].cast("q")
         self._abort = threading.Event()
         self._lock = threading.Lock()  # abort may run in another thread while this one closes
 
@@ -170,19 +167,20 @@ def parse_page_offer(backend: Backend, rank: int, body: bytes) -> int:
     return int(_OFFER.unpack(body)[2])
 
 
-def _allocate(name: str, size: int) -> int:
+def _allocate(name: str, size: int) -> tuple[int, mmap.mmap]:
+    """Return the descriptor of an anonymous file of `size` bytes, and its memory."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # Reserve the memory now. Without this, running out of memory would be a SIGBUS in the middle of a copy.
         os.posix_fallocate(fd, 0, size)
         # A receiver that maps the file may rely on its size: a shrunk file would be a SIGBUS there.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return fd, mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
     except OSError as error:
         os.close(fd)
         raise Overloaded(
             f"no room for {size} bytes of shared memory for the weights ({error.strerror}); free some, or use gloo"
         ) from None
-    return fd
 
 
 def _map(path: Path, size: int, writable: bool) -> mmap.mmap:

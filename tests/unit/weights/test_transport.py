@@ -7,10 +7,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from fourfold.errors import DeadlinePassed, Internal, InvalidInput, StaleEpoch, Unavailable, WrongState
+from fourfold.weights import sender
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.transport.base import (
@@ -193,6 +195,28 @@ def test_epochs_only_grow_and_calls_name_the_open_one() -> None:
     sender.abort(6)
     with pytest.raises(StaleEpoch, match="closed"):
         sender.send(6, 2, timeout=1)
+
+
+def test_an_offer_for_an_epoch_that_is_aborted_meanwhile_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = _sender()
+    before = psutil.Process().num_fds()
+    weights.make_offer(1, "shm", 1, timeout=1)
+
+    def make(*arguments: Any) -> Any:
+        weights.abort(1)  # in another thread, while this one allocates
+        return make_sender(*arguments)
+
+    monkeypatch.setattr(sender, "make_sender", make)
+    with pytest.raises(StaleEpoch, match="group 1 of epoch 1 is not the next one"):
+        weights.make_offer(1, "shm", 1, group=1, timeout=1)
+    assert psutil.Process().num_fds() == before
+
+
+def test_a_backend_that_cannot_send_from_here_leaves_nothing_open() -> None:
+    before = psutil.Process().num_fds()
+    with pytest.raises(WrongState, match="this backend needs a GPU"):
+        _sender().make_offer(1, "cuda_ipc", 1, timeout=1)
+    assert psutil.Process().num_fds() == before
 
 
 def test_a_sender_must_be_made_for_the_ranks_of_its_source() -> None:

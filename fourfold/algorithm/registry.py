@@ -54,10 +54,10 @@ class Registry(Generic[D]):
         self._own[definition.model_fields["kind"].default] = definition
         return definition
 
-    def definitions(self) -> dict[str, type[D]]:
-        """Return every definition by kind: those of Fourfold, then those of other distributions by name."""
-        others = sorted(point.name for point in entry_points(group=self.group) if point.name not in self._own)
-        return self._own | {kind: self.find(kind) for kind in others}
+    def kinds(self) -> list[str]:
+        """Return every kind: those of Fourfold, then those of other distributions by name."""
+        others = {point.name for point in entry_points(group=self.group)} - self._own.keys()
+        return [*self._own, *sorted(others)]
 
     def find(self, kind: str) -> type[D]:
         """Return the definition of a kind.
@@ -81,10 +81,9 @@ class Registry(Generic[D]):
                     f"entry point {self.group}: {kind} = {point.value} is not a subclass of {self._base.__name__}"
                 )
             return definition
-        known = [*self._own, *sorted({point.name for point in entry_points(group=self.group)} - self._own.keys())]
         raise ValueError(
-            f"kind = {kind!r} is unknown; choose one of {', '.join(known)}, or install the distribution that has it as "
-            f"an entry point of {self.group}"
+            f"kind = {kind!r} is unknown; choose one of {', '.join(self.kinds())}, or install the distribution that "
+            f"has it as an entry point of {self.group}"
         )
 
     def parse(self, given: object) -> object:

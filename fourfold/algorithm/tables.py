@@ -6,23 +6,22 @@ python -m fourfold.algorithm.tables
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from typing import Any
 
 from fourfold.algorithm.advantages import ADVANTAGES, AdvantageEstimator
 from fourfold.algorithm.losses import LOSSES
-from fourfold.algorithm.registry import Definition
+from fourfold.algorithm.registry import Definition, Registry
 
 
 def markdown() -> str:
     """Return the tables of estimators and losses, with the formulas at the default keys."""
-    estimators, losses = _table(ADVANTAGES.definitions()), _table(LOSSES.definitions())
-    return f"### `[algorithm.advantage]`\n\n{estimators}\n### `[algorithm.loss]`\n\n{losses}"
+    return f"### `[algorithm.advantage]`\n\n{_table(ADVANTAGES)}\n### `[algorithm.loss]`\n\n{_table(LOSSES)}"
 
 
-def _table(definitions: Mapping[str, type[Definition]]) -> str:
+def _table(registry: Registry[Any]) -> str:
     table = "| kind | formula | keys and defaults | source |\n|---|---|---|---|\n"
-    for kind, definition in definitions.items():
-        cells = [cell.replace("|", "\\|") for cell in _cells(definition.model_validate({"kind": kind}))]
+    for kind in registry.kinds():
+        cells = [cell.replace("|", "\\|") for cell in _cells(registry.find(kind).model_validate({"kind": kind}))]
         table += f"| {' | '.join(cells)} |\n"
     return table
 

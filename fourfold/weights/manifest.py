@@ -96,7 +96,37 @@ class Manifest:
     @staticmethod
     def from_bytes(data: bytes) -> Manifest:
         """Return the manifest that `data` encodes. Raises InvalidInput: not the canonical bytes of a valid manifest."""
-        return _decode(data)
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise InvalidInput(f"the manifest has {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read")
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError):
+            raise InvalidInput(
+                f"the manifest ({len(data)} bytes) is not JSON; pass GetManifest's bytes unchanged"
+            ) from None
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise InvalidInput(f"the manifest is not of format {FORMAT}; trainer and engine must run the same release")
+        try:
+            manifest = Manifest(
+                tensors=tuple(
+                    TensorSpec(name=_string(name), dtype=_string(dtype), shape=tuple(map(_integer, shape)))
+                    for name, dtype, shape in document["tensors"]
+                ),
+                spans=tuple(
+                    Span(tensor=t, start=start, count=count, rank=rank, offset=offset)
+                    for t, start, count, rank, offset in (map(_integer, span) for span in document["spans"])
+                ),
+                shard_bytes=tuple(map(_integer, document["shard_bytes"])),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, InvalidInput):
+                raise
+            raise InvalidInput(
+                f"the manifest has a field of a wrong type ({error}); pass GetManifest's bytes unchanged"
+            ) from None
+        if manifest.to_bytes() != data:
+            raise InvalidInput("the manifest is not in canonical form; pass GetManifest's bytes unchanged")
+        return manifest
 
     @property
     def sha256(self) -> bytes:
@@ -116,12 +146,6 @@ class Manifest:
     def spans_of_rank(self, rank: int) -> list[Span]:
         """Return the spans in the shard of `rank`, sorted by tensor and start."""
         return [span for span in self.spans if span.rank == rank]
-
-    def spans_by_tensor(self) -> list[list[Span]]:
-        result: list[list[Span]] = [[] for _ in self.tensors]
-        for span in self.spans:
-            result[span.tensor].append(span)
-        return result
 
 
 def aligned(offset: int) -> int:
@@ -219,40 +243,6 @@ def _check_places(manifest: Manifest) -> None:
         if span.offset < ends[span.rank]:
             raise InvalidInput(f"manifest: tensor {spec.name} overlaps another one in the shard of rank {span.rank}")
         ends[span.rank] = end
-
-
-def _decode(data: bytes) -> Manifest:
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise InvalidInput(f"the manifest has {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read")
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        raise InvalidInput(
-            f"the manifest ({len(data)} bytes) is not JSON; pass GetManifest's bytes unchanged"
-        ) from None
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise InvalidInput(f"the manifest is not of format {FORMAT}; trainer and engine must run the same release")
-    try:
-        manifest = Manifest(
-            tensors=tuple(
-                TensorSpec(name=_string(name), dtype=_string(dtype), shape=tuple(map(_integer, shape)))
-                for name, dtype, shape in document["tensors"]
-            ),
-            spans=tuple(
-                Span(tensor=t, start=start, count=count, rank=rank, offset=offset)
-                for t, start, count, rank, offset in (map(_integer, span) for span in document["spans"])
-            ),
-            shard_bytes=tuple(map(_integer, document["shard_bytes"])),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, InvalidInput):
-            raise
-        raise InvalidInput(
-            f"the manifest has a field of a wrong type ({error}); pass GetManifest's bytes unchanged"
-        ) from None
-    if manifest.to_bytes() != data:
-        raise InvalidInput("the manifest is not in canonical form; pass GetManifest's bytes unchanged")
-    return manifest
 
 
 def _integer(value: Any) -> int:

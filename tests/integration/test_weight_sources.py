@@ -13,7 +13,8 @@ import torch
 from fourfold.weights.digest import add_sums
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.tensor_sums import partial_sums
-from fourfold.weights.transport.base import Shards
+from fourfold.weights.transport.staging import span_view
+from tests.support.shards import assemble, spans_by_tensor
 from tests.support.weight_ranks import Case, Outcome, rank_main
 
 pytestmark = pytest.mark.integration
@@ -52,10 +53,10 @@ def _check(outcomes: list[Outcome]) -> Manifest:
     """All ranks agree on the manifest, and their shards hold the gathered parameters, bit by bit."""
     manifest = Manifest.from_bytes(outcomes[0].manifest)
     assert {outcome.manifest for outcome in outcomes} == {manifest.to_bytes()}
-    shards = Shards(manifest, [torch.frombuffer(bytearray(o.shard), dtype=torch.uint8) for o in outcomes])
-    for index, spec in enumerate(manifest.tensors):
-        assert shards.tensor(index).float().flatten().tolist() == outcomes[0].gathered[spec.name], spec.name
-    whole = partial_sums(manifest, ((span, shards.read(span)) for span in manifest.spans))
+    shards = [torch.frombuffer(bytearray(o.shard), dtype=torch.uint8) for o in outcomes]
+    for spec, tensor in zip(manifest.tensors, assemble(manifest, shards), strict=True):
+        assert tensor.float().flatten().tolist() == outcomes[0].gathered[spec.name], spec.name
+    whole = partial_sums(manifest, ((span, span_view(manifest, shards[span.rank], span)) for span in manifest.spans))
     assert add_sums(manifest, [outcome.sums for outcome in outcomes]) == whole
     assert all(outcome.statuses_kept for outcome in outcomes)
     return manifest
@@ -93,7 +94,7 @@ def test_shards_are_the_gathered_parameters_after_optimizer_steps(
         assert {view for outcome in outcomes[name] for view in outcome.views} == {not cast}
     experts_of = {
         spec.name.removeprefix("model.layers.1.mlp.experts."): [span.rank for span in spans]
-        for spec, spans in zip(manifest.tensors, manifest.spans_by_tensor(), strict=True)
+        for spec, spans in zip(manifest.tensors, spans_by_tensor(manifest), strict=True)
     }
     places = [experts_of[f"{expert}.{name}_proj.weight"] for name in ("gate", "up", "down") for expert in range(3)]
     if rank_count == 2:  # two parameters, each cut in the middle: of three experts, the second one's down_proj

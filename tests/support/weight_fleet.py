@@ -297,7 +297,7 @@ class Fleet:
         await channel.close()
         manifest = Manifest.from_bytes(layout.manifest)
         tensor = next(i for i, spec in enumerate(manifest.tensors) if spec.name == name)
-        span = manifest.spans_by_tensor()[tensor][0]
+        span = next(span for span in manifest.spans if span.tensor == tensor)
         _flip((self.trainer.pid, self.trainer.rank)[span.rank], manifest.shard_bytes[span.rank], span.offset)
 
     async def check_whole(self, engine: Engine, version: int | None = None) -> None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fourfold.errors import ARCHITECTURE_NOT_VERIFIED, MODEL_MISMATCH, WrongState
 from fourfold.weights.digest import join_names
 from fourfold.weights.manifest import Manifest
+from fourfold.weights.source.base import torch_dtype
 from fourfold.weights.source.fused_params import storage_id
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -75,7 +76,7 @@ def check_fits(trace: LoaderTrace) -> None:
 def meta_tensors(manifest: Manifest) -> NamedTensors:
     """Yield the manifest's tensors on the meta device."""
     for spec in manifest.tensors:
-        yield spec.name, torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+        yield spec.name, torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="meta")
 
 
 class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's metaclass hook

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fourfold.errors import WrongState
 from fourfold.weights.manifest import Manifest, Span
-from fourfold.weights.source.base import ParameterSource
+from fourfold.weights.source.base import ParameterSource, torch_dtype
 
 # Elements whose float32 copies exist at the same time: 64 MiB each.
 _CHUNK_ELEMENTS: Final = 1 << 24
@@ -75,7 +75,7 @@ class MergedSource:
         _check(adapters, base)
         self._adapters = [adapters.get(name) for name, _ in base.slices]
         self._starts = [part.start for _, part in base.slices]
-        self._dtypes = [getattr(torch, spec.dtype) for spec in base.manifest().tensors]
+        self._dtypes = [torch_dtype(spec.dtype) for spec in base.manifest().tensors]
         self._last: tuple[Span, Tensor] | None = None
         if gather:
             gather()

@@ -33,7 +33,7 @@ import torch
 
 from fourfold.errors import InvalidInput, StaleEpoch, WrongState
 from fourfold.weights.manifest import Manifest, Span
-from fourfold.weights.source.base import WeightSource, torch_dtype
+from fourfold.weights.source.base import WeightSource
 from fourfold.weights.transport.waiting import Deadline
 
 MAX_OFFER_BYTES: Final = 4096
@@ -220,31 +220,6 @@ def check_header(rank: int, found: tuple[int, int], due: tuple[int, int]) -> Non
             f"trainer rank {rank} sends {found[1]} bytes of version {found[0]}; {due[1]} bytes of version {due[0]} "
             f"were due: abort the epoch"
         )
-
-
-class Shards:
-    """The shards of all ranks, uint8 [manifest.shard_bytes[r]] each, which must outlive the tensors returned here."""
-
-    def __init__(self, manifest: Manifest, shards: Sequence[torch.Tensor]) -> None:
-        self._manifest = manifest
-        self._shards = tuple(shards)
-        self._spans = manifest.spans_by_tensor()
-
-    def read(self, span: Span) -> torch.Tensor:
-        spec = self._manifest.tensors[span.tensor]
-        data = self._shards[span.rank][span.offset : span.offset + span.count * spec.item_bytes]
-        return data.view(torch_dtype(spec.dtype))
-
-    def tensor(self, index: int) -> torch.Tensor:
-        """Return tensor `index` in its shape: a view if it is one span, else a copy of its spans."""
-        parts = [self.read(span) for span in self._spans[index]]
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return whole.view(self._manifest.tensors[index].shape)
-
-    def hand_to(self, sink: Sink) -> None:
-        for span in self._manifest.spans:
-            sink.take(span, self.read(span))
-        sink.flush()
 
 
 # A backend's module is imported when it is used: CuPy and gloo are not installed everywhere.

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -145,16 +144,6 @@ class CudaIpcSender(PageSender):
         return self._watches[receiver].ended
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A row of the table: a part of the shard, its window, and its place in an exported allocation."""
-
-    span: Span
-    window: int
-    handle: bytes
-    offset: int
-
-
 class _MappedShard(SenderLink):
     """The page and the exported memory of one rank, in a receiver."""
 
@@ -178,18 +167,18 @@ class _MappedShard(SenderLink):
             return
         if not 0 <= count <= (len(memory) - self._table) // _PART.size or not 1 <= window_count <= max(1, count):
             raise WrongState(f"the page of trainer rank {self._rank} lists {count} parts; it has no room for them")
-        parts = [self._part(row) for row in range(count)]
-        handles = {part.handle for part in parts}
+        parts = [self._part(row, window_count) for row in range(count)]
+        handles = {handle for _, _, handle in parts}
         for gone in self._addresses.keys() - handles:
             cuda.close_handle(self._addresses.pop(gone))
         for new in handles - self._addresses.keys():
             self._addresses[new] = cuda.open_handle(new)
         self.windows = [[] for _ in range(window_count)]
-        for part in parts:
-            spec = self._group.manifest.tensors[part.span.tensor]
-            address = self._addresses[part.handle] + part.offset
-            values = cuda.memory_at(address, part.span.count * spec.item_bytes, self._device)
-            self.windows[part.window].append((part.span, values.view(torch_dtype(spec.dtype))))
+        for span, window, handle in parts:
+            spec = self._group.manifest.tensors[span.tensor]
+            address = self._addresses[handle] + span.offset
+            values = cuda.memory_at(address, span.count * spec.item_bytes, self._device)
+            self.windows[window].append((span, values.view(torch_dtype(spec.dtype))))
         self._generation = generation
 
     def acknowledge(self, count: int) -> None:
@@ -203,17 +192,16 @@ class _MappedShard(SenderLink):
         self._addresses = {}
         self.page.close()
 
-    def _part(self, row: int) -> _Part:
-        """Read one row of the table, and check that it is a part of a tensor."""
+    def _part(self, row: int, window_count: int) -> tuple[Span, int, bytes]:
+        """Read and check a row of the table: a part, whose offset is that in its allocation, window and handle."""
         tensor, start, count, window, offset, handle = _PART.unpack_from(
             self.page.memory, self._table + row * _PART.size
         )
         tensors = self._group.manifest.tensors
         inside = 0 <= tensor < len(tensors) and start >= 0 and count > 0 and start + count <= tensors[tensor].count
-        if not inside or offset < 0 or window < 0:
+        if not inside or offset < 0 or not 0 <= window < window_count:
             raise WrongState(f"row {row} of the page of trainer rank {self._rank} is not a part of a tensor")
-        span = Span(tensor=tensor, start=start, count=count, rank=self._rank, offset=offset)
-        return _Part(span, window, handle, offset)
+        return Span(tensor=tensor, start=start, count=count, rank=self._rank, offset=offset), window, handle
 
 
 class CudaIpcReceiver(ReceiveTransport[bytes, _MappedShard]):

@@ -30,13 +30,13 @@ from fourfold.weights.transport.base import (
     Backend,
     ReceiveTransport,
     SenderLink,
-    Shards,
     Sink,
     TransferGroup,
     check_header,
     pack_offer,
     used_up,
 )
+from fourfold.weights.transport.staging import hand_to_sink
 from fourfold.weights.transport.waiting import Deadline, aborted
 
 _BUCKET_BYTES: Final = 16 << 20
@@ -135,7 +135,6 @@ class GlooSender:
         self._marker.touch()
         self._abort = threading.Event()
         self._member = _Member(self._marker, rank, 0, 1 + group.receiver_count, self._abort)
-        self._closed = False
 
     def offer(self) -> bytes:
         return pack_offer(Backend.GLOO, self._group, self._rank, (self._nonce + str(self._scratch.path)).encode())
@@ -144,8 +143,6 @@ class GlooSender:
         self._member.join(deadline)
 
     def send(self, policy_version: int, deadline: Deadline) -> int:
-        if self._closed:
-            raise used_up()
         shard_bytes = self._group.manifest.shard_bytes[self._rank]
         header = torch.tensor([policy_version, shard_bytes], dtype=torch.int64)
         self._member.broadcast(header.view(torch.uint8), deadline)
@@ -161,7 +158,6 @@ class GlooSender:
         self._marker.unlink(missing_ok=True)
 
     def close(self) -> None:
-        self._closed = True
         self.abort()
         self._member.close()
         self._scratch.remove()
@@ -209,7 +205,7 @@ class GlooReceiver(ReceiveTransport[Path, _Member]):
             check_header(rank, (version, shard_bytes), (policy_version, shard.numel()))
             for start, end in _buckets(shard.numel()):
                 member.broadcast(shard[start:end], deadline)
-        Shards(self._group.manifest, self._shards).hand_to(sink)
+        hand_to_sink(self._group.manifest, self._shards, sink)
 
 
 def _wait_for_end(work: Any, group: ProcessGroupGloo) -> None:

@@ -13,8 +13,8 @@ import warnings
 import torch
 
 from fourfold.errors import InvalidInput, WrongState
-from fourfold.weights.source.base import WeightSource, torch_dtype
-from fourfold.weights.transport.base import Backend, ReceiveTransport, SenderLink, Shards, Sink, TransferGroup, used_up
+from fourfold.weights.source.base import WeightSource
+from fourfold.weights.transport.base import Backend, ReceiveTransport, SenderLink, Sink, TransferGroup, used_up
 from fourfold.weights.transport.progress_page import (
     HEADER_BYTES,
     MappedPage,
@@ -22,6 +22,7 @@ from fourfold.weights.transport.progress_page import (
     ProgressPage,
     parse_page_offer,
 )
+from fourfold.weights.transport.staging import hand_to_sink, shard_bytes, span_view
 from fourfold.weights.transport.waiting import Deadline, aborted
 
 
@@ -32,27 +33,23 @@ class ShmSender(PageSender):
         """Allocate the arena. Raises Overloaded: not enough memory."""
         self._manifest, self._source = group.manifest, source
         self._spans = group.manifest.spans_of_rank(rank)
-        shard_bytes = group.manifest.shard_bytes[rank]
-        self._page = ProgressPage(Backend.SHM, group, rank, shard_bytes)
+        size = group.manifest.shard_bytes[rank]
+        self._page = ProgressPage(Backend.SHM, group, rank, size)
         assert self._page.memory is not None, "just made"
-        self._arena = _as_tensor(self._page.memory, shard_bytes)
+        self._arena = _as_tensor(self._page.memory, size)
 
     def send(self, policy_version: int, deadline: Deadline) -> int:
         if self._page.memory is None:
             raise used_up()
         writing = self._page.sequence + 1
         self._page.publish(writing, policy_version)
-        sent = 0
         for span in self._spans:
             if self._page.is_aborted:
                 raise aborted()
             deadline.check(f"copying version {policy_version} into shared memory")
-            spec = self._manifest.tensors[span.tensor]
-            target = self._arena[span.offset : span.offset + span.count * spec.item_bytes]
-            target.view(torch_dtype(spec.dtype)).copy_(self._source.read(span))
-            sent += target.numel()
+            span_view(self._manifest, self._arena, span).copy_(self._source.read(span))
         self._page.publish(writing + 1, policy_version)
-        return sent
+        return shard_bytes(self._manifest, self._spans)
 
     def close(self) -> None:
         self._arena = torch.empty(0, dtype=torch.uint8)
@@ -91,7 +88,7 @@ class ShmReceiver(ReceiveTransport[bytes, _MappedArena]):
                 sequence = arena.page.wait(sequence + 1, self._abort, deadline, what)
             arena.page.check_version(policy_version)
             arena.taken = sequence
-        Shards(self._group.manifest, [arena.shard for arena in self._links]).hand_to(sink)
+        hand_to_sink(self._group.manifest, [arena.shard for arena in self._links], sink)
 
     def check(self) -> None:
         for rank, arena in enumerate(self._links):
@@ -102,11 +99,11 @@ class ShmReceiver(ReceiveTransport[bytes, _MappedArena]):
                 )
 
 
-def _as_tensor(memory: mmap.mmap, shard_bytes: int) -> torch.Tensor:
-    """Return the shard as uint8 [shard_bytes]; the tensor keeps the mapping alive."""
-    if not shard_bytes:
+def _as_tensor(memory: mmap.mmap, size: int) -> torch.Tensor:
+    """Return the shard as uint8 [size]; the tensor keeps the mapping alive."""
+    if not size:
         return torch.empty(0, dtype=torch.uint8)
     with warnings.catch_warnings():
         # torch warns of writes to a read-only mapping; receivers only read.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_BYTES, count=shard_bytes)
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=HEADER_BYTES, count=size)

@@ -28,7 +28,7 @@ from tests.fakes.trainer_engine import group_of
 
 ROOT = Path(__file__).parents[3]
 DOCS = (ROOT / "docs/algorithms.md").read_text(encoding="utf-8")
-DEFINITIONS = [*LOSSES.definitions().values(), *ADVANTAGES.definitions().values()]
+DEFINITIONS: list[type[Definition]] = [*map(LOSSES.find, LOSSES.kinds()), *map(ADVANTAGES.find, ADVANTAGES.kinds())]
 RECIPE = """\
 name = "toy"
 steps = 3

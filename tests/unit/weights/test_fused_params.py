@@ -20,8 +20,8 @@ from fourfold.weights.source.base import WeightSource, torch_dtype
 from fourfold.weights.source.dense import DenseSource
 from fourfold.weights.source.fused_params import sent_parameters
 from fourfold.weights.source.lora import Adapter, MergedSource
-from fourfold.weights.transport.base import Shards
 from tests.support.architectures import build
+from tests.support.shards import assemble, spans_by_tensor
 
 EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe"]
 
@@ -36,8 +36,8 @@ def arrived(source: WeightSource) -> dict[str, torch.Tensor]:
         size = span.count * dtype.itemsize
         shard[span.offset : span.offset + size].view(dtype).copy_(source.read(span))
     source.end_round()
-    shards = Shards(manifest, [shard])
-    return {spec.name: shards.tensor(index) for index, spec in enumerate(manifest.tensors)}
+    tensors = assemble(manifest, [shard])
+    return {spec.name: tensor for spec, tensor in zip(manifest.tensors, tensors, strict=True)}
 
 
 @pytest.mark.parametrize("loaded", [False, True])
@@ -202,12 +202,12 @@ def test_partitions_that_cut_across_tensors_are_put_together_again(
             shard += [mine, torch.zeros(end - offset - size * item, dtype=torch.uint8)]
         offset = end
     manifest = Manifest(tensors=tuple(tensors), spans=tuple(spans), shard_bytes=(offset,) * ranks)
-    for spec, parts in zip(tensors, manifest.spans_by_tensor(), strict=True):
+    for spec, parts in zip(tensors, spans_by_tensor(manifest), strict=True):
         assert [i for s in parts for i in range(s.start, s.start + s.count)] == list(range(spec.count))
-    whole = Shards(manifest, [torch.cat(shard) for shard in shards])
+    whole = assemble(manifest, [torch.cat(shard) for shard in shards])
     index = 0
     for flat, specs in zip(flats, parameters, strict=True):
-        together = torch.cat([whole.tensor(index + i).reshape(-1) for i in range(len(specs))])
+        together = torch.cat([tensor.reshape(-1) for tensor in whole[index : index + len(specs)]])
         assert torch.equal(together, flat)
         index += len(specs)
 

@@ -21,7 +21,7 @@ from fourfold.weights.manifest import (
     partition_spans,
 )
 from fourfold.weights.source.base import torch_dtype
-from fourfold.weights.transport.base import Shards
+from tests.support.shards import assemble, spans_by_tensor
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -48,7 +48,7 @@ def layouts(draw: st.DrawFn) -> Manifest:
 @settings(max_examples=80, deadline=None)
 @given(layouts())
 def test_spans_tile_every_tensor_exactly_once(manifest: Manifest) -> None:
-    for spec, spans in zip(manifest.tensors, manifest.spans_by_tensor(), strict=True):
+    for spec, spans in zip(manifest.tensors, spans_by_tensor(manifest), strict=True):
         covered = [i for span in spans for i in range(span.start, span.start + span.count)]
         assert covered == list(range(spec.count))
 
@@ -64,10 +64,9 @@ def test_what_is_scattered_over_the_shards_is_gathered_again(manifest: Manifest,
             item = manifest.tensors[span.tensor].item_bytes
             values = tensors[span.tensor].reshape(-1)[span.start : span.start + span.count]
             shard[span.offset : span.offset + span.count * item] = values.contiguous().view(torch.uint8)
-    arrived = Shards(manifest, shards)
-    for index, tensor in enumerate(tensors):
-        assert torch.equal(arrived.tensor(index), tensor)
-        assert arrived.tensor(index).shape == tensor.shape
+    for found, tensor in zip(assemble(manifest, shards), tensors, strict=True):
+        assert torch.equal(found, tensor)
+        assert found.shape == tensor.shape
 
 
 @settings(max_examples=40, deadline=None)

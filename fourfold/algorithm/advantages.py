@@ -45,12 +45,12 @@ class AdvantageEstimator(Definition):
     """An estimator of the advantages: `[algorithm.advantage]`."""
 
     compares_samples: ClassVar[bool] = False
-    """Whether it compares the samples of a prompt: it needs at least two, and token rewards count by their sum."""
+    """True: it compares the samples of a prompt, needs at least two, and token rewards count by their sum."""
     needs_critic: ClassVar[bool] = False
     needs_greedy_sample: ClassVar[bool] = False
-    """Whether one more answer to each prompt is sampled greedily, scored and not trained on."""
+    """True: one more answer to each prompt is sampled greedily, scored and not trained on."""
     per_token: ClassVar[bool] = False
-    """Whether `formula` gives A_t, the advantage of a token, instead of A, that of a sample."""
+    """True: `formula` gives A_t, the advantage of a token, instead of A, that of a sample."""
 
     def compare(self, batch: ScoredSamples) -> Float64Array:
         """Return the score of each sample relative to others, [B]."""
@@ -75,7 +75,7 @@ class GroupEstimator(AdvantageEstimator):
 
         Dividing would blow rounding errors of the mean up to full size: the mean of three scores of 0.1 is not 0.1.
         """
-        advantages = batch.scores - batch.scores
+        advantages = batch.scores - batch.scores  # zeros; 0 * a negative score would be -0
         for members in group_members(batch.groups):
             scores = batch.scores[members]
             if scores.min() != scores.max():

@@ -36,13 +36,10 @@ def sample_weights(lengths: Int64Array, *, mode: Mode, constant_length: int) -> 
         sequence-sum     1 / B'         long samples count more, by their length: RLOO, arXiv 2402.14740
         constant-length  1 / (L B')     the same with a fixed scale: Dr. GRPO, arXiv 2503.20783
 
-    Args:
-        lengths: int64 [B].
-        mode: see above.
-        constant_length: L, at least 1; only constant-length reads it. It must not depend on the batch.
+    L is `constant_length`, at least 1; it must not depend on the batch.
     """
     alive = lengths > 0
-    weights = lengths.astype(float) * 0.0
+    weights = 0.0 * lengths.astype(float)
     if not alive.any():
         return weights
     sample_count = int(alive.sum())

@@ -63,14 +63,7 @@ def correct(
     The last is OpenRLHF's seq-mask-tis. A token whose u is not finite is rejected alone, and left out of its sample's
     mean.
 
-    Args:
-        o: [k].
-        u: [k].
-        segments: int64 [k].
-        segment_count: s.
-        kind: see above.
-        low: lower bound of the ratio; 0 for none.
-        high: upper bound of the ratio; inf for none.
+    `low` and `high` bound the ratio; 0 and inf are no bounds.
     """
     o, u = o.detach(), u.detach()
     known = u.isfinite()

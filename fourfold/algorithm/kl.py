@@ -37,13 +37,7 @@ MAX_ERROR: Final = 0.2
 
 
 def estimate(p: Tensor, f: Tensor, kind: Kind) -> Tensor:
-    """Return the estimate of every token, [k]: d clamped to +-20, the value to +-10, gradient 0 outside.
-
-    Args:
-        p: [k].
-        f: [k]; detached here.
-        kind: see above.
-    """
+    """Return the estimate of every token, [k]: d clamped to +-20, the value to +-10, gradient 0 outside and in f."""
     d = clamp(p - f.detach())
     match kind:
         case "k1":

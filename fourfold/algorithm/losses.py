@@ -68,7 +68,7 @@ class PolicyLoss(Definition):
     """A loss of the policy: `[algorithm.loss]`."""
 
     compares_with_old: ClassVar[bool] = True
-    """Whether the loss reads the old log-probabilities."""
+    """False if the loss does not read the old log-probabilities."""
 
     @abstractmethod
     def compute(self, inputs: LossInputs) -> TokenLoss:
@@ -195,9 +195,9 @@ class SapoLoss(PolicyLoss):
 
     kind: Literal["sapo"] = "sapo"
     tau_positive: float = Field(default=1.0, gt=0)
-    """How fast the gradient fades where A > 0; larger is faster."""
+    """Larger: the gradient fades faster with the distance of the ratio to 1, where A > 0."""
     tau_negative: float = Field(default=1.05, gt=0)
-    """How fast the gradient fades where A <= 0."""
+    """The same where A <= 0."""
     source: ClassVar[str] = "arXiv 2511.20347"
 
     def compute(self, inputs: LossInputs) -> TokenLoss:
@@ -235,16 +235,10 @@ def _log_likelihood(p: Tensor, weight: Tensor) -> Tensor:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> TokenLoss:
-    """Return 1/2 max((V - G)^2, (clip(V) - G)^2), with V clipped to the old value +- clip.
+    """Return 1/2 max((V - G)^2, (clip(V) - G)^2), [k], with V clipped to the old value +- clip; clip = 0: no clip.
 
     PPO's loss of the critic as OpenRLHF and verl have it: no gradient where V has already moved by more than `clip`
     towards G.
-
-    Args:
-        values: V, [k]; carries the gradient.
-        old_values: V before the step began, [k].
-        returns: G, [k].
-        clip: in units of the return, or 0 for none.
     """
     old_values, returns = old_values.detach(), returns.detach()
     loss = 0.5 * (values - returns).square()

@@ -23,14 +23,7 @@ def clamp(log_ratio: Tensor) -> Tensor:
 
 
 def segment_mean(values: Tensor, segments: Tensor, segment_count: int, selected: Tensor | None = None) -> Tensor:
-    """Return the mean of each sample's values, float64 [s]; 0 for a sample without any.
-
-    Args:
-        values: [k].
-        segments: int64 [k].
-        segment_count: s.
-        selected: bool [k]; the tokens that count, None for all.
-    """
+    """Return the mean of each sample's values, float64 [s], over its `selected` tokens (None: all); 0 without any."""
     # float64: the sum of a thousand float32 differences of 1e-4 has few digits, and GSPO clips at 1 +- 3e-4.
     counted = (values.new_ones(values.shape) if selected is None else selected).double()
     chosen = (values if selected is None else values.masked_fill(~selected, 0.0)).double()

@@ -25,7 +25,7 @@ class Definition(Table):
 
     kind: str
     source: ClassVar[str]
-    """Where the formula was published, for example `arXiv 1707.06347, eq. 7`."""
+    """Publication of the formula, for example `arXiv 1707.06347, eq. 7`."""
 
     @abstractmethod
     def formula(self) -> str:
@@ -39,12 +39,7 @@ class Registry(Generic[D]):
     """The definitions of one recipe table, by kind."""
 
     def __init__(self, key: str, base: type[D]) -> None:
-        """Create an empty registry.
-
-        Args:
-            key: `losses` or `advantages`; `fourfold.KEY` is the group of the entry points.
-            base: base class of every definition.
-        """
+        """Create an empty registry of subclasses of `base`; `fourfold.KEY` is the group of the entry points."""
         self.group = f"fourfold.{key}"
         self._base = base
         self._own: dict[str, type[D]] = {}

@@ -197,16 +197,10 @@ def _forward_logprobs(
     temperatures: Tensor,
     entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities [k], and entropies [k] or None, float32.
+    """Return log-probabilities [k], and entropies [k] or None, float32, as a method of the model.
 
-    Args:
-        self: the model.
-        token_ids: [t], all samples one after another.
-        lengths: [s], on the CPU.
-        rows: [k], indices of the t hidden states; on the CPU, because reading them from a GPU would wait for it.
-        targets: [k] token ids.
-        temperatures: [k].
-        entropy: return entropies.
+    `token_ids` is [t], `lengths` [s], the others are [k]: see `TokenBatch`. Lengths and rows are on the CPU, because
+    reading them from a GPU would wait for it.
     """
     own = RowSlice(getattr(self, "exchange", None), lengths, rows, token_ids.device)
     states = _asked_states(self, token_ids, own)

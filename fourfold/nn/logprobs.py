@@ -173,15 +173,8 @@ def _logit_gradient(
 ) -> Tensor:
     """Return the gradient of the logits, (g * (onehot - pi) - e * pi * (log pi + entropy)) / T: [r, v] in their dtype.
 
-    Args:
-        logits: [r, v], before softcap and temperature T; may be overwritten.
-        targets: int64 [r].
-        temperatures: T, [r] in the wide dtype.
-        softcap: of the logits; 0: no cap.
-        normalisers: [r], logsumexp(z).
-        of_logprobs: g [r], gradient of the log-probabilities; None: zero.
-        entropies: [r], if `of_entropies` is given.
-        of_entropies: e [r], gradient of the entropies; None: zero.
+    g is `of_logprobs`, e is `of_entropies`: the gradients of the results, [r], None for zero. The logits are those
+    before softcap and temperature T, and may be overwritten.
     """
     if _has_kernels(logits):
         from fourfold.nn import logprob_kernels

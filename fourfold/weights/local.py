@@ -222,7 +222,7 @@ class Publisher:
     def _or_abort_all(self, call: Callable[[], _T]) -> _T:
         try:
             return call()
-        except Exception as error:
+        except Exception as error:  # senders and engines are the caller's objects and may raise anything
             self._errors.append(error)
             self._abort_transfers()
             raise

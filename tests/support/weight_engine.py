@@ -70,7 +70,7 @@ class Engine:
         return unwrap(self._answer())[0]
 
     def packs_heads(self) -> bool:
-        """Whether vLLM computes logits from a packed copy of the weight; not on processors with AVX2 alone."""
+        """Return true if vLLM computes logits from a packed copy of the weight: not on processors with AVX2 alone."""
         packs: bool = self._call("packs_heads")
         return packs
 

@@ -105,7 +105,6 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
         return self._process.poll() is None
 
     def wait(self, seconds: float) -> int:

@@ -56,7 +56,7 @@ class TraceableModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyReport:
-    """How an applier will treat the tensors of a manifest."""
+    """The number of tensors of a manifest that an applier writes in place, and that it reloads."""
 
     direct_tensor_count: int
     reload_tensor_count: int

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,16 +41,10 @@ _NO_GRADIENT_FACTOR: Final = 4
 _NAN: Final = np.full(1, np.nan, np.float32)
 
 
-class Compute(Protocol):
-    """A method of the engine: returns a number, or a row of them, for each target token of each rank's batches."""
-
-    def __call__(self, shares: Sequence[Sequence[TokenBatch]]) -> list[list[Float32Array]]: ...
-
-
-class ForwardBackward(Protocol):
-    """A method of the engine: returns a log-probability for each token of each rank's batches; keeps the gradient."""
-
-    def __call__(self, shares: Sequence[Sequence[WeightedBatch]]) -> list[list[Float32Array]]: ...
+Compute: TypeAlias = Callable[[Sequence[Sequence[TokenBatch]]], list[list[Float32Array]]]
+"""A method of the engine: returns a number, or a row of them, for each target token of each rank's batches."""
+ForwardBackward: TypeAlias = Callable[[Sequence[Sequence[WeightedBatch]]], list[list[Float32Array]]]
+"""A method of the engine: returns a log-probability for each token of each rank's batches; keeps the gradient."""
 
 
 def compute_per_token(
@@ -65,14 +59,9 @@ def compute_per_token(
         ranks: number of ranks that have the model; 0: the policy's.
     """
     asked = [i for i, p in enumerate(positions) if len(p)]
-    if not asked:
-        return [EMPTY_FLOATS] * len(samples)
     shares = _split(samples, asked, config, ranks=ranks or config.trainer.data_parallel_size, gradient=False)
-
-    def make(members: Sequence[int]) -> TokenBatch:
-        return _pack_tokens([samples[i] for i in members], [positions[i] for i in members])
-
-    return _collect(compute(_fill(shares, make, batches.dummy_tokens())), shares, positions)
+    make = partial(_pack_tokens, samples, positions)
+    return _run(compute, _fill(shares, make, batches.dummy_tokens()), shares, positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,28 +112,27 @@ def add_gradient(
         For each sample the log-probabilities of its tokens whose weight is not 0, in order.
     """
     positions = [np.flatnonzero(w) for w in weights]
-    members = [i for i, p in enumerate(positions) if len(p)]
-    if not members:
-        return [EMPTY_FLOATS] * len(samples)
-    shares = _split(samples, members, config, ranks=config.trainer.data_parallel_size)
+    weighted = [i for i, p in enumerate(positions) if len(p)]
+    shares = _split(samples, weighted, config, ranks=config.trainer.data_parallel_size)
 
     def make(members: Sequence[int]) -> WeightedBatch:
-        return WeightedBatch(
-            tokens=_pack_tokens([samples[i] for i in members], [positions[i] for i in members]),
-            weights=np.concatenate([weights[i][positions[i]] for i in members]),
-        )
+        chosen = np.concatenate([weights[i][positions[i]] for i in members])
+        return WeightedBatch(tokens=_pack_tokens(samples, positions, members), weights=chosen)
 
-    return _collect(compute(_fill(shares, make, batches.dummy_weighted_batch())), shares, positions)
+    return _run(compute, _fill(shares, make, batches.dummy_weighted_batch()), shares, positions)
 
 
-def _collect(
-    answers: Sequence[Sequence[Float32Array]],
+def _run(
+    compute: Callable[[list[list[T]]], list[list[Float32Array]]],
+    micro_batches: list[list[T]],
     shares: Sequence[Sequence[Sequence[int]]],
     positions: Sequence[Int64Array],
 ) -> list[Float32Array]:
-    """Return the ranks' answers sample by sample; an empty row for a sample that was in no micro-batch."""
+    """Run a method of the engine unless no rank has a micro-batch; return its answers sample by sample, some empty."""
     rows: list[Float32Array] = [EMPTY_FLOATS] * len(positions)
-    for share, found in zip(shares, answers, strict=True):
+    if not shares[0]:
+        return rows
+    for share, found in zip(shares, compute(micro_batches), strict=True):
         for members, numbers in zip(share, found, strict=True):
             ends = np.cumsum([len(positions[i]) for i in members])  # none for a dummy
             for i, part in zip(members, np.split(numbers, ends[:-1]), strict=False):
@@ -226,22 +214,21 @@ class LossTokens:
         return _fill(shares, lambda ids: self._value_batch(ids, weights), batches.dummy_value_batch())
 
     def _policy_batch(self, members: Sequence[int], weights: dict[int, float]) -> PolicyBatch:
-        samples, positions = [self.samples[i] for i in members], [self.positions[i] for i in members]
+        samples, positions = self.samples, self.positions
         return PolicyBatch(
-            tokens=_pack_tokens(samples, positions),
-            segments=np.repeat(np.arange(len(members), dtype=np.int32), [len(p) for p in positions]),
-            weights=_repeat([weights[i] for i in members], positions),
+            tokens=_pack_tokens(samples, positions, members),
+            segments=np.repeat(np.arange(len(members), dtype=np.int32), [len(positions[i]) for i in members]),
+            weights=_repeat(weights, positions, members),
             advantages=_join(self.advantages, members),
-            behavior_logprobs=np.concatenate([s.behavior_logprobs[p] for s, p in zip(samples, positions, strict=True)]),
+            behavior_logprobs=np.concatenate([samples[i].behavior_logprobs[positions[i]] for i in members]),
             old_logprobs=_join(self.old, members),
             reference_logprobs=_join(self.reference, members),
         )
 
     def _value_batch(self, members: Sequence[int], weights: dict[int, float]) -> ValueBatch:
-        samples, positions = [self.samples[i] for i in members], [self.positions[i] for i in members]
         return ValueBatch(
-            tokens=_pack_tokens(samples, positions),
-            weights=_repeat([weights[i] for i in members], positions),
+            tokens=_pack_tokens(self.samples, self.positions, members),
+            weights=_repeat(weights, self.positions, members),
             returns=_join(self.returns, members),
             old_values=_join(self.values, members),
         )
@@ -250,35 +237,17 @@ class LossTokens:
 def _split(
     samples: Sequence[Sample], members: Sequence[int], config: Config, *, ranks: int, gradient: bool = True
 ) -> list[list[list[int]]]:
-    """Return for each rank its micro-batches of `members`, as lists of them; an empty list is a dummy."""
-    factor = 1 if gradient or config.trainer.gradient_checkpointing else _NO_GRADIENT_FACTOR
-    shares = split(
-        [len(samples[i].token_ids) for i in members],
-        rank_count=ranks,
-        max_tokens=config.batch.tokens_per_micro_batch * factor,
-    )
-    return [[[members[i] for i in ids] for ids in share] for share in shares]
-
-
-def split(lengths: Sequence[int], *, rank_count: int, max_tokens: int) -> list[list[list[int]]]:
-    """Return for each rank its micro-batches, and for each of these its samples; an empty list is a dummy.
-
-    Args:
-        lengths: tokens of each sample.
-        rank_count: number of ranks.
-        max_tokens: most tokens in one micro-batch.
-
-    Returns:
-        As many micro-batches for every rank; every sample is in one of them.
+    """Return for each rank its micro-batches of `members`, as many for every rank; an empty list is a dummy.
 
     Raises:
         InvalidInput: a sample is longer than a micro-batch.
     """
-    shares = []
-    for share in deal(lengths, rank_count):
-        parts = split_by_tokens([lengths[i] for i in share], max_tokens=max_tokens)
-        shares.append([[share[i] for i in part] for part in parts])
-    count = max(len(share) for share in shares)
+    factor = 1 if gradient or config.trainer.gradient_checkpointing else _NO_GRADIENT_FACTOR
+    lengths, shares = [len(samples[i].token_ids) for i in members], []
+    for share in deal(lengths, ranks):
+        parts = split_by_tokens([lengths[i] for i in share], max_tokens=config.batch.tokens_per_micro_batch * factor)
+        shares.append([[members[share[i]] for i in part] for part in parts])
+    count = max(map(len, shares))
     return [[*share, *[list[int]()] * (count - len(share))] for share in shares]
 
 
@@ -294,13 +263,14 @@ def deal(lengths: Sequence[int], rank_count: int) -> list[list[int]]:
 
 
 def _fill(shares: Sequence[Sequence[Sequence[int]]], make: Callable[[Sequence[int]], T], dummy: T) -> list[list[T]]:
-    """Return the shares of `split` as micro-batches."""
+    """Return the shares of `_split` as micro-batches."""
     return [[make(members) if members else dummy for members in share] for share in shares]
 
 
-def _pack_tokens(samples: Sequence[Sample], positions: Sequence[Int64Array]) -> TokenBatch:
-    """Return one micro-batch of `samples` that asks for the tokens at `positions`, each in [1, n)."""
-    return pack([s.token_ids for s in samples], positions, [s.temperature for s in samples])
+def _pack_tokens(samples: Sequence[Sample], positions: Sequence[Int64Array], members: Sequence[int]) -> TokenBatch:
+    """Return one micro-batch of `members` that asks for the tokens at their positions, each in [1, n)."""
+    chosen = [samples[i] for i in members]
+    return pack([s.token_ids for s in chosen], [positions[i] for i in members], [s.temperature for s in chosen])
 
 
 def _after_nan(row: Float32Array) -> Float32Array:
@@ -314,5 +284,5 @@ def _join(parts: Sequence[NDArray[Any]] | None, members: Sequence[int]) -> Float
     return joined
 
 
-def _repeat(values: Sequence[float], positions: Sequence[Int64Array]) -> Float32Array:
-    return np.repeat(np.asarray(values, np.float32), [len(p) for p in positions])
+def _repeat(weights: dict[int, float], positions: Sequence[Int64Array], members: Sequence[int]) -> Float32Array:
+    return np.repeat(np.array([weights[i] for i in members], np.float32), [len(positions[i]) for i in members])

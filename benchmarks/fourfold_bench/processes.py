@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from fourfold.config import Config, dump
 from fourfold.errors import ConfigError, DeadlinePassed, Unavailable
 from fourfold.host.process import Command, Supervisor
 from fourfold.host.scratch import Scratch
 
 _POLL_SECONDS: Final = 0.02
 _STOP_SECONDS: Final = 5.0
+_MODEL_SECONDS: Final = 600.0
 
 
 class BenchProcesses:
@@ -60,10 +62,22 @@ class BenchProcesses:
                 raise DeadlinePassed(f"{', '.join(running)} still ran after {timeout:.0f} s; the log is {log}")
             time.sleep(_POLL_SECONDS)
 
-    def serve(self, name: str, *words: str, env: Mapping[str, str] | None = None) -> None:
-        """Start `fourfold serve WORDS` on a free port of the loopback interface."""
+    def write_model(self, shape: str, *, context: int) -> Path:
+        """Write a model with random weights in a child process; return its folder. Raises as `wait`."""
+        words = ("-m", "fourfold_bench.models", str(self.folder / "model"), shape, str(context))
+        self.run("model", *words, timeout=_MODEL_SECONDS)
+        return self.folder / "model"
+
+    def write_recipe(self, config: Config) -> str:
+        """Write a recipe; return its path."""
+        path = self.folder / "recipe.toml"
+        path.write_text(dump(config), encoding="utf-8")
+        return str(path)
+
+    def serve(self, role: str, recipe: str, *, env: Mapping[str, str]) -> None:
+        """Start `fourfold serve ROLE RECIPE` on a free port of the loopback interface; the child's name is ROLE."""
         listen = ("--listen", "127.0.0.1:0", "--run-dir", str(self.folder / "run"))
-        self.start(name, "-m", "fourfold", "serve", *words, *listen, env=env)
+        self.start(role, "-m", "fourfold", "serve", role, recipe, *listen, env=env)
 
     def ready(self, *names: str, timeout: float) -> list[str]:
         """Wait for the READY lines of services; return their host:port. Raises as `wait`."""

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from fourfold import config as configuration
-from fourfold.config import Config
+from fourfold.config import Config, from_tables
 from fourfold.errors import Internal
 from fourfold_bench.gpus import GpuMemory, visible
 from fourfold_bench.harness import BenchmarkRun
@@ -18,7 +17,6 @@ from fourfold_bench.processes import BenchProcesses, say
 from fourfold_bench.profiling import Profile
 from fourfold_bench.rollout.benchmark import RolloutSettings, seconds_by_row
 
-_MODEL_SECONDS: Final = 600.0
 _START_SECONDS: Final = 900.0
 _SERVICE: Final = "rollout"
 _MEMORY_SECONDS: Final = 0.05
@@ -37,9 +35,8 @@ def measure(settings: RolloutSettings, run: BenchmarkRun) -> dict[str, Any]:
         Internal: the samples are wrong.
     """
     with BenchProcesses(run.folder) as processes:
-        given, model = settings.write(run.folder / "settings.json"), run.folder / "model"
-        words = ("-m", "fourfold_bench.models", str(model), settings.shape, str(settings.context))
-        processes.run("model", *words, timeout=_MODEL_SECONDS)
+        given = settings.write(run.folder / "settings.json")
+        model = processes.write_model(settings.shape, context=settings.context)
         say("measuring the service")
         service = _service(settings, processes, given, model, run.profile)
         processes.end(_SERVICE)
@@ -56,9 +53,7 @@ def _service(
     folder, names = processes.folder, [f"client-{index}" for index in range(settings.clients)]
     with GpuMemory([settings.device], every=_MEMORY_SECONDS) as memory:
         before, began = memory.used(), time.perf_counter()
-        path = folder / "recipe.toml"
-        path.write_text(configuration.dump(recipe(settings, model)), encoding="utf-8")
-        processes.serve(_SERVICE, "rollout", str(path), env=visible(settings.device))
+        processes.serve(_SERVICE, processes.write_recipe(recipe(settings, model)), env=visible(settings.device))
         (target,) = processes.ready(_SERVICE, timeout=_START_SECONDS)
         started = time.perf_counter() - began
         outs = [folder / f"{name}.json" for name in names]
@@ -148,7 +143,7 @@ def recipe(settings: RolloutSettings, model: Path) -> Config:
     Raises:
         ConfigError: the settings break a rule of recipes.
     """
-    return configuration.from_tables(
+    return from_tables(
         {
             "name": "bench-rollout",
             "steps": 1,

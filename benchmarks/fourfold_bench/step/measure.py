@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from fourfold import config as configuration
 from fourfold import metrics as m
 from fourfold.errors import Internal, Unavailable
 from fourfold_bench.gpus import GpuMemory, visible
@@ -19,7 +18,6 @@ from fourfold_bench.profiling import Profile
 from fourfold_bench.step import phases, recipe
 from fourfold_bench.step.benchmark import StepSettings
 
-_MODEL_SECONDS: Final = 600.0
 _MEMORY_SECONDS: Final = 0.05
 _RUN: Final = "run"
 _TERA: Final = 1e12
@@ -38,11 +36,9 @@ def measure(settings: StepSettings, run: BenchmarkRun) -> dict[str, Any]:
     """
     folder, gpus = run.folder, [f"cuda:{index}" for index in range(settings.gpus)]
     with GpuMemory(gpus, every=_MEMORY_SECONDS) as memory, BenchProcesses(folder) as processes:
-        path = folder / "recipe.toml"
-        path.write_text(configuration.dump(recipe.write(settings, folder)), encoding="utf-8")
-        words = ("-m", "fourfold_bench.models", str(folder / "model"), settings.shape, str(settings.context))
-        processes.run("model", *words, timeout=_MODEL_SECONDS)
-        processes.start(_RUN, "-m", "fourfold_bench.step.launch", str(folder), str(path), env=environment(settings))
+        path = processes.write_recipe(recipe.write(settings, folder))
+        processes.write_model(settings.shape, context=settings.context)
+        processes.start(_RUN, "-m", "fourfold_bench.step.launch", str(folder), path, env=environment(settings))
         watch = RunWatch(settings, folder / "runs" / "bench-step", memory)
         if run.profile is not None:
             watch.profile(run.profile, processes.pid(_RUN))

@@ -16,8 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from fourfold import config as configuration
-from fourfold.config import Config
+from fourfold.config import Config, from_tables
 from fourfold.errors import Unavailable
 from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_control_service_pb2 as control
@@ -36,7 +35,6 @@ from fourfold_bench.streams import Streams, streaming_request
 from fourfold_bench.weights.benchmark import WeightSettings
 from fourfold_bench.weights.phases import Phase, Seconds, add_round, common_results, usual_gap
 
-_MODEL_SECONDS: Final = 600.0
 _READY_SECONDS: Final = 400.0
 _STEP_SECONDS: Final = 300.0
 _STREAM_SECONDS: Final = 3600.0
@@ -47,12 +45,10 @@ _ROW: Final = np.arange(3, 35, dtype=np.int32)
 
 def measure(settings: WeightSettings, folder: Path) -> dict[str, Any]:
     with BenchProcesses(folder) as processes:
-        words = ("-m", "fourfold_bench.models", str(folder / "model"), settings.shape, str(settings.context))
-        processes.run("model", *words, timeout=_MODEL_SECONDS)
-        path = folder / "recipe.toml"
-        path.write_text(configuration.dump(recipe(settings, folder / "model")), encoding="utf-8")
-        processes.serve("trainer", "trainer", str(path), env=visible(*settings.trainer_devices))
-        processes.serve("rollout", "rollout", str(path), env=visible(settings.engine_device))
+        model = processes.write_model(settings.shape, context=settings.context)
+        path = processes.write_recipe(recipe(settings, model))
+        processes.serve("trainer", path, env=visible(*settings.trainer_devices))
+        processes.serve("rollout", path, env=visible(settings.engine_device))
         targets = processes.ready("trainer", "rollout", timeout=_READY_SECONDS)
         return asyncio.run(_measure(settings, *targets))
 
@@ -68,7 +64,7 @@ def recipe(settings: WeightSettings, model: Path) -> Config:
     Raises:
         ConfigError: the settings break a rule of recipes.
     """
-    return configuration.from_tables(
+    return from_tables(
         {
             "name": "bench",
             "steps": 1,

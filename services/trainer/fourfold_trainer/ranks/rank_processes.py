@@ -61,11 +61,8 @@ def place_ranks(config: Config, *, critic: bool) -> list[RankPlacement]:
     """Return the ranks of the policy's group, or of the group of a critic with ranks of its own."""
     first = config.trainer.ranks if critic else 0
     count = config.critic.ranks if critic else config.trainer.ranks
-    holds: Literal["both", "policy", "critic"] = "policy"
-    if critic:
-        holds = "critic"
-    elif config.algorithm.needs_critic and not config.critic_apart:
-        holds = "both"
+    has_both = config.algorithm.needs_critic and not config.critic_apart
+    holds: Literal["both", "policy", "critic"] = "critic" if critic else "both" if has_both else "policy"
     return [RankPlacement(rank=rank, rank_count=count, holds=holds, gpu=first + rank) for rank in range(count)]
 
 

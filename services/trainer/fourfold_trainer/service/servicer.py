@@ -14,7 +14,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from fourfold import metrics
-from fourfold.arrays import BoolArray, Float32Array, Sample
+from fourfold.arrays import EMPTY_FLOATS, BoolArray, Float32Array, Sample
 from fourfold.bounds import MAX_RAISED_VERSION, check_number
 from fourfold.errors import InvalidInput
 from fourfold.rpc.codec import check_id, check_unique, decode, decode_token_ids, pack_floats, unpack_floats
@@ -31,7 +31,6 @@ T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _REQUEST_BYTES: Final = 8 << 20
-_NO_FLOATS: Final[Float32Array] = np.empty(0, np.float32)
 _NO_FLAGS: Final[BoolArray] = np.empty(0, np.bool_)
 
 
@@ -203,7 +202,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             sample_id=sample_id,
             group_id=sample_id,
             token_ids=ids,
-            behavior_logprobs=_NO_FLOATS,
+            behavior_logprobs=EMPTY_FLOATS,
             action_mask=_NO_FLAGS,
             loss_mask=_NO_FLAGS,
             version_spans=(),

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+
+from fourfold.config import CriticConfig, TrainerConfig
 
 
-class Schedule(Protocol):
-    """Keys of a recipe table that has a learning rate."""
-
-    @property
-    def learning_rate(self) -> float: ...
-    @property
-    def schedule(self) -> str: ...
-    @property
-    def warmup_steps(self) -> int: ...
-    @property
-    def final_learning_rate_share(self) -> float: ...
-
-
-def learning_rate(config: Schedule, step: int, step_count: int) -> float:
+def learning_rate(config: TrainerConfig | CriticConfig, step: int, step_count: int) -> float:
     """Return the learning rate of step 1, 2, ...: a linear warm-up, then the schedule.
 
     With w warm-up steps of n, share f, and x = (step - 1 - w) / (n - w), at most 1, of the rest done:

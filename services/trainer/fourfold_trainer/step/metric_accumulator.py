@@ -23,9 +23,7 @@ from fourfold.algorithm.ratios import clamp
 from fourfold.nn.router import Routed
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT, UpdateSums
 
-
-def _lists() -> defaultdict[str, list[Tensor]]:
-    return defaultdict(list)
+_TensorLists = defaultdict[str, list[Tensor]]  # by metric name
 
 
 def policy_distances(current: Tensor, old: Tensor, behavior: Tensor) -> dict[str, Tensor]:
@@ -60,9 +58,9 @@ class MetricAccumulator:
     all_rejected: bool = False  # set by the optimizer step
     losses: list[Tensor] = field(default_factory=list)
     counts: list[Tensor] = field(default_factory=list)
-    sum_terms: defaultdict[str, list[Tensor]] = field(default_factory=_lists)  # by metric name, float64 scalars
-    lowest: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
-    highest: defaultdict[str, list[Tensor]] = field(default_factory=_lists)
+    sum_terms: _TensorLists = field(default_factory=lambda: _TensorLists(list))  # float64 scalars
+    lowest: _TensorLists = field(default_factory=lambda: _TensorLists(list))
+    highest: _TensorLists = field(default_factory=lambda: _TensorLists(list))
     log_ratios: list[Tensor] = field(default_factory=list)
     mismatches: list[Tensor] = field(default_factory=list)
     real_masks: list[Tensor] = field(default_factory=list)  # bool [k]; False for the tokens of a dummy

@@ -27,7 +27,8 @@ from pydantic import BeforeValidator, Field, SerializeAsAny
 from fourfold.algorithm.registry import Definition, Registry
 
 if TYPE_CHECKING:
-    from fourfold.algorithm.packed import Float64Array, Int64Array, PackedRewards
+    from fourfold.algorithm.packed import PackedRewards
+    from fourfold.arrays import Float64Array, Int64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, Literal, assert_never
 
 if TYPE_CHECKING:
-    from fourfold.algorithm.packed import Float64Array, Int64Array
+    from fourfold.arrays import Float64Array, Int64Array
 
 Mode = Literal["token-mean", "sequence-mean", "sequence-sum", "constant-length"]
 

@@ -15,11 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-Float64Array = NDArray[np.float64]
-Int64Array = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
+from fourfold.arrays import BoolArray, Float64Array, Int64Array
 
 _MIN_VARIANCE: Final = 1e-8
 

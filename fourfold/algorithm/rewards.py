@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fourfold.algorithm.packed import BoolArray, Float64Array, Int64Array, last_tokens
+from fourfold.algorithm.packed import last_tokens
+from fourfold.arrays import BoolArray, Float64Array, Int64Array
 
 
 def overlong_penalty(lengths: Int64Array, *, max_tokens: int, buffer_tokens: float, factor: float) -> Float64Array:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fourfold.algorithm.packed import Float64Array
+from fourfold.arrays import Float64Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fourfold.arrays import Float32Array, Int32Array
+from fourfold.arrays import Float32Array, Int32Array, Int64Array
 from fourfold.errors import InvalidInput
-
-Int64Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -23,7 +23,8 @@ from fourfold.algorithm.advantages import (
     ScoredSamples,
     group_members,
 )
-from fourfold.algorithm.packed import Float64Array, Int64Array, PackedRewards, whiten
+from fourfold.algorithm.packed import PackedRewards, whiten
+from fourfold.arrays import Float64Array, Int64Array
 
 Baseline = Callable[[Float64Array, list[str]], Float64Array]
 

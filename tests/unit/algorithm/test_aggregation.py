@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fourfold.algorithm.aggregation import Mode, sample_weights
-from fourfold.algorithm.packed import Int64Array
+from fourfold.arrays import Int64Array
 
 MODES: tuple[Mode, ...] = get_args(Mode)
 

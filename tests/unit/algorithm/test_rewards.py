@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fourfold.algorithm.packed import Float64Array, Int64Array
 from fourfold.algorithm.rewards import overlong_penalty, stop_properly, token_rewards
 from fourfold.algorithm.state import RunningMoments
+from fourfold.arrays import Float64Array, Int64Array
 
 
 def f64(values: list[float]) -> Float64Array:

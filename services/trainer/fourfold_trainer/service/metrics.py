@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from fourfold import metrics as m
-from fourfold.algorithm.packed import Float64Array
+from fourfold.arrays import Float64Array
 from fourfold.config import Config
 from fourfold_trainer.engine import RATIO_SQUARE_SUM, RATIO_SUM, SAMPLE_COUNT
 from fourfold_trainer.step.lr_schedule import learning_rate

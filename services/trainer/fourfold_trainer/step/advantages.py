@@ -18,9 +18,9 @@ import torch
 
 from fourfold.algorithm import kl, rewards
 from fourfold.algorithm.advantages import ScoredSamples
-from fourfold.algorithm.packed import Float64Array, PackedRewards, whiten
+from fourfold.algorithm.packed import PackedRewards, whiten
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Float32Array
+from fourfold.arrays import Float32Array, Float64Array
 from fourfold.config import AlgorithmConfig, Config
 from fourfold_trainer.step.batch import PackedBatch
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fourfold.algorithm.packed import BoolArray, Int64Array
-from fourfold.arrays import Float32Array, Sample
+from fourfold.arrays import BoolArray, Float32Array, Int64Array, Sample
 from fourfold.config import AlgorithmConfig
 from fourfold.errors import InvalidInput
 from fourfold.rpc.codec import check_unique

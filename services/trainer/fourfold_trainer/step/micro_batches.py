@@ -22,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fourfold.algorithm import aggregation
-from fourfold.algorithm.packed import Int64Array
-from fourfold.arrays import EMPTY_FLOATS, Float32Array, Sample
+from fourfold.arrays import EMPTY_FLOATS, Float32Array, Int64Array, Sample
 from fourfold.config import Config
 from fourfold.errors import InvalidInput
 from fourfold.nn.batching import TokenBatch, pack, split_by_tokens

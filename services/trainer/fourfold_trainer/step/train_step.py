@@ -20,9 +20,8 @@ from typing import Final
 
 import numpy as np
 
-from fourfold.algorithm.packed import Float64Array
 from fourfold.algorithm.state import AlgorithmState
-from fourfold.arrays import Float32Array, Sample
+from fourfold.arrays import Float32Array, Float64Array, Sample
 from fourfold.config import Config
 from fourfold_trainer.engine import TrainerEngine, UpdateSettings, UpdateSums
 from fourfold_trainer.flops import Work

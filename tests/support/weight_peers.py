@@ -193,10 +193,21 @@ def receiver(pipe: multiprocessing.connection.Connection, manifest: bytes, recei
     _serve(pipe, {**methods, "close": lambda: state["transport"].close(), "pid": os.getpid})
 
 
-def sender(pipe: multiprocessing.connection.Connection, seed: int, big: int, rank: int, rank_count: int) -> None:
-    """A trainer rank: make_offer, open, send -> (sums, bytes), abort; reseed(seed) stands for an optimizer step."""
-    model = make_model(seed, big=big)
-    source = PartSource(model, rank, rank_count) if rank_count > 1 else DenseSource(model)
+def sender(
+    pipe: multiprocessing.connection.Connection,
+    seed: int,
+    big: int,
+    rank: int,
+    rank_count: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """A trainer rank: make_offer, open, send -> (sums, bytes), abort; reseed(seed) stands for an optimizer step.
+
+    It sends bfloat16; parameters of another `dtype` are cast.
+    """
+    model = make_model(seed, big=big, dtype=dtype).to(device)
+    source = PartSource(model, rank, rank_count) if rank_count > 1 else DenseSource(model, dtype=torch.bfloat16)
     weights = WeightSender(source, rank=rank, rank_count=rank_count)
 
     def make_offer(epoch: int, backend: str, receiver_count: int) -> bytes:
@@ -210,7 +221,7 @@ def sender(pipe: multiprocessing.connection.Connection, seed: int, big: int, ran
         return result.partial_sums, result.sent_bytes
 
     def reseed(new_seed: int) -> None:
-        for old, new in zip(model.parameters(), make_model(new_seed, big=big).parameters(), strict=True):
+        for old, new in zip(model.parameters(), make_model(new_seed, big=big, dtype=dtype).parameters(), strict=True):
             old.data.copy_(new.data)
 
     methods: dict[str, Callable[..., Any]] = {

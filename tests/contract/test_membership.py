@@ -73,6 +73,14 @@ async def test_keep_alive_extends(desk: Desk, clock: FakeClock) -> None:
         assert await desk.client.keep_alive(lease.token, timeout=5) == (15.0, False)
 
 
+async def test_an_empty_token_is_an_unknown_lease(desk: Desk) -> None:
+    await desk.register()
+    with pytest.raises(NotFound):
+        await desk.client.keep_alive(b"", timeout=5)
+    await desk.client.deregister(b"", timeout=5)
+    assert len(desk.registry.members()) == 1
+
+
 async def test_a_lease_that_ran_out_is_not_found(desk: Desk, clock: FakeClock) -> None:
     lease = await desk.register()
     await clock.advance(15)
@@ -104,8 +112,11 @@ async def test_another_tokenizer_is_a_failed_precondition(desk: Desk) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"member_id": ""}, {"incarnation": "short"}, {"role": pb.ROLE_UNSPECIFIED}, {"target": "nowhere"}],
-    ids=lambda changes: next(iter(changes)),
+    [
+        *({"member_id": ""}, {"incarnation": ""}, {"role": pb.ROLE_UNSPECIFIED}, {"target": ""}),
+        *({"incarnation": "short"}, {"target": "nowhere"}),
+    ],
+    ids=str,
 )
 async def test_malformed_members_are_invalid_arguments(desk: Desk, changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput):

@@ -56,13 +56,6 @@ class SampleOutput:
     logprobs: Float32Array  # [n], natural log, of the distribution after temperature, top-p and top-k
     finish: Finish | None = None  # set on the last output
 
-    def __add__(self, later: SampleOutput) -> SampleOutput:
-        return SampleOutput(
-            token_ids=np.concatenate([self.token_ids, later.token_ids]),
-            logprobs=np.concatenate([self.logprobs, later.logprobs]),
-            finish=later.finish,
-        )
-
 
 class SampleSink(Protocol):
     """Receives the outputs of one call's samples, on the event loop, from `submit` on. No method may block."""
@@ -82,10 +75,6 @@ class SampleSink(Protocol):
 
 class EngineSample(Protocol):
     """A sample in the engine."""
-
-    @property
-    def request(self) -> SampleRequest:
-        """The request of this sample."""
 
     def flush(self) -> None:
         """`put` the tokens that were not put yet. If there are none, put the next tokens once, as they come.

@@ -204,7 +204,6 @@ class WeightController:
             update.enter(UpdatePhase.COMMITTED)
             # Resume before the call to the workers (`_serve`): until here nothing is sampled.
             await self._sampling.resume()
-            update.end_pause()
             paused = update.pause_seconds
         if not hold:
             await self._serve(epoch)

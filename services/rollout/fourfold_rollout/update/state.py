@@ -46,7 +46,6 @@ class WeightUpdate:
         self.version = 0  # the target of the open or the last update
         self.served_before = 0  # the version served until the commit
         self.digest = b""
-        self.pause_seconds = 0.0  # how long the last committed update stopped sampling
         self._paused_at = 0.0
         self._since = time.monotonic()
 
@@ -67,8 +66,10 @@ class WeightUpdate:
         if phase is UpdatePhase.PAUSED:
             self._paused_at = self._since
 
-    def end_pause(self) -> None:
-        self.pause_seconds = time.monotonic() - self._paused_at
+    @property
+    def pause_seconds(self) -> float:
+        """The time since the open update stopped sampling."""
+        return time.monotonic() - self._paused_at
 
     def check_version(self, version: int) -> None:
         """Raise WrongState unless an update to `version` is open and has not failed."""

@@ -36,7 +36,7 @@ def spans(sample: Completion) -> list[tuple[int, int]]:
 
 
 async def keep(service: Service, version: int = 1) -> None:
-    """Two tokens, an update up to the commit, one token that must not be sampled."""
+    """Sample two tokens, then update up to before the commit; the engine's step in between must sample nothing."""
     service.engine.tick(2)
     await service.pause(version, mode=control_pb.PAUSE_MODE_KEEP)
     service.engine.tick()
@@ -214,7 +214,7 @@ class TestHold:
             await fresh
 
     async def _held(self, service: Service, flush_seconds: float | None) -> tuple[Any, Any, list[pb.SampleChunk]]:
-        """Return a call from before the update, one of the hold, both sampled to their end, and the first's chunks."""
+        """Return a call that began before the update and one that began in the hold, and the chunks of the first."""
         chunks: list[pb.SampleChunk] = []
 
         async def stream() -> None:

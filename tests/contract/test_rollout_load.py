@@ -31,7 +31,7 @@ async def service(serve: Serve) -> AsyncIterator[Service]:
 
 
 async def start(service: Service) -> Calls:
-    """Start all streams: some take tokens as they come, some in pieces, some at the end."""
+    """Start all streams: some get tokens one by one, some at intervals, some at the end."""
     calls = {f"s{i}": asyncio.create_task(one(service, f"s{i}", FLUSHES[i % len(FLUSHES)])) for i in range(STREAMS)}
     await service.running(STREAMS)
     return calls
@@ -45,14 +45,14 @@ async def one(service: Service, name: str, flush_seconds: float | None) -> Compl
 
 
 async def sample(service: Service, ticks: int) -> None:
-    """Sample so many tokens of each, a little apart, so that chunks travel meanwhile."""
+    """Sample `ticks` tokens of each sample, with pauses in which chunks travel."""
     for _ in range(ticks):
         service.engine.tick()
         await asyncio.sleep(0.002)
 
 
 async def update(service: Service, *, hold_ticks: int) -> None:
-    """Change the weights under the running streams; some tokens are sampled before they may be given out."""
+    """Change the weights under the running streams; sample `hold_ticks` tokens that are held back."""
     await service.pause(1, mode=control_pb.PAUSE_MODE_KEEP)
     await sample(service, 1)  # nothing may be sampled now
     await service.control.receive(epoch=1, policy_version=1, timeout=5)
@@ -65,12 +65,12 @@ async def release(service: Service) -> None:
 
 
 def drawn(service: Service) -> dict[str, FakeSample]:
-    """What the engine really did, by call."""
+    """Return the engine's samples by the name of their call."""
     return {sample.request.key.removeprefix("local/").removesuffix("-0"): sample for sample in service.engine.samples}
 
 
 def check(completion: Completion, truth: FakeSample, *, tokens: int) -> None:
-    """Exactly the first `tokens` tokens, in order, each under the weights that sampled it."""
+    """Check that a completion has the first `tokens` tokens in order, each with the version that sampled it."""
     assert completion.token_ids.tolist() == [10 + i for i in range(tokens)]
     assert completion.logprobs.tolist() == [-(i + 1.0) for i in range(tokens)]
     versions = [span.policy_version for span in completion.version_spans for _ in range(span.token_count)]

@@ -98,7 +98,7 @@ class TestGenerate:
                 assert chunk.finish_reason == pb.FINISH_REASON_UNSPECIFIED
 
     async def test_what_was_sampled_in_an_interval_is_one_message(self, service: Service) -> None:
-        """However many tokens and samples: each costs the service's one thread as much as a message."""
+        """The service has one thread, which each message occupies about as long as a sampled token does."""
         call = RolloutServiceStub(service.channel).Generate(request(sample_count=4, flush_seconds=0.05), timeout=5)
         await service.running(4)
         for _ in range(3):

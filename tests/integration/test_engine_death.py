@@ -1,4 +1,4 @@
-"""Errors where vLLM's front end works off outputs: one of a sample is the sample's, one of vLLM ends the engine."""
+"""Errors in vLLM's output task: an error of one sample ends that sample, an error of vLLM ends the engine."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 SAMPLES: Final = 8
 TOKENS: Final = 400
 STEPS_BEFORE: Final = 10
-# Reading the death of a process that lives took half a second for each sample, on the event loop.
+# The search for the cause looks 50 times for an exit code. If it blocked the event loop, as it did once, the loop would
+# turn only about twice for each sample.
 TURNS: Final = 25
-"""It looks 50 times for an exit code; standing still for one, the event loop comes round twice for each sample."""
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ class _Takes:
 
 
 def _engine(pipe: multiprocessing.connection.Connection, folder: Path) -> None:
-    """Start an engine, let both go wrong, and send what became of them."""
+    """Start an engine, cause both kinds of error, and send the observations."""
     from fourfold_rollout.vllm import environment
 
     settings = EngineSettings(
@@ -127,7 +127,7 @@ def _requests(takes: _Takes, name: str, *, tokens: int) -> list[SampleRequest]:
 
 
 async def _turns(work: Any) -> int:
-    """Await `work`; return how often the event loop came round: a machine that stands still takes no turn away."""
+    """Await `work`; return the number of turns of the event loop, which does not depend on the machine's speed."""
     task, count = asyncio.ensure_future(asyncio.wait_for(work, 60)), 0
     while not task.done():
         await asyncio.sleep(0.001)

@@ -1,7 +1,4 @@
-"""`[rollout.vllm]`: names and types are those of the installed vLLM, and a mistake is named before anything starts.
-
-And what vLLM makes of the settings, as far as it can be seen without starting it.
-"""
+"""Checks of `[rollout.vllm]` against the installed vLLM, and the configuration that vLLM derives from the settings."""
 
 from __future__ import annotations
 
@@ -121,7 +118,7 @@ def test_limits_and_options_reach_vllm(tiny_model: Callable[..., Path]) -> None:
     assert made.scheduler_config.max_num_seqs == 104
     assert made.scheduler_config.max_num_batched_tokens == 512
     assert made.cache_config.prefix_caching_hash_algo == "sha256_cbor"
-    assert not made.scheduler_config.enable_chunked_prefill, "vLLM's core would die of a seed in a part of a prompt"
+    assert not made.scheduler_config.enable_chunked_prefill, "vLLM's core would crash in a chunked prompt with a seed"
     assert made.cache_config.block_size == 64
     assert made.cache_config.enable_prefix_caching
-    assert not made.scheduler_config.async_scheduling, "vLLM does without it on CPU"
+    assert not made.scheduler_config.async_scheduling, "vLLM does not use it on CPU"

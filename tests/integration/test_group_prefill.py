@@ -1,4 +1,4 @@
-"""The samples of a group: their prompt is computed once, in the step in which all of them begin."""
+"""The prompt of a group is computed once, in the step in which all samples of the group begin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_groups_prompt_is_computed_once_in_one_step(tiny_model: Callable[..., 
     assert [len(step) for step in started] == [GROUP], "all began in one step"
     # The first computes the whole prompt; of the others each computes only the block that is not full.
     assert started[0] == [0] + [PROMPT - PROMPT % BLOCK] * (GROUP - 1)
-    # The load, after some tokens and before the end: samples that give everything at the end are counted, too.
+    # The load in the middle of sampling also counts samples that put all their tokens at the end.
     assert load.running_samples == GROUP
     assert 0 < load.sampled_tokens < GROUP * TOKENS
     assert load.held_tokens == GROUP * PROMPT + load.sampled_tokens
@@ -55,7 +55,7 @@ class _Ends:
 
 
 def _engine(pipe: multiprocessing.connection.Connection, folder: Path) -> None:
-    """Start an engine, sample one group, and send what each step told of its prompts."""
+    """Start an engine, sample one group, and send the cached prompt tokens of each step."""
     from fourfold_rollout.vllm import environment
 
     settings = EngineSettings(

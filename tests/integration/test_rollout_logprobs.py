@@ -1,9 +1,8 @@
-"""Log-probabilities that the worker writes to the service's memory, against vLLM's own `logprobs=0`: two real engines.
+"""Compares log-probabilities that the worker writes to the service's memory with vLLM's own, in two real engines.
 
-The cases are in `tests/support/logprob_driver.py`. One engine has the table, so little KV cache that it
-preempts, and steps
-that hold one sample of full length and no more. The other is vLLM as it is, with room for everything, where nothing
-happens to a sample. Both draw the same seeds. Prompts in pieces: `tests/gpu/test_rollout_logprobs.py`.
+The cases are in `tests/support/logprob_driver.py`. One engine has the table, a KV cache so small that it preempts, and
+steps that hold at most one sample of full length. The other is unchanged vLLM with room for all samples, which it
+neither pauses nor preempts. Both use the same seeds. `tests/gpu/test_rollout_logprobs.py` covers chunked prompts.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ TinyModel = Callable[..., Path]
 
 
 class Answers(NamedTuple):
-    """What the two engines gave."""
+    """The samples of both engines by case, and the log of the engine without the table."""
 
     table: dict[str, Any]
     vllm: dict[str, Any]
@@ -36,7 +35,7 @@ def _start(model: Path, folder: Path, **options: Any) -> tuple[subprocess.Popen[
     folder.mkdir()
     settings = {"model": str(model), "dtype": "float32", "gpus": 0, "eager": True, "audit": False, **options}
     env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_"))}
-    env |= {"PYTHONPATH": os.pathsep.join(sys.path), "TORCHDYNAMO_DISABLE": "1"}  # it would compile for one function
+    env |= {"PYTHONPATH": os.pathsep.join(sys.path), "TORCHDYNAMO_DISABLE": "1"}  # vLLM would compile one function
     env |= {"OMP_NUM_THREADS": "1"}  # two engines, perhaps on two cores
     command = [sys.executable, "-m", "tests.support.logprob_driver", json.dumps(settings), str(folder / "answer.json")]
     with (folder / "log").open("w") as log:

@@ -1,8 +1,8 @@
-"""A rollout service under everything at once, for minutes: calls of every kind beside weight updates of every kind.
+"""Soak test of a rollout service: calls of every kind run beside weight updates of every kind, for minutes.
 
-Rounds of traffic, each followed by silence, in which nothing of the traffic may be left. What the service holds then
-must not grow from round to round. FOURFOLD_SOAK_MINUTES is the duration of all rounds; without it there is one round.
-The numbers are written to the file FOURFOLD_SOAK_RESULT.
+After each round of traffic no sample may be in the engine, and the resources of the service must not grow from round to
+round. FOURFOLD_SOAK_MINUTES is the duration of all rounds; without it there is one round, in which memory is not
+compared. The numbers are written to the file FOURFOLD_SOAK_RESULT.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from tests.support.soak_measure import LEAST_ROUNDS, Row, grown, held, memory, w
 from tests.support.tiny_models import VOCABULARY_SIZE
 
 MINUTES: Final = float(os.environ.get("FOURFOLD_SOAK_MINUTES", "0"))
-"""0: one round, in which memory is not compared."""
 RESULT: Final = os.environ.get("FOURFOLD_SOAK_RESULT", "")
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1200 + 60 * MINUTES)]
 
@@ -49,9 +48,9 @@ log = logging.getLogger(__name__)
 TinyModel = Callable[..., Path]
 
 ROUND_SECONDS: Final = 13.0
+# oneDNN caches the kernels of this many shapes, about 0.6 MiB each. Each matrix has a shape for every number of tokens
+# in a step, so with the default of 1024 the engine's memory would grow for minutes.
 KERNELS: Final = "64"
-"""oneDNN keeps the kernels of so many shapes, some 0.6 MiB each. By default it keeps 1024, a shape for each number of
-tokens in a step and matrix: beside random traffic, the engine's memory would grow for minutes."""
 CALLERS: Final = 12
 MODES: Final = (control_pb.PAUSE_MODE_WAIT, control_pb.PAUSE_MODE_ABORT, control_pb.PAUSE_MODE_KEEP)
 BAD: Final[tuple[tuple[dict[str, Any], type[Exception]], ...]] = (
@@ -68,7 +67,7 @@ BAD: Final[tuple[tuple[dict[str, Any], type[Exception]], ...]] = (
 
 
 class Soak:
-    """Callers, and a trainer that publishes. `counts` says what has come of the calls."""
+    """Callers, and a trainer that publishes. `counts` has the outcomes of the calls and updates."""
 
     def __init__(self, client: AsyncRolloutClient, publisher: Publisher, folders: list[Path]) -> None:
         self.counts: Counter[str] = Counter()
@@ -78,7 +77,7 @@ class Soak:
         self._over = asyncio.Event()
 
     async def round(self, seconds: float) -> None:
-        """Make traffic for so long, and wait for the last answer."""
+        """Make calls and updates for `seconds`, and wait for the last response."""
         self._over.clear()
         async with asyncio.TaskGroup() as tasks:
             for _ in range(CALLERS):
@@ -88,7 +87,7 @@ class Soak:
             self._over.set()
 
     async def warm_up(self) -> None:
-        """Sample in every way once: the first step of each kind may take the engine seconds, and no update waits so."""
+        """Sample in every way once: the first step of each kind may take longer than an update waits."""
         calls = [self._client.complete(self._message(random.Random(-n)), timeout=100) for n in range(1, 6)]
         await asyncio.gather(*calls)
 
@@ -133,7 +132,7 @@ class Soak:
 
     async def _late(self, choice: random.Random, message: pb.GenerateRequest) -> None:
         message.sampling_params.max_tokens = 200
-        with suppress(DeadlinePassed, Unavailable):  # the second: weights are replaced for longer than it can wait
+        with suppress(DeadlinePassed, Unavailable):  # Unavailable: an update lasts longer than the call can wait
             self._check(message, await self._client.complete(message, timeout=0.06 + 0.4 * choice.random()))
 
     async def _bad(self, choice: random.Random, message: pb.GenerateRequest) -> None:
@@ -145,7 +144,7 @@ class Soak:
             await self._client.complete(message, timeout=60)
 
     async def _twice(self, choice: random.Random, message: pb.GenerateRequest) -> None:
-        """Two calls of one id: one is served, the other refused, unless it came when the first was over."""
+        """Make two calls of one id: the second is refused, unless the first has ended."""
         message.sampling_params.max_tokens = 60
         calls = (self._client.complete(message, timeout=60) for _ in range(2))
         answers = await asyncio.gather(*calls, return_exceptions=True)
@@ -156,7 +155,7 @@ class Soak:
                 self._check(message, answer)
 
     def _check(self, message: pb.GenerateRequest, samples: list[Completion]) -> None:
-        """Every sample is whole, of weights that were published, and in order."""
+        """Check that every sample is complete, and of published versions in ascending order."""
         self.counts["samples"] += len(samples)
         for sample in samples:
             count, ended = len(sample.token_ids), sample.finish_reason
@@ -187,7 +186,7 @@ class Soak:
                     break  # the epoch is over
 
     async def _begin(self, mode: Any) -> bool:
-        """Pause the engine; False: the samples that were to be waited for take too long."""
+        """Pause the engine; return False if the samples did not end in time (PAUSE_MODE_WAIT)."""
         try:
             await self._publisher.begin(mode)
         except DeadlinePassed:
@@ -246,7 +245,7 @@ async def test_nothing_is_lost_left_or_grows(
             await soak.round(ROUND_SECONDS)
             await soak.publish(folders[1])
             await until_running(client, False, seconds=5)
-            # As many as may be in flight at all: there is room only when nothing of the traffic is.
+            # As many as may be in flight: there is room only if no call of the traffic is left.
             message = request(samples=SAMPLES, max_tokens=2)
             assert len(await client.complete(message, timeout=60)) == SAMPLES
             assert await running_count(client) == 0

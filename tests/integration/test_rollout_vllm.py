@@ -164,8 +164,6 @@ class TestLeaving:
 
 
 class TestWeights:
-    """Without a trainer: joining an epoch of nobody, pausing, giving up. Real updates: test_weight_update.py."""
-
     async def test_a_manifest_that_is_none_is_refused(self, control: RolloutControlClient) -> None:
         with pytest.raises(InvalidInput):
             await control.open(
@@ -312,7 +310,7 @@ class TestInFlight:
         assert sample.version_spans[0].policy_version == publisher.version
 
     async def _held(self, client: AsyncRolloutClient, publisher: Publisher, folder: Path) -> tuple[Any, Any, list[Any]]:
-        """Commit with hold while a call streams; return it, a call that came after the commit, and what arrived."""
+        """Commit with hold while a call streams; return it, a call after the commit, and the chunks so far."""
         chunks: list[pb.SampleChunk] = []
 
         async def stream() -> None:

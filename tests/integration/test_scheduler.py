@@ -1,4 +1,4 @@
-"""Fourfold's schedulers beside vLLM's own on the same random work: every step must be the same, block by block."""
+"""Compares Fourfold's schedulers with vLLM's own on the same random work: every step must be equal, block by block."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 
 SAMPLES = 24
 STEPS = 600
-STEP_TOKENS = 60  # so that prompts come in pieces
+STEP_TOKENS = 60  # so that prompts are chunked
 CONTEXT = 128
 WANTED: list[dict[str, Any]] = [
     {},
@@ -56,7 +56,7 @@ PAIRS = [(Scheduler, RolloutScheduler), (AsyncScheduler, AsyncRolloutScheduler)]
 
 
 def step(bare: BareScheduler) -> dict[str, Any]:
-    """What one step asks of the GPU, what the step that ended gave, and what is left."""
+    """Run a step; return its schedule, the outputs of the step that ended, and the scheduler's state."""
     asked, outputs = bare.step()
     cached, pool = asked.scheduled_cached_reqs, bare.scheduler.kv_cache_manager.block_pool
     given = [output for client in outputs.values() for output in client.outputs]
@@ -87,7 +87,7 @@ def step(bare: BareScheduler) -> dict[str, Any]:
 
 
 def state(request: Any) -> dict[str, Any]:
-    """What vLLM keeps of a sample."""
+    """Return vLLM's fields of a sample."""
     return {name: list(value) if name.endswith("token_ids") else value for name, value in known(request)}
 
 
@@ -131,7 +131,7 @@ def test_every_step_is_vllms(theirs: type[Scheduler], ours: type[Scheduler], blo
         expected = step(vllm)
         assert step(fourfold) == expected, f"step {number}"
         counts["hits"] += sum(computed > 0 for _, _, computed in expected["new"])
-        # Either runner is told of preemption in a way of its own.
+        # The two model runners get preemptions in different fields.
         counts["preempted"] += len(expected["step"]["preempted_req_ids"] or ()) + len(
             expected["running"]["resumed_req_ids"]
         )
@@ -146,7 +146,7 @@ def test_every_step_is_vllms(theirs: type[Scheduler], ours: type[Scheduler], blo
 def test_the_block_manager_is_asked_at_the_ends_of_blocks_alone(
     theirs: type[Scheduler], ours: type[Scheduler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The short way is taken: the test above would pass without it, too."""
+    """Check that the short path is used: the test above would pass without it, too."""
     asked: list[int] = []
     manager_class = type(BareScheduler(theirs, samples=1, blocks=10).scheduler.kv_cache_manager)
     allocate = manager_class.allocate_slots
@@ -165,7 +165,7 @@ def test_the_block_manager_is_asked_at_the_ends_of_blocks_alone(
 
 
 def test_what_a_sample_does_not_end_with_is_not_looked_at_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loops are used: the comparison would pass without them, too."""
+    """Check that the loops are used: the comparison would pass without them, too."""
     planned: list[int] = []
     taken: list[list[int]] = []
     plan, take = Scheduler._update_after_schedule, AsyncScheduler._update_request_with_output

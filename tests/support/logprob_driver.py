@@ -35,7 +35,7 @@ _PATIENCE: Final = 240.0
 
 
 class RecordingSink:
-    """The sink of some samples."""
+    """Records the outputs of `count` samples."""
 
     def __init__(self, count: int) -> None:
         self.outputs: dict[int, list[SampleOutput]] = {i: [] for i in range(count)}
@@ -130,7 +130,7 @@ async def paused(engine: Any, vocabulary: int) -> list[dict[str, Any]]:
         still = sink.token_count
         await asyncio.sleep(0.1)
         assert sink.token_count == still
-        assert sink.boundaries  # the first time all samples run: a step takes its time
+        assert sink.boundaries  # some samples run: steps were slowed down
         await engine.resume()
     await engine._call("slow_down", 0.005, timeout=10)
     await sink.end()
@@ -138,7 +138,7 @@ async def paused(engine: Any, vocabulary: int) -> list[dict[str, Any]]:
 
 
 async def abandoned(engine: Any, vocabulary: int) -> list[dict[str, Any]]:
-    """Draw samples, and others in the rows of those that are abandoned in the middle; return the others."""
+    """Abandon samples in the middle, and return other samples that were drawn in their rows."""
     first, second = RecordingSink(SAMPLES), RecordingSink(SAMPLES // 2)
     samples = await engine.submit(requests(first, seed=200, max_tokens=400, vocabulary=vocabulary))
     await first.until(lambda: first.token_count > 60)
@@ -176,7 +176,7 @@ async def unwritten(engine: Any, vocabulary: int) -> list[str]:
 
 
 async def all_of_it(engine: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Run every case; return its samples by name, and the observations."""
+    """Run every case; return the samples and observations by name."""
     reasons: list[str] = []
     await engine.attach(reasons.append)
     vocabulary = engine.description.vocabulary_size
@@ -203,7 +203,7 @@ async def all_of_it(engine: Any, options: dict[str, Any]) -> dict[str, Any]:
         answer["preemptions"] = await engine._call("count_preemptions", timeout=10)
     if table is not None:
         answer["free"], answer["slots"] = table.free_count, table.slots
-        engine._logprobs = None  # vLLM's own way, in the same engine
+        engine._logprobs = None  # vLLM's own log-probabilities, in the same engine
         answer["without"] = await drawn(engine, 18, max_tokens=24, **plain)
     await engine.close()
     assert not reasons
@@ -211,7 +211,7 @@ async def all_of_it(engine: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare_with_vllm() -> dict[str, Any]:
-    """Let every request with a row also ask vLLM; return a table that gets the result of the comparison."""
+    """Make every request with a row also ask vLLM; return a dict that gets the result of the comparison."""
     from fourfold_rollout.vllm import engine, sample
 
     engine_module: Any = engine

@@ -45,8 +45,6 @@ weights = {{ timeout_seconds = 20.0 }}
 
 @dataclass(slots=True)
 class Service:
-    """A service process."""
-
     process: subprocess.Popen[str]
     target: str
     public: str
@@ -54,7 +52,7 @@ class Service:
     model: Path
 
     def close(self) -> None:
-        """kill -9, and let go of its pipe."""
+        """Kill the process and close its pipe."""
         self.process.kill()
         self.process.wait(10)
         if self.process.stdout is not None:
@@ -90,7 +88,7 @@ def start(model: Path, folder: Path, temporary: Path | None = None, program: str
 
 
 def _free_port() -> int:
-    """Return a port that is free, and that no outgoing connection is given before the service takes it."""
+    """Return a free port outside the range of outgoing connections, which could take it before the service does."""
     ports = list(range(20_000, 30_000))
     random.shuffle(ports)
     for port in ports:
@@ -101,7 +99,7 @@ def _free_port() -> int:
 
 
 def gone(process: psutil.Process, seconds: float) -> bool:
-    """Whether a process has ended, or does so in time."""
+    """Return whether a process ends within `seconds`."""
     end = time.monotonic() + seconds
     while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
         if time.monotonic() > end:
@@ -139,7 +137,7 @@ async def running_count(client: AsyncRolloutClient) -> int:
 
 
 async def until_running(client: AsyncRolloutClient, some: bool, seconds: float = 10) -> None:
-    """Wait until samples are in the engine, or none is."""
+    """Wait until samples are in the engine, or with `some` False until none is."""
     async with asyncio.timeout(seconds):
         while (await running_count(client) > 0) != some:
             await asyncio.sleep(0.01)
@@ -151,7 +149,7 @@ async def sampled_count(client: AsyncRolloutClient) -> int:
 
 
 async def until_sampled(client: AsyncRolloutClient, count: int, seconds: float = 10) -> None:
-    """Wait until so many more tokens are sampled and given out by the engine."""
+    """Wait until the engine has returned `count` more tokens."""
     async with asyncio.timeout(seconds), aclosing(client.watch_load(period=0.01, timeout=seconds)) as reports:
         first = await anext(reports)
         async for report in reports:
@@ -164,7 +162,7 @@ def plain(samples: list[Completion]) -> list[tuple[list[int], list[float]]]:
 
 
 class Publisher:
-    """Publishes the weights of model folders, one after the other: a trainer of one rank."""
+    """A trainer of one rank that publishes the weights of model folders, one after the other."""
 
     _epochs = itertools.count(100)
 
@@ -174,7 +172,7 @@ class Publisher:
         self._sender: Any = None
 
     async def open(self, folder: Path) -> Any:
-        """Join a new epoch, to send the weights of a folder; return them as a torch model."""
+        """Open a new epoch to send the weights of a folder; return them as a torch model."""
         import torch
         import transformers
 
@@ -202,7 +200,7 @@ class Publisher:
         self.version = version
 
     async def send(self) -> None:
-        """Send it; both sides must have the same digest."""
+        """Send the version and check that both sides have the same digest."""
         from fourfold.weights.digest import combine_digest
 
         sent, digest = await asyncio.gather(

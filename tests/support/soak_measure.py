@@ -1,4 +1,4 @@
-"""What a rollout service holds between two rounds of a soak, and whether it grows."""
+"""Measures the resources of a rollout service between the rounds of a soak test, and compares the rounds."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ import psutil
 from fourfold_bench import record
 from tests.support.rollout_process import Service
 
+# Largest growth of a process per round of about 300 calls and 10 updates. A leak of the tiny model's weights in each
+# update would be three times that. In 30 minutes vLLM's process grew by 0.1 MiB per round, and the service by 0.01.
+# vLLM keeps the hash of every full block of its prefix cache until the block is used again, about 100 bytes each: with
+# 131,072 blocks (1 GiB of the tiny model) that ends below 20 MiB, after hours.
 GROWTH_BYTES: Final = 1 << 20
-"""What the memory of a process may grow by in a round, of some 300 calls and 10 updates: the tiny model's weights, kept
-by each update, are three times that. In 30 minutes vLLM's process grew by 0.1 MiB a round, and ours by 0.01.
-
-vLLM keeps the hash of every full block of its prefix cache until the block is used again, some 100 bytes each: with
-131,072 blocks (1 GiB of the tiny model) that ends below 20 MiB, after hours."""
-_GRPC_THREAD: Final = "event_engine"
-"""gRPC adds a thread to its pool when all of it are busy, and ends it later."""
+_GRPC_THREAD: Final = "event_engine"  # gRPC adds threads to its pool while all are busy, and ends them later
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What there was in the silence after a round."""
+    """The measurements after a round, when no call is in flight."""
 
     seconds: float
     held: Mapping[str, int]
@@ -35,7 +33,7 @@ class Row:
 
 
 def held(service: Service, temporary: Path) -> dict[str, int]:
-    """What the service's processes and the machine hold for it, by kind, beside their memory."""
+    """Count the resources of the service's processes other than memory, by kind."""
     found: dict[str, int] = {"temporary files": sum(1 for _ in temporary.rglob("*"))}
     for name, process in _processes(service).items():
         place = Path(f"/proc/{process.pid}")
@@ -48,8 +46,7 @@ def held(service: Service, temporary: Path) -> dict[str, int]:
 
 
 def memory(service: Service) -> dict[str, int]:
-    """Bytes that each process has in memory, of its own and shared. Pages of files are not counted: Linux takes them
-    in and out as it likes."""
+    """Return the anonymous and the shared memory of each process in bytes; pages of files are only a cache."""
     found: dict[str, int] = {}
     for name, process in _processes(service).items():
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
@@ -63,10 +60,10 @@ LEAST_ROUNDS: Final = 6
 
 
 def grown(rows: Sequence[Row]) -> list[str]:
-    """Return, for people, what there is more of in the last third of the rounds than in the middle one.
+    """Describe the growth from the middle third of the rounds to the last; empty without any.
 
-    The first third is for caches and pools to fill. Things are counted: one more is too many. Memory is compared by
-    the medians, for a round's own is up or down by what was free when it was measured.
+    Caches and pools fill in the first third. No count may grow at all. Memory is compared by medians, because the value
+    of one round depends on what was free when it was measured.
     """
     third = len(rows) // 3
     assert len(rows) >= LEAST_ROUNDS, f"{len(rows)} rounds are too few to compare"
@@ -94,7 +91,7 @@ def growth_per_round(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def write(path: Path, rows: Sequence[Row], *, minutes: float, same_as_fresh: bool) -> None:
-    """Write the soak's numbers in the form of a benchmark's."""
+    """Write the numbers in the format of the benchmarks."""
     every = max(1, len(rows) // 40)
     series = [*rows[:-1:every], rows[-1]]
     result = record.document(

@@ -50,7 +50,7 @@ class Engine:
 
 
 async def turns(work: Any) -> int:
-    """Await `work`; return how often the event loop came round: a machine that stands still takes no turn away."""
+    """Await `work`; return the number of turns of the event loop, which does not depend on the machine's speed."""
     task, count = asyncio.ensure_future(work), 0
     while not task.done():
         await asyncio.sleep(0.001)

@@ -9,7 +9,6 @@ from fourfold_coordinator.routing.scheduling import (
     Candidate,
     CompletionLengths,
     PrefixHolders,
-    call_tokens,
     choose_replica,
     prefix_keys,
 )
@@ -45,10 +44,6 @@ C = Candidate
 )  # fmt: skip
 def test_the_choice(candidates: list[Candidate], size: int, best: str) -> None:
     assert choose_replica(candidates, size).name == best
-
-
-def test_the_size_of_a_call_counts_every_prompt() -> None:
-    assert call_tokens(samples=8, prompt=100, expected=50) == 1200
 
 
 def test_keys_of_a_prompt_stand_for_its_leading_tokens() -> None:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -186,13 +186,10 @@ def _recipe(folder: Path, max_tokens: int) -> Config:
 
 def _lines() -> Iterator[str]:
     """Yield the user's lines: on a terminal until an empty line or the end, from a pipe all that are not empty."""
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
-            return
-        if not line:
-            if sys.stdin.isatty():
+    interactive = sys.stdin.isatty()
+    with suppress(EOFError):
+        while True:
+            if line := input("> " if interactive else "").strip():
+                yield line
+            elif interactive:
                 return
-            continue
-        yield line

@@ -138,7 +138,9 @@ class Dashboard:
             bar = Table.grid(expand=True)  # a bar alone does not end its line
             bar.add_row(ProgressBar(total=self._status.step_count, completed=self._status.step))
             parts.insert(0, bar)
-        parts += [Text(line, style="bold red") for line in _condition_lines(self._status)]
+        for condition in self._status.conditions:
+            line = f"! {condition.subject}: {condition.text} ({_age(condition.since)})"
+            parts.append(Text(line, style="bold red"))
         parts += [Text(line, style="bold yellow") for line in _alarm_lines(self._status)[-_ALARMS:]]
         parts += [Text(recovery_line(r), style="yellow") for r in self._status.recoveries[-_RECOVERIES:]]
         parts += [Text(note, style="yellow") for note in self._notes[-_NOTES:]]
@@ -228,7 +230,6 @@ def _engine_speeds(last: Mapping[str, float]) -> str:
 
 
 def _alarm_lines(status: pb.RunStatus) -> list[str]:
-    """Return the diagnosis of the last 50 steps, in order."""
     recent = [record for record in status.steps if record.step > status.step - _ALARM_STEPS]
     return [f"step {record.step}: {text}" for record in recent for text in record.alarms]
 
@@ -254,10 +255,6 @@ def _member_text(member: pb.Member) -> str:
     if member.state != pb.MEMBER_STATE_SILENT:
         return member.member_id
     return f"{member.member_id} (lease overdue for {_age(member.state_since)})"
-
-
-def _condition_lines(status: pb.RunStatus) -> list[str]:
-    return [f"! {c.subject}: {c.text} ({_age(c.since)})" for c in status.conditions]
 
 
 def _age(since: Timestamp) -> str:

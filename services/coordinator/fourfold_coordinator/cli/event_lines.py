@@ -162,14 +162,12 @@ def _records(status: pb.RunStatus) -> Iterator[tuple[tuple[str, int], str]]:
 
 
 def recovery_line(recovery: pb.Recovery) -> str:
-    """Return the line of a restored checkpoint."""
     if recovery.reason:
         return f"restored the checkpoint of step {recovery.step}: {recovery.reason}"
     return f"resumed after step {recovery.step}" if recovery.step else "restarted at step 0: there was no checkpoint"
 
 
 def step_line(record: pb.StepRecord, step_count: int) -> str:
-    """Return the line of a step."""
     words = [f"step {record.step}/{step_count}"]
     for metric, form in (
         (metrics.REWARD_MEAN, "reward {:.2f}"),

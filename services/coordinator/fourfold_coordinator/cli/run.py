@@ -243,11 +243,7 @@ def _launcher(args: argparse.Namespace, config: Config, run_dir: Path) -> Launch
 
 
 def _local_gpus(config: Config) -> dict[str, tuple[str, ...]]:
-    """Return the ids of each service's GPUs on this machine.
-
-    Raises:
-        ConfigError: the machine has too few GPUs, or they have too little memory.
-    """
+    """Return the ids of each service's GPUs on this machine; raise ConfigError when these are too few or too small."""
     services = services_of(config)
     if not any(service.gpus for service in services):
         return {}

@@ -64,13 +64,8 @@ async def follow(
 ) -> None:
     """Pass every status of the run to the dashboard until the run is over; reconnect when the connection is lost.
 
-    Args:
-        address, security, dashboard: the coordinator, this process's certificates, and the receiver of the statuses.
-        max_failures: failures in a row after which to give up; None: retry until cancelled.
-        ended: set when the coordinator has exited: then a lost connection is not retried.
-
-    Raises:
-        FourfoldError: the error of the last attempt.
+    Raises the error of the last of `max_failures` attempts in a row; with None it retries until it is cancelled.
+    `ended` is set when the coordinator has exited: then a lost connection is not retried.
     """
     ended = ended or asyncio.Event()
     failures = 0

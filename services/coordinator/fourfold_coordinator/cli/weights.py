@@ -49,11 +49,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def find_coordinator(where: str, recipe: Path | None) -> tuple[str, str]:
-    """Return the coordinator's address, and the folder of the run's certificates; empty without TLS.
-
-    Raises:
-        ConfigError: `where` is neither an address nor the folder of a run that was started.
-    """
+    """Return the coordinator's address, and the folder of the run's certificates; empty without TLS."""
     folder = Path(where)
     if folder.is_dir():
         address, recipe = read_address(folder), folder / CONFIG_FILE

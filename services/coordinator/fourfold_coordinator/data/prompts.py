@@ -38,13 +38,9 @@ _SEED_BITS: Final = 52
 class PromptTokenizer(Protocol):
     """The methods of `fourfold.model.tokenizer.Tokenizer` that are used here."""
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], /) -> str:
-        """Return messages as text: the chat template, up to the start of the assistant's turn."""
-        ...
+    def render_chat(self, messages: Sequence[dict[str, Any]], /) -> str: ...
 
-    def encode(self, text: str, /, *, add_special: bool = False) -> list[int]:
-        """Return the token ids of a text."""
-        ...
+    def encode(self, text: str, /, *, add_special: bool = False) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,11 +93,7 @@ class PromptSet:
 
 
 def load_prompts(config: Config, tokenizer: PromptTokenizer) -> PromptSet:
-    """Read, tokenize and split the data of a recipe. Takes seconds: call it in a thread.
-
-    Raises:
-        ConfigError: Data is missing or malformed, or no prompt is left.
-    """
+    """Read, tokenize and split the data of a recipe. Takes seconds: call it in a thread."""
     data = config.data
     train = _load(data.train, data, config.model.max_context_tokens, tokenizer)
     held_out: list[Prompt] = []
@@ -120,9 +112,6 @@ def split_holdout(prompts: Sequence[Prompt], holdout: HoldoutConfig, *, seed: in
     The seed draws the groups. If most groups have the same number of distinct prompts, only those groups are drawn, so
     that each has the same weight in a mean score. Example: among products of two digits, 3 * 7 and 7 * 3 are one group
     of two prompts. Squares are groups of one prompt, so they all stay in the training data.
-
-    Raises:
-        ConfigError: There are no more groups than are to be held out.
     """
     distinct: dict[str, dict[str, Prompt]] = {}
     for prompt in prompts:
@@ -195,7 +184,6 @@ def _make_prompt(index: int, row: Row, data: DataConfig, tokenizer: PromptTokeni
 
 
 def _tokenize(value: Any, data: DataConfig, tokenizer: PromptTokenizer, where: str) -> tuple[str, list[int]]:
-    """Return the text and the token ids of a prompt."""
     if isinstance(value, str) and not data.chat:
         text = f"{data.system_prompt}\n\n{value}" if data.system_prompt else value
         return text, tokenizer.encode(text, add_special=True)

@@ -22,11 +22,7 @@ Row = dict[str, Any]
 
 
 def read_rows(source: DataSourceConfig) -> Iterator[Row]:
-    """Yield the rows of `source`, at most `source.size` of them if that is set.
-
-    Raises:
-        ConfigError: The file or generator is missing, of an unknown kind, or malformed.
-    """
+    """Yield the rows of `source`, at most `source.size` of them if that is set."""
     if source.reasoning_gym:
         yield from _reasoning_gym(source)
         return

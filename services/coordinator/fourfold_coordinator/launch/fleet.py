@@ -146,9 +146,8 @@ class Fleet:
         return "ready" if self._launcher.is_ready(slot.spec.name) else "starting"
 
     def _start_services(self) -> None:
-        """Start the services once the coordinator has written its address."""
         path = self._run_dir / ADDRESS_FILE
-        if not path.is_file():
+        if not path.is_file():  # the coordinator does not listen yet
             return
         self.address = path.read_text(encoding="utf-8").strip()
         for slot in self._slots.values():

@@ -24,7 +24,6 @@ class ServiceSpec:
 
     @property
     def gpus(self) -> int:
-        """Return the number of its GPUs."""
         return len(self.place)
 
 

@@ -54,13 +54,10 @@ class ServiceActor:
         self._supervisor = Supervisor(Path(run_dir) / "logs")
 
     def start(self, command: Command, on_network: bool, gpus: list[str] | None, indices: tuple[int, ...]) -> None:
-        """Start or restart the child.
+        """Start or restart the child; with `on_network` it listens on this node's address instead of loopback.
 
-        Args:
-            command: to run.
-            on_network: listen on this node's address instead of loopback.
-            gpus: ids of the GPUs that several services share; None: those that Ray gave to this actor.
-            indices: the service's GPUs among them. It must see no others: libraries would use them.
+        `gpus` are those that several services share; None: those that Ray gave to this actor. The service sees only the
+        ones at `indices`: libraries would use the others.
         """
         available = _actor_gpus() if gpus is None else gpus
         env = {**command.env, **gpu_environment(available[index] for index in indices)}
@@ -116,18 +113,10 @@ class RayLauncher:
         coordinator_listen: str,
         check_gpu: Callable[[int], None],
     ) -> None:
-        """Connect to a cluster or start a local Ray, and reserve room for each service.
+        """Connect to the cluster at `address`, or start a local Ray if it is empty, and reserve room for `services`.
 
-        Args:
-            services: all services that will be started.
-            address: of a cluster; empty: start a local Ray.
-            secured: whether the recipe has a [security] table.
-            coordinator_listen: host:port of the coordinator.
-            check_gpu: called with the bytes of the smallest shared GPU; raises ConfigError when these are too few.
-
-        Raises:
-            ConfigError: the cluster is too small or busy, or several nodes would communicate without TLS.
-            Unavailable: an actor did not start.
+        `secured` says whether the recipe has a [security] table. `check_gpu` is called with the bytes of the smallest
+        shared GPU, and raises ConfigError when these are too few.
         """
         self._run_dir = run_dir.resolve()
         self._bundles = bundles(services)

@@ -19,11 +19,7 @@ REPORT_FILE: Final = "report.json"
 
 
 def make_run_dir(config: Config, name: str, root: Path = Path("runs")) -> tuple[Path, Config]:
-    """Make runs/<name>, or <name>-2, -3 ... when it exists, and write config.toml; return both, under that name.
-
-    Raises:
-        ConfigError: the name is invalid, or the folder cannot be made.
-    """
+    """Make runs/<name>, or <name>-2, -3 ... when it exists, and write config.toml; return both, under that name."""
     number = 1
     while True:
         candidate = name if number == 1 else f"{name}-{number}"

@@ -20,11 +20,31 @@ from fourfold.config import Config
 from ..state.ledger import BY_DESIGN, StepRow
 
 _FEW_USEFUL: Final = 0.2
-_MUCH_TRUNCATION: Final = 0.25
-_LARGE_MISMATCH_KL: Final = 1e-2
-_LARGE_UPDATE_KL: Final = 0.1
 _SMALL_SAMPLE_SIZE: Final = 0.5
-_MANY_REJECTED: Final = 0.2
+# Metric, limit, key and text of the findings about one value, which is their severity, too.
+_LIMITS: Final = (
+    (m.TRUNCATION_RATE, 0.25, "truncation", "{:.0%} of the completions were cut off; raise sampling.max_new_tokens"),
+    (
+        m.MISMATCH_KL,
+        0.01,
+        "mismatch",
+        f"large logprob mismatch between engine and trainer: {m.MISMATCH_KL} = {{:.2g}}; look for stale weights or "
+        f"another precision",
+    ),
+    (m.APPROX_KL, 0.1, "update", f"large update: {m.APPROX_KL} = {{:.2g}}; lower trainer.learning_rate"),
+    (
+        m.REJECTED_TOKENS,
+        0.2,
+        "rejected",
+        "algorithm.correction rejected {:.0%} of the tokens; widen its bounds, or look for stale weights",
+    ),
+    (
+        m.MISMATCH_NONFINITE,
+        0.0,
+        "nonfinite",
+        "{:.0f} tokens were sampled with a log-probability that is not finite; check the engine",
+    ),
+)
 # Ratio to the value at the start of the window.
 _ENTROPY_RATIO: Final = 0.5
 # Ratio to the median of the first steps.
@@ -56,9 +76,8 @@ class TrainingDiagnosis:
     def __init__(self, *, compares_samples: bool = True, critic_begins: int = 1) -> None:
         """Start without history.
 
-        Args:
-            compares_samples: whether the algorithm learns from score differences within a group.
-            critic_begins: first step at which the critic must predict better than a constant.
+        `compares_samples`: the algorithm learns from score differences within a group. `critic_begins`: the first step
+        at which the critic must predict better than a constant.
         """
         self._compares_samples = compares_samples
         self._critic_begins = max(critic_begins, _TREND_STEPS)
@@ -85,10 +104,7 @@ class TrainingDiagnosis:
     ) -> tuple[list[Finding], list[Finding]]:
         """Return all findings of the next step, and those of them to show.
 
-        Args:
-            step, metrics: of the step.
-            skipped_reason: the trainer's; empty when it trained.
-            dropped: samples dropped in the step, by reason. Reasons in `BY_DESIGN` are no problem.
+        `skipped_reason` is the trainer's, empty when it trained; `dropped` has the step's dropped samples by reason.
         """
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped_reason else 0
         self._recent.append(metrics)
@@ -96,7 +112,7 @@ class TrainingDiagnosis:
             self._first_mismatches = self._history(m.MISMATCH_MEAN)
         found = [
             *self._check_scores(metrics, skipped_reason),
-            *_check_policies(metrics, skipped=bool(skipped_reason)),
+            *_check_limits(metrics, skipped=bool(skipped_reason)),
             *self._check_trends(step, metrics),
         ]
         problems = {reason: count for reason, count in dropped.items() if reason not in BY_DESIGN}
@@ -230,19 +246,11 @@ def _explain_skip(reason: str, metrics: Mapping[str, Any], useful: float) -> str
             return "see the trainer's log"
 
 
-def _check_policies(metrics: Mapping[str, Any], *, skipped: bool) -> Iterator[Finding]:
-    truncation = metrics.get(m.TRUNCATION_RATE) or 0.0
-    if truncation > _MUCH_TRUNCATION:
-        text = f"{truncation:.0%} of the completions were cut off; raise sampling.max_new_tokens"
-        yield Finding(key="truncation", text=text, severity=truncation)
-    mismatch = metrics.get(m.MISMATCH_KL) or 0.0
-    if mismatch > _LARGE_MISMATCH_KL:
-        text = f"large logprob mismatch between engine and trainer: {m.MISMATCH_KL} = {mismatch:.2g}"
-        yield Finding(key="mismatch", text=f"{text}; look for stale weights or another precision", severity=mismatch)
-    update = metrics.get(m.APPROX_KL) or 0.0
-    if update > _LARGE_UPDATE_KL:
-        text = f"large update: {m.APPROX_KL} = {update:.2g}; lower trainer.learning_rate"
-        yield Finding(key="update", text=text, severity=update)
+def _check_limits(metrics: Mapping[str, Any], *, skipped: bool) -> Iterator[Finding]:
+    for name, limit, key, text in _LIMITS:
+        value = metrics.get(name) or 0.0
+        if value > limit and not (skipped and name == m.REJECTED_TOKENS):  # the reason of the skip tells of these
+            yield Finding(key=key, text=text.format(value), severity=value)
     size = metrics.get(m.EFFECTIVE_SAMPLE_SIZE)
     if size is not None and size < _SMALL_SAMPLE_SIZE:
         yield Finding(
@@ -251,10 +259,3 @@ def _check_policies(metrics: Mapping[str, Any], *, skipped: bool) -> Iterator[Fi
             f"assign them different probabilities; use algorithm.correction.kind = `tis`, or look for stale weights",
             severity=_SMALL_SAMPLE_SIZE / max(size, 1e-9),
         )
-    rejected = metrics.get(m.REJECTED_TOKENS) or 0.0
-    if rejected > _MANY_REJECTED and not skipped:
-        text = f"algorithm.correction rejected {rejected:.0%} of the tokens"
-        yield Finding(key="rejected", text=f"{text}; widen its bounds, or look for stale weights", severity=rejected)
-    if impossible := metrics.get(m.MISMATCH_NONFINITE):
-        text = f"{impossible:.0f} tokens were sampled with a log-probability that is not finite; check the engine"
-        yield Finding(key="nonfinite", text=text, severity=impossible)

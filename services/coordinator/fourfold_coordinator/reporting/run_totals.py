@@ -83,7 +83,6 @@ class RunTotals:
         )
 
     async def run(self) -> None:
-        """Save every few seconds until cancelled."""
         while True:
             await self._clock.sleep(_SAVE_SECONDS)
             try:
@@ -159,7 +158,6 @@ def _listeners() -> dict[int, int]:
 
 
 def _own_hosts() -> set[str]:
-    """Return the names and addresses of this machine."""
     addresses = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
     return {"localhost", socket.gethostname(), *addresses}
 

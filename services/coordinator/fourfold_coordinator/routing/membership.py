@@ -71,7 +71,6 @@ class CertificateMonitor:
         self._reported = set(found)
 
     async def run(self) -> None:
-        """Check once a minute, until cancelled."""
         while True:
             self.check()
             await self._clock.sleep(_CHECK_SECONDS)

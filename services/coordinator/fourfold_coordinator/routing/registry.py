@@ -70,7 +70,6 @@ class Member:
 
     @property
     def peer(self) -> str:
-        """Return the member's name for messages."""
         return f"{self.member_id} at {self.target}"
 
 
@@ -98,13 +97,7 @@ class Registry:
         security: Security | None = None,
         ttl: float = TTL_SECONDS,
     ) -> None:
-        """Create a registry without members.
-
-        Args:
-            tokenizer_sha256: Of the run; a member with another tokenizer is refused.
-            security: Of the coordinator; None accepts members on this machine only.
-            ttl: Seconds that a lease lasts.
-        """
+        """Create a registry; without `security` it accepts members on this machine only. `ttl` is in seconds."""
         self.ttl, self._clock, self._security = ttl, clock, security
         self._tokenizer_sha256 = tokenizer_sha256
         self._leases: dict[str, _Lease] = {}  # by member_id

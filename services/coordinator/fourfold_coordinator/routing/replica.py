@@ -115,7 +115,6 @@ class Replica:
 
     @property
     def busy(self) -> bool:
-        """Return whether calls are in flight."""
         return bool(self._calls)
 
     @contextmanager

@@ -66,11 +66,8 @@ class Router:
     ) -> None:
         """Follow the members of a registry.
 
-        Args:
-            registry, open_channel, clock, faults: Parts of the run.
-            tokenizer_sha256: Of the run; a service with another tokenizer gets no calls.
-            wait_seconds: Longest wait for a usable replica.
-            on_wait: Called with what the run waits for; with an empty text when a wait ends.
+        `wait_seconds` is the longest wait for a usable replica. `on_wait` is called with what the run waits for, and
+        with an empty text when a wait ends.
         """
         self.clock, self.on_wait = clock, on_wait
         self.wait_seconds, self._wait = wait_seconds, WaitLimit(wait_seconds)
@@ -203,12 +200,8 @@ class Router:
     async def wait_for(self, counts: Mapping[int, int], *, seconds: float | None = None) -> None:
         """Wait for services; when one of each role is there, wait no more than the run's wait for the others.
 
-        Args:
-            counts: Number of services, by role.
-            seconds: Longest wait for the first service of each role; None for the run's wait.
-
-        Raises:
-            ServiceMissing: A role has no service at all.
+        `counts` has the number of services by role. `seconds` limits the wait for the first service of each role
+        (default: the run's wait); then ServiceMissing is raised.
         """
         patience = self.wait_seconds if seconds is None else seconds
         end, complete_by = self.clock.monotonic() + patience, math.inf
@@ -306,10 +299,7 @@ class Router:
         ]
 
     def _missing(self, role: int, wait: WaitLimit, *, samples: int = 0) -> ServiceMissing:
-        """Return the error of a role without usable replicas.
-
-        `samples` is set when usable replicas exist, but none takes so many samples at once.
-        """
+        """Return the error of a role; `samples` is set when its replicas are usable, but none takes so many at once."""
         name = ROLE_NAMES[role]
         text = (
             f"no usable {name} service for {wait.seconds:g} s ({self.explain(role)}); look at its log, start one "
@@ -338,7 +328,6 @@ class Router:
         self.notify()
 
     async def _close_channels(self) -> None:
-        """Close the channels of departed members whose last call has ended."""
         for replica in [replica for replica in self._leaving if not replica.busy]:
             self._leaving.remove(replica)
             await replica.channel.close()

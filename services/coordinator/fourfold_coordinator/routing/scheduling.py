@@ -128,11 +128,3 @@ class CompletionLengths:
     def expected(self, longest: int) -> int:
         """Return the expected length of a completion of at most `longest` tokens; `longest` before the first one."""
         return min(round(self._mean), longest) if self._count else longest
-
-
-def call_tokens(*, samples: int, prompt: int, expected: int) -> int:
-    """Return the expected size of a call in tokens.
-
-    The prompt counts once per sample, although samples share its blocks, because engines count so in their load report.
-    """
-    return samples * (prompt + expected)

@@ -45,12 +45,7 @@ class TrainerSession:
         self.policy_version = 0  # of the trainer's present weights
 
     async def connect(self) -> pb.TrainerStatus:
-        """Start a session with the trainer that is registered now; wait for one if there is none.
-
-        Raises:
-            ServiceMissing: No trainer came in time.
-            WrongState: The trainer does not fit the run.
-        """
+        """Start a session with the trainer that is registered now; wait for one if there is none."""
         return await self._repeat("GetStatus", self._registered, self._begin)
 
     async def _begin(self, replica: Replica) -> pb.TrainerStatus:
@@ -153,7 +148,6 @@ class TrainerSession:
             self._board.resolve_condition(SUBJECT)
 
     async def _registered(self) -> Replica:
-        """Return the trainer that is registered; wait for one."""
         replicas = self._router.replicas(Role.ROLE_TRAINER)
         if not replicas:
             await self._router.wait_for({Role.ROLE_TRAINER: 1})

@@ -137,7 +137,6 @@ class Ledger:
             raise
 
     def close(self) -> None:
-        """Close the connection; the ledger cannot be used afterwards."""
         self._db.close()
 
     @contextmanager
@@ -161,12 +160,7 @@ class Ledger:
         return IssuedGroup(group_id=group_id, sample_ids=sample_ids)
 
     def move(self, sample_ids: Sequence[str], to: SampleState, *, reason: str = "") -> None:
-        """Move all samples to a state, or none.
-
-        Raises:
-            NotFound: A sample was never issued.
-            WrongState: `LEGAL_TRANSITIONS` does not have the move of a sample.
-        """
+        """Move all samples to a state, or none; raise WrongState when `LEGAL_TRANSITIONS` does not have a move."""
         with self._transaction() as db:
             for sample_id in sample_ids:
                 state = self.state(sample_id)
@@ -216,10 +210,7 @@ class Ledger:
                 )
 
     def acknowledge(self, step: int, *, policy_version: int, skipped_reason: str, data_position: int) -> None:
-        """Record that the trainer has done `step`: its LEASED samples become TRAINED. A repeat changes nothing.
-
-        Raises WrongState when the step is not the next one.
-        """
+        """Record that the trainer has done `step`: its LEASED samples become TRAINED. A repeat changes nothing."""
         with self._transaction() as db:
             done = self.last_step()
             if step == done and step > 0:
@@ -251,11 +242,9 @@ class Ledger:
     # -- steps, versions, evaluations, checkpoints ----------------------------------------------------------------
 
     def last_step(self) -> int:
-        """Return the number of steps done."""
         return int(self._db.execute("SELECT COALESCE(MAX(step), 0) FROM steps").fetchone()[0])
 
     def steps(self) -> list[StepRow]:
-        """Return every step done, in order."""
         rows = self._db.execute("SELECT * FROM steps ORDER BY step")
         return [StepRow(*[*row[:-1], json.loads(row[-1] or "{}")]) for row in rows]
 
@@ -281,18 +270,13 @@ class Ledger:
             )
 
     def evals(self) -> list[EvalRow]:
-        """Return every evaluation, in order."""
         rows = self._db.execute("SELECT * FROM evals ORDER BY step")
         return [EvalRow(*[*row[:-1], json.loads(row[-1])]) for row in rows]
 
     def commit_checkpoint(self, *, step: int, data_position: int, policy_version: int) -> None:
-        """Record that the trainer's checkpoint of `step` is durable, and sync the database to the disk.
-
-        Raises:
-            WrongState: The step is not the last one done, so that a restore would not give the saved state.
-        """
+        """Record that the trainer's checkpoint of `step`, the last one done, is durable; sync the database."""
         with self._transaction() as db:
-            if step != self.last_step():
+            if step != self.last_step():  # a restore would not give the saved state
                 raise WrongState(f"checkpoint of step {step}, but {self.last_step()} steps are done")
             evals = db.execute("SELECT COUNT(*) FROM evals WHERE step <= ?", (step,)).fetchone()[0]
             row = (step, data_position, policy_version, evals)

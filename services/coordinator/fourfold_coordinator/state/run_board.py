@@ -116,12 +116,10 @@ class RunBoard:
         self._changed()
 
     def add_eval(self, row: EvalRow) -> None:
-        """Append the row of an evaluation."""
         self.status.evals.append(_eval_record(row))
         self._changed()
 
     def set_members(self, members: Iterable[pb.Member]) -> None:
-        """Replace the list of live members."""
         rows = list(members)
         if rows != list(self.status.members):
             del self.status.members[:]

@@ -166,10 +166,7 @@ class BatchCollector:
         )
 
     async def _make_group(self, draft: _GroupDraft, batch: StepBatch) -> SampleGroup | None:
-        """Generate, score and filter one group, and add reference log-probabilities; None when it is filtered out.
-
-        Raises GivenUp when too few samples are left, or a service failed too often.
-        """
+        """Generate, score and filter one group, and add reference log-probabilities; None when it is filtered out."""
         if draft.baseline_ids:
             sampled = self._generate_and_score(draft, draft.sample_ids, batch)
             greedy = self._generate_and_score(draft, draft.baseline_ids, batch, greedy=True)
@@ -214,10 +211,8 @@ class BatchCollector:
 
     @asynccontextmanager
     async def _running(self, sample_ids: Sequence[str]) -> AsyncIterator[None]:
-        """Mark samples RUNNING during one try, and ISSUED again when the try fails.
-
-        After a cancellation they stay RUNNING: the run ends or returns to a checkpoint, and a restore drops them.
-        """
+        """Mark samples RUNNING during one try, and ISSUED again when the try fails."""
+        # After a cancellation they stay RUNNING: the run ends or returns to a checkpoint, and a restore drops them.
         await self._disk.write(self._ledger.move, sample_ids, SampleState.RUNNING)
         try:
             yield
@@ -247,11 +242,9 @@ class BatchCollector:
         return replace(group, trajectories=tuple(t if t.dropped else next(kept) for t in group.trajectories))
 
     async def _keep_muted_groups(self, step: int, batch: StepBatch) -> None:
-        """Fill the batch with the last groups that were filtered out, with empty loss masks.
-
-        The trainer accepts no empty batch. It skips a batch without loss tokens, and the run continues. The masks must
-        be empty, because penalties, KL terms or whitening could still give the samples advantages other than 0.
-        """
+        """Fill the batch with the last groups that were filtered out, with empty loss masks."""
+        # The trainer accepts no empty batch. It skips a batch without loss tokens, and the run continues. The masks are
+        # empty because penalties, KL terms or whitening could still give the samples advantages other than 0.
         chosen, batch.filtered = batch.filtered[-self._count :], batch.filtered[: -self._count]
         if chosen:
             log.warning("step has nothing to learn: step=%d prompts=%d", step, batch.prompts_drawn)

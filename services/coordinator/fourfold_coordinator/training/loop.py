@@ -66,13 +66,7 @@ class TrainingLoop:
         self.required, self.start_seconds = context.required_services(), context.start_seconds
 
     async def run(self) -> None:
-        """Train to the last step and write the report.
-
-        A restart of the trainer costs the steps since its last checkpoint.
-
-        Raises:
-            FourfoldError: The reason why the run cannot continue.
-        """
+        """Train to the last step and write the report. A trainer that restarts costs the steps since its checkpoint."""
         restarts, reason = 0, ""
         try:
             while True:
@@ -209,11 +203,7 @@ class TrainingLoop:
     # -- evaluate, checkpoint, finish -----------------------------------------------------------------------------
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """Evaluate on the held-out prompts; return the metrics, empty without such prompts.
-
-        Raises:
-            TrainerRestarted: Engines that join now could not get the weights under evaluation.
-        """
+        """Evaluate on the held-out prompts; return the metrics, empty without such prompts."""
         self.board.set_phase(run_pb.RUN_PHASE_EVALUATING)
         row = await self.evaluator.run(step=step, version=self.broker.version, on_progress=self.board.set_progress)
         if row is None:

@@ -208,12 +208,7 @@ class Scoring:
             await asyncio.gather(task, return_exceptions=True)
 
     def record_failure(self, error: FourfoldError, budget: RetryBudget) -> None:
-        """Count a call that failed because of its scorer.
-
-        Raises:
-            ScorerFailed: The run waits for scorers, and they have failed for too long.
-            GivenUp: The run does not wait, and this call, or every scorer, has no tries left.
-        """
+        """Count a call that failed because of its scorer; raise ScorerFailed or GivenUp if it was the last try."""
         if self._config.on_error != "wait":
             replicas = self._router.replicas(Role.ROLE_REWARD)
             # Without replicas the tries are counted as for any other failure.

@@ -16,7 +16,7 @@ from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from ..data.prompts import Prompt
 from ..routing.replica import Replica, RetryBudget
 from ..routing.router import Router
-from ..routing.scheduling import CompletionLengths, Demand, call_tokens, prefix_keys
+from ..routing.scheduling import CompletionLengths, Demand, prefix_keys
 from ..state.samples import Trajectory, build_sample, check_completions, sampling_params
 from .scoring import Scoring
 
@@ -32,12 +32,7 @@ class ServiceCalls:
         *,
         newest_version: Callable[[], int] = lambda: MAX_NUMBER,
     ) -> None:
-        """Prepare calls to the replicas of a router.
-
-        Args:
-            decode: Returns the text of token ids, without special tokens.
-            newest_version: Returns the highest policy version that an engine may have received.
-        """
+        """Prepare calls; `newest_version` returns the highest policy version that an engine may have received."""
         self._config, self._router, self._decode = config, router, decode
         self._newest_version = newest_version
         self.score = Scoring(config, router).score
@@ -96,7 +91,8 @@ class ServiceCalls:
             return completions
 
         samples, expected = len(sample_ids), self._lengths.expected(params.max_tokens)
-        tokens = call_tokens(samples=samples, prompt=len(prompt.token_ids), expected=expected)
+        # Samples share the blocks of their prompt; engines count it once per sample in their load report, though.
+        tokens = samples * (len(prompt.token_ids) + expected)
         demand = Demand(samples=samples, tokens=tokens, prefix=prefix_keys(prompt.token_ids))
         completions = await self._router.call(
             Role.ROLE_ROLLOUT, work, demand=demand, spend=budget.spend, version=version, on_try=on_try

@@ -152,10 +152,8 @@ class StepReporter:
         }
 
     def _dropped(self, step: int) -> dict[str, int]:
-        """Return the number of samples that this step dropped, by reason.
-
-        A restore of the trainer drops the samples of an earlier try of the step, which do not count for this one.
-        """
+        """Return the number of samples that this step dropped, by reason."""
+        # A restore of the trainer drops the samples of an earlier try of the step, which do not count for this one.
         return {reason: count for reason, count in self._ledger.dropped(step).items() if reason != TRAINER_RESTORED}
 
 

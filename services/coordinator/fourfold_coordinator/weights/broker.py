@@ -142,10 +142,8 @@ class WeightBroker:
         ]
 
     def _next_engines(self) -> list[Replica]:
-        """Return the engines of the next update: all that did not fail before, else one that did.
-
-        In gloo and NCCL an engine that hangs makes its whole group fail, so engines that failed are tried alone.
-        """
+        """Return the engines of the next update: all that did not fail before, else one that did."""
+        # In gloo and NCCL an engine that hangs makes its whole group fail, so engines that failed are tried alone.
         outdated = self._outdated_engines()
         healthy = [replica for replica in outdated if replica.key not in self._failures]
         return healthy or sorted(outdated, key=lambda replica: self._failures[replica.key][1])[:1]
@@ -217,17 +215,14 @@ class WeightBroker:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _wake(self, current: Sequence[DescribedEngine], outdated: Sequence[DescribedEngine]) -> float:
-        """Wake sleeping engines: all memory of current ones, else the weights' alone; return the seconds it took.
-
-        An outdated engine allocates its KV cache after the commit, when it has weights to sample with.
-        """
+        """Wake sleeping engines: all memory of current ones, else the weights' alone; return the seconds it took."""
+        # An outdated engine allocates its KV cache after the commit, when it has weights to sample with.
         began = time.monotonic()
-        tags: dict[ReplicaKey, tuple[str, ...]] = {e.key: () for e in current}
-        tags |= {e.key: ("weights",) for e in outdated}
         calls = {
-            e.key: e.replica.call(e.replica.control.wake(*tags[e.key], timeout=self._timeout))
-            for e in (*current, *outdated)
-            if e.about.sleeping
+            engine.key: engine.replica.call(engine.replica.control.wake(*tags, timeout=self._timeout))
+            for engines, tags in ((current, ()), (outdated, ("weights",)))
+            for engine in engines
+            if engine.about.sleeping
         }
         if not calls:
             return 0.0
@@ -241,10 +236,8 @@ class WeightBroker:
         return clean and known and engine.about.policy_version == self.version
 
     async def _outnumber_foreign_versions(self, engines: Sequence[DescribedEngine]) -> None:
-        """Raise the trainer's version above those of engines that hold weights of another run.
-
-        Versions never decrease on an engine, so it would refuse ours under its own number or a lower one.
-        """
+        """Raise the trainer's version above those of engines that hold weights of another run."""
+        # Versions never decrease on an engine, so it would refuse ours under its own number or a lower one.
         foreign = [
             engine.about.policy_version
             for engine in engines

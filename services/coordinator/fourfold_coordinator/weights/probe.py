@@ -52,7 +52,6 @@ class LogprobProbe:
         )
 
     def has_trainer_logprobs(self, version: int) -> bool:
-        """Return whether the trainer's values at `version` are known."""
         return version in self._trainer
 
     def set_trainer_logprobs(self, version: int, logprobs: Float32Array) -> None:

@@ -61,10 +61,12 @@ class WeightPlaneStatus:
         self._busy: set[str] = set()  # members with unfinished work in this phase
         self._statuses: dict[str, _EngineStatus] = {}
 
-    def begin_phase(self, phase: str, *, trainer: str, engines: Collection[str], busy: Collection[str]) -> None:
-        """Start a phase of an update of `engines`, in which the members `busy` have work to do."""
+    def begin_phase(
+        self, phase: str, *, trainer: str, engines: Collection[str], busy: Collection[str] | None = None
+    ) -> None:
+        """Start a phase of an update of `engines`, in which `busy` have work to do; default: all members."""
         self.phase, self._since, self._trainer = phase, self._now(), trainer
-        self._engines, self._busy = set(engines), set(busy)
+        self._engines, self._busy = set(engines), {trainer, *engines} if busy is None else set(busy)
         for name in engines:
             self.set_state(name, UPDATING)
 

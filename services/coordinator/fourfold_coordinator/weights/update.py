@@ -49,11 +49,6 @@ T = TypeVar("T")
 _ABORT_SECONDS: Final = 15.0
 _PROBE_SECONDS: Final = 3 * INFO_SECONDS
 _SUMS_SECONDS: Final = 10.0
-_PAUSE_MODES: Final = {
-    "keep": control.PAUSE_MODE_KEEP,
-    "wait": control.PAUSE_MODE_WAIT,
-    "abort": control.PAUSE_MODE_ABORT,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +70,6 @@ class PhaseTimer:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Time the block as the metric `name`."""
         began = time.monotonic()
         try:
             yield
@@ -148,38 +142,27 @@ class WeightUpdater:
         return WeightUpdateResult(seconds=seconds, probe_diffs=tuple(probe_diffs))
 
     async def accept_current(self, engines: Sequence[DescribedEngine], version: int) -> WeightUpdateResult:
-        """Probe engines that hold `version` already, and let them serve it.
-
-        Raises:
-            UpdateFailed: lists the engines whose probe differs or is stale.
-        """
+        """Let engines that hold `version` already serve it after a probe; raise UpdateFailed with those that differ."""
         if not engines:
             return WeightUpdateResult()
         await self._probe_trainer(version, timeout=_PROBE_SECONDS)
         probe = self._probe
-        values = await call_all(
-            {e.key: e.replica.call(e.replica.control.probe(probe.token_ids, timeout=_PROBE_SECONDS)) for e in engines}
-        )
-        diffs: list[tuple[float, float]] = []
-        failures: dict[ReplicaKey, FourfoldError] = {}
-        for key, logprobs in values.items():
-            try:
-                diffs.append(probe.compare(key, version, logprobs))
-            except WrongState as error:
-                failures[key] = error
-        if failures:
-            raise UpdateFailed(failures)
+
+        async def check(engine: DescribedEngine) -> tuple[tuple[float, float], Float32Array]:
+            calls = engine.replica.control
+            logprobs = await engine.replica.call(calls.probe(probe.token_ids, timeout=_PROBE_SECONDS))
+            return probe.compare(engine.key, version, logprobs), logprobs
+
+        checked = await call_all({engine.key: check(engine) for engine in engines})
         for engine in engines:
             engine.replica.version = version
-            probe.set_engine_logprobs(engine.key, version, values[engine.key])
-        return WeightUpdateResult(probe_diffs=tuple(diffs))
+            probe.set_engine_logprobs(engine.key, version, checked[engine.key][1])
+        return WeightUpdateResult(probe_diffs=tuple(diffs for diffs, _ in checked.values()))
 
     async def _probe_trainer(self, version: int, *, timeout: float) -> None:
-        """Get the trainer's log-probabilities of the probe at `version`, once per version.
-
-        Call this before the transfer: the trainer computes and sends on one thread, so a later call would wait for the
-        transfer while engines are paused.
-        """
+        """Get the trainer's log-probabilities of the probe at `version`, once per version."""
+        # Before the transfer: the trainer computes and sends on one thread, so a later call would wait for the transfer
+        # while engines are paused.
         if not self._probe.has_trainer_logprobs(version):
             rows = await self._session.call(
                 "probe", lambda r: r.trainer.compute_logprobs([self._probe.sample()], timeout=timeout)
@@ -256,6 +239,7 @@ class WeightUpdater:
         self._skip_sums = skip
         sent: list[weight.SendWeightsResponse] = []
         all_paused = asyncio.Barrier(len(engines))
+        mode = control.PauseMode.Value(f"PAUSE_MODE_{self._weights.pause.upper()}")
 
         async def send() -> None:
             with self._timer.measure(m.SEND_SECONDS):
@@ -268,7 +252,7 @@ class WeightUpdater:
             self._status.mark_done(self._session.name)
 
         async def pause_and_receive(engine: DescribedEngine) -> bytes:
-            calls, mode = engine.replica.control, _PAUSE_MODES[self._weights.pause]
+            calls = engine.replica.control
             begin = calls.begin(epoch=epoch, policy_version=version, pause_mode=mode, timeout=_seconds_until(end))
             await self._call_engine(engine, begin)
             if await all_paused.wait() == 0:  # exactly one task gets 0
@@ -385,9 +369,7 @@ class WeightUpdater:
         self, phase: str, engines: Sequence[DescribedEngine], *, busy: Sequence[str] | None = None
     ) -> None:
         """Show the start of a phase in which `busy` have work to do; default: the trainer and all engines."""
-        names, trainer = [engine.name for engine in engines], self._session.name
-        busy = [*names, trainer] if busy is None else busy
-        self._status.begin_phase(phase, trainer=trainer, engines=names, busy=busy)
+        self._status.begin_phase(phase, trainer=self._session.name, engines=[e.name for e in engines], busy=busy)
 
     async def _call_engine(self, engine: DescribedEngine, call: Coroutine[Any, Any, T]) -> T:
         """Make the call that ends an engine's work in the phase; raise Unavailable when its lease ends meanwhile."""

@@ -48,6 +48,14 @@ async def test_a_run_goes_to_its_end_and_leaves_everything_behind(make_stage: Ca
     assert metrics["train/policy_lag_max"] == 0
 
 
+async def test_a_metric_that_is_not_a_number_is_null_in_the_file(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=1, data={"holdout": {"field": "expression", "unordered_numbers": True, "groups": 1}})
+    await stage.start()
+    assert await stage.finish() == 0
+    (row,) = stage.lines("metrics.jsonl")
+    assert row["eval/half_width"] is None and row["eval/score"] >= 0, "one task group has no spread"
+
+
 async def test_a_checkpoint_is_told_the_score_of_its_step(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=4, checkpoint={"every_steps": 1})
     await stage.start()

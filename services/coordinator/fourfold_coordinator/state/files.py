@@ -15,7 +15,6 @@ import contextlib
 import json
 import logging
 import math
-import numbers
 import os
 import queue
 import sqlite3
@@ -127,7 +126,7 @@ def replace_file(path: Path, lines: Iterable[str]) -> None:
 
 
 class MetricsWriter:
-    """Appends records to a JSONL file from a thread of its own; `write` never blocks and never raises.
+    """Appends records to a JSONL file from a thread of its own; `write` never blocks.
 
     A record that cannot be written is tried again until it can; the reason is logged once. When the disk hangs, the
     queue fills up; further records are dropped and counted.
@@ -143,14 +142,11 @@ class MetricsWriter:
         self._thread.start()
 
     def write(self, record: Mapping[str, object]) -> None:
-        """Append one record; NaN and infinities become null, because JSON has none."""
+        """Append one record of values that JSON has."""
         try:
-            self._queue.put_nowait(json.dumps(_finite(record), default=str).encode() + b"\n")
+            self._queue.put_nowait(json.dumps(record).encode() + b"\n")
         except queue.Full:
             self.dropped_count += 1
-        except (TypeError, ValueError, RecursionError) as error:
-            self.dropped_count += 1
-            log.warning("a metrics record cannot be written: %s", error)
 
     def close(self, *, timeout: float = 5.0) -> bool:
         """Write the pending records for at most `timeout` seconds; return whether the file has every record."""
@@ -182,19 +178,3 @@ class MetricsWriter:
                 self.dropped_count += 1
                 return
             self._closed.wait(_RETRY_SECONDS)
-
-
-def _finite(value: object) -> object:
-    match value:
-        case bool() | int() | str() | None:
-            return value
-        case numbers.Integral():  # numpy's
-            return int(value)
-        case numbers.Real():
-            return float(value) if math.isfinite(value) else None
-        case Mapping():
-            return {str(key): _finite(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_finite(item) for item in value]
-        case _:
-            return value

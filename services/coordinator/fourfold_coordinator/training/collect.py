@@ -60,8 +60,13 @@ class _GroupDraft:
     issued: IssuedGroup
     sample_ids: tuple[str, ...]  # to train on
     baseline_ids: tuple[str, ...]  # of the greedy completion, whose score is the baseline of ReMax: none or one
-    alive: set[str]  # issued, and not dropped yet
     trajectories: dict[str, Trajectory] = field(default_factory=dict)  # those generated so far, by sample id
+
+    @property
+    def alive(self) -> list[str]:
+        """Return the samples that are not dropped, generated or not."""
+        dropped = {name for name, trajectory in self.trajectories.items() if trajectory.dropped}
+        return [name for name in self.issued.sample_ids if name not in dropped]
 
     def finish(self) -> SampleGroup:
         """Return the group; every sample has its completion."""
@@ -127,7 +132,7 @@ class BatchCollector:
                 group = await self._make_group(draft, batch)
             except GivenUp as error:
                 log.warning("group lost: group=%s reason=%s: %s", draft.issued.group_id, error.reason, error)
-                await self._disk.write(self._ledger.drop, sorted(draft.alive), error.reason)
+                await self._disk.write(self._ledger.drop, draft.alive, error.reason)
                 batch.lost += [t.with_drop_reason(error.reason) for t in draft.trajectories.values()]
                 batch.groups_lost += 1
                 continue
@@ -162,7 +167,6 @@ class BatchCollector:
             issued=issued,
             sample_ids=issued.sample_ids[:size],
             baseline_ids=issued.sample_ids[size:],
-            alive=set(issued.sample_ids),
         )
 
     async def _make_group(self, draft: _GroupDraft, batch: StepBatch) -> SampleGroup | None:
@@ -181,7 +185,7 @@ class BatchCollector:
             batch.filtered.append(group)
             return None
         group = await self._add_reference(group, draft.budget)
-        await self._disk.write(self._ledger.move, sorted(draft.alive), SampleState.READY)
+        await self._disk.write(self._ledger.move, draft.alive, SampleState.READY)
         return group
 
     async def _generate_and_score(
@@ -201,13 +205,12 @@ class BatchCollector:
         batch.rolled = time.monotonic()
         await self._disk.write(self._ledger.move, sample_ids, SampleState.ROLLED)
         draft.trajectories |= zip(sample_ids, trajectories, strict=True)
-        outcomes = await self._service_calls.score(trajectories, draft.budget)
+        trajectories = await self._service_calls.score(trajectories, draft.budget)
         batch.scored = time.monotonic()
-        for name, outcome in zip(sample_ids, outcomes, strict=True):
-            draft.trajectories[name] = outcome.apply_to(draft.trajectories[name])
-            if outcome.score is None:
-                draft.alive.discard(name)
-                await self._disk.write(self._ledger.drop, [name], outcome.reason)
+        for name, trajectory in zip(sample_ids, trajectories, strict=True):
+            draft.trajectories[name] = trajectory
+            if trajectory.dropped:
+                await self._disk.write(self._ledger.drop, [name], trajectory.dropped)
 
     @asynccontextmanager
     async def _running(self, sample_ids: Sequence[str]) -> AsyncIterator[None]:
@@ -231,7 +234,6 @@ class BatchCollector:
             sample = replace(trajectory.sample, baseline_score=baseline.sample.score)
             draft.trajectories[sample_id] = replace(trajectory, sample=sample)
         draft.trajectories[name] = baseline.with_drop_reason(BASELINE)
-        draft.alive.discard(name)
         await self._disk.write(self._ledger.drop, [name], BASELINE)
 
     async def _add_reference(self, group: SampleGroup, budget: RetryBudget) -> SampleGroup:

@@ -122,11 +122,10 @@ class Evaluator:
                 version=version,
                 budget=budget,
             )
-            outcomes = await self._service_calls.score(answers, budget)
+            return await self._service_calls.score(answers, budget)
         except GivenUp as error:
             log.warning("evaluation gave up a prompt: step=%d prompt=%d reason=%s", step, prompt.index, error)
             return []
-        return [outcome.apply_to(answer) for answer, outcome in zip(answers, outcomes, strict=True)]
 
     def _examples(self, answers: Sequence[Trajectory]) -> list[dict[str, Any]]:
         """Return the first answer to each of a few prompts, the same prompts in every evaluation."""

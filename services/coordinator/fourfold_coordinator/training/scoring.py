@@ -48,7 +48,7 @@ _SERVICE_ERRORS: Final = (code_pb2.UNAVAILABLE,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreOutcome:
+class _Outcome:
     """Result of scoring one sample: a score, or the reason why there is none."""
 
     score: float | None = None
@@ -58,8 +58,7 @@ class ScoreOutcome:
     error: FourfoldError | None = None
 
     def apply_to(self, trajectory: Trajectory) -> Trajectory:
-        """Return the trajectory with its score, or dropped with the reason: a missing score is not a zero."""
-        if self.score is None:
+        if self.score is None:  # a missing score is not a zero
             return trajectory.with_drop_reason(self.reason, abstained=self.abstained)
         return trajectory.with_score(self.score, self.scorer)
 
@@ -80,15 +79,15 @@ class Scoring:
         # Resolved when all scorers have used up their tries: the calls that wait for them are given up together.
         self._all_failed: asyncio.Future[FourfoldError] = asyncio.get_running_loop().create_future()
 
-    async def score(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> list[ScoreOutcome]:
-        """Return the outcomes of the trajectories of one group, in order.
+    async def score(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> list[Trajectory]:
+        """Return the trajectories of one group, each with its score, or dropped with the reason why it has none.
 
         Raises:
             GivenUp: The services failed too often.
             ScorerFailed: They did, and `reward.on_error` ends the run for that.
             ServiceMissing: No reward service came in time.
         """
-        outcomes: dict[str, ScoreOutcome] = {}
+        outcomes: dict[str, _Outcome] = {}
         pending = list(trajectories)
         while pending:
             answers = await self._score_once(pending, budget)
@@ -98,10 +97,10 @@ class Scoring:
             if self._config.on_error == "stop" and (lost := failed.keys() - again):
                 raise self._scorer_failed(failed[min(lost)], f"sample {min(lost)} has no score")
             pending = [t for t in pending if t.sample.sample_id in again]
-        return [outcomes[t.sample.sample_id] for t in trajectories]
+        return [outcomes[t.sample.sample_id].apply_to(t) for t in trajectories]
 
-    async def _score_once(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> Mapping[str, ScoreOutcome]:
-        async def work(replica: Replica) -> dict[str, ScoreOutcome]:
+    async def _score_once(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> Mapping[str, _Outcome]:
+        async def work(replica: Replica) -> dict[str, _Outcome]:
             async with self._shown_while_silent(replica, len(trajectories)):
                 return await self._score_at(replica, trajectories)
 
@@ -130,7 +129,7 @@ class Scoring:
             return None
         return WaitLimit(self._config.wait_seconds, "reward.wait_seconds")
 
-    async def _score_at(self, replica: Replica, trajectories: Sequence[Trajectory]) -> dict[str, ScoreOutcome]:
+    async def _score_at(self, replica: Replica, trajectories: Sequence[Trajectory]) -> dict[str, _Outcome]:
         """Score trajectories at one replica; raise PeerFault when no sample has an outcome of a working scorer."""
         items = [_item(t, with_tokens=replica.reads_tokens) for t in trajectories]
         if replica.breaker.probing:
@@ -262,14 +261,14 @@ def _item(trajectory: Trajectory, *, with_tokens: bool) -> reward.ScoreItem:
     )
 
 
-def _outcome(score: reward.SampleScore, scorer: str) -> ScoreOutcome:
+def _outcome(score: reward.SampleScore, scorer: str) -> _Outcome:
     match score.WhichOneof("outcome"):
         case "score":
             # The shortest decimal that gives the same float32: 0.3 instead of 0.30000001192092896.
-            return ScoreOutcome(score=float(str(np.float32(score.score))), scorer=scorer)
+            return _Outcome(score=float(str(np.float32(score.score))), scorer=scorer)
         case "abstain_reason":
-            return ScoreOutcome(reason=score.abstain_reason, abstained=True)
+            return _Outcome(reason=score.abstain_reason, abstained=True)
     reason = score.error.reason
     error_class = Unavailable if score.error.code in _SERVICE_ERRORS else InvalidInput
     error = error_class(f"sample {score.sample_id}: {score.error.message or reason}", reason=reason)
-    return ScoreOutcome(reason=reason, error=error)
+    return _Outcome(reason=reason, error=error)

@@ -106,7 +106,7 @@ def _record_as_text(line: str) -> list[str]:
         record = json.loads(line)
         text = f"{str(record['time'])[11:19]} {record['level']}: {record['message']}"
         return [*text.splitlines(), *str(record.get("traceback", "")).splitlines()]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):  # a program may print thousands of brackets
         return [line]
 
 

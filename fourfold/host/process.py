@@ -95,7 +95,7 @@ class ChildProcess:
                 if complete:
                     self._log_read += len(complete) + 1
                     if match := _READY.search(complete):
-                        self.target = match.group(1).decode()
+                        self.target = match.group(1).decode(errors="replace")
         return bool(self.target)
 
     def rotate_log(self) -> None:

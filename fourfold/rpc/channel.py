@@ -35,7 +35,8 @@ MAX_MESSAGE_BYTES: Final = 16 << 20
 MAX_PUBLIC_MESSAGE_BYTES: Final = 1 << 20
 MAX_TARGET_CHARACTERS: Final = 255 + len(":65535")  # a DNS name has at most 255 characters
 
-_HOST_NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
+# Labels of 1 to 63 characters: Python raises UnicodeError for others, not OSError.
+_HOST_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _BRACKETED: Final = re.compile(r"\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]")
 _PORT: Final = re.compile(r"[0-9]{1,5}")
 # gRPC may report a deadline this much earlier than our clock.

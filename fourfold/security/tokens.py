@@ -131,9 +131,9 @@ def check_token(authorization: str, method: str, grants: Mapping[str, TokenGrant
 def _time(value: str) -> datetime.datetime:
     try:
         time = datetime.datetime.fromisoformat(value)
-    except ValueError:
+        return (time if time.tzinfo else time.replace(tzinfo=datetime.UTC)).astimezone(datetime.UTC)
+    except (ValueError, OverflowError):
         raise ConfigError(f"expires={value!r:.40} is not a time; give for example 2027-01-31T00:00:00Z") from None
-    return (time if time.tzinfo else time.replace(tzinfo=datetime.UTC)).astimezone(datetime.UTC)
 
 
 def _limit(key: str, value: str) -> float:

@@ -138,6 +138,7 @@ def test_a_reward_service_needs_no_tokenizer_but_no_other_one_either(registry: R
         ("target", "127.0.0.1:0", "has port 0, where nothing listens"),
         ("target", "127.0.0.1:\uff15", "is not an address"),
         ("target", "node-7:5000", "without TLS a service is only called on this machine"),
+        ("target", "a..b:5000", "neither an IP address nor a name"),
         ("target", "a/b:5000", "neither an IP address nor a name"),
         ("target", "x" * 257 + ":5000", "an address of 262 characters"),
         ("target", "::1:5000", "put an IPv6 address in brackets"),

@@ -108,6 +108,14 @@ def test_a_death_is_noticed_without_the_log(supervisor: Supervisor) -> None:
     assert "It wrote nothing to its log" in supervisor.deaths()[0].explain()
 
 
+def test_a_death_is_noticed_whatever_the_child_printed(supervisor: Supervisor) -> None:
+    child = supervisor.start(
+        shell("reward-0", "printf 'READY \\377\\n'; head -c 9000 /dev/zero | tr '\\0' '['; exit 3")
+    )
+    wait_for(lambda: not child.alive)
+    assert "ended with exit code 3" in supervisor.deaths()[0].explain()
+
+
 def test_oom_counter_is_readable_here() -> None:
     assert postmortem.oom_kill_count() >= 0
     assert postmortem._cgroup_memory_files() or Path("/proc/vmstat").exists()

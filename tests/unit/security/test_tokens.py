@@ -52,6 +52,7 @@ def test_limits_and_expiry_are_read() -> None:
     [
         ("scopes=train", "unknown scope; known are generate, info"),
         ("scopes=", "unknown scope"),
+        ("expires=0001-01-01T00:00:00+14:00", "is not a time; give for example"),
         ("expires=tomorrow", "expires='tomorrow' is not a time; give for example"),
         ("calls_per_second=0", "is not a number above 0"),
         ("calls_per_second=nan", "is not a number above 0"),

@@ -33,7 +33,7 @@ _BEARER: Final = re.compile(r"(?i)\b(bearer)\s+(?!token\b)\S+")
 _OWN_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
-def setup(member_id: str, *, run_dir: Path | None = None, level: int = logging.INFO) -> None:
+def setup(member_id: str, *, run_dir: Path | None = None) -> None:
     """Send this process's logs to stderr, and to the run folder's log file if stderr is a terminal.
 
     A second call replaces the first one's settings.
@@ -54,7 +54,7 @@ def setup(member_id: str, *, run_dir: Path | None = None, level: int = logging.I
             root.addHandler(file)
     else:
         stream.setFormatter(JsonFormatter(member_id))
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
 
 
 # Types of our own, so that `setup` does not remove the handlers of libraries.

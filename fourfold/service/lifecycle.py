@@ -67,25 +67,18 @@ class ServeOptions:
 class ServiceHost:
     """Runs one service process. Add servicers to `server`, then call `run`."""
 
-    def __init__(
-        self,
-        options: ServeOptions,
-        *,
-        role: Role.ValueType | None,
-        tokenizer_sha256: bytes = b"",
-        max_concurrent_rpcs: int = 1024,
-    ) -> None:
+    def __init__(self, options: ServeOptions, *, role: Role.ValueType | None, max_concurrent_rpcs: int = 1024) -> None:
         """Prepare, and check addresses and certificates; nothing listens yet.
 
-        The coordinator has no `role`. `tokenizer_sha256` has 32 bytes or none; `start` may still set it.
-        `max_concurrent_rpcs` counts the calls of one service in flight on the internal server.
+        The coordinator has no `role`. `max_concurrent_rpcs` counts the calls of one service in flight on the internal
+        server.
         """
         die_with_parent()
         raise_file_limit()
         logs.setup(options.member_id, run_dir=options.run_dir)
         self.options = options
         self.role = role
-        self.tokenizer_sha256 = tokenizer_sha256
+        self.tokenizer_sha256 = b""  # 32 bytes or none; `start` may set it
         self.security = Security.load(options.config.security, Principal(options.role, options.member_id))
         self.quotas = Quotas(limits_by_role(agent_limits(options.config), self._token_limits))
         self.server = Server(

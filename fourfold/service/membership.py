@@ -69,11 +69,6 @@ class Membership:
         self._failures = 0
         self.incarnation = uuid.uuid4().hex
 
-    @property
-    def registered(self) -> bool:
-        """True if the last call confirmed the lease."""
-        return self._lease is not None
-
     async def run(self) -> None:
         """Register and keep alive until cancelled; raise the error if the coordinator can never accept it."""
         while True:

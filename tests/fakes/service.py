@@ -79,7 +79,8 @@ def main() -> int:
     options = ServeOptions(role="reward", recipe=RECIPE, config=settings, member_id="reward-0")
     options = replace(options, listen=args.listen, coordinator=args.coordinator)
     try:
-        host = ServiceHost(options, role=ROLE_REWARD, tokenizer_sha256=b"t" * 32)
+        host = ServiceHost(options, role=ROLE_REWARD)
+        host.tokenizer_sha256 = b"t" * 32
     except errors.ConfigError as error:
         sys.stderr.write(error.message + "\n")
         return 1

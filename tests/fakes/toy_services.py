@@ -103,7 +103,8 @@ def trainer_main(options: ServeOptions) -> int:
 
 
 async def host(options: ServeOptions, fake: Member) -> int:
-    home = ServiceHost(options, role=fake.role, tokenizer_sha256=fake.tokenizer_sha256)
+    home = ServiceHost(options, role=fake.role)
+    home.tokenizer_sha256 = fake.tokenizer_sha256
     for descriptor, register in fake.services():
         home.server.add(descriptor, register, fake)
     return await home.run()

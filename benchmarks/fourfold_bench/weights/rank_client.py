@@ -31,7 +31,7 @@ _GONE: Final = "a trainer process of the benchmark ended; its output is above"
 
 
 class TrainerRank:
-    """One rank. Implements `local.Sender`."""
+    """One rank. Implements `local.PublishSender`."""
 
     def __init__(self, settings: WeightSettings, folder: Path, rank: int, rendezvous: Path) -> None:
         """Start the process; `wait` returns when it has its weights."""
@@ -70,11 +70,9 @@ class TrainerRank:
         return self._manifest
 
     def make_offer(self, epoch: int, backend: str, receiver_count: int, *, timeout: float) -> bytes:
-        """Start an epoch; return the offer for the receivers."""
         return bytes.fromhex(self.call("make_offer", epoch, backend, receiver_count, timeout, timeout=2 * timeout))
 
     def open(self, epoch: int, *, timeout: float) -> None:
-        """Wait for the receivers of the epoch."""
         self.call("open", epoch, timeout, timeout=2 * timeout)
 
     def send(self, epoch: int, policy_version: int, *, skip_sums: bool, timeout: float) -> SendResult:
@@ -82,7 +80,6 @@ class TrainerRank:
         return SendResult(partial_sums=bytes.fromhex(sums), sent_bytes=sent_bytes)
 
     def abort(self, epoch: int) -> None:
-        """End the operations of the epoch."""
         self.call("abort", epoch, timeout=30)
 
     def call(self, method: str, *args: Any, timeout: float) -> Any:

@@ -48,7 +48,6 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def WatchStatus(
         self, request: pb.WatchStatusRequest, context: Context
     ) -> AsyncIterator[pb.WatchStatusResponse]:
-        """Yield the current status and every later one."""
         async for status in self._core.watch():
             yield pb.WatchStatusResponse(status=self._status(status))
 
@@ -78,7 +77,6 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         )
 
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
-        """Add a part to the gradient of the next step."""
         part = await asyncio.to_thread(self._decode_part, request)
         answer = await self._run(context, Phase.TRAINING, self._core.forward_backward, part)
         return pb.ForwardBackwardResponse(
@@ -127,20 +125,17 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
         )
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Context) -> pb.SaveCheckpointResponse:
-        """Write a checkpoint of the current step."""
         score = request.score if request.HasField("score") else None
         if score is not None and not math.isfinite(score):
             raise InvalidInput(f"score is {score}; it must be finite: leave it out when there is none")
         return pb.SaveCheckpointResponse(step=await self._run(context, Phase.SAVING, self._core.save_checkpoint, score))
 
     async def LoadCheckpoint(self, request: pb.LoadCheckpointRequest, context: Context) -> pb.LoadCheckpointResponse:
-        """Restore the checkpoint of a step."""
         step = check_number(request.step, "step")
         status = await self._run(context, Phase.SAVING, self._core.load_checkpoint, step)
         return pb.LoadCheckpointResponse(status=self._status(status))
 
     async def ExportModel(self, request: pb.ExportModelRequest, context: Context) -> pb.ExportModelResponse:
-        """Write the weights as a Hugging Face folder."""
         name = check_id(request.name, "name")
         path = await self._run(context, Phase.SAVING, self._core.export, name, ema=request.ema)
         return pb.ExportModelResponse(path=str(path))
@@ -148,7 +143,6 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
     async def RaisePolicyVersion(
         self, request: pb.RaisePolicyVersionRequest, context: Context
     ) -> pb.RaisePolicyVersionResponse:
-        """Raise the version of the current weights."""
         asked = check_number(request.policy_version, "policy_version", most=MAX_RAISED_VERSION)
         version = await self._run(context, Phase.WAITING, self._core.raise_policy_version, asked)
         return pb.RaisePolicyVersionResponse(policy_version=version)

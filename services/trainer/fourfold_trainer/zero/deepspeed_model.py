@@ -27,7 +27,10 @@ _MUON_STATE: Final = (MOMENTUM,)
 
 
 class DeepSpeedModel:
-    """One rank's part of one model and its optimizer. All methods must run in the thread that created it."""
+    """One rank's part of one model and its optimizer. `TrainedModel` documents the methods.
+
+    All methods must run in the thread that created it.
+    """
 
     def __init__(
         self,
@@ -77,13 +80,11 @@ class DeepSpeedModel:
         return self._engine(**arguments)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of `loss`, averaged over ranks."""
         # DeepSpeed averages over ranks, always; optimizer_step.py multiplies the loss by their number.
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss)
 
     def optimizer_step(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
-        """Clip and step; return the gradient's norm before clipping. If it is not finite, nothing was changed."""
         norm = self._step(learning_rate, self._max_grad_norm if max_grad_norm is None else max_grad_norm)
         if self._average is not None and math.isfinite(norm):
             self._average.update()
@@ -112,10 +113,7 @@ class DeepSpeedModel:
         return math.nan
 
     def save(self, folder: Path, name: str) -> None:
-        """Write this rank's masters, optimizer moments, average and random state as safetensors.
-
-        DeepSpeed's own checkpoints are pickles, and fit only the same number of ranks and the same stage.
-        """
+        # DeepSpeed's own checkpoints are pickles, and fit only the same number of ranks and the same stage.
         random = {"cpu": torch.get_rng_state()}
         if self._device.type == "cuda":
             random["cuda"] = torch.cuda.get_rng_state(self._device)
@@ -123,7 +121,6 @@ class DeepSpeedModel:
         shards.write(folder, name, self._masters, states, random, rank=self._rank)
 
     def read(self, folder: Path, name: str) -> shards.Shard:
-        """Read this rank's share of all files. Raises WrongState on every rank if one of them cannot read."""
         kinds = [shards.MASTER, *_ADAM_STATE, *_MUON_STATE, *([shards.EMA] if self._average else [])]
         failure: WrongState | None = None
         shard = shards.Shard(states=[], random={})
@@ -150,7 +147,6 @@ class DeepSpeedModel:
 
     @torch.no_grad()
     def restore(self, shard: shards.Shard) -> None:
-        """Restore weights, optimizer, average and random state from the result of `read`."""
         self._inner.state.clear()
         for index, (master, state) in enumerate(zip(self._masters.tensors, shard.states, strict=True)):
             master.data.copy_(state[shards.MASTER].view(master.shape))
@@ -173,9 +169,8 @@ class DeepSpeedModel:
             torch.cuda.set_rng_state(shard.random["cuda"], self._device)
 
     def close(self) -> None:
-        """Leave the process group, which is one for all models of this process."""
         self._engine.destroy()
-        leave()
+        leave()  # the group of all models of this process
 
     @property
     def _is_plain(self) -> bool:

@@ -50,13 +50,11 @@ class DeepSpeedPolicy(DeepSpeedModel):
         super().__init__(config, config.trainer, model, rank=rank, gpu=rank, ema_decay=decay)
 
     def logprobs(self, batch: TokenBatch, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return float32 [k] log-probabilities, and entropies if asked for."""
         arguments = forward.batch_arguments(batch, self._device)
         result: tuple[Tensor, Tensor | None] = self._forward(**arguments, entropy=entropy)
         return result
 
     def export(self, folder: Path, *, ema: bool = False) -> None:
-        """Gather the weights, or their average; rank 0 writes them as a Hugging Face folder. A collective."""
         if not ema:
             return self._export(folder)
         assert self._average is not None, "rank 0 requests the average only if trainer.ema_decay is set"
@@ -97,7 +95,6 @@ class DeepSpeedPolicy(DeepSpeedModel):
         return weight.cpu().clone()
 
     def weight_source(self) -> WeightSource:
-        """Return the source of this rank's weights for transfers to the engines, adapters merged."""
         adapters = self._adapters
         rename = adapters.rename if adapters is not None else None
         source: ParameterSource = (
@@ -115,10 +112,9 @@ class DeepSpeedPolicy(DeepSpeedModel):
         return MergedSource(source, adapters.by_weight, gather=gather)
 
     def save(self, folder: Path, name: str) -> None:
-        """Write this rank's file; rank 0 also writes which model the adapters belong to."""
         super().save(folder, name)
         if self._adapters is not None and self._rank == 0:
-            self._adapters.write_record(folder)
+            self._adapters.write_record(folder)  # the model that the adapters belong to
 
     def _check(self, folder: Path) -> None:
         lora.check_record(folder, self._adapters)
@@ -153,6 +149,5 @@ class DeepSpeedCritic(DeepSpeedModel):
         super().__init__(config, config.critic, model, rank=rank, gpu=gpu)
 
     def values(self, batch: TokenBatch) -> Tensor:
-        """Return float32 [k]: the value of the state before each target token."""
         result: Tensor = self._forward(**forward.value_arguments(batch, self._device))
         return result

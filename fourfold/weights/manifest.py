@@ -64,6 +64,10 @@ class Span:
     rank: int
     offset: int
 
+    @property
+    def stop(self) -> int:
+        return self.start + self.count
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:

@@ -1,6 +1,6 @@
 """A real vLLM CPU engine takes new weights: afterwards it is what a fresh engine with them would be.
 
-This is the test that `applier.VERIFIED_ARCHITECTURES` refers to: an architecture joins the
+This is the test that `apply.base.VERIFIED_ARCHITECTURES` refers to: an architecture joins the
 list by joining FAMILIES here.
 """
 

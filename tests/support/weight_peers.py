@@ -91,7 +91,7 @@ class PartSource:
         pass
 
     def read(self, span: Span) -> torch.Tensor:
-        return self._flat[span.tensor][span.start : span.start + span.count]
+        return self._flat[span.tensor][span.start : span.stop]
 
     def is_view(self, span: Span) -> bool:
         return True

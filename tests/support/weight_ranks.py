@@ -18,6 +18,7 @@ from fourfold.errors import WrongState
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.source.base import torch_dtype
 from fourfold.weights.tensor_sums import partial_sums
+from fourfold.weights.transport.staging import span_view
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,8 @@ def _run(case: Case) -> Outcome:
     assert hasattr(engine.optimizer, "lp_param_buffer") != case.in_main_memory
     source = Zero3Source(engine, dtype=torch_dtype(case.sent_dtype) if case.sent_dtype else None)
     manifest = source.manifest()
-    spans = manifest.spans_of_rank(source.rank)
+    rank = torch.distributed.get_rank()
+    spans = manifest.spans_of_rank(rank)
     places = [source.read(span).data_ptr() for span in spans]
     _train(engine)
     parameters = dict(engine.module.named_parameters())
@@ -86,11 +88,9 @@ def _run(case: Case) -> Outcome:
     before = [p.ds_status for p in parameters.values()]
     source.begin_round()
     views = [source.is_view(s) and source.read(s).data_ptr() == p for s, p in zip(spans, places, strict=True)]
-    shard = torch.zeros(manifest.shard_bytes[source.rank], dtype=torch.uint8)
+    shard = torch.zeros(manifest.shard_bytes[rank], dtype=torch.uint8)
     for span in spans:
-        spec = manifest.tensors[span.tensor]
-        target = shard[span.offset : span.offset + span.count * spec.item_bytes]
-        target.view(torch_dtype(spec.dtype)).copy_(source.read(span))
+        span_view(manifest, shard, span).copy_(source.read(span))
     dtypes = [torch_dtype(spec.dtype) for spec in manifest.tensors]
     sums = partial_sums(manifest, ((span, source.read(span).to(dtypes[span.tensor])) for span in spans))
     source.end_round()

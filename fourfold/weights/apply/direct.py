@@ -87,7 +87,7 @@ class DirectApplier:
             self._copy(slot, values)
             return
         for region in self._regions[span.tensor]:
-            for part in clip(region, span.start, span.start + span.count):
+            for part in clip(region, span.start, span.stop):
                 shape = (part.rows, part.columns)
                 target = self._flat[part.parameter].as_strided(
                     shape, (part.target_stride, 1), self._flat[part.parameter].storage_offset() + part.target
@@ -120,13 +120,11 @@ class DirectApplier:
             target.copy_(values, non_blocking=True)
 
     def _find_slot(self, span: Span) -> torch.Tensor | None:
-        for region in self._regions[span.tensor]:
-            first = span.start - region.source
-            if region.rows == 1 and first >= 0 and first + span.count <= region.columns:
-                only = sum(_overlaps(other, span) for other in self._regions[span.tensor]) == 1
-                place = region.target + first
-                return self._flat[region.parameter][place : place + span.count] if only else None
-        return None
+        copies = [part for region in self._regions[span.tensor] for part in clip(region, span.start, span.stop)]
+        if len(copies) != 1 or copies[0].columns != span.count:
+            return None
+        place = copies[0].target
+        return self._flat[copies[0].parameter][place : place + span.count]
 
 
 def clip(region: Region, start: int, stop: int) -> Iterator[Region]:
@@ -158,10 +156,6 @@ def _rows(region: Region, first: int, stop: int, begin: int, end: int) -> Iterat
             source=region.source + first * region.source_stride + begin,
             target=region.target + first * region.target_stride + begin,
         )
-
-
-def _overlaps(region: Region, span: Span) -> bool:
-    return any(True for _ in clip(region, span.start, span.start + span.count))
 
 
 def _flat(parameter: torch.Tensor) -> torch.Tensor:

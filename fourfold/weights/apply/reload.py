@@ -63,12 +63,11 @@ class ReloadApplier:
             whole = values if self._stable else values.clone()
             self._complete.append((spec.name, whole.view(spec.shape)))
             return
-        if span.tensor not in self._parts:
-            self._parts[span.tensor] = (torch.empty(spec.count, dtype=values.dtype, device=values.device), spec.count)
-        whole, left = self._parts.pop(span.tensor)
-        whole[span.start : span.start + span.count].copy_(values)
-        if left > span.count:
-            self._parts[span.tensor] = (whole, left - span.count)
+        begun = self._parts.pop(span.tensor, None)
+        whole, missing = begun or (torch.empty(spec.count, dtype=values.dtype, device=values.device), spec.count)
+        whole[span.start : span.stop].copy_(values)
+        if missing > span.count:
+            self._parts[span.tensor] = (whole, missing - span.count)
         else:
             self._complete.append((spec.name, whole.view(spec.shape)))
 

@@ -76,7 +76,7 @@ class DenseSource:
     def read(self, span: Span) -> torch.Tensor:
         _, parameter, part = self._slices[span.tensor]
         flat = parameter.detach().reshape(-1)
-        return flat[part.start + span.start : part.start + span.start + span.count]
+        return flat[part.start + span.start : part.start + span.stop]
 
     def is_view(self, span: Span) -> bool:
         _, parameter, _ = self._slices[span.tensor]

@@ -54,15 +54,10 @@ class Zero3Source:
         self._device = torch.device(engine.device)
         self._pointers = [buffer.data_ptr() for buffer in self._buffers]
         group = self._optimizer.dp_process_group
-        self._rank = int(torch.distributed.get_rank(group))
         rank_count = int(torch.distributed.get_world_size(group))
         self._parameters = [self._partitioned(*sent, rank_count) for sent in sent_parameters(engine.module, rename)]
         self._places = [(owner, part) for owner in self._parameters for part in owner.slices]  # of each tensor
         self._manifest = self._lay_out(rank_count, dtype)
-
-    @property
-    def rank(self) -> int:
-        return self._rank
 
     @property
     def slices(self) -> Sequence[tuple[str, ParameterSlice]]:

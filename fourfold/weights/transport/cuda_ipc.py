@@ -104,8 +104,7 @@ class CudaIpcSender(PageSender):
             staging = self._staging[window % _BUFFERS]
             staging.begin()
             self._slots.append([staging.slot(part) for part in parts])
-        for window, (parts, slots) in enumerate(zip(self._staged, self._slots, strict=True)):
-            rows += [(part, window, slot) for part, slot in zip(parts, slots, strict=True)]
+            rows += [(part, window, slot) for part, slot in zip(parts, self._slots[window], strict=True)]
         memory = self._page.memory
         assert memory is not None, "open"
         for row, (span, window, part) in enumerate(rows):

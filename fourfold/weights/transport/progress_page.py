@@ -41,12 +41,11 @@ class ProgressPage:
 
     def __init__(self, backend: Backend, group: TransferGroup, rank: int, body_bytes: int) -> None:
         """Allocate the page. Raises Overloaded: not enough memory."""
-        self._backend, self._group, self._rank = backend, group, rank
-        self._body_bytes = body_bytes
-        self._nonce = secrets.token_bytes(16)
+        nonce = secrets.token_bytes(16)
         self._fd, memory = _allocate(f"fourfold-weights-{rank}", HEADER_BYTES + body_bytes)
         self.memory: mmap.mmap | None = memory  # header and body; None after `close`
-        _FIXED.pack_into(memory, 0, _MAGIC, self._nonce, group.epoch, rank, body_bytes, group.manifest.sha256)
+        self.offer = pack_offer(backend, group, rank, _OFFER.pack(os.getpid(), self._fd, body_bytes, nonce))
+        _FIXED.pack_into(memory, 0, _MAGIC, nonce, group.epoch, rank, body_bytes, group.manifest.sha256)
         self._words = memoryview(memory)[:HEADER_BYTES].cast("q")
         self._abort = threading.Event()
         self._lock = threading.Lock()  # abort may run in another thread while this one closes
@@ -58,10 +57,6 @@ class ProgressPage:
     @property
     def sequence(self) -> int:
         return self._words[_SEQUENCE]
-
-    def offer(self) -> bytes:
-        body = _OFFER.pack(os.getpid(), self._fd, self._body_bytes, self._nonce)
-        return pack_offer(self._backend, self._group, self._rank, body)
 
     def publish(self, sequence: int, policy_version: int) -> None:
         """Show the receivers that `sequence` of `policy_version` is complete."""
@@ -91,7 +86,7 @@ class PageSender:
     _page: ProgressPage
 
     def offer(self) -> bytes:
-        return self._page.offer()
+        return self._page.offer
 
     def open(self, deadline: Deadline) -> None:
         """Do nothing: the sender needs no connection."""

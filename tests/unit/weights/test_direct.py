@@ -118,7 +118,7 @@ def _manifest(ranks: int) -> Manifest:
     return Manifest(tensors=tuple(specs), spans=tuple(spans), shard_bytes=(offset,) * ranks)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_a_worker_takes_its_slices_of_any_partition(ranks: int) -> None:
     model, manifest = SlicedModel(), _manifest(ranks)
     applier = DirectApplier(model)

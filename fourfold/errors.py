@@ -124,11 +124,7 @@ class PeerFault(Internal):
         self.peer = peer
 
 
-_WIRE_ERRORS: Final[tuple[type[FourfoldError], ...]] = (
-    *(InvalidInput, Unauthenticated, PermissionDenied, NotFound, StaleEpoch, AlreadyExists, WrongState, Overloaded),
-    *(Unavailable, DeadlinePassed, Internal),
-)
-BY_CODE: Final = {cls.code: cls for cls in _WIRE_ERRORS}
+BY_CODE: Final = {cls.code: cls for cls in FourfoldError.__subclasses__() if cls is not ConfigError}
 """The class that a caller raises for each status code."""
 
 

@@ -254,11 +254,12 @@ def _issue(directory: Path, members: Sequence[tuple[Principal, tuple[str, ...]]]
 
 def _authority(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
     name = _name("Fourfold private CA")
-    return _certificate(
-        *(name, name, key, key, AUTHORITY_DAYS),
-        (x509.BasicConstraints(ca=True, path_length=0), True),
-        (_usage("key_cert_sign", "crl_sign"), True),
-        (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
+    return (
+        _builder(name, name, key, AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage("key_cert_sign", "crl_sign"), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
     )
 
 
@@ -274,28 +275,25 @@ def _leaf(
     names += [x509.DNSName(server_name(member)), x509.DNSName(server_name(Principal(member.role)))]
     if member.role == "rollout":  # agents connect only to rollout services; a host name does not prove a role
         names += [_general_name(host) for host in dict.fromkeys((*_LOCAL, *hosts))]
-    return _certificate(
-        *(_name(member.name), authority.subject, key, authority_key, days),
-        (x509.BasicConstraints(ca=False, path_length=None), True),
-        (_usage("digital_signature"), True),
-        (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]), False),
-        (x509.SubjectAlternativeName(names), False),
-        (x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), False),
+    purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
+    return (
+        _builder(_name(member.name), authority.subject, key, days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage("digital_signature"), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(identifier, critical=False)
+        .sign(authority_key, hashes.SHA256())
     )
 
 
-def _certificate(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePrivateKey,
-    issuer_key: ec.EllipticCurvePrivateKey,
-    days: float,
-    *extensions: tuple[x509.ExtensionType, bool],
-) -> x509.Certificate:
-    """Sign a certificate with extensions, each critical or not."""
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, days: float
+) -> x509.CertificateBuilder:
     begin = _now() - datetime.timedelta(minutes=5)  # clocks of other machines may be behind
     # The minimum keeps the begin before the end for `days` <= 0, with which tests make expired certificates.
-    builder = (
+    return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
@@ -304,9 +302,6 @@ def _certificate(
         .not_valid_before(min(begin, _now() + datetime.timedelta(days=days - 1)))
         .not_valid_after(_now() + datetime.timedelta(days=days))
     )
-    for extension, critical in extensions:
-        builder = builder.add_extension(extension, critical)
-    return builder.sign(issuer_key, hashes.SHA256())
 
 
 def _usage(*allowed: str) -> x509.KeyUsage:

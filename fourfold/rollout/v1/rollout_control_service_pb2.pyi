@@ -561,7 +561,8 @@ class GetWeightSumsResponse(_message.Message):
     SUMS_FIELD_NUMBER: _builtins.int
     sums: _builtins.bytes
     """16 bytes per tensor of the manifest: two little-endian uint64, sum(w[i]) and
-    sum((i + 1) * w[i]) modulo 2^64 over its 16- or 32-bit words. Empty when they were skipped.
+    sum((i + 1) * w[i]) modulo 2^64 over its 16- or 32-bit words. Empty when they were skipped,
+    or nothing was received in this epoch.
     """
     def __init__(
         self,

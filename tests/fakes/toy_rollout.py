@@ -46,46 +46,28 @@ class FakeRollout(Member, rollout_grpc.RolloutServiceServicer, control_grpc.Roll
         self.epoch = 0
         self.backend = ""
         self.requests: list[rollout.GenerateRequest] = []
-        self.on_generate: Callable[[], Any] | None = None
-        """Awaited before the first answer of each call."""
-        self.wrong_digests = 0
-        """Updates that arrive damaged."""
-        self.ignores_updates = False
-        """Acknowledges updates and computes with the old weights."""
-        self.refuses = ""
-        """Its model can never take the weights, for this reason."""
-        self.dies_in = ""
-        """The call, such as CommitWeights, in which it dies."""
+        self.on_generate: Callable[[], Any] | None = None  # awaited before the first response of each call
+        self.wrong_digests = 0  # number of further updates that return a wrong digest
+        self.ignores_updates = False  # acknowledges updates and computes with the old weights
+        self.refuses = ""  # reason for which the model can never take the weights
+        self.dies_in = ""  # the call, such as CommitWeights, in which it dies
         self.refuses_aborts = False
-        """Hears no abort."""
-        self.on_begin: Callable[[], Any] | None = None
-        """Awaited before each answer to BeginWeights."""
-        self.on_held: Callable[[], Any] | None = None
-        """Awaited before each probe of weights whose tokens are held back."""
-        self.commits: list[int] = []
-        """Versions that were given out."""
-        self.begun: list[int] = []
-        """Versions of every update that was begun."""
+        self.on_begin: Callable[[], Any] | None = None  # awaited before each response to BeginWeights
+        self.on_held: Callable[[], Any] | None = None  # awaited before each probe of weights whose tokens are held back
+        self.commits: list[int] = []  # versions that were served
+        self.begun: list[int] = []  # versions of every update that was begun
         self.pause_modes: list[int] = []
-        self.pause_seconds = 0.0001
-        """What it says of every commit."""
-        self.places: list[tuple[bytes, int, int]] = []
-        """Offer, receivers and first index, of every epoch."""
+        self.pause_seconds = 0.0001  # in the response to every commit
+        self.places: list[tuple[bytes, int, int]] = []  # offer, receivers and first index, of every epoch
         self.backends, self.device_uuids = ["shm", "gloo"], list[bytes]()
         self.held = False
         self.aborts = self.opened = 0
-        self.asleep: set[str] = set()
-        """Tags of the memory that is given up."""
-        self.sleeps: list[int] = []
-        """Level of every sleep."""
-        self.busy_sleeps = 0
-        """Sleeps that are refused, because somebody samples."""
-        self.on_sleep: Callable[[], Any] | None = None
-        """Awaited before it has fallen asleep, whoever waits for that."""
-        self.on_wake: Callable[[], Any] | None = None
-        """Awaited before each answer to WakeEngine."""
-        self.on_describe: Callable[[], Any] | None = None
-        """Awaited before each answer to DescribeEngine."""
+        self.asleep: set[str] = set()  # tags of the freed memory
+        self.sleeps: list[int] = []  # level of every sleep
+        self.busy_sleeps = 0  # number of further sleeps that are refused, as if samples were running
+        self.on_sleep: Callable[[], Any] | None = None  # awaited before each sleep, also if its caller has left
+        self.on_wake: Callable[[], Any] | None = None  # awaited before each response to WakeEngine
+        self.on_describe: Callable[[], Any] | None = None  # awaited before each response to DescribeEngine
         self._turn = asyncio.Lock()
         self._steps: set[asyncio.Task[None]] = set()
         self._pending: int | None = None

@@ -110,20 +110,16 @@ def main(args: argparse.Namespace) -> int:
 
 def machine() -> Iterator[Check]:
     """Check Python, cores, memory, disk, compiler, GPUs, ports and sandbox."""
-    version = ".".join(str(part) for part in sys.version_info[:3])
-    good = sys.version_info[:2] in _PYTHONS
-    yield Check(
-        "ok" if good else "missing",
-        f"Python {version}" if good else f"Python {version}; 3.11 or 3.12 is needed",
-        "" if good else "python3.11 -m venv .venv && .venv/bin/pip install fourfold",
-    )
-    yield _cores()
-    yield _memory()
-    yield _disk()
-    yield _compiler()
-    yield _gpus()
-    yield _ports()
-    yield _sandbox()
+    for check in (_python, _cores, _memory, _disk, _compiler, _gpus, _ports, _sandbox):
+        yield check()
+
+
+def _python() -> Check:
+    text = "Python " + ".".join(str(part) for part in sys.version_info[:3])
+    if sys.version_info[:2] in _PYTHONS:
+        return Check("ok", text)
+    fix = "python3.11 -m venv .venv && .venv/bin/pip install fourfold"
+    return Check("missing", f"{text}; 3.11 or 3.12 is needed", fix)
 
 
 def _cores() -> Check:

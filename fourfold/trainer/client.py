@@ -127,9 +127,8 @@ class AsyncTrainerClient(AsyncClient):
         """Return the checked response of a step. A metric may be NaN, where it could not be measured."""
         check = self._check_step_response(answer, step)
         check.require(len(answer.metrics) <= _MAX_METRICS, f"{len(answer.metrics)} metrics; at most {_MAX_METRICS}")
-        wrong = next((key for key in answer.metrics if not is_metric_name(key)), "")
-        known = not wrong and "" not in answer.metrics
-        check.require(known, f"a metric is named {clean(wrong, 64)!r}")
+        for name in answer.metrics:
+            check.require(is_metric_name(name), f"a metric is named {clean(name, 64)!r}")
         return answer
 
     def _check_step_response(self, response: pb.TrainStepResponse | pb.OptimStepResponse, step: int) -> ResponseCheck:

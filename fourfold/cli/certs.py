@@ -31,7 +31,6 @@ def complete(words: Sequence[str]) -> list[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `fourfold certs`."""
     parser.epilog = "`fourfold certs DIR` means `fourfold certs make DIR`."
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     make = _action(actions, "make", "make a CA, a certificate for each member, and a token for agents")

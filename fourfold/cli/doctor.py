@@ -74,15 +74,12 @@ _State = Literal["ok", "missing", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check."""
-
     state: _State  # "ok", "missing" (a role cannot run), or "none" (something optional is absent)
     text: str
     fix: str = ""  # command or advice that changes the state; empty: none needed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `fourfold doctor`."""
     parser.add_argument("--deep", action="store_true", help="also import every compiled package (takes about a minute)")
 
 

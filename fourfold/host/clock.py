@@ -27,7 +27,6 @@ class SystemClock:
     now = staticmethod(time.time)
 
     async def sleep(self, seconds: float) -> None:
-        """Suspend the calling task, not the event loop."""
         await asyncio.sleep(seconds)
 
 

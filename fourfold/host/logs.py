@@ -80,7 +80,6 @@ class JsonFormatter(logging.Formatter):
         self._member_id = member_id
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as one line."""
         line: dict[str, object] = {
             "time": _utc(record.created),
             "level": record.levelname.lower(),
@@ -95,10 +94,9 @@ class JsonFormatter(logging.Formatter):
 
 
 class TerminalFormatter(logging.Formatter):
-    """Formats a record as local time, level if it is not INFO, message, and fields."""
+    """Formats a record as one line (local time, level if it is not INFO, message, fields) and its traceback below."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the record as a short line, with its traceback below it."""
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
         fields = "".join(f"  {name}={value}" for name, value in _fields(record).items())
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))

@@ -23,7 +23,6 @@ _COLUMNS: Final = ("weights", "gradients", "optimizer", "activations", "kv_cache
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `fourfold plan`."""
     parser.add_argument("recipe", type=Path, help="TOML file of the run")
     parser.add_argument("--resolved", action="store_true", help="print the recipe with every default written out")
 

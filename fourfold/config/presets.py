@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+# A k1 penalty in the reward, as InstructGPT and OpenRLHF have it.
 _REWARD_KL: Final[Mapping[str, Any]] = {
     "kl": {"coef": 0.01, "placement": "reward", "estimator": "k1"},
     "shaping": {"clip": 10.0},

@@ -86,7 +86,7 @@ class ChildProcess:
 
     def poll_ready(self) -> bool:
         """Read new lines of the log; return whether the READY line is among all that were read."""
-        # Without its log, or a free file descriptor, a process must still be found dead.
+        # The log may be gone, or no descriptor free. That must not end the thread that records the death.
         with self._log_lock, contextlib.suppress(OSError):
             if not self.target:
                 with self.log.open("rb") as file:

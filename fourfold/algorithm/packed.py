@@ -35,11 +35,7 @@ class PackedRewards:
     """Positions to the next action of the same sample, [k]: 1 + length of the hole. At a last action, any number."""
 
     def steps(self, *, across_holes: bool = False) -> Float64Array:
-        """Return how many steps away the next action is, [k]; 1 at a last action.
-
-        Args:
-            across_holes: count the positions of a hole as steps; otherwise a hole is invisible.
-        """
+        """Return the steps to the next action, [k]: 1, or with `across_holes` its distance; 1 at a last action."""
         steps = np.ones(int(self.lengths.sum()), np.float64)
         if across_holes:
             steps[:] = self.gaps
@@ -88,12 +84,7 @@ def whiten(advantages: Float64Array, selected: BoolArray, *, scale: bool) -> Flo
     """Return (A - mean) / std over the selected tokens, float64 [k], and 0 at all others.
 
     As in OpenRLHF: population variance, at least 1e-8. Every token weighs the same, so long samples weigh more. Fewer
-    than two tokens have no spread: they stay as they are.
-
-    Args:
-        advantages: A, float64 [k].
-        selected: bool [k]; the tokens that count. A may be any number elsewhere.
-        scale: False leaves the division out.
+    than two tokens have no spread: they stay as they are. Without `scale`, nothing is divided.
     """
     result = np.zeros(len(advantages), np.float64)
     chosen = advantages[selected]

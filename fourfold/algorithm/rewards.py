@@ -25,13 +25,8 @@ from fourfold.arrays import BoolArray, Float64Array, Int64Array
 def overlong_penalty(lengths: Int64Array, *, max_tokens: int, buffer_tokens: float, factor: float) -> Float64Array:
     """Return the number to add to each score, [B], at most 0: a ramp down to -factor over the last `buffer_tokens`.
 
-    DAPO, arXiv 2503.14476, eq. 13, with its cap: the penalty of a longer sample is that of `max_tokens`.
-
-    Args:
-        lengths: int64 [B].
-        max_tokens: length at which the penalty is -factor.
-        buffer_tokens: length of the ramp in tokens; at least 1.
-        factor: largest penalty.
+    DAPO, arXiv 2503.14476, eq. 13, with its cap: the penalty of a longer sample is that of `max_tokens`. The ramp has
+    at least one token.
     """
     excess = np.clip(lengths - (max_tokens - buffer_tokens), 0, buffer_tokens)
     return -factor * excess / buffer_tokens
@@ -42,11 +37,6 @@ def stop_properly(scores: Float64Array, truncated: BoolArray, *, coef: float) ->
 
     The penalty of ProRL v2 as implemented in OpenRLHF. With scores below 0, r * coef makes a bad answer better: use a
     coef below 0 then.
-
-    Args:
-        scores: float64 [B].
-        truncated: bool [B]; a length limit ended the sample.
-        coef: at most 1.
     """
     return np.where(truncated, scores * coef if coef >= 0 else coef, scores)
 
@@ -62,14 +52,7 @@ def token_rewards(
     """Return the reward R of every token, float64 [k].
 
     The outcome is added to the last action, not to the last position, which may be text of the environment. A sample
-    without actions has no rewards.
-
-    Args:
-        outcomes: float64 [B]; the score after shaping and after the comparison with other samples.
-        lengths: int64 [B].
-        stream: float64 [k], or None.
-        kl: float64 [k], or None where KL is not part of the reward.
-        kl_coef: penalty per nat.
+    without actions has no rewards. `kl_coef` is the penalty per nat, if `kl` is part of the reward.
     """
     rewards = np.zeros(int(lengths.sum()), np.float64)
     if stream is not None:

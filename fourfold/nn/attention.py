@@ -137,26 +137,12 @@ def attend(
             f"{type(module).__name__} caps attention scores at {softcap}, which the CUDA kernel for packed samples "
             f"cannot; use a model without attn_logit_softcapping, or train on the CPU"
         )
-    kernel = functools.partial(_attend, segments=segments, scale=scale, window=window, softcap=softcap)
+    if _has_varlen(query, value):
+        kernel = functools.partial(_varlen, segments=segments, scale=scale, window=window)
+    else:
+        kernel = functools.partial(_grouped, segments=segments, scale=scale, window=window, softcap=softcap)
     rows = [x.transpose(1, 2) for x in (query, key, value)]
     return kernel(*rows) if segments.exchange is None else sequence.attend(segments.exchange, kernel, *rows), None
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    segments: Segments,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """Return [1, t, h, d] from query [1, t, h, d] and key and value [1, t, g, d] of the whole row."""
-    rows = [x[0] for x in (query, key, value)]
-    if _has_varlen(query, value):
-        return _varlen(*rows, segments=segments, scale=scale, window=window)[None]
-    return _grouped(*rows, segments=segments, scale=scale, window=window, softcap=softcap)[None]
 
 
 def _window(*, config: Any, local_size: int | None = None, use_vmap: bool = False, **arguments: Any) -> int | None:
@@ -195,14 +181,14 @@ def _varlen_arguments() -> frozenset[str]:
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, *, segments: Segments, scale: float, window: int | None
 ) -> Tensor:
-    """Return [t, h, d] from query [t, h, d] and key and value [t, g, d]."""
+    """Return [1, t, h, d] from query [1, t, h, d] and key and value [1, t, g, d] of the whole row."""
     arguments: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
     if "enable_gqa" in _varlen_arguments():  # before torch 2.12 the kernel accepts fewer key heads without it
-        arguments["enable_gqa"] = query.shape[1] != key.shape[1]
+        arguments["enable_gqa"] = query.shape[2] != key.shape[2]
     kernel: Callable[..., Any] = varlen.varlen_attn
     offsets, longest = segments.offsets, segments.longest
-    result: Tensor = kernel(query, key, value, offsets, offsets, longest, longest, **arguments)
-    return result
+    result: Tensor = kernel(query[0], key[0], value[0], offsets, offsets, longest, longest, **arguments)
+    return result[None]
 
 
 # ---- everywhere ----------------------------------------------------------------------
@@ -251,10 +237,10 @@ def _grouped(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Return [t, h, d] from query [t, h, d] and key and value [t, g, d]."""
+    """Return the same as `_varlen`, on every device."""
     shapes, slots = segments.groups
     sizes = [count * width for count, width in shapes]
-    padded = [_Pad.apply(x, slots, sum(sizes)).split(sizes) for x in (query, key, value)]  # type: ignore[no-untyped-call]
+    padded = [_Pad.apply(x[0], slots, sum(sizes)).split(sizes) for x in (query, key, value)]  # type: ignore[no-untyped-call]
     results = []
     for (count, width), *parts in zip(shapes, *padded, strict=True):
         # Padding follows the tokens of its segment, so under a causal mask none of them reads it.
@@ -268,7 +254,7 @@ def _grouped(
             )
         results.append(result.transpose(1, 2).flatten(0, 1))
     packed: Tensor = _Pack.apply(torch.cat(results), slots)  # type: ignore[no-untyped-call]
-    return packed
+    return packed[None]
 
 
 def _window_mask(width: int, window: int, device: torch.device) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -72,6 +73,15 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def _functions(hidden: Tensor) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
+    """Return `_row_statistics` and `_logit_gradient`, or the kernels that compute the same."""
+    if _has_kernels(hidden):
+        from fourfold.nn.logprob_kernels import logit_gradient_, row_statistics  # needs triton
+
+        return row_statistics, logit_gradient_
+    return _row_statistics, _logit_gradient
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -89,10 +99,11 @@ class _TokenLogprobs(torch.autograd.Function):
         normalisers = torch.empty(len(hidden), dtype=temperatures.dtype, device=hidden.device)
         logprobs = torch.empty_like(normalisers)
         entropies = torch.empty_like(normalisers) if entropy else None
+        row_statistics, _ = _functions(hidden)
         for start in range(0, len(hidden), chunk_rows):
             part = slice(start, start + chunk_rows)
             logits = functional.linear(hidden[part], weight, bias)
-            chosen, normaliser, spread = _row_statistics(
+            chosen, normaliser, spread = row_statistics(
                 logits, targets[part], temperatures[part], softcap, entropy=entropy
             )
             logprobs[part], normalisers[part] = chosen, normaliser
@@ -114,10 +125,11 @@ class _TokenLogprobs(torch.autograd.Function):
         wide = temperatures.dtype
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight and not one_chunk else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
+        _, logit_gradient = _functions(hidden)
         for start in range(0, len(hidden), ctx.chunk_rows):
             part = slice(start, start + ctx.chunk_rows)
             of_logprobs, of_entropies = (None if g is None else g[part].contiguous() for g in gradients)
-            grad_logits = _logit_gradient(
+            grad_logits = logit_gradient(
                 functional.linear(hidden[part], weight, bias),
                 targets[part],
                 temperatures[part],
@@ -147,10 +159,6 @@ def _row_statistics(
     logits: Tensor, targets: Tensor, temperatures: Tensor, softcap: float, *, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return log-probabilities of the targets, logsumexp(z), and entropies or None: [r] each, in the wide dtype."""
-    if _has_kernels(logits):
-        from fourfold.nn import logprob_kernels
-
-        return logprob_kernels.row_statistics(logits, targets, temperatures, softcap, entropy=entropy)
     z = _scale(logits, temperatures, softcap)
     normalisers = torch.logsumexp(z, dim=1)
     logprobs = z.gather(1, targets[:, None]).squeeze(1) - normalisers
@@ -176,13 +184,6 @@ def _logit_gradient(
     g is `of_logprobs`, e is `of_entropies`: the gradients of the results, [r], None for zero. The logits are those
     before softcap and temperature T, and may be overwritten.
     """
-    if _has_kernels(logits):
-        from fourfold.nn import logprob_kernels
-
-        columns = {"of_logprobs": of_logprobs, "entropies": entropies, "of_entropies": of_entropies}
-        return logprob_kernels.logit_gradient_(
-            logits, targets, temperatures, softcap, normalisers=normalisers, **columns
-        )
     of_logprobs, of_entropies = (None if g is None else g / temperatures for g in (of_logprobs, of_entropies))
     z = _scale(logits, temperatures, softcap)
     of_softcap = 1 - (z * (temperatures[:, None] / softcap)).square_() if softcap else None

@@ -101,7 +101,7 @@ def main(rank: int, count: int, folder: Path, device_name: str = "cuda") -> None
     model = make_model(device)
     kernels: list[tuple[int, ...]] = []
     varlen = attention._varlen
-    attention._varlen = lambda q, k, v, **more: (kernels.append((*q.shape, k.shape[1])), varlen(q, k, v, **more))[1]  # type: ignore[func-returns-value]
+    attention._varlen = lambda q, k, v, **more: (kernels.append((*q.shape[1:], k.shape[2])), varlen(q, k, v, **more))[1]  # type: ignore[func-returns-value]
     alone = one_pass(model, device)
     kernels.clear()
     forward.share_rows(model, exchange)

@@ -203,7 +203,7 @@ class Recovery(_message.Message):
     """Reason, as text; empty: a new coordinator resumed the run."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
-        """Time of the restart."""
+        """Time of the restart; always set."""
 
     def __init__(
         self,
@@ -230,12 +230,12 @@ class Condition(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     SINCE_FIELD_NUMBER: _builtins.int
     subject: _builtins.str
-    """Subject: a member id, or a part of the run such as "disk"."""
+    """Subject: a member id, or a part of the run such as "disk"; never empty."""
     text: _builtins.str
-    """Problem and remedy, as text."""
+    """Problem and remedy, as text; never empty."""
     @_builtins.property
     def since(self) -> _timestamp_pb2.Timestamp:
-        """Start of the problem."""
+        """Start of the problem; always set."""
 
     def __init__(
         self,
@@ -321,11 +321,11 @@ class EvalRecord(_message.Message):
     step: _builtins.int
     """Number of steps done when it ran; 0: before the first."""
     mean_score: _builtins.float
-    """Mean score in [0, 1] where scores are."""
+    """Mean score, in the range of the scorer; 0 is a score like any other."""
     half_width: _builtins.float
     """Half width of the 95 % confidence interval, clustered by task group; NaN where it is unknown."""
     answer_count: _builtins.int
-    """Number of sampled answers."""
+    """Number of scored completions, at least 1; those without a score are left out."""
     def __init__(
         self,
         *,
@@ -355,11 +355,11 @@ class Member(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     STATE_SINCE_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
-    """From RegisterRequest."""
+    """From RegisterRequest; never empty."""
     role: _builtins.str
     """"rollout", "trainer", "reward" or "reference"."""
     target: _builtins.str
-    """Address that others dial."""
+    """Address that others dial, HOST:PORT; never empty."""
     policy_version: _builtins.int
     """Version that a rollout service is known to serve, 0: that of the model folder; -1: not known, or
     another role.
@@ -368,7 +368,7 @@ class Member(_message.Message):
     """State of its lease."""
     @_builtins.property
     def state_since(self) -> _timestamp_pb2.Timestamp:
-        """Start of this state."""
+        """Start of this state; always set."""
 
     def __init__(
         self,
@@ -414,7 +414,7 @@ class GetRunResponse(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def status(self) -> Global___RunStatus:
-        """Present state."""
+        """Present state; always set."""
 
     def __init__(
         self,
@@ -455,7 +455,7 @@ class WatchRunResponse(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def status(self) -> Global___RunStatus:
-        """At the time of the change."""
+        """State at the time of the change; always set."""
 
     def __init__(
         self,
@@ -553,7 +553,7 @@ class WeightParty(_message.Message):
     WAITS_FOR_FIELD_NUMBER: _builtins.int
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
-    """Name of the member."""
+    """Id of the member; never empty."""
     backend: _builtins.str
     """"nccl", "cuda_ipc", "gloo", "shm"; empty while none is chosen."""
     policy_version: _builtins.int

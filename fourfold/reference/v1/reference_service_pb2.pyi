@@ -47,7 +47,7 @@ class GetInfoResponse(_message.Message):
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model name as configured."""
+    """Model name as configured; never empty."""
     tokenizer_sha256: _builtins.bytes
     """SHA-256 (32 bytes) of the tokenizer, as in RolloutService.GetInfo."""
     max_context_tokens: _builtins.int
@@ -79,7 +79,7 @@ class ComputeLogprobsRequest(_message.Message):
     EXPERIENCES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def experiences(self) -> _containers.RepeatedCompositeFieldContainer[_experience_pb2.Experience]:
-        """At least 1. Only sample_id, token_ids and temperature are read."""
+        """At least one. Only sample_id, token_ids and temperature are read, and all are required."""
 
     def __init__(
         self,

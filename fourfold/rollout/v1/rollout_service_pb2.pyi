@@ -82,7 +82,7 @@ class GetInfoResponse(_message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     MAX_CONCURRENT_SAMPLES_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """Model name as configured."""
+    """Model name as configured; never empty."""
     tokenizer_sha256: _builtins.bytes
     """SHA-256 of the tokenizer (32 bytes): of tokenizer.json and the chat template. A caller
     with another tokenizer must not send tokens.
@@ -260,7 +260,7 @@ class GenerateResponse(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleChunk]:
-        """At least one; those of one sample in their order."""
+        """At least one chunk; those of one sample in their order."""
 
     def __init__(
         self,
@@ -287,7 +287,7 @@ class SampleChunk(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     sample_index: _builtins.int
-    """Sample index in [0, sample_count)."""
+    """Index of the sample in [0, sample_count); 0 is the first."""
     token_ids: _builtins.bytes
     """Tokens since the last chunk of this sample: little-endian int32. Empty only in a last chunk."""
     logprobs: _builtins.bytes
@@ -355,11 +355,13 @@ class WatchLoadResponse(_message.Message):
     FREE_KV_CACHE_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     TOKEN_RATE_FIELD_NUMBER: _builtins.int
     running_sample_count: _builtins.int
-    """Samples in the engine, decoding or waiting."""
+    """Number of samples in the engine, decoding or waiting; 0: it is idle."""
     sampled_token_count: _builtins.int
     """Tokens sampled since the service became ready; never falls."""
     updating_weights: _builtins.bool
-    """True while weights are being replaced, or the engine joins an epoch of the weight plane."""
+    """True while weights are being replaced, or the engine joins an epoch of the weight plane: nothing
+    is sampled, and token_rate does not count this time.
+    """
     policy_version: _builtins.int
     """Version of the weights that new requests use; 0: those of the model folder."""
     kv_cache_token_count: _builtins.int

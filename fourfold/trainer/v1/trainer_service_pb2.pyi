@@ -150,7 +150,7 @@ class GetStatusResponse(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def status(self) -> Global___TrainerStatus:
-        """Present status."""
+        """Present status; always set."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class WatchStatusResponse(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def status(self) -> Global___TrainerStatus:
-        """At the time of the change."""
+        """Status at the time of the change; always set."""
 
     def __init__(
         self,
@@ -669,7 +669,7 @@ class LoadCheckpointResponse(_message.Message):
     STATUS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def status(self) -> Global___TrainerStatus:
-        """Status after the restore."""
+        """Status after the restore; always set."""
 
     def __init__(
         self,
@@ -722,7 +722,7 @@ class ExportModelResponse(_message.Message):
 
     PATH_FIELD_NUMBER: _builtins.int
     path: _builtins.str
-    """Absolute path of the folder on the trainer's machine."""
+    """Absolute path of the folder on the trainer's machine; never empty."""
     def __init__(
         self,
         *,

@@ -27,14 +27,7 @@ def default_device() -> str:
 
 
 def check_present(devices: Sequence[str]) -> None:
-    """Check that devices exist.
-
-    Args:
-        devices: "cpu", "cuda:0", ...
-
-    Raises:
-        ConfigError: a name is wrong, or there is no such device.
-    """
+    """Raise ConfigError unless all devices exist: "cpu", "cuda:0", ..."""
     for device in devices:
         if device != "cpu":
             physical_gpu(device)

@@ -110,11 +110,7 @@ class BenchmarkSettings:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> Self:
-        """Return the settings that the arguments describe.
-
-        Raises:
-            ConfigError: see `__post_init__`.
-        """
+        """Return the settings that the arguments describe. Raises ConfigError as `__post_init__` does."""
         types, given = typing.get_type_hints(cls), dict[str, Any]()
         for each in fields(cls):
             if _OPTION in each.metadata and (value := getattr(args, each.name)) is not None:
@@ -270,14 +266,7 @@ def engine_package(*, on_gpus: bool) -> str:
 
 
 def check_installed(packages: Mapping[str, str]) -> None:
-    """Check that modules can be imported.
-
-    Args:
-        packages: what to install, by module.
-
-    Raises:
-        ConfigError: a module is missing.
-    """
+    """Raise ConfigError unless all modules can be imported; `packages` has the distribution of each module."""
     missing = {name: package for name, package in packages.items() if importlib.util.find_spec(name) is None}
     if missing:
         wanted = " ".join(f"'{package}'" for package in dict.fromkeys(missing.values()))
@@ -285,11 +274,7 @@ def check_installed(packages: Mapping[str, str]) -> None:
 
 
 def check_places(benchmark: Benchmark[Any], args: argparse.Namespace) -> None:
-    """Check before the measurement that its result, its profile and its files can be written.
-
-    Raises:
-        ConfigError: a place cannot be written.
-    """
+    """Raise ConfigError unless the result, the profile and the files of a measurement can be written."""
     if args.save:
         record.results_folder()
     if args.json is not None and args.json.is_dir():

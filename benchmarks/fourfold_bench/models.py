@@ -54,10 +54,7 @@ SHAPE_NAMES: Final = sorted(SHAPES)
 def write_config(folder: Path, shape: str, *, context: int = _POSITIONS) -> Path:
     """Write config.json of a model into `folder`, made if missing; return the folder.
 
-    Args:
-        folder: model folder.
-        shape: one of SHAPES.
-        context: tokens of the longest sequence.
+    `context` is the number of tokens of the longest sequence.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = SHAPES[shape] | {"max_position_embeddings": max(_POSITIONS, context)}
@@ -119,7 +116,6 @@ def forward_flop(shape: str, *, tokens: float, squares: float) -> float:
     appendix B). Recomputed activations do not count.
 
     Args:
-        shape: one of SHAPES.
         tokens: T, of all samples, prompts included.
         squares: sum of the squared lengths t of the samples.
     """

@@ -56,11 +56,7 @@ class Profile:
             time.sleep(_POLL_SECONDS)
 
     def end(self) -> None:
-        """Stop to record, and return when the profile is written.
-
-        Raises:
-            Unavailable: py-spy failed.
-        """
+        """Stop to record, and return when the profile is written. Raises Unavailable if py-spy failed."""
         assert self._recorder is not None, "begin first"
         self._recorder.send_signal(signal.SIGINT)
         try:
@@ -73,11 +69,7 @@ class Profile:
 
 
 def find_py_spy() -> Path:
-    """Return the program.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return the program. Raises ConfigError if it is not installed."""
     beside = Path(sys.executable).with_name("py-spy")
     if found := beside if beside.exists() else shutil.which("py-spy"):
         return Path(found)
@@ -85,11 +77,7 @@ def find_py_spy() -> Path:
 
 
 def check_permission(py_spy: Path) -> None:
-    """Check with a process of our own that the kernel lets py-spy read other processes of this user.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Raise ConfigError unless the kernel lets py-spy read a process of this user, which is started for the check."""
     code = "import sys; print(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as target:
         assert target.stdout is not None

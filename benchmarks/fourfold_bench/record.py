@@ -66,11 +66,7 @@ def results_folder() -> Path:
 
 
 def command_again(argv: Sequence[str] | None = None) -> str:
-    """Return the command that repeats the measurement, without places of this machine.
-
-    Args:
-        argv: program and arguments. Default: those of this process.
-    """
+    """Return the command, by default that of this process, without places of this machine."""
     program, *words = sys.argv if argv is None else argv
     script = Path(program)
     start = f"python -m fourfold_bench.{script.stem}" if script.parent.name == "fourfold_bench" else "fourfold"

@@ -96,12 +96,7 @@ def to_arrays(batch: MicroBatch) -> list[Array]:
 
 
 def from_arrays(make: Callable[..., T], arrays: Sequence[Array]) -> list[T]:
-    """Return the batches that `to_arrays` made into arrays.
-
-    Args:
-        make: class of the batches.
-        arrays: those of all batches, one batch after another.
-    """
+    """Return the batches of the class `make` whose arrays, one batch after another, `to_arrays` returned."""
     names: Sequence[str] = make.__slots__  # type: ignore[attr-defined]
     # The arrays of the field `tokens` come first.
     head = len(TokenBatch.__slots__) if names[0] == "tokens" else 0

@@ -114,11 +114,7 @@ class TrainerEngine(Protocol):
         """
 
     def update_policy(self, shares: Sequence[Sequence[PolicyBatch]], settings: UpdateSettings) -> UpdateSums:
-        """Run one optimizer step of the policy.
-
-        Args:
-            shares: batches of each rank, the same number on every rank.
-        """
+        """Run one optimizer step of the policy. `shares` has the same number of batches for every rank."""
 
     def update_critic(self, shares: Sequence[Sequence[ValueBatch]], settings: UpdateSettings) -> UpdateSums:
         """Run one optimizer step of the critic."""
@@ -196,19 +192,12 @@ class TrainedModel(Protocol):
     """Size of the whole model."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of `loss`, averaged over ranks.
-
-        Args:
-            loss: a scalar.
-            last: this is the last backward pass before `optimizer_step`.
-        """
+        """Add the gradient of `loss`, a scalar, averaged over ranks; `last`: no other pass before `optimizer_step`."""
 
     def optimizer_step(self, learning_rate: float, *, max_grad_norm: float | None = None) -> float:
         """Clip the gradient and run `optimizer.step()`; return the norm before clipping. Not finite: no weight changed.
 
-        Args:
-            learning_rate: of this step.
-            max_grad_norm: a longer gradient is scaled down to this norm; 0: no limit; None: the recipe's.
+        A gradient longer than `max_grad_norm` is scaled down to that norm; 0: no limit; None: the recipe's.
         """
 
     def save(self, folder: Path, name: str) -> None:

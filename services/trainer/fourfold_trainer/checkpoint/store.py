@@ -84,7 +84,6 @@ class CheckpointStore:
         """Remove what a crash left in `folder`, which the first checkpoint creates.
 
         Args:
-            folder: of all checkpoints.
             keep: number of newest checkpoints to keep.
             keep_best: number of checkpoints with the highest scores to keep besides.
             layout: of this trainer, from `layout_of`.
@@ -104,7 +103,6 @@ class CheckpointStore:
         """Write a checkpoint, unless it exists; then remove those that are neither recent nor good enough.
 
         Args:
-            state: of the trainer.
             write: writes every rank's file into the given folder, durably.
             score: of a held-out evaluation of these weights, higher is better; None without an evaluation.
         """

@@ -46,11 +46,7 @@ class MasterWeights:
 def find_master_weights(optimizer: Any, model: Any, *, stage: int, rank: int) -> MasterWeights:
     """Return the masters of this rank, from private fields of DeepSpeed's optimizers.
 
-    Args:
-        optimizer: of DeepSpeed's engine; at stage 0 in float32 the torch optimizer itself.
-        model: of DeepSpeed's engine.
-        stage: ZeRO stage.
-        rank: of this process.
+    `optimizer` and `model` are those of DeepSpeed's engine; at stage 0 in float32 that is the torch optimizer itself.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     find = (_whole_parameters, _group_parts, _group_parts, _parameter_partitions)[stage]

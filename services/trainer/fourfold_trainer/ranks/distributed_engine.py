@@ -46,7 +46,6 @@ class DistributedEngine:
         """Start all ranks and load the models.
 
         Args:
-            config: recipe of the run.
             model_folder: a Hugging Face causal LM.
             run_dir: the children write their logs into its folder `logs`.
             member_id: of the trainer; a part of the logs' names.

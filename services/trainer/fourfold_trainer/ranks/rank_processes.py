@@ -83,9 +83,7 @@ class RankProcesses:
         """Start the children. Call `load_local_rank` next if there is one, then `wait_loaded`.
 
         Args:
-            config: recipe of the run.
             model_folder: of the policy, a Hugging Face causal LM.
-            places: of all ranks, in order.
             has_local_rank: rank 0 is in this process.
             run_dir: the children write their logs into its folder `logs`.
             name: of the group; a part of the logs' names.
@@ -150,7 +148,6 @@ class RankProcesses:
         """Run a command on all ranks; return the answers in rank order, errors among them.
 
         Args:
-            name: of the command.
             fields: the same for all ranks.
             arrays: for each rank; empty for a command without arrays.
             timeout: seconds for the children's answers, from the end of rank 0's part if it is in this process.

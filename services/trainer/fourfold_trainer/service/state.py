@@ -67,7 +67,6 @@ class TrainerCore:
         """Prepare; `start` loads the model.
 
         Args:
-            config: recipe of the run.
             run_dir: checkpoints go into its folder `checkpoints`, exports beside that.
             make_engine: loads the model; called in the engine thread.
             fatal: ends the service with a message; called from any thread.

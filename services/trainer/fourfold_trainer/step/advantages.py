@@ -107,11 +107,9 @@ def compute_advantages(
 
 
 def next_kl_coef(batch: PackedBatch, distance: Float64Array | None, coef: float, config: Config) -> float | None:
-    """Return the KL coefficient of the next step; None when it never moves.
+    """Return the KL coefficient of the next step, after `coef`; None when it never moves.
 
-    Args:
-        distance: [k] distance of the old policy to the reference.
-        coef: of this step.
+    `distance`, [k], is that of the old policy to the reference.
     """
     settings = config.algorithm.kl
     if not settings.target:

@@ -29,10 +29,7 @@ _TensorLists = defaultdict[str, list[Tensor]]  # by metric name
 def policy_distances(current: Tensor, old: Tensor, behavior: Tensor) -> dict[str, Tensor]:
     """Compare the current, the old and the behavior policy; return metrics of each token, [k].
 
-    Args:
-        current: log-probabilities, [k], detached.
-        old: as `current`.
-        behavior: as `current`; may be infinite or NaN where the engine returned such a value.
+    The arguments are detached log-probabilities, [k]. Those of `behavior` may be infinite or NaN: the engine's values.
     """
     moved, mismatch = current - old, old - behavior
     # One value that is not finite would make the sum of all tokens useless: it adds 0 here, and is counted apart.

@@ -53,7 +53,6 @@ def compute_per_token(
 
     Args:
         compute: `compute_logprobs` or `compute_values` of the engine.
-        samples: any number.
         positions: target tokens of each sample, each in [1, n); may be none.
         ranks: number of ranks that have the model; 0: the policy's.
     """
@@ -104,7 +103,6 @@ def add_gradient(
 
     Args:
         compute: `forward_backward` of the engine; not called when there is nothing to add.
-        samples: any number.
         weights: float32 [n] of each sample, the first 0.
 
     Returns:

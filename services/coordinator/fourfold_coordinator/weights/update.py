@@ -20,7 +20,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
@@ -33,7 +33,6 @@ from fourfold.rollout.v1 import rollout_control_service_pb2 as control
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.weights.digest import differing_tensors, join_names
 
-from ..routing.replica import Replica
 from ..routing.router import INFO_SECONDS
 from ..routing.trainer_session import TrainerRestarted, TrainerSession
 from . import status
@@ -183,24 +182,29 @@ class WeightUpdater:
         self._epoch += 1
         self._rounds, self._status.epoch = 0, self._epoch
         self._begin_phase(status.JOIN, engines)
+        # All offers come first: a coroutine that is made before a failed call would never be awaited.
+        offers = [await self._make_offers(group, index) for index, group in enumerate(groups)]
         calls: dict[ReplicaKey, Coroutine[Any, Any, object]] = {}
         timeout = self._weights.timeout_seconds
-        for index, group in enumerate(groups):
-            offers = await self._make_offers(group, index)
+        for group, offer in zip(groups, offers, strict=True):
             for engine in group.engines:
                 self._status.set_backend(engine.name, group.backend)
                 open_engine = engine.replica.control.open(
                     epoch=self._epoch,
                     backend=group.backend,
                     manifest=self._manifest,
-                    offers=offers,
+                    offers=offer,
                     receiver_count=group.receiver_count,
                     first_receiver_index=group.first_receiver(engine),
                     timeout=timeout,
                 )
                 calls[engine.key] = self._call_engine(engine, open_engine)
-        open_trainer = self._call_trainer(lambda r: r.weights.open(epoch=self._epoch, timeout=timeout))
-        await call_all(calls, trainer=open_trainer)
+
+        async def open_trainer() -> None:
+            await self._session.try_once(lambda r: r.weights.open(epoch=self._epoch, timeout=timeout))
+            self._status.mark_done(self._session.name)
+
+        await call_all(calls, trainer=open_trainer())
         self._members = members
         names = " ".join(f"{g.backend}={','.join(e.name for e in g.engines)}" for g in groups)
         log.info("weight epoch opened epoch=%d %s", self._epoch, names, extra={"epoch": self._epoch})
@@ -376,11 +380,6 @@ class WeightUpdater:
         result = await engine.replica.call(call)
         self._status.mark_done(engine.name)
         return result
-
-    async def _call_trainer(self, work: Callable[[Replica], Awaitable[None]]) -> None:
-        """Make the call that ends the trainer's work in the phase."""
-        await self._session.try_once(work)
-        self._status.mark_done(self._session.name)
 
 
 def _seconds_until(end: float) -> float:

@@ -46,7 +46,7 @@ class TrainerSession:
 
     async def connect(self) -> pb.TrainerStatus:
         """Start a session with the trainer that is registered now; wait for one if there is none."""
-        return await self._repeat("GetStatus", self._registered, self._begin)
+        return await self._repeat("GetStatus", self._begin, any_process=True)
 
     async def _begin(self, replica: Replica) -> pb.TrainerStatus:
         status = await replica.trainer.get_status(timeout=INFO_SECONDS)
@@ -71,7 +71,7 @@ class TrainerSession:
             ServiceMissing: The trainer is gone, and none came in time.
             FourfoldError: The trainer refused, or the call failed, and its retries.
         """
-        return await self._repeat(name, self._same_process, work)
+        return await self._repeat(name, work)
 
     async def try_once(self, work: Callable[[Replica], Awaitable[T]]) -> T:
         """Make one try of a call that must not be repeated; raise TrainerRestarted when the process is new."""
@@ -119,15 +119,15 @@ class TrainerSession:
                 self._check_incarnation(replica)
             await self._router.wait_for_change(timeout=1.0)
 
-    async def _repeat(
-        self, name: str, find: Callable[[], Awaitable[Replica]], work: Callable[[Replica], Awaitable[T]]
-    ) -> T:
-        """Do `work` with the trainer that `find` returns, until a try succeeds or the retries are used up."""
+    async def _repeat(self, name: str, work: Callable[[Replica], Awaitable[T]], *, any_process: bool = False) -> T:
+        """Do `work` with the trainer until a try succeeds or the retries are used up."""
         tries, first_failure = 0, 0.0
         clock, retry = self._router.clock, self._config.retry
         try:
             while True:
-                replica = await find()
+                replica = await self._registered()
+                if not any_process:
+                    self._check_incarnation(replica)
                 try:
                     return await replica.call(work(replica))
                 except (Unavailable, DeadlinePassed, Overloaded, PeerFault) as error:
@@ -153,9 +153,6 @@ class TrainerSession:
             await self._router.wait_for({Role.ROLE_TRAINER: 1})
             replicas = self._router.replicas(Role.ROLE_TRAINER)
         return replicas[0]
-
-    async def _same_process(self) -> Replica:
-        return self._check_incarnation(await self._registered())
 
     def _check_incarnation(self, replica: Replica) -> Replica:
         """Return the replica, or raise TrainerRestarted when it is not the process of this session."""

@@ -69,8 +69,6 @@ class Fleet:
         self.router = Router(
             self.registry,
             open_channel=lambda member: open_channel(member.target, None),
-            tokenizer_sha256=SHA256,
-            clock=SYSTEM_CLOCK,
             wait_seconds=5,
         )
         self.servers: dict[str, Server] = {}

@@ -57,8 +57,6 @@ class Desk:
         self.router = Router(
             self.registry,
             open_channel=self._open,
-            tokenizer_sha256=TOKENIZER,
-            clock=clock,
             wait_seconds=1,
         )
         self.server = Server(listen="127.0.0.1:0", security=security)
@@ -193,7 +191,7 @@ async def test_a_member_to_which_no_channel_opens_is_logged_once_and_leaves_with
     def refuse(member: Member) -> Any:
         raise errors.ConfigError("no")
 
-    router = Router(registry, open_channel=refuse, tokenizer_sha256=TOKENIZER, clock=clock, wait_seconds=1)
+    router = Router(registry, open_channel=refuse, wait_seconds=1)
     registry.register(_reward("reward-0"))
     await clock.advance(TTL_SECONDS)
     assert [m.member_id for m in registry.expire()] == ["reward-0"]

@@ -122,12 +122,10 @@ class Coordinator:
         self.router = Router(
             self._registry,
             open_channel=self._open,
-            tokenizer_sha256=tokenizer,
-            clock=SYSTEM_CLOCK,
             wait_seconds=config.retry.service_wait_seconds,
         )
         board = RunBoard(name=config.name, step_count=config.steps)
-        self.session = TrainerSession(self.router, config, tokenizer_sha256=tokenizer, board=board)
+        self.session = TrainerSession(self.router, config, board)
         self._ledger = Ledger(ledger)
         probe = np.random.default_rng(7).integers(3, 500, 24).astype(np.int32)
         self.broker = WeightBroker(

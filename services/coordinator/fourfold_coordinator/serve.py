@@ -99,8 +99,6 @@ class Coordinator:
         self._router = Router(
             self._registry,
             open_channel=self._open_channel,
-            tokenizer_sha256=self._tokenizer.sha256,
-            clock=SYSTEM_CLOCK,
             wait_seconds=config.retry.service_wait_seconds,
             on_wait=self._board.set_waiting_for,
             faults=FaultLog(report=self._board.report_condition, resolve=self._board.resolve_condition),
@@ -174,8 +172,8 @@ class Coordinator:
         config = self._config
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer)
         await self._disk.write(check_same_data, prompts, ledger)
-        tokenizer, router = self._tokenizer, self._router
-        session = TrainerSession(router, config, tokenizer_sha256=tokenizer.sha256, board=self._board)
+        router = self._router
+        session = TrainerSession(router, config, self._board)
         self._router.faults.load(ledger)
         return RunContext(
             config=config,
@@ -195,7 +193,7 @@ class Coordinator:
                 probe_ids=prompts.train[0].token_ids,
                 status=self._weight_status,
             ),
-            service_calls=ServiceCalls(config, router, tokenizer.decode, newest_version=ledger.highest_version),
+            service_calls=ServiceCalls(config, router, self._tokenizer.decode, newest_version=ledger.highest_version),
             certificates=self._certificates,
             totals=totals,
             start_seconds=self._start_seconds,

@@ -31,8 +31,6 @@ class Bench:
         self.router = Router(
             self.registry,
             open_channel=lambda member: open_channel(member.target, None),
-            tokenizer_sha256=b"t" * 32,
-            clock=SYSTEM_CLOCK,
             wait_seconds=wait_seconds,
             on_wait=self.waits.append,
         )

@@ -44,8 +44,6 @@ class Scene:
         self.router = Router(
             self.registry,
             open_channel=self._open,
-            tokenizer_sha256=b"t" * 32,
-            clock=SYSTEM_CLOCK,
             wait_seconds=5,
         )
         self.watched: list[EngineLoad] = []

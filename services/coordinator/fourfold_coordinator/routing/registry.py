@@ -98,8 +98,8 @@ class Registry:
         ttl: float = TTL_SECONDS,
     ) -> None:
         """Create a registry; without `security` it accepts members on this machine only. `ttl` is in seconds."""
-        self.ttl, self._clock, self._security = ttl, clock, security
-        self._tokenizer_sha256 = tokenizer_sha256
+        self.ttl, self.clock, self._security = ttl, clock, security
+        self.tokenizer_sha256 = tokenizer_sha256
         self._leases: dict[str, _Lease] = {}  # by member_id
         self._fenced: dict[tuple[str, str], None] = {}  # (member_id, incarnation), the oldest first
         self._listeners: list[Listener] = []
@@ -144,7 +144,7 @@ class Registry:
             if held.member.incarnation != member.incarnation:
                 self._fence(held.member)
             self._remove(held, MemberChange.REPLACED)
-        token, now, now_at = secrets.token_bytes(16), self._clock.monotonic(), self._clock.now()
+        token, now, now_at = secrets.token_bytes(16), self.clock.monotonic(), self.clock.now()
         self._leases[member.member_id] = _Lease(
             member=member, owner=owner, token=token, renewed=now, renewed_at=now_at, live_since=now_at
         )
@@ -165,7 +165,7 @@ class Registry:
         """
         lease = self._leases.get(member_id)
         if lease is None:  # the lease ended after the caller had listed the members
-            return True, self._clock.now()
+            return True, self.clock.now()
         overdue = self._overdue(lease)
         return overdue, lease.renewed_at if overdue else lease.live_since
 
@@ -183,14 +183,14 @@ class Registry:
         return [lease.member for lease in expired]
 
     def _age(self, lease: _Lease) -> float:
-        return self._clock.monotonic() - lease.renewed
+        return self.clock.monotonic() - lease.renewed
 
     def _overdue(self, lease: _Lease) -> bool:
         return self._age(lease) > self.ttl * _OVERDUE_SHARE
 
     def _renew(self, lease: _Lease) -> None:
         overdue = self._overdue(lease)
-        lease.renewed, lease.renewed_at = self._clock.monotonic(), self._clock.now()
+        lease.renewed, lease.renewed_at = self.clock.monotonic(), self.clock.now()
         if overdue:
             lease.live_since = lease.renewed_at
 
@@ -235,11 +235,11 @@ class Registry:
 
     def _check_tokenizer(self, member: Member) -> None:
         own = member.tokenizer_sha256
-        if own == self._tokenizer_sha256 or (not own and member.role == Role.ROLE_REWARD):
+        if own == self.tokenizer_sha256 or (not own and member.role == Role.ROLE_REWARD):
             return
         raise WrongState(
             f"{member.member_id} has tokenizer {own.hex()[:12] or 'none'}, this run has "
-            f"{self._tokenizer_sha256.hex()[:12]}; start it with the run's model.source",
+            f"{self.tokenizer_sha256.hex()[:12]}; start it with the run's model.source",
             reason="WRONG_TOKENIZER",
         )
 

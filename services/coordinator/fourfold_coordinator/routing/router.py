@@ -26,7 +26,6 @@ import grpc
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
 from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import DeadlinePassed, FourfoldError, InvalidInput, Overloaded
-from fourfold.host.clock import Clock
 
 from ..state.faults import FaultLog
 from ..state.files import DiskFull
@@ -58,8 +57,6 @@ class Router:
         registry: Registry,
         *,
         open_channel: Callable[[Member], grpc.aio.Channel],
-        tokenizer_sha256: bytes,
-        clock: Clock,
         wait_seconds: float,
         on_wait: Callable[[str], None] = lambda _what: None,
         faults: FaultLog | None = None,
@@ -69,11 +66,10 @@ class Router:
         `wait_seconds` is the longest wait for a usable replica. `on_wait` is called with what the run waits for, and
         with an empty text when a wait ends.
         """
-        self.clock, self.on_wait = clock, on_wait
+        self.clock, self.tokenizer_sha256, self.on_wait = registry.clock, registry.tokenizer_sha256, on_wait
         self.wait_seconds, self._wait = wait_seconds, WaitLimit(wait_seconds)
         self.faults = faults or FaultLog()
         self._registry, self._open_channel = registry, open_channel
-        self._tokenizer_sha256 = tokenizer_sha256
         self._replicas: dict[str, Replica] = {}  # by member_id
         self._turns = {role: asyncio.Lock() for role in ROLE_NAMES}  # asyncio.Lock is first in, first out
         self._change = asyncio.Event()
@@ -341,12 +337,12 @@ class Router:
 
     async def _describe(self, replica: Replica) -> None:
         """Ask a new replica for its properties, and decide whether it may get calls."""
-        tokenizer, reason = self._tokenizer_sha256, ""
+        tokenizer, reason = self.tokenizer_sha256, ""
         match replica.member.role:
             case Role.ROLE_ROLLOUT:
                 info = await replica.rollout.get_info(timeout=INFO_SECONDS)
                 tokenizer, replica.capacity = info.tokenizer_sha256, info.max_concurrent_samples
-                replica.vocabulary_size = info.vocabulary_size if tokenizer == self._tokenizer_sha256 else 0
+                replica.vocabulary_size = info.vocabulary_size if tokenizer == self.tokenizer_sha256 else 0
                 reason = "weights not checked yet"
             case Role.ROLE_REWARD:
                 reward = await replica.reward.get_info(timeout=INFO_SECONDS)
@@ -356,7 +352,7 @@ class Router:
             case Role.ROLE_REFERENCE:
                 reference = await replica.reference.get_info(timeout=INFO_SECONDS)
                 tokenizer = reference.tokenizer_sha256
-        if tokenizer != self._tokenizer_sha256:
+        if tokenizer != self.tokenizer_sha256:
             reason = f"it has another tokenizer ({tokenizer.hex()[:12] or 'none'}) than the run"
         self.faults.clear(replica.member.member_id)  # its title before the scorer's name was known
         self.record_success(replica)

@@ -37,9 +37,8 @@ class TrainerRestarted(Unavailable):
 class TrainerSession:
     """Calls to one trainer process, which `connect` chooses."""
 
-    def __init__(self, router: Router, config: Config, *, tokenizer_sha256: bytes, board: RunBoard) -> None:
+    def __init__(self, router: Router, config: Config, board: RunBoard) -> None:
         self._router, self._board, self._config = router, board, config
-        self._tokenizer_sha256 = tokenizer_sha256
         self.name = ""  # member id of the trainer
         self.incarnation = ""
         self.policy_version = 0  # of the trainer's present weights
@@ -50,7 +49,7 @@ class TrainerSession:
 
     async def _begin(self, replica: Replica) -> pb.TrainerStatus:
         status = await replica.trainer.get_status(timeout=INFO_SECONDS)
-        if status.tokenizer_sha256 != self._tokenizer_sha256:
+        if status.tokenizer_sha256 != self._router.tokenizer_sha256:
             raise WrongState(
                 f"{replica.member.peer}: its tokenizer is not the run's; start it with the run's model.source"
             )

@@ -65,10 +65,7 @@ class TrainerSession:
     async def call(self, name: str, work: Callable[[Replica], Awaitable[T]]) -> T:
         """Make an idempotent call, `name` in messages, and repeat it when the response is lost.
 
-        Raises:
-            TrainerRestarted: The trainer is a new process.
-            ServiceMissing: The trainer is gone, and none came in time.
-            FourfoldError: The trainer refused, or the call failed, and its retries.
+        Raises TrainerRestarted when the trainer is a new process, ServiceMissing when it left and none came in time.
         """
         return await self._repeat(name, work)
 
@@ -93,12 +90,8 @@ class TrainerSession:
     async def run_all(self, work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         """Run coroutines concurrently, started in order; return their results in order.
 
-        The first error cancels the others. So does a restart of the trainer: work whose results it has lost ends now
-        and not when it is done.
-
-        Raises:
-            TrainerRestarted: The trainer is a new process, whatever else failed: the run can continue after it.
-            Exception: Otherwise the first error.
+        The first error cancels the others and is raised. So does a restart of the trainer, whose loss makes the work
+        useless: TrainerRestarted is raised whatever else failed, because the run can continue after it.
         """
         try:
             async with asyncio.TaskGroup() as group:

@@ -184,12 +184,7 @@ class Ledger:
         return SampleState(row[0])
 
     def lease(self, step: int, sample_ids: Sequence[str]) -> None:
-        """Put READY samples into the batch of `step`; a repeat with the same samples changes nothing.
-
-        Raises:
-            AlreadyExists: The step is leased with other samples.
-            WrongState: The step is not the next one, or a sample is not READY.
-        """
+        """Put READY samples into the batch of `step`, the next one; a repeat with the same samples changes nothing."""
         wanted = set(sample_ids)
         with self._transaction() as db:
             done = self.last_step()

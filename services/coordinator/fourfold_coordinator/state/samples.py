@@ -149,15 +149,8 @@ def check_completions(
 ) -> None:
     """Raise for completions that cannot be trained on, so that another replica samples them.
 
-    The client has checked everything that needs no knowledge of the run.
-
-    Args:
-        peer: Name of the replica, for messages.
-        newest_version: Highest policy version that an engine may have received.
-
-    Raises:
-        Unavailable: The engine aborted a sample.
-        PeerFault: A completion is malformed, or of a policy version that was never sent.
+    The client has checked everything that needs no knowledge of the run. `newest_version` is the highest policy version
+    that an engine may have received.
     """
     for completion in completions:
         if completion.finish_reason == rollout.FINISH_REASON_ABORTED:

@@ -93,12 +93,7 @@ class BatchCollector:
         self._baselines = int(algorithm.advantage.needs_greedy_sample)
 
     async def collect(self, step: int, *, version: int) -> StepBatch:
-        """Return the batch of a step, sampled by policy `version` or later.
-
-        Raises:
-            WrongState: Every group was lost.
-            TrainerRestarted: The trainer restarted meanwhile.
-        """
+        """Return the batch of a step, sampled by policy `version` or later; raise WrongState if all groups are lost."""
         batch = StepBatch()
         await self._session.run_all(self._fill_place(step, version, batch) for _ in range(self._count))
         batch.engines = self._router.engine_metrics()

@@ -70,15 +70,8 @@ class Evaluator:
     async def run(self, *, step: int, version: int, on_progress: Callable[[float], None]) -> EvalRow | None:
         """Evaluate the weights of `version`, or of a later one, after `step` steps.
 
-        Args:
-            on_progress: Called with the share that is done, in [0, 1].
-
-        Returns:
-            The result; None without held-out prompts, or when no answer got a score.
-
-        Raises:
-            ServiceMissing: No service of a needed role came in time.
-            TrainerRestarted: The trainer restarted meanwhile.
+        Returns None without held-out prompts, or when no answer got a score. `on_progress` is called with the share
+        that is done, in [0, 1].
         """
         if not self._prompts:
             return None

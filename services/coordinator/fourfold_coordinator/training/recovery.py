@@ -31,12 +31,7 @@ SAMPLES_FILE: Final = "samples.jsonl"
 async def restore(
     config: Config, folder: Path, ledger: Ledger, session: TrainerSession, disk: DiskWriter
 ) -> tuple[int, int]:
-    """Bring trainer, ledger and files back to the last checkpoint; return the steps done and the prompts drawn by then.
-
-    Raises:
-        WrongState: There is no checkpoint, and the trainer is not at its start.
-        NotFound: The trainer does not have the checkpoint.
-    """
+    """Bring trainer, ledger and files back to the last checkpoint; return its step and the prompts drawn by then."""
     status = await session.call("GetStatus", lambda r: r.trainer.get_status(timeout=INFO_SECONDS))
     step, data_position = newest_checkpoint(ledger, status)
     if step > 0:

@@ -46,14 +46,9 @@ class BackendGroup:
 def group_by_backend(
     wanted: str, trainer: weight.GetManifestResponse, engines: Sequence[DescribedEngine]
 ) -> list[BackendGroup]:
-    """Choose a backend for each engine; return one group per backend, the fastest first.
+    """Choose a backend for each engine (`wanted`: that of the recipe); return one group per backend, the fastest first.
 
-    Args:
-        wanted: `weights.backend`: "auto", or one backend for all engines.
-        engines: at least one. Their order is kept within each group.
-
-    Raises:
-        UpdateFailed: names each engine that no allowed backend reaches; or the trainer, when it lacks `wanted`.
+    Raises UpdateFailed with each engine that no allowed backend reaches, or with the trainer, when it lacks `wanted`.
     """
     if wanted != "auto" and wanted not in trainer.backends:
         raise UpdateFailed(

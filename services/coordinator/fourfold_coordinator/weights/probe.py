@@ -67,8 +67,7 @@ class LogprobProbe:
     def compare(self, key: ReplicaKey, version: int, logprobs: Float32Array) -> tuple[float, float]:
         """Return mean and largest |trainer - engine|, in nats, of an engine that holds `version`.
 
-        Raises:
-            WrongState: the difference is too large (PROBE_DIFFERS), or the engine uses old weights (STALE_WEIGHTS).
+        Raises WrongState when the mean is too large (PROBE_DIFFERS), or the engine uses old weights (STALE_WEIGHTS).
         """
         self._check_stale(key, version, logprobs)
         difference = np.abs(self._trainer[version][1:].astype(np.float64) - logprobs[1:])

@@ -48,10 +48,7 @@ class EngineSleeper:
         """Keep every engine asleep within the block, also those that join; yield the time it took by metric name.
 
         The update after the block deals with engines that left or did not answer. The end of the block waits for
-        engines that are falling asleep.
-
-        Raises:
-            SleepRefused: an engine cannot sleep, or refused until `weights.timeout_seconds` were over.
+        engines that are falling asleep. Raises SleepRefused when an engine cannot sleep, or refused for too long.
         """
         if not self._enabled:
             yield {}

@@ -40,7 +40,7 @@ def test_next_prompt_goes_on_from_the_ids_of_the_answer(tokenizer: Tokenizer, en
     first = talk.ask("Hello")
     assert text(tokenizer, first) == "<s>system\nBe brief.<e>\n<s>user\nHello<e>\n<s>assistant\n"
     answer = tokenizer.encode("Hi<e>" if ended else "Hi")
-    talk.add_answer(first, answer)
+    talk.token_ids = [*first, *answer]
     second = talk.ask("Bye")
     assert second[: len(first) + len(answer)] == [*first, *answer]
     # The end of the turn is there once, whether the model wrote it or was cut off.
@@ -50,9 +50,7 @@ def test_next_prompt_goes_on_from_the_ids_of_the_answer(tokenizer: Tokenizer, en
 def test_asking_does_not_change_the_talk_until_there_is_an_answer(tokenizer: Tokenizer) -> None:
     talk = Conversation(tokenizer)
     assert talk.ask("Hello") == talk.ask("Hello")
-    talk.add_answer(talk.ask("Hello"), tokenizer.encode("Hi<e>"))
-    talk.clear()
-    assert text(tokenizer, talk.ask("Again")) == "<s>user\nAgain<e>\n<s>assistant\n"
+    assert talk.token_ids == []
 
 
 def test_words_come_whole(tokenizer: Tokenizer) -> None:

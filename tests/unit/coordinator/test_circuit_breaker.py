@@ -13,8 +13,8 @@ def test_one_failure_is_a_short_rest_and_no_more() -> None:
     assert breaker.admits(100.0)
     breaker.record_failure(AWAY, 100.0)
     assert not breaker.open and not breaker.admits(100.2) and breaker.admits(100.25)
-    assert not breaker.begin_call(), "no probe"
-    assert breaker.admits(100.25), "and others may be called beside it"
+    with breaker.in_flight():
+        assert not breaker.probing and breaker.admits(100.25), "others may be called beside it"
 
 
 def test_failures_in_a_row_open_it_and_one_call_at_a_time_tries_again() -> None:
@@ -24,13 +24,13 @@ def test_failures_in_a_row_open_it_and_one_call_at_a_time_tries_again() -> None:
         breaker.record_failure(Unavailable(f"failure {number}"), now)
         now += 10.0
     assert breaker.open and breaker.first is not None and breaker.first.message == "failure 1"
-    assert breaker.begin_call() and not breaker.admits(now), "half open: one call"
-    breaker.record_failure(AWAY, now)
-    breaker.end_call()
+    with breaker.in_flight():
+        assert breaker.probing and not breaker.admits(now), "half open: one call"
+        breaker.record_failure(AWAY, now)
     assert not breaker.admits(now + 1.9) and breaker.admits(now + 2.0)
-    assert breaker.begin_call()
-    breaker.record_success()
-    breaker.end_call()
+    with breaker.in_flight():
+        assert breaker.probing
+        breaker.record_success()
     assert not breaker.open and breaker.first is None and breaker.admits(now)
 
 
@@ -69,8 +69,7 @@ def test_calls_that_fail_together_count_once() -> None:
 def test_a_call_that_worked_beside_the_probe_does_not_let_a_second_probe_in() -> None:
     breaker = CircuitBreaker()
     breaker.trip(AWAY, 0.0)
-    breaker.begin_call()
-    breaker.record_success()  # of a call that began before
-    assert not breaker.admits(9.0)
-    breaker.end_call()
+    with breaker.in_flight():
+        breaker.record_success()  # of a call that began before
+        assert not breaker.admits(9.0)
     assert breaker.admits(9.0)

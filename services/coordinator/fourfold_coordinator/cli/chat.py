@@ -72,7 +72,7 @@ class Conversation:
         self._system = [{"role": "system", "content": system}] if system else []
 
     def ask(self, text: str) -> list[int]:
-        """Return the prompt that adds a turn of the user; the conversation changes only with `add_answer`."""
+        """Return the prompt that adds a turn of the user. The caller sets `token_ids` when it has the answer."""
         user = {"role": "user", "content": text}
         if not self.token_ids:
             return self.tokenizer.encode(self.tokenizer.render_chat([*self._system, user]))
@@ -83,13 +83,6 @@ class Conversation:
         if last in self.tokenizer.stop_token_ids and rest[:1] == [last]:
             rest = rest[1:]  # the model has sampled the stop token itself
         return [*self.token_ids, *rest]
-
-    def add_answer(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Append a prompt from `ask` and the tokens sampled after it."""
-        self.token_ids = [*prompt, *answer]
-
-    def clear(self) -> None:
-        self.token_ids = []
 
 
 class IncrementalDecoder:
@@ -119,7 +112,7 @@ def _chat(args: argparse.Namespace, conversation: Conversation, target: str) -> 
             )
         for line in _lines():
             if line == "/new":
-                conversation.clear()
+                conversation.token_ids = []
                 continue
             prompt = conversation.ask(line)
             room = info.max_context_tokens - len(prompt)
@@ -136,7 +129,7 @@ def _chat(args: argparse.Namespace, conversation: Conversation, target: str) -> 
             except KeyboardInterrupt:
                 print(" [stopped]")
             finally:  # after Ctrl-C the conversation keeps the part that arrived
-                conversation.add_answer(prompt, decoder.token_ids)
+                conversation.token_ids = [*prompt, *decoder.token_ids]
     return 0
 
 

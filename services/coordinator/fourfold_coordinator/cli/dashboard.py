@@ -153,24 +153,23 @@ class TimeLeft:
     """Estimates the time until the last step from the times at which steps ended."""
 
     def __init__(self) -> None:
-        self._first: tuple[int, float] | None = None
-        self._last: tuple[int, float] | None = None
+        self._ends: list[tuple[int, float]] = []  # steps done and time, since the run restored a checkpoint last
 
     def add_step(self, step: int, now: float) -> None:
         """Note that `step` steps are done at time `now`, in seconds."""
-        if self._last is not None and step < self._last[0]:
-            self._first = self._last = None  # the run restored a checkpoint
-        if self._last is None or step > self._last[0]:
-            self._last = (step, now)
-            self._first = self._first or self._last
+        if self._ends and step < self._ends[-1][0]:
+            self._ends.clear()
+        if not self._ends or step > self._ends[-1][0]:
+            self._ends.append((step, now))
 
     def estimate(self, status: pb.RunStatus) -> float | None:
         """Return the seconds until the last step ends; None before the first step."""
         remaining = status.step_count - status.step
-        if self._first is None or self._last is None or remaining <= 0:
+        if not self._ends or remaining <= 0:
             return None
-        if self._last[0] > self._first[0]:
-            return remaining * (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
+        (first, began), (last, ended) = self._ends[0], self._ends[-1]
+        if last > first:
+            return remaining * (ended - began) / (last - first)
         times = [r.metrics[metrics.TIME_STEP] for r in status.steps[-8:] if metrics.TIME_STEP in r.metrics]
         return remaining * sum(times) / len(times) if times else None
 

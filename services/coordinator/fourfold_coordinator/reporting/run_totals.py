@@ -141,10 +141,14 @@ class MemoryMeter:
         # Forget members that left: their pids may belong to other processes soon.
         self._pids = {member: self._pids[member] for member in members if member in self._pids}
         new = [member for member in members if member not in self._pids]
-        listening = _listeners() if new else {}
+        if not new:
+            return
+        listening = _listeners()
+        own_hosts = {"localhost", socket.gethostname()}
+        own_hosts |= {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
         for member in new:
             host, port = split_target(member.target)
-            self._pids[member] = listening.get(port, 0) if host in _own_hosts() else 0
+            self._pids[member] = listening.get(port, 0) if host in own_hosts else 0
             self._counted[member.member_id] = self._pids[member] > 0 or self._counted.get(member.member_id, False)
 
 
@@ -155,11 +159,6 @@ def _listeners() -> dict[int, int]:
     except (psutil.Error, OSError):  # a measurement must not end the run
         return {}
     return {c.laddr.port: c.pid for c in connections if c.laddr and c.pid and c.status == psutil.CONN_LISTEN}
-
-
-def _own_hosts() -> set[str]:
-    addresses = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    return {"localhost", socket.gethostname(), *addresses}
 
 
 def pss_bytes(pid: int) -> int:

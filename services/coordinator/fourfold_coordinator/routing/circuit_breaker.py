@@ -12,6 +12,8 @@ fail together as one, or takes the rest that an overloaded service asks for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from fourfold.errors import FourfoldError
@@ -40,17 +42,15 @@ class CircuitBreaker:
         """Return whether the service may get a call now."""
         return not self.resting(now) and not self.probing
 
-    def begin_call(self) -> bool:
-        """Note the start of a call; return whether it is the probe of an open breaker.
-
-        A probe should be small. The caller ends it with `end_call`.
-        """
-        self.probing = self.open
-        return self.probing
-
-    def end_call(self) -> None:
-        """Note the end of a probe, whether it succeeded or not."""
-        self.probing = False
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Count a call within the block. If the breaker is open, the call is the probe and should be small."""
+        probe = self.probing = self.open
+        try:
+            yield
+        finally:
+            if probe:
+                self.probing = False
 
     def record_failure(self, error: FourfoldError, now: float) -> None:
         """Count a failed call and start a rest; the error's `retry_after` sets the rest, up to the longest one."""

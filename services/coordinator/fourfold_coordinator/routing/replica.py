@@ -122,13 +122,10 @@ class Replica:
         """Count a call in the replica's load and in its breaker within the block."""
         self.outstanding += demand.samples
         self.outstanding_size += demand.size
-        probing = self.breaker.begin_call()
         try:
-            with self.load.in_flight(demand.tokens):
+            with self.breaker.in_flight(), self.load.in_flight(demand.tokens):
                 yield
         finally:
-            if probing:
-                self.breaker.end_call()
             self.outstanding -= demand.samples
             self.outstanding_size -= demand.size
 

@@ -34,9 +34,8 @@ class Answers(NamedTuple):
 def _start(model: Path, folder: Path, **options: Any) -> tuple[subprocess.Popen[str], Path]:
     folder.mkdir()
     settings = {"model": str(model), "dtype": "float32", "gpus": 0, "eager": True, "audit": False, **options}
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_"))}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     env |= {"PYTHONPATH": os.pathsep.join(sys.path), "TORCHDYNAMO_DISABLE": "1"}  # vLLM would compile one function
-    env |= {"OMP_NUM_THREADS": "1"}  # two engines, perhaps on two cores
     command = [sys.executable, "-m", "tests.support.logprob_driver", json.dumps(settings), str(folder / "answer.json")]
     with (folder / "log").open("w") as log:
         return subprocess.Popen(command, stdout=log, stderr=log, text=True, env=env), folder

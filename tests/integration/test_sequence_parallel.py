@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.torch
-import torch
 
 from tests.support.plain_trainer import Arrays
 from tests.support.sequence_cases import CASES, check, float64_alone, make_model, run
@@ -59,7 +58,6 @@ def wait_for(commands: Sequence[Sequence[str]]) -> None:
 @pytest.mark.parametrize(("count", "size"), [(2, 2), (4, 2), (4, 4)])
 def test_the_exchange_of_deepspeed_gives_what_one_rank_gives(count: int, size: int, tmp_path: Path) -> None:
     wait_for([("tests.support.sequence_ranks", *map(str, (rank, count, size, tmp_path))) for rank in range(count)])
-    torch.set_num_threads(1)
     for index, case in enumerate(CASES):
         for seed in range(count // size):
             ranks = range(seed * size, (seed + 1) * size)

@@ -72,7 +72,7 @@ def test_verbs_cross_the_processes_and_the_engine_dies_with_its_service(
 def _service(pipe: multiprocessing.connection.Connection, folder: str, in_core: bool) -> None:
     """An engine's service: passes verbs on."""
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1")
-    os.environ.update(OMP_NUM_THREADS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     if in_core:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     asyncio.run(_serve(pipe, folder))

@@ -14,7 +14,6 @@ def environment() -> dict[str, str]:
     """Return the environment of a benchmark on few cores."""
     return os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-        "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import safetensors.torch
-import torch
 
 from fourfold.config import Config
 from tests.support.sequence_cases import CASES, float64_alone, make_model, run
@@ -52,5 +51,4 @@ def main(rank: int, count: int, size: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

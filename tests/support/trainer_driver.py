@@ -385,8 +385,7 @@ def trainer_environment() -> dict[str, str]:
     """Return the environment of a trainer's process in tests."""
     paths = [str(REPOSITORY), *(str(REPOSITORY / "services" / name) for name in SERVICES)]
     paths += filter(None, [os.environ.get("PYTHONPATH")])  # of libraries that are not installed
-    # One thread: tiny models gain nothing from more, and threads that wait for each other are slow on a busy machine.
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def write_cases(path: Path, cases: Sequence[Case]) -> None:

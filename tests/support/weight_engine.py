@@ -116,8 +116,6 @@ def _main(pipe: multiprocessing.connection.Connection) -> None:
         VLLM_LOGGING_LEVEL="WARNING",
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
-        # One thread is enough for these models, and two wait for each other on a busy machine.
-        OMP_NUM_THREADS="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
     )
     with tempfile.TemporaryDirectory() as scratch:

@@ -357,10 +357,9 @@ class Fleet:
 
     def _start_engine(self, recipe: Path) -> Engine:
         name = f"rollout-{len(self._made)}"
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_"))}
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
         environment |= {PARENT_PID_VARIABLE: str(os.getpid()), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        # One thread: several would wait for each other on a busy machine.
-        environment |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         if self._gpus:
             # NCCL refuses two ranks on one GPU.
             free = self._gpus[self._ranks :] if BACKEND == "nccl" and not self._mixed else self._gpus

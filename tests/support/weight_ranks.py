@@ -55,10 +55,7 @@ def rank_main(
     pipe: multiprocessing.connection.Connection, rank: int, rank_count: int, rendezvous: str, cases: list[Case]
 ) -> None:
     """Run all cases on one rank and send an Outcome for each."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(rank_count), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1"
-    )
-    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(rank_count), GLOO_SOCKET_IFNAME="lo")
     import deepspeed
     import deepspeed.ops
 

@@ -5,7 +5,6 @@ The definition replaces CUDA's kernel, so that the arguments of the kernel are t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,14 +19,6 @@ from fourfold.nn.attention import Segments
 HEADS, SIZE = 4, 8
 LENGTHS = [7, 1, 30, 3, 29, 1]
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def segments(lengths: list[int] = LENGTHS) -> Segments:

@@ -23,14 +23,6 @@ TEMPERATURES = (1.0, 0.5, 1.25, 2.0, 0.75)  # exact in float32
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def float64_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     know_float64_alone(monkeypatch)

@@ -5,7 +5,6 @@ The ranks are threads; tests/integration/test_sequence_parallel.py has processes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,6 @@ from tests.fakes.threads import ThreadGroup
 from tests.support.architectures import build
 from tests.support.sequence_cases import CASES, Case, check, float64_alone, make_model, run
 from tests.support.sequence_ranks import config_of
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("size", [2, 4])

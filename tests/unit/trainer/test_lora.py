@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,6 @@ from tests.unit.nn.test_packed_models import CPU, batch, plain, scalar
 
 NAMES = ["llama", "qwen2", "gemma2", "phi3", "gpt_neox", "qwen2_moe", "mixtral"]
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="PEFT is optional")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def adapted(name: str, **changes: Any) -> tuple[Any, LoraAdapters]:

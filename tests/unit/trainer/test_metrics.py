@@ -21,9 +21,7 @@ from fourfold_trainer.service import metrics
 from fourfold_trainer.step.train_step import train_step
 from tests.fakes.toy_engine import Toy, ToyEngine
 from tests.fakes.trainer_engine import group_of, sample
-from tests.unit.trainer.test_train_step import ALGORITHMS, batch, one_thread, recipe, run
-
-__all__ = ["one_thread"]  # a fixture that is used by itself
+from tests.unit.trainer.test_train_step import ALGORITHMS, batch, recipe, run
 
 
 def with_behavior(samples: Sequence[Sample], ratios: Sequence[Sequence[float]]) -> tuple[list[Sample], list[float]]:

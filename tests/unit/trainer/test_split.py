@@ -50,12 +50,9 @@ ALGORITHMS: Final[dict[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def float64_alone() -> Iterator[None]:
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         know_float64_alone(patch)
         yield
-    torch.set_num_threads(count)
 
 
 class Rank:

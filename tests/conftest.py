@@ -1,4 +1,4 @@
-"""What all tests share: real servers on loopback, a clock that only moves when told, quiet hypothesis."""
+"""Shared by all tests: real servers on loopback, a clock that only moves when told, quiet hypothesis."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an estimator asks of the loop: greedy completions to compare with (ReMax), or no group at all."""
+"""Estimators in the loop: greedy completions to compare with (ReMax), or no group at all."""
 
 from __future__ import annotations
 

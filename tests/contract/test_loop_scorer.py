@@ -1,4 +1,4 @@
-"""What becomes of a run whose scorer fails: `reward.on_error`, with the real coordinator and loop."""
+"""A run whose scorer fails: `reward.on_error`, with the real coordinator and loop."""
 
 from __future__ import annotations
 

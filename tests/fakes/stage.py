@@ -55,7 +55,7 @@ class Stage:
                 await member.join(self.address)
 
     def options(self) -> ServeOptions:
-        """What a coordinator in this folder is started with."""
+        """Return the options of a coordinator in this folder."""
         return ServeOptions(
             role="coordinator",
             recipe=self.folder / "config.toml",
@@ -144,7 +144,7 @@ async def watch_for(stage: Stage, condition: Callable[[run_pb.RunStatus], bool])
 
 
 def check_books(stage: Stage) -> None:
-    """What must agree at the end of any run: ledger, trainer and files."""
+    """Check that ledger, trainer and files agree, as at the end of any run."""
     ledger = stage.ledger()
     steps = ledger.steps()
     counts = ledger.counts()

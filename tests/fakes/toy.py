@@ -88,7 +88,7 @@ def make_config(root: Path, **changes: Any) -> Config:
 
 
 def toy_logprobs(weights: int, token_ids: np.ndarray[Any, Any]) -> Float32Array:
-    """What the policy thinks of some tokens: float32 [n], the first NaN."""
+    """Return the policy's log-probabilities of some tokens: float32 [n], the first NaN."""
     values = -(1 + weights / 8) * (token_ids % 7 + 1) / 7
     values[0] = np.nan
     return values.astype(np.float32)

@@ -22,7 +22,7 @@ from tests.fakes.toy_rollout import FakeRollout
 from tests.fakes.toy_trainer import FakeTrainer
 
 DELAY_VARIABLE = "TOY_SECONDS"
-"""How long each sampling call takes."""
+"""Duration of each sampling call."""
 
 
 def install(folder: Path) -> Path:

@@ -45,7 +45,7 @@ class Call:
     """None: without a deadline."""
     metadata: Sequence[tuple[str, str | bytes]]
     ends: bool
-    """Whether the caller says that it has sent all."""
+    """True if the caller ends its request stream."""
     cancels: bool
     """The caller goes away while it waits."""
 

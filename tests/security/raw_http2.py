@@ -40,7 +40,7 @@ class RawConnection:
         self.ended: set[int] = set()
         """Streams that the server has ended."""
         self.closed = False
-        """Whether the server has closed the connection."""
+        """True if the server has closed the connection."""
         self._received = b""
         self._next = 1
         self._socket.sendall(_PREFACE + _frame(_SETTINGS, 0, 0, b""))

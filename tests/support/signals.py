@@ -1,4 +1,4 @@
-"""What happens to a process in a fault test."""
+"""The signals that a fault test sends to a process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who imports whom: the contracts in pyproject.toml, and what is really loaded where everything is installed."""
+"""The import contracts in pyproject.toml, and the modules that are loaded when everything is installed."""
 
 from __future__ import annotations
 

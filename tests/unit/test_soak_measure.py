@@ -1,4 +1,4 @@
-"""What a soak takes for growth."""
+"""Growth of memory as a soak measures it."""
 
 from __future__ import annotations
 

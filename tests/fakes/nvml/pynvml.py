@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 
 class NVMLError(Exception):
-    """What NVML raises."""
+    """The error of NVML."""
 
 
 def _gpus() -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""What the plan says of an algorithm: formulas that follow from the resolved keys."""
+"""The algorithm in the plan: formulas that follow from the resolved keys."""
 
 from __future__ import annotations
 

@@ -39,7 +39,6 @@ T = TypeVar("T")
 _NO_GRADIENT_FACTOR: Final = 4
 _NAN: Final = np.full(1, np.nan, np.float32)
 
-
 Compute: TypeAlias = Callable[[Sequence[Sequence[TokenBatch]]], list[list[Float32Array]]]
 """A method of the engine: returns a number, or a row of them, for each target token of each rank's batches."""
 ForwardBackward: TypeAlias = Callable[[Sequence[Sequence[WeightedBatch]]], list[list[Float32Array]]]

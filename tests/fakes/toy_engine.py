@@ -112,9 +112,9 @@ class ToyEngine:
 
     @torch.no_grad()
     def _finish(self, parts: list[UpdateSums], table: Tensor, gradient: Tensor, rate: float) -> UpdateSums:
-        sums = UpdateSums()
-        for part in parts:
-            sums.add_rank(part)
+        sums, *others = parts
+        for other in others:
+            sums.add(other)
         sums.grad_norm = float(gradient.norm())
         if bool(gradient.isfinite().all()):
             table -= rate * gradient

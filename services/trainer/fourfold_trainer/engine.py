@@ -58,15 +58,11 @@ class UpdateSums:
     mismatches: Float32Array = field(default_factory=lambda: EMPTY_FLOATS)
     grad_norm: float = 0.0  # L2 norm before clipping, the same on all ranks; not finite: no weight was changed
     expert_counts: list[list[float]] = field(default_factory=list)  # [layers, experts]: tokens; empty without experts
-    all_rejected: bool = False  # no weight was changed because the correction rejected every token
-
-    def add_rank(self, other: UpdateSums) -> None:
-        """Add the sums of another rank for the same optimizer step."""
-        self.add(other)
-        self.grad_norm, self.all_rejected = other.grad_norm, other.all_rejected
+    # No weight was changed because the correction rejected every token of every rank.
+    all_rejected: bool = False
 
     def add(self, other: UpdateSums) -> None:
-        """Add the sums of another optimizer step, except the gradient norm."""
+        """Add the sums of another rank or another optimizer step, except `grad_norm` and `all_rejected`."""
         self.loss += other.loss
         self.token_count += other.token_count
         for name, value in other.sums.items():

@@ -47,9 +47,9 @@ class Shard:
     """State of the random generators by name; empty for a rank that did not exist when the files were written."""
 
 
-def rank_file(model: str, rank: int | str) -> str:
-    """Return the name of a rank's file of `policy` or `critic`; with "*" a pattern for the files of all ranks."""
-    return f"{model}-{rank:03d}.safetensors" if isinstance(rank, int) else f"{model}-{rank}.safetensors"
+def rank_file(model: str, rank: int) -> str:
+    """Return the name of a rank's file of `policy` or `critic`."""
+    return f"{model}-{rank:03d}.safetensors"
 
 
 def write(
@@ -83,7 +83,7 @@ def read(folder: Path, model: str, masters: MasterWeights, kinds: Collection[str
 
     Each kind but MASTER may be missing. Raises WrongState if a file cannot be read, or holds another model.
     """
-    paths = sorted(folder.glob(rank_file(model, "*")))
+    paths = sorted(folder.glob(f"{model}-*.safetensors"))
     if not paths:
         raise WrongState(
             f"{folder} holds no {model}; restore another checkpoint, or begin a new run from an exported model"

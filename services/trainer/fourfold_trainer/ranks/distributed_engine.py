@@ -212,7 +212,7 @@ def _update(
     """Run one optimizer step on all ranks; return the sums over ranks."""
     sums, *others = map(read_sums, group.call_on_shares(name, _to_arrays(shares), fields=asdict(settings)))
     for other in others:
-        sums.add_rank(other)
+        sums.add(other)
     return sums
 
 

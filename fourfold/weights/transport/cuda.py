@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any, Final, Protocol, TypeVar
 
@@ -71,19 +71,19 @@ def watched(call: Callable[[], _T], deadline: Deadline, what: str, *, undo: Call
             return
         results.append(result)
         if abandoned.is_set():
-            undo(result)
+            undo_result()
+
+    def undo_result() -> None:
+        with suppress(IndexError):  # there is no result yet, or the other thread undoes it: NCCL must not abort twice
+            undo(results.pop())
 
     thread = threading.Thread(target=run, name="weights-watched", daemon=True)
     thread.start()
-    ended = False
-    try:
+    with ExitStack() as on_error:
+        on_error.callback(undo_result)
+        on_error.callback(abandoned.set)  # first: a result that comes later is undone by the thread
         wait_until(lambda: not thread.is_alive(), deadline, what)
-        ended = True
-    finally:
-        if not ended:
-            abandoned.set()
-            if results:
-                undo(results[0])
+        on_error.pop_all()
     if errors:
         raise errors[0]
     if not results:

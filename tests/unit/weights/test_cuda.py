@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -295,6 +296,25 @@ def test_nccl_members_that_do_not_meet_end_at_their_deadline(fabric: Fabric) -> 
     with pytest.raises(DeadlinePassed):
         rig.receivers[0].open(Deadline(0.2))
     rig.close()
+
+
+def test_a_call_that_returns_at_its_deadline_is_undone_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, undone = threading.Event(), list[str]()
+
+    class SlowEvent(threading.Event):
+        def set(self) -> None:
+            super().set()
+            release.set()
+            time.sleep(0.1)  # the call returns now, before its caller looks for a result
+
+    def call() -> str:
+        release.wait(5)
+        return "a communicator"
+
+    monkeypatch.setattr(cuda, "threading", SimpleNamespace(Event=SlowEvent, Thread=threading.Thread))
+    with pytest.raises(DeadlinePassed):
+        cuda.watched(call, Deadline(0.05), "the call", undo=undone.append)
+    assert undone == ["a communicator"]
 
 
 @pytest.mark.parametrize("backend", _BACKENDS)

@@ -29,11 +29,12 @@ class Fabric:
         self.aborted = 0
         self.groups: dict[int, list[list[int]]] = defaultdict(list)
         """Sizes of the broadcasts that each rank launched together."""
+        self.joined: dict[bytes, set[int]] = defaultdict(set)
+        """Ranks that have joined, by unique id."""
         self.exported: dict[bytes, int] = {}
         self.opened: list[int] = []
         self._lock = threading.Condition()
         self._sent: dict[tuple[bytes, int], bytes] = {}
-        self._joined: dict[bytes, set[int]] = defaultdict(set)
         self._ids = 0
 
     def unique_id(self) -> bytes:
@@ -44,9 +45,9 @@ class Fabric:
     def join(self, size: int, unique_id: bytes, rank: int) -> Communicator:
         """Wait for all members, as NCCL does, but at most 20 s."""
         with self._lock:
-            self._joined[unique_id].add(rank)
+            self.joined[unique_id].add(rank)
             self._lock.notify_all()
-            if not self._lock.wait_for(lambda: len(self._joined[unique_id]) == size, timeout=20):
+            if not self._lock.wait_for(lambda: len(self.joined[unique_id]) == size, timeout=20):
                 raise Unavailable("the fake NCCL waited for 20 s")
         return Communicator(self, unique_id, rank)
 

@@ -71,6 +71,7 @@ class _Member(SenderLink):
         self.sender_rank, self._name = sender_rank, f"the NCCL group of trainer rank {sender_rank}"
         self._size, self._unique_id, self._rank, self._device = 1 + group.receiver_count, unique_id, rank, device
         self._communicator: cuda.Communicator | None = None
+        self._lock = threading.Lock()  # guards _communicator
         self._header = torch.zeros(2, dtype=torch.int64, device=device)
         self._abort = abort
 
@@ -79,16 +80,17 @@ class _Member(SenderLink):
 
         def connect() -> cuda.Communicator:
             communicator = cuda.make_communicator(self._size, self._unique_id, self._rank)
-            warm_up = torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self._device)
             self._communicator = communicator  # from here on, aborting it ends what blocks below
-            cuda.broadcast(communicator, warm_up, self.stream.cuda_stream)
-            self.stream.synchronize()
+            if not self._abort.is_set():  # else this thread was left behind, and nothing would end the broadcast
+                warm_up = torch.zeros(_WARM_UP_BYTES, dtype=torch.uint8, device=self._device)
+                cuda.broadcast(communicator, warm_up, self.stream.cuda_stream)
+                self.stream.synchronize()
             return communicator
 
         what = f"the meeting of all {self._size} members of {self._name}"
         with ExitStack() as on_error, torch.cuda.device(self._device):  # NCCL uses the thread's current device
             on_error.callback(self._disconnect)
-            cuda.watched(connect, self._abortable(deadline), what, undo=lambda communicator: communicator.abort())
+            cuda.watched(connect, self._abortable(deadline), what, undo=lambda _: self._disconnect())
             on_error.pop_all()
 
     def exchange_header(self, policy_version: int, deadline: Deadline) -> tuple[int, int]:
@@ -133,7 +135,8 @@ class _Member(SenderLink):
 
     def _disconnect(self) -> None:
         """Abort everything enqueued; takes up to a second. Call it in the thread that enqueues, or after that one."""
-        communicator, self._communicator = self._communicator, None
+        with self._lock:  # a thread that `join` has left behind may disconnect too, and NCCL must not abort twice
+            communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.abort()
 

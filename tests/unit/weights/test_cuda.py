@@ -317,6 +317,34 @@ def test_a_call_that_returns_at_its_deadline_is_undone_once(monkeypatch: pytest.
     assert undone == ["a communicator"]
 
 
+def left_behind() -> list[threading.Thread]:
+    """Return the threads that still connect, oldest first; those of other tests may be among them."""
+    return [thread for thread in threading.enumerate() if thread.name == "weights-watched"]
+
+
+def test_nccl_aborts_each_communicator_once_when_connecting_hangs(fabric: Fabric) -> None:
+    rig = Rig("nccl")
+    fabric.hang = True  # the members meet, and the first broadcast does not end
+    with pytest.raises(DeadlinePassed):
+        rig.open(timeout=0.3)
+    rig.close()
+    for thread in left_behind()[-2:]:
+        thread.join(5)
+    assert fabric.aborted == 2
+
+
+def test_nccl_ends_a_connection_that_is_made_after_the_deadline(fabric: Fabric) -> None:
+    rig = Rig("nccl")
+    with pytest.raises(DeadlinePassed, match="the meeting of all 2 members"):
+        rig.senders[0].open(1, timeout=0.1)
+    thread = left_behind()[-1]
+    (unique_id,) = fabric.joined
+    fabric.join(2, unique_id, 1)
+    thread.join(5)
+    assert fabric.aborted == 1 and not fabric.groups, "nobody would have ended a broadcast"
+    rig.close()
+
+
 @pytest.mark.parametrize("backend", _BACKENDS)
 def test_another_version_is_refused(fabric: Fabric, backend: str) -> None:
     rig = Rig(backend)

@@ -57,11 +57,8 @@ class TrainingLoop:
         self.context, self.config = context, context.config
         self.ledger, self.disk, self.board = context.ledger, context.disk, context.board
         self.session, self.broker = context.session, context.broker
-        self.collector, self.evaluator, self.reporter = (
-            BatchCollector(context),
-            Evaluator(context),
-            StepReporter(context),
-        )
+        self.collector, self.evaluator = BatchCollector(context), Evaluator(context)
+        self.reporter = StepReporter(context)
         self.step = 0  # steps done
         self.required, self.start_seconds = context.required_services(), context.start_seconds
 

@@ -32,7 +32,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fourfold.errors import ConfigError
 from fourfold.security.access import REVOKED_FILE, ROLES, fingerprint
-from fourfold.security.material import MEMBER_NAME, check_private, read_file, server_name, uri
+from fourfold.security.material import MEMBER_NAME, check_private, read_file, read_lines, server_name, uri
 from fourfold.security.principal import Principal
 from fourfold.security.tokens import SCOPES, TokenGrant, parse_grant, read_tokens
 
@@ -151,12 +151,12 @@ def all_issued(directory: Path) -> list[Issued]:
     """Return all issued certificates, the oldest first; `directory` must be the folder of a CA."""
     path = directory / _ISSUED_FILE
     found: list[Issued] = []
-    text = read_file(path, hint="give the folder that `fourfold certs DIR` made, where ca-key.pem is").decode()
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in read_lines(path, "give the folder that `fourfold certs DIR` made, where ca-key.pem is"):
         try:
             digest, member, expires, *hosts = line.split()
-            time, names = datetime.datetime.fromisoformat(expires), tuple(hosts[0].split(",")) if hosts else ()
-        except ValueError:
+            time = datetime.datetime.fromisoformat(expires).astimezone(datetime.UTC)
+            names = tuple(hosts[0].split(",")) if hosts else ()
+        except (ValueError, OverflowError):
             raise ConfigError(
                 f"{path}:{number}: malformed; only `fourfold certs` may write this file: restore it from a backup"
             ) from None

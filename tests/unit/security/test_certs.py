@@ -198,6 +198,14 @@ def test_without_the_authority_nothing_is_issued(folder: Path, capsys: pytest.Ca
     assert "give the folder that `fourfold certs DIR` made" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("line", [b"\xff\n", b"abc rollout/rollout-0 tomorrow\n", b"abc\n"])
+def test_a_malformed_line_of_issued_certificates_is_named(folder: Path, line: bytes) -> None:
+    with (folder / "issued.txt").open("ab") as file:
+        file.write(line)
+    with pytest.raises(ConfigError, match=r"issued\.txt:7: malformed; only `fourfold certs` may write this file"):
+        certs.current(folder)
+
+
 def test_a_malformed_list_of_revocations_is_named(tmp_path: Path) -> None:
     assert read_revoked(tmp_path / "revoked.txt") == frozenset()
     (tmp_path / "revoked.txt").write_text(f"# x\n{'a' * 64} reward/reward-0 2027-01-01T00:00:00Z\nreward-0\n")

@@ -48,8 +48,7 @@ class Verifier:
 def find(name: str, *, directory: Path) -> Verifier:
     """Return the verifier of a name without running its code. Relative file paths start from `directory`.
 
-    Raises:
-        VerifierError: unknown built-in, unreadable file, or malformed name.
+    Raises VerifierError: unknown built-in, unreadable file, or malformed name.
     """
     if verifiers.is_builtin(name):
         return Verifier(name=name, version=__version__)

@@ -105,8 +105,7 @@ class WorkerPool:
     async def start(self) -> None:
         """Start the workers and load the verifier in each. Afterwards `verifier` has its version.
 
-        Raises:
-            ConfigError: the verifier cannot be loaded.
+        Raises ConfigError: the verifier cannot be loaded.
         """
         builtin = self.verifier.builtin
         try:

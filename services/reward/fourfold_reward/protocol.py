@@ -39,11 +39,7 @@ def pack(message: Mapping[str, Any]) -> bytes:
 
 
 def unpack(body: bytes) -> dict[str, Any]:
-    """Parse the JSON text of a frame.
-
-    Raises:
-        ValueError: the text is not a JSON object.
-    """
+    """Parse the JSON text of a frame. Raises ValueError: the text is not a JSON object."""
     try:
         message = json.loads(body)
     except RecursionError:
@@ -56,8 +52,7 @@ def unpack(body: bytes) -> dict[str, Any]:
 def read(stream: BinaryIO, *, max_bytes: int | None = None) -> dict[str, Any] | None:
     """Block until a message arrives; return None at the end of the stream.
 
-    Raises:
-        ValueError: the text is longer than `max_bytes`, or not a JSON object.
+    Raises ValueError: the text is longer than `max_bytes`, or not a JSON object.
     """
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
@@ -90,8 +85,7 @@ class Outcome:
     def from_json(cls, data: Mapping[str, Any]) -> Outcome:
         """Check and convert the reply of a worker, which is the outcome's fields as JSON.
 
-        Raises:
-            ValueError: a field is missing or invalid.
+        Raises ValueError: a field is missing or invalid.
         """
         try:
             reason, code = str(data["error_reason"]), str(data["error_code"])
@@ -111,8 +105,7 @@ class Outcome:
 def outcome_of(result: object) -> Outcome:
     """Convert the return value of a reward function (see `sample.Result`).
 
-    Raises:
-        ValueError: unknown keys, too many components, or an invalid component name.
+    Raises ValueError: unknown keys, too many components, or an invalid component name.
     """
     match result:
         case None:

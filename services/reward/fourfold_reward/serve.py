@@ -39,11 +39,7 @@ def main(options: ServeOptions) -> int:
 
 
 async def serve(options: ServeOptions) -> int:
-    """Start the workers, then serve.
-
-    Raises:
-        ConfigError: a verifier is unknown, not allowed, or cannot be loaded.
-    """
+    """Start the workers, then serve. Raises ConfigError: a verifier is unknown, not allowed, or cannot be loaded."""
     reward = options.config.reward
     allowed = AllowedVerifiers.from_config(options.config)
     host = ServiceHost(options, role=Role.ROLE_REWARD)
@@ -156,8 +152,7 @@ class AllowedVerifiers:
     def from_config(cls, config: Config) -> AllowedVerifiers:
         """Find the verifiers of a recipe.
 
-        Raises:
-            ConfigError: a verifier is unknown, or runs text as code without `reward.evaluate_text`.
+        Raises ConfigError: a verifier is unknown, or runs text as code without `reward.evaluate_text`.
         """
         reward = config.reward
         allowed = cls(
@@ -181,8 +176,7 @@ class AllowedVerifiers:
     def find(self, name: str) -> Verifier:
         """Return the verifier that a caller selects instead of the default one.
 
-        Raises:
-            VerifierError: the verifier is not allowed.
+        Raises VerifierError: the verifier is not allowed.
         """
         if (verifier := self.others.get(name)) is None:
             allowed = ", ".join([repr(self.default.name), *map(repr, self.others)])

@@ -46,11 +46,7 @@ class DynamicBatcher:
     async def logprobs(
         self, model: ReferenceModel, token_ids: Sequence[Int32Array], temperatures: Sequence[float]
     ) -> list[Float32Array]:
-        """Return the result of `model.logprobs` for the samples of one call.
-
-        Raises:
-            Stopped: `closing` was set.
-        """
+        """Return the result of `model.logprobs` for the samples of one call. Raises Stopped: `closing` was set."""
         call = _Call(token_ids=token_ids, temperatures=temperatures, rows=asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         if self._task is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ from fourfold_rollout.engine import Finish, SampleOutput, SampleRequest, SampleS
 from fourfold_rollout.generate.outputs import CallOutputs
 from fourfold_rollout.pause.hold import TokenHold
 from fourfold_rollout.vllm.logprob_table import LogprobTable, open_table
-from fourfold_rollout.vllm.sample import VllmSample, logprob_values
+from fourfold_rollout.vllm.sample import RunningSamples, VllmSample, logprob_values
 
 SLOTS, WIDTH = 2, 8
 
@@ -40,31 +40,18 @@ class Takes:
         self.errors.append(error)
 
 
-class Owner:
-    """The running samples, as the engine keeps them."""
+class Barrier:
+    """The part of `OutputBarrier` that samples use."""
 
     def __init__(self) -> None:
-        self.live: set[int] = set()
         self.done: tuple[list[int], Any] = ([], None)  # tokens that vLLM has processed, and their log-probabilities
-        self.asked: list[VllmSample] = []  # samples to flush after the next outputs
+        self.callbacks: list[Callable[[], None]] = []  # to be called after the next outputs
 
-    def flush_after_next(self, sample: VllmSample) -> None:
-        self.asked.append(sample)
+    def after_next(self, callback: Callable[[], None]) -> None:
+        self.callbacks.append(callback)
 
-    def processed(self, sample: VllmSample) -> tuple[Sequence[int], Any]:
+    def processed(self, request_id: str) -> tuple[Sequence[int], Any]:
         return self.done
-
-    def is_running(self, sample: VllmSample) -> bool:
-        return id(sample) in self.live
-
-    def note_output(self, sample: VllmSample, output: SampleOutput) -> None:
-        if output.finish is not None:
-            self.forget(sample)
-
-    def forget(self, sample: VllmSample) -> bool:
-        found = self.is_running(sample)
-        self.live.discard(id(sample))
-        return found
 
 
 class Stage:
@@ -73,7 +60,8 @@ class Stage:
     def __init__(self) -> None:
         self.table = LogprobTable(SLOTS, WIDTH)
         self.cells = open_table(self.table.path, SLOTS, WIDTH)
-        self.owner = Owner()
+        self.running = RunningSamples()
+        self.barrier: Any = Barrier()
         self.sink = Takes()
 
     def sample(
@@ -85,16 +73,16 @@ class Stage:
             seed=0, cache_salt="", streaming=streaming, sink=sink or self.sink,
         )  # fmt: skip
         row = None if values is None else self.table.acquire(WIDTH)
-        sample = VllmSample(self.owner, request, row)
+        sample = VllmSample(self.running, self.barrier, request, row)
         if row is not None:
             self.cells[row.slot, : len(values or ())] = values
-        self.owner.live.add(id(sample))
+        self.running.samples.add(sample)
         return sample
 
     @property
     def holds(self) -> tuple[int, int]:
         """Samples that run, and rows that are taken."""
-        return len(self.owner.live), SLOTS - self.table.free_count
+        return len(self.running.samples), SLOTS - self.table.free_count
 
 
 @pytest.fixture
@@ -116,6 +104,7 @@ def test_tokens_come_with_their_cells_and_the_end_gives_the_row_back(stage: Stag
     sample.put(result([8]))  # nobody wants it any more
     assert [o.token_ids.tolist() for o in stage.sink.outputs] == [[5], [6, 7]]
     assert [o.logprobs.tolist() for o in stage.sink.outputs] == [[-1], [-2, -3]]
+    assert stage.running.past_tokens == 3
     assert [o.finish for o in stage.sink.outputs] == [None, Finish.STOP]
     assert stage.holds == (0, 0)
     assert stage.sink.errors == []
@@ -130,9 +119,9 @@ def test_one_that_does_not_stream_gives_what_is_there_when_asked_and_the_rest_at
     sample.flush()
     assert stage.sink.outputs == []
     for count, had_nothing in ((2, True), (2, False), (3, True)):
-        assert stage.owner.asked == [sample] * had_nothing
-        stage.owner.asked.clear()
-        stage.owner.done = ids[:count], logprobs[:count]
+        assert stage.barrier.callbacks == [sample.flush] * had_nothing
+        stage.barrier.callbacks.clear()
+        stage.barrier.done = ids[:count], logprobs[:count]
         sample.flush()
     sample.put(result(ids, "stop", logprobs=logprobs))
     sample.flush()
@@ -140,11 +129,12 @@ def test_one_that_does_not_stream_gives_what_is_there_when_asked_and_the_rest_at
     assert [o.logprobs.tolist() for o in stage.sink.outputs] == [[-1, -2], [-3], [-4]]
     assert [o.finish for o in stage.sink.outputs] == [None, None, Finish.STOP]
     assert stage.holds == (0, 0)
+    assert stage.running.past_tokens == 4
 
 
 def test_what_cannot_be_given_is_told_to_the_sink(stage: Stage) -> None:
     sample = stage.sample(values=[-1], streaming=False)
-    stage.owner.done = [5, 6], None
+    stage.barrier.done = [5, 6], None
     sample.flush()
     (error,) = stage.sink.errors
     assert "tokens 0 to 1 of a sample without the log-probability" in error.message
@@ -205,7 +195,7 @@ def test_without_a_row_the_log_probabilities_are_vllms(stage: Stage) -> None:
     sample.put(result([], "length", logprobs=SimpleNamespace(logprobs=[-1.0, -2.0, -3.0])))
     assert np.concatenate([o.logprobs for o in stage.sink.outputs]).tolist() == [-1, -2, -3]
     assert stage.sink.outputs[-1].finish is Finish.LENGTH
-    assert stage.owner.live == set()
+    assert stage.running.samples == set()
     assert logprob_values(None, []) == []
 
 

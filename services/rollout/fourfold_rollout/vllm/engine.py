@@ -4,7 +4,7 @@ It uses vLLM's calls below `generate`. `add_request` returns a collector per req
 order and ended with one abort, and outputs go to the caller's sink at once (`take_outputs`). Between a "pause" and a
 "resume" message to the scheduler, the core process accepts any number of requests and then steps with all of them.
 
-The methods are documented in `RolloutEngine` and, for the samples, in `SampleOwner`.
+The methods are documented in `RolloutEngine`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ from fourfold_rollout.engine import (
     EngineSettings,
     EpochTerms,
     OpenReport,
-    SampleOutput,
     SampleRequest,
 )
 from fourfold_rollout.vllm.crash import CrashWatch
 from fourfold_rollout.vllm.launch import LaunchedEngine, end_processes, launch
 from fourfold_rollout.vllm.logprob_table import LogprobTable
 from fourfold_rollout.vllm.patches.front_end import OutputBarrier
-from fourfold_rollout.vllm.sample import VllmSample, logprob_values, probe_params, sampling_params
+from fourfold_rollout.vllm.sample import RunningSamples, VllmSample, logprob_values, probe_params, sampling_params
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -63,9 +62,8 @@ class VllmEngine:
         self._barrier = OutputBarrier(launched.llm)
         self._abort_path = launched.scratch.path / _ABORT_FLAG
         self._abort_flag = AbortFlag.create(self._abort_path)
-        self._live: dict[int, VllmSample] = {}
+        self._running = RunningSamples()
         self._logprobs: LogprobTable | None = None
-        self._sampled = 0
         self._order = asyncio.Lock()
         self._paused = False
         self._posted: set[asyncio.Task[Any]] = set()
@@ -106,16 +104,15 @@ class VllmEngine:
 
     @property
     def running_count(self) -> int:
-        return len(self._live)
+        return len(self._running.samples)
 
     def load(self) -> EngineLoad:
-        samples = tuple(self._live.values())
-        counts = [self._barrier.token_count(sample.id) for sample in samples]
-        pending = sum(n - sample.given for sample, n in zip(samples, counts, strict=True))
+        samples = self._running.samples
+        tokens = sum(self._barrier.token_count(sample.id) for sample in samples)
         return EngineLoad(
             running_samples=len(samples),
-            sampled_tokens=self._sampled + pending,
-            held_tokens=sum(counts) + sum(len(sample.request.prompt_token_ids) for sample in samples),
+            sampled_tokens=self._running.past_tokens + tokens,
+            held_tokens=tokens + sum(len(sample.request.prompt_token_ids) for sample in samples),
         )
 
     async def submit(self, requests: Sequence[SampleRequest]) -> Sequence[EngineSample]:
@@ -144,7 +141,7 @@ class VllmEngine:
         return samples
 
     async def abandon(self, samples: Sequence[EngineSample]) -> None:
-        gone = [s for s in samples if isinstance(s, VllmSample) and self.forget(s)]
+        gone = [s for s in samples if isinstance(s, VllmSample) and self._running.remove(s)]
         if gone and not self._is_dead():
             await self._unless_dead(self._llm.abort([s.id for s in gone], internal=True), _ABORT_SECONDS)
         for sample in gone:
@@ -163,7 +160,7 @@ class VllmEngine:
             # Not AsyncLLM.pause_generation: it sleeps for 20 ms instead of waiting for the outputs.
             await self._unless_dead(self._llm.engine_core.pause_scheduler_async("keep", False), None)
             await self._unless_dead(self._barrier.passed(), None)
-            for sample in tuple(self._live.values()):
+            for sample in tuple(self._running.samples):
                 sample.request.sink.boundary(sample.request.index, self._barrier.token_count(sample.id))
             self._paused = True
             on_error.pop_all()
@@ -234,23 +231,6 @@ class VllmEngine:
         if self._logprobs is not None:
             self._logprobs.close()
 
-    def is_running(self, sample: VllmSample) -> bool:
-        return id(sample) in self._live
-
-    def processed(self, sample: VllmSample) -> tuple[Sequence[int], Any]:
-        return self._barrier.processed(sample.id)
-
-    def flush_after_next(self, sample: VllmSample) -> None:
-        self._barrier.after_next(sample.flush)
-
-    def note_output(self, sample: VllmSample, output: SampleOutput) -> None:
-        self._sampled += len(output.token_ids)
-        if output.finish is not None:
-            self.forget(sample)
-
-    def forget(self, sample: VllmSample) -> bool:
-        return self._live.pop(id(sample), None) is not None
-
     async def _open_logprobs(self) -> LogprobTable | None:
         """Let the workers write log-probabilities to a table; None if a worker cannot or the patch is disabled.
 
@@ -276,13 +256,13 @@ class VllmEngine:
 
     async def _add(self, request: SampleRequest) -> VllmSample:
         row = None if self._logprobs is None else self._logprobs.acquire(request.max_tokens)
-        sample = VllmSample(self, request, row)
+        sample = VllmSample(self._running, self._barrier, request, row)
         prompt = tokens_input(request.prompt_token_ids, cache_salt=request.cache_salt)
         with ExitStack() as on_error:
             on_error.callback(sample.release)
             collector = await self._llm.add_request(request.key, prompt, sampling_params(request, row))
             on_error.pop_all()
-        self._live[id(sample)] = sample
+        self._running.samples.add(sample)
         sample.attach(collector)
         return sample
 
@@ -349,6 +329,6 @@ class VllmEngine:
         return self._death is None or self._death.begun or bool(self._llm.errored)
 
     def _on_death(self, on_death: Callable[[str], None], reason: str) -> None:
-        for sample in tuple(self._live.values()):
+        for sample in tuple(self._running.samples):
             sample.fail(Unavailable(reason, reason="ENGINE_DEAD"))
         on_death(reason)

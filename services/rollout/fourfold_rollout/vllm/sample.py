@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from vllm import SamplingParams
@@ -14,7 +14,7 @@ from fourfold.arrays import EMPTY_FLOATS
 from fourfold.errors import FourfoldError, Internal
 from fourfold_rollout.engine import Finish, SampleOutput, SampleRequest
 from fourfold_rollout.vllm.logprob_table import SLOT, LogprobRow
-from fourfold_rollout.vllm.patches.front_end import take_outputs
+from fourfold_rollout.vllm.patches.front_end import OutputBarrier, take_outputs
 
 _log = logging.getLogger(__name__)
 
@@ -53,30 +53,29 @@ def probe_params() -> SamplingParams:
     )
 
 
-class SampleOwner(Protocol):
-    """Keeps the running samples of an engine."""
+class RunningSamples:
+    """The running samples of an engine: those whose outputs are still wanted."""
 
-    def is_running(self, sample: VllmSample) -> bool:
-        """Return whether the outputs of a sample are still wanted."""
+    def __init__(self) -> None:
+        self.samples: set[VllmSample] = set()
+        self.past_tokens = 0  # tokens that earlier samples have put
 
-    def processed(self, sample: VllmSample) -> tuple[Sequence[int], Any]:
-        """Return all processed tokens of a running sample, and vLLM's object with their log-probabilities."""
-
-    def note_output(self, sample: VllmSample, output: SampleOutput) -> None:
-        """Count an output of a running sample."""
-
-    def flush_after_next(self, sample: VllmSample) -> None:
-        """Call `sample.flush` after vLLM's next outputs."""
-
-    def forget(self, sample: VllmSample) -> bool:
+    def remove(self, sample: VllmSample) -> bool:
         """Remove a sample that has ended; return whether it was running."""
+        if sample not in self.samples:
+            return False
+        self.samples.remove(sample)
+        self.past_tokens += sample.given
+        return True
 
 
 class VllmSample:
     """A running sample. Without a row in the table, its log-probabilities come with vLLM's outputs."""
 
-    def __init__(self, owner: SampleOwner, request: SampleRequest, row: LogprobRow | None) -> None:
-        self._owner = owner
+    def __init__(
+        self, running: RunningSamples, barrier: OutputBarrier, request: SampleRequest, row: LogprobRow | None
+    ) -> None:
+        self._running, self._barrier = running, barrier
         self.request = request
         self.row = row
         self.id = ""  # vLLM's own
@@ -88,19 +87,19 @@ class VllmSample:
 
     def put(self, result: Any) -> None:
         """Take an output of vLLM. Raises nothing."""
-        if self._owner.is_running(self):
+        if self in self._running.samples:
             self._deliver(lambda: self._output(result.outputs[0]), ended=result.finished)
 
     def flush(self) -> None:
         """Put the processed tokens that the sink does not have; see `EngineSample.flush`."""
-        if not self._owner.is_running(self):
+        if self not in self._running.samples:
             return
-        if not self._deliver(lambda: self._rest(*self._owner.processed(self), None), ended=False):
-            self._owner.flush_after_next(self)
+        if not self._deliver(lambda: self._rest(*self._barrier.processed(self.id), None), ended=False):
+            self._barrier.after_next(self.flush)
 
     def fail(self, error: FourfoldError) -> None:
         """End the sample with an error: the engine returns nothing more."""
-        self._owner.forget(self)
+        self._running.remove(self)
         self.release()
         self.request.sink.fail(error)
 
@@ -116,8 +115,8 @@ class VllmSample:
             if output.finish is None and not len(output.token_ids):
                 return False
             self.given += len(output.token_ids)
-            self._owner.note_output(self, output)
             if output.finish is not None:
+                self._running.remove(self)
                 self.release()
             self.request.sink.put(self.request.index, output)
         except Exception as error:  # an error that leaves here ends vLLM's task for the outputs of all samples

@@ -248,7 +248,7 @@ class TestOtherCalls:
         await asyncio.sleep(0.1)
         info = await service.control.describe(timeout=2)
         assert info.update_phase == "receiving"
-        assert 0.05 < info.update_phase_seconds < 2
+        assert 0.05 < info.update_phase_seconds < 30
         service.engine.receive_gate.set()
         await receive
         assert service.engine.log[-1] == "receive 1 without sums"

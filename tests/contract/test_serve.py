@@ -93,7 +93,7 @@ async def test_a_service_drains_on_sigterm_and_running_calls_finish(start: Start
     (score,) = await running
     assert score.score == 1
     code, out, err = await end(process)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 20
     assert (code, out) == (0, "DRAINING\nDRAINED\n")
     assert "Traceback" not in err
     await channel.close()
@@ -126,7 +126,7 @@ async def test_a_second_signal_ends_a_service_whose_loop_is_stuck(start: Start) 
     began = time.monotonic()
     process.terminate()
     code, _, _ = await end(process)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 20
     assert code == 128 + signal.SIGTERM
     with pytest.raises(errors.Unavailable):
         await blocked
@@ -139,7 +139,7 @@ async def test_a_slow_drain_and_a_stuck_thread_delay_the_exit_only_briefly(start
     began = time.monotonic()
     process.terminate()
     code, out, err = await end(process)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 20
     assert out == "DRAINING\n"
     assert "a step of the drain failed: " in err
     assert "the drain took more than 1.0 s; exiting" in err.splitlines()[-1]

@@ -140,8 +140,8 @@ def test_ctrl_c_ends_a_call(server: Running) -> None:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         began = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            client.sample([4], timeout=20)
-        assert time.monotonic() - began < 5
+            client.sample([4], timeout=40)
+        assert time.monotonic() - began < 20
         deadline = time.monotonic() + 5
         while not server.rollout.how and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -46,8 +46,8 @@ def test_chat_that_is_interrupted_ends_cleanly(make_stage: Callable[..., Stage])
     until(lambda: any("serve rollout" in line for line in stage.descendants().values()))
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
-    assert time.monotonic() - began < 5
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - began < 20
     assert process.returncode == 0 and "Traceback" not in errors
     assert stage.descendants() == {}
 

@@ -260,12 +260,12 @@ class TestInFlight:
     ) -> None:
         await publisher.open(tiny_model("qwen2"))
         await publisher.begin()
-        waiting = control.receive(epoch=publisher.epoch, policy_version=publisher.version, timeout=15)
+        waiting = control.receive(epoch=publisher.epoch, policy_version=publisher.version, timeout=40)
         receive = asyncio.create_task(waiting)
         await asyncio.sleep(0.2)
         began = time.monotonic()
         assert await publisher.abort() == control_pb.WEIGHT_STATE_CLEAN
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         with pytest.raises(StaleEpoch):
             await receive
 

@@ -97,8 +97,8 @@ def test_interrupt_ends_everything_soon_and_resume_goes_on(make_stage: Callable[
     stage.wait_for_step(process, 3)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=10)
-    assert time.monotonic() - began < 5
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - began < 20
     assert process.returncode == 130
     assert stage.descendants() == {}
     assert "Stopped by SIGINT. To resume from the last checkpoint: fourfold run --resume runs/toy" in errors
@@ -119,8 +119,8 @@ def test_interrupt_while_it_starts_leaves_nothing(make_stage: Callable[..., Stag
     time.sleep(seconds)
     process.send_signal(signal.SIGTERM)
     began = time.monotonic()
-    _, errors = process.communicate(timeout=10)
-    assert time.monotonic() - began < 5
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - began < 20
     assert process.returncode in (143, 130)
     assert stage.descendants() == {}
     assert "Traceback" not in errors

@@ -156,8 +156,8 @@ def test_interrupt_while_the_engines_load_leaves_nothing(folder: Folder) -> None
     everything = descendants({process.pid})
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
-    assert time.monotonic() - began < 5
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - began < 20
     assert process.returncode == 130 and "Stopped by SIGINT" in errors
     until(lambda: not alive(everything), 10)
 

@@ -177,7 +177,7 @@ async def end_a_transfer_that_waits(weights: TrainerWeightClient) -> None:
     await weights.abort(epoch=2, timeout=10)
     with pytest.raises(StaleEpoch, match="aborted"):  # of both: the answers of all ranks are in it
         await sending
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     receiver.abort()
     receiver.close()
 

@@ -38,7 +38,7 @@ async def test_who_fails_soon_after_the_first_is_named_and_nobody_else_is_waited
     began = time.monotonic()
     with pytest.raises(UpdateFailed) as failed:
         await call_all({A: fail("a fell"), B: fail("b fell", 0.05), C: answer(3, 60)}, trainer=answer(0, 60))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 30
     assert set(failed.value.engines) == {A, B} and failed.value.trainer is None
     assert str(failed.value) == "a fell; b fell"
 

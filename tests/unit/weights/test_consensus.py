@@ -76,7 +76,7 @@ def test_who_does_not_answer_is_not_waited_for_any_longer_than_the_call(workers:
     began = time.monotonic()
     answers = workers.each(lambda rank: rank or workers.groups[0].first_refusal(None, Deadline(0.1)))
     assert isinstance(answers[0], Unavailable) and "could not agree" in answers[0].message
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 20
 
 
 class Engine:

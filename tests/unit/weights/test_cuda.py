@@ -218,7 +218,7 @@ def test_a_sender_whose_receiver_does_not_come_ends_at_its_deadline(fabric: Fabr
     start = time.monotonic()
     with pytest.raises(DeadlinePassed):
         rig.senders[0].send(1, 1, timeout=0.3)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 15
     with pytest.raises(StaleEpoch):
         rig.senders[0].send(1, 1, timeout=0.3)
     rig.close()
@@ -249,7 +249,7 @@ def test_a_receiver_that_waits_is_ended_from_outside(fabric: Fabric, backend: st
     with pytest.raises(StaleEpoch):
         deadline = Deadline(20, stopped=given_up.is_set)
         rig.receivers[0].receive(1, Target(rig.manifest, lambda _: True), deadline)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     rig.close()
 
 
@@ -262,7 +262,7 @@ def test_a_sender_that_waits_is_aborted_from_another_thread(fabric: Fabric, back
     start = time.monotonic()
     with pytest.raises(StaleEpoch):
         rig.senders[0].send(1, 1, timeout=20)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     rig.close()
 
 

@@ -209,10 +209,11 @@ class RayLauncher:
         self._supervisor.kill()
         if not ray.is_initialized():
             return
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            for actor in (*self._actors.values(), *self._gpu_holders.values()):
+        for actor in (*self._actors.values(), *self._gpu_holders.values()):
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 ray.kill(actor)
-            if self._group is not None:
+        if self._group is not None:
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):
                 remove_placement_group(self._group)
         self._disconnect()
 

@@ -11,10 +11,10 @@ from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from fourfold_rollout.vllm.crash import CrashNote, CrashWatch
+from tests.support.descriptors import count_descriptors
 
 SECONDS = 5
 # The watch looks 50 times for an exit code. If it blocked, the event loop would turn only about twice.
@@ -99,9 +99,9 @@ async def test_an_engine_that_is_closed_did_not_die(process: BaseProcess, lookin
     engine = Engine(process)
     if looking:
         engine.watch.begin()
-    descriptors = psutil.Process().num_fds()
+    descriptors = count_descriptors()
     engine.watch.close()
-    assert psutil.Process().num_fds() == descriptors - (not looking)
+    assert count_descriptors() == descriptors - (not looking)
     assert engine.watch.begun
     process.kill()
     engine.watch.begin()

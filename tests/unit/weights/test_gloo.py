@@ -17,6 +17,7 @@ from fourfold.weights.digest import combine_digest
 from fourfold.weights.manifest import Manifest
 from fourfold.weights.sender import WeightSender
 from fourfold.weights.source.dense import DenseSource
+from tests.support.descriptors import count_descriptors
 from tests.support.weight_peers import Peer, make_model, receiver, sender
 
 _TIMEOUT = 10.0
@@ -210,12 +211,12 @@ def test_closing_leaves_no_folder_and_no_descriptor(tmp_path: Path, monkeypatch:
         _join(weights, peer)
         weights.close()
         peer.call("close")
-        before = psutil.Process().num_fds()
+        before = count_descriptors()
         for epoch in range(2, 5):
             _join(weights, peer, epoch=epoch)
             weights.close()
             peer.call("close")
-        assert psutil.Process().num_fds() <= before
+        assert count_descriptors() <= before
     assert list(tmp_path.iterdir()) == []
 
 

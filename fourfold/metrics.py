@@ -1,9 +1,9 @@
 """Defines the name, unit and meaning of every metric of a step.
 
-A line of `runs/NAME/metrics.jsonl` is one step: a JSON object with these names, and with `step`, `diagnosis` (text: the
-problems of the step; empty if none) and `alarms` (those problems that were logged). The trainer sends its part in
-`TrainStepResponse.metrics` under the same names. Only a loss of another distribution has metrics that are not in
-`METRICS`: it names its own.
+A line of `runs/NAME/metrics.jsonl` is one step: a JSON object with these names, and with `step`, `end_time` (text: UTC
+time at which the step ended), `diagnosis` (text: the problems of the step; empty if none) and `alarms` (those problems
+that were logged). The trainer sends its part in `TrainStepResponse.metrics` under the same names. Only a loss of
+another distribution has metrics that are not in `METRICS`: it names its own.
 """
 
 from __future__ import annotations

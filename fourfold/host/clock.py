@@ -31,3 +31,8 @@ class SystemClock:
 
 
 SYSTEM_CLOCK = SystemClock()
+
+
+def utc_text(seconds: float) -> str:
+    """Return a time in seconds since 1970 as text, such as 2026-11-23T15:25:21.042Z."""
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}Z"

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
+from fourfold.host.clock import utc_text
 from fourfold.text import printable
 
 MAX_BYTES: Final = 32 << 20
@@ -81,7 +82,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
-            "time": _utc(record.created),
+            "time": utc_text(record.created),
             "level": record.levelname.lower(),
             "member": self._member_id,
             "logger": record.name,
@@ -134,10 +135,6 @@ def _clean(text: str) -> str:
     note = f" [{len(text)} characters] "
     head = (_MAX_TEXT - len(note)) * 2 // 3
     return text[:head] + note + text[head + len(note) - _MAX_TEXT :]
-
-
-def _utc(seconds: float) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}Z"
 
 
 def rotate(log: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -46,6 +47,18 @@ async def test_a_run_goes_to_its_end_and_leaves_everything_behind(make_stage: Ca
     metrics = stage.lines("metrics.jsonl")[0]
     assert metrics["weights/probe_diff_mean"] == pytest.approx(0.01, abs=1e-4)
     assert metrics["train/policy_lag_max"] == 0
+
+
+async def test_every_line_has_the_time_at_which_its_step_ended(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=3)
+    began = datetime.now(UTC)
+    await stage.start()
+    watching = asyncio.create_task(watch_for(stage, lambda s: s.phase == run_pb.RUN_PHASE_DONE))
+    assert await stage.finish() == 0
+    ends = [datetime.fromisoformat(row["end_time"]) for row in stage.lines("metrics.jsonl")]
+    # The text is cut to milliseconds.
+    assert began - timedelta(milliseconds=1) <= ends[0] < ends[1] < ends[2] <= datetime.now(UTC)
+    assert not any("end_time" in record.metrics for record in (await watching).steps), "it is not a metric"
 
 
 async def test_a_metric_that_is_not_a_number_is_null_in_the_file(make_stage: Callable[..., Stage]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from fourfold import metrics as m
+from fourfold.host.clock import SYSTEM_CLOCK, utc_text
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 
 from ..reporting import report
@@ -111,11 +112,12 @@ class StepReporter:
         await self.save(record)
 
     async def save(self, record: StepRecord) -> None:
-        """Write the metrics of a step to the ledger, with the time of the step so far; may be called again."""
+        """Write the metrics of a step to the ledger, with its time so far and the present time; may be called again."""
         _add_total_time(record)
         # JSON has no NaN and no infinity.
         finite = {name: value if math.isfinite(value) else None for name, value in sorted(record.metrics.items())}
-        record.row = {**finite, "diagnosis": "; ".join(record.findings), "alarms": record.alarms}
+        texts = {"end_time": utc_text(SYSTEM_CLOCK.now()), "diagnosis": "; ".join(record.findings)}
+        record.row = {**finite, **texts, "alarms": record.alarms}
         await self._disk.write(self._ledger.record_metrics, record.step, record.row, seconds=record.seconds)
         await self._disk.write(self._context.router.faults.save, self._ledger)
 

@@ -166,6 +166,9 @@ class _Serve:
             "--run-dir", type=Path, help="folder of the run; default: runs/NAME, with the recipe's name"
         )
         parser.add_argument("--advertise", default="", metavar="HOST", help="host name that other services connect to")
+        parser.add_argument(
+            "--metrics-listen", default="", metavar="HOST:PORT", help="serve metrics for Prometheus here, on loopback"
+        )
         parser.add_argument("--list", action="store_true", help="reward only: print the built-in verifiers")
 
     def main(self, args: argparse.Namespace) -> int:
@@ -203,6 +206,7 @@ class _Serve:
             coordinator=args.coordinator,
             run_dir=run_dir,
             advertise=args.advertise,
+            metrics_listen=args.metrics_listen,
         )
         code: int = service(options)
         return code

@@ -269,6 +269,14 @@ class SecurityConfig(Table):
     """File with the SHA-256 digests of tokens for the public rollout port; `fourfold certs token` changes it."""
 
 
+class MetricsConfig(Table):
+    """Metrics for a monitoring system (docs/monitoring.md)."""
+
+    endpoint: bool = False
+    """Serve metrics in the format of Prometheus over HTTP, on a free loopback port of each service. The services write
+    their ports to `metrics/` in the run's folder, for Prometheus' file-based discovery."""
+
+
 class Config(Table):
     """The whole recipe of a run."""
 
@@ -291,6 +299,7 @@ class Config(Table):
     checkpoint: CheckpointConfig = CheckpointConfig()
     retry: RetryConfig = RetryConfig()
     security: SecurityConfig = SecurityConfig()
+    metrics: MetricsConfig = MetricsConfig()
     placement: PlacementConfig = PlacementConfig()
 
     @property

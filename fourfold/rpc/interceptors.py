@@ -28,6 +28,7 @@ from fourfold.errors import (
     Unauthenticated,
 )
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
+from fourfold.rpc.call_stats import CallRecord, CallStats
 from fourfold.rpc.limits import CallSlots, Quotas, is_probe, is_watch
 from fourfold.rpc.status import to_status
 from fourfold.security.access import Security, check_identity
@@ -60,11 +61,14 @@ ReadRequest = Callable[[Any, Context], Awaitable[Any]]
 class CallInterceptor(grpc.aio.ServerInterceptor):
     """Authorizes, limits and times out calls, and maps errors, for unary and streaming methods."""
 
-    def __init__(self, authorize: Authorize, slots: CallSlots, quotas: Quotas, refusals: RefusalLog) -> None:
+    def __init__(
+        self, authorize: Authorize, slots: CallSlots, quotas: Quotas, refusals: RefusalLog, stats: CallStats
+    ) -> None:
         self._authorize = authorize
         self._slots = slots
         self._quotas = quotas
         self._refusals = refusals
+        self._stats = stats
         self._wrapped: dict[str, Handler] = {}
 
     async def intercept_service(
@@ -108,7 +112,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def _guard(self, method: str, *, drain: bool) -> Guard:
         service, name = _split(method)
-        watch, probe = is_watch(name), is_probe(service)
+        watch, probe, label = is_watch(name), is_probe(service), f"{service}/{name}"
 
         def admit(context: Context, held: ExitStack) -> None:
             principal = self._authorize(service, name, context)
@@ -124,26 +128,33 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         @asynccontextmanager
         async def guard(context: Context) -> AsyncIterator[None]:
             with ExitStack() as held:
+                record = held.enter_context(self._stats.call(label))
                 admitted = False
                 try:
                     admit(context, held)
                     admitted = True
                     yield
                 except grpc.aio.AbortError:
+                    record.code = _code_name(context)
+                    raise
+                except asyncio.CancelledError:  # the client has left, or the deadline has passed
+                    left = context.time_remaining()
+                    record.code = "CANCELLED" if left is None or left > 0 else "DEADLINE_EXCEEDED"
                     raise
                 except Exception as error:  # the request boundary; CancelledError is a BaseException and passes
                     # The slot is still held, so that a slow sender counts towards the limits.
                     if drain and admitted:
                         await _read_to_the_end(context)
-                    await self._abort(method, context, error)
+                    await self._abort(method, context, error, record)
 
         return guard
 
-    async def _abort(self, method: str, context: Context, error: Exception) -> None:
+    async def _abort(self, method: str, context: Context, error: Exception, record: CallRecord) -> None:
         """End the call with the status of `error`."""
         # A generated base class (e.g. of Health.List) sets this code before its NotImplementedError. PyTorch uses the
         # same exception for unsupported operations; that is a bug of ours.
         if isinstance(error, NotImplementedError) and context.code() is grpc.StatusCode.UNIMPLEMENTED:
+            record.code = "UNIMPLEMENTED"
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented here")
         known = _caller_facing(error)
         if known is None or isinstance(known, Internal):
@@ -154,6 +165,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             # Before authentication only the address is known. Its port is cut off because it differs between calls.
             caller = peer.rpartition(":")[0] if current() == LOCAL else str(current())
             self._refusals.add(method, known, caller=caller, peer=peer)
+            self._stats.refuse(known.reason)
+        record.code = known.code
         status = to_status(known)
         await context.abort(
             grpc.StatusCode[known.code], status.message, (("grpc-status-details-bin", status.SerializeToString()),)
@@ -189,6 +202,13 @@ def authorize_token(security: Security) -> Authorize:
         return Principal("agent", check_token(header, method, security.tokens).name)
 
     return authorize
+
+
+def _code_name(context: Context) -> str:
+    """Return the name of the status with which a servicer has aborted a call."""
+    code: Any = context.code()
+    known = next((status for status in grpc.StatusCode if code in (status, status.value[0])), grpc.StatusCode.UNKNOWN)
+    return known.name
 
 
 def _split(method: str) -> tuple[str, str]:

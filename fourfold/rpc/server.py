@@ -19,6 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from fourfold.errors import ConfigError
+from fourfold.rpc.call_stats import CallStats
 from fourfold.rpc.channel import PUBLIC_SERVER_OPTIONS, SERVER_OPTIONS, is_loopback, join_target, split_target
 from fourfold.rpc.connection_limit import ConnectionLimit
 from fourfold.rpc.interceptors import (
@@ -48,6 +49,7 @@ class Server:
         public: bool = False,
         max_concurrent_rpcs: int = 1024,
         quotas: Quotas | None = None,
+        stats: CallStats | None = None,
     ) -> None:
         """Prepare a server; nothing listens yet.
 
@@ -58,6 +60,7 @@ class Server:
             max_concurrent_rpcs: calls of one service in flight; more are refused at once with RESOURCE_EXHAUSTED.
                 Watches and probes have limits of their own (`CallSlots`).
             quotas: limits of each caller; None: no limits.
+            stats: counts the calls; None: for this server only.
 
         Raises:
             ConfigError: the address is malformed, or needs TLS or tokens.
@@ -67,6 +70,7 @@ class Server:
         self._slots = CallSlots(calls_per_service=max_concurrent_rpcs, public=public)
         self._quotas = quotas or Quotas(lambda _principal: UNLIMITED)
         self._refusals = RefusalLog()
+        self._stats = stats or CallStats()
         self._servicers: list[tuple[ServiceDescriptor, Callable[[Any, grpc.aio.Server], None], object]] = []
         self._server: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
@@ -96,8 +100,9 @@ class Server:
 
     async def start(self) -> str:
         """Listen, and return the bound "host:port"; raise ConfigError if this machine cannot listen there."""
+        interceptor = CallInterceptor(self._authorize(), self._slots, self._quotas, self._refusals, self._stats)
         server = grpc.aio.server(
-            interceptors=(CallInterceptor(self._authorize(), self._slots, self._quotas, self._refusals),),
+            interceptors=(interceptor,),
             options=PUBLIC_SERVER_OPTIONS if self._public else SERVER_OPTIONS,
             maximum_concurrent_rpcs=self._slots.maximum_concurrent_rpcs(len(self._servicers)),
         )
@@ -115,6 +120,10 @@ class Server:
         if self._public:
             self._connection_limit = asyncio.get_running_loop().create_task(ConnectionLimit(port).run())
         return join_target(self._host, port)
+
+    @property
+    def ready(self) -> bool:
+        return self._ready
 
     def set_ready(self, ready: bool) -> None:
         """Set the health of every service. Call it on the server's event loop."""

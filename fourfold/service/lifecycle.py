@@ -32,12 +32,15 @@ from fourfold.errors import ConfigError, FourfoldError
 from fourfold.host import logs
 from fourfold.host.process import raise_file_limit
 from fourfold.host.process_tree import PARENT_PID_VARIABLE, die_with_parent
+from fourfold.rpc.call_stats import CallStats
 from fourfold.rpc.channel import check_target, is_loopback, join_target, open_channel, split_target
 from fourfold.rpc.limits import Quotas, limits_by_role
 from fourfold.rpc.server import Server
 from fourfold.security.access import COORDINATOR, Security, expiry_warning
 from fourfold.security.principal import CallerLimits, Principal
+from fourfold.service.exporter import Exporter
 from fourfold.service.membership import Membership
+from fourfold.service.metrics_server import DiscoveryFile, MetricsServer
 
 _log = logging.getLogger("fourfold.service.lifecycle")
 
@@ -62,6 +65,7 @@ class ServeOptions:
     coordinator: str = ""  # host:port; empty: the service runs without a coordinator
     run_dir: Path | None = None  # folder of the run, for checkpoints, exports and logs
     advertise: str = ""  # host name or address that other services connect to; empty: the one of `listen`
+    metrics_listen: str = ""  # "host:port" of the metrics endpoint; empty: as the recipe says ([metrics])
 
 
 class ServiceHost:
@@ -81,9 +85,16 @@ class ServiceHost:
         self.tokenizer_sha256 = b""  # 32 bytes or none; `start` may set it
         self.security = Security.load(options.config.security, Principal(options.role, options.member_id))
         self.quotas = Quotas(limits_by_role(agent_limits(options.config), self._token_limits))
+        self._stats = CallStats()
         self.server = Server(
-            listen=options.listen, security=self.security, max_concurrent_rpcs=max_concurrent_rpcs, quotas=self.quotas
+            listen=options.listen,
+            security=self.security,
+            max_concurrent_rpcs=max_concurrent_rpcs,
+            quotas=self.quotas,
+            stats=self._stats,
         )
+        self.exporter = Exporter(options.role, stats=self._stats, ready=lambda: self.server.ready)
+        self._metrics = metrics_server(options, self.exporter)
         self.on_drain: list[Callable[[], Awaitable[None]]] = []
         self.target = ""  # host:port for other services; set when the server listens
         self._servers = [self.server]
@@ -98,7 +109,12 @@ class ServiceHost:
     def public_server(self, listen: str) -> Server:
         """Add a server for agents. `run` starts and stops it, and sets its health, with the internal server."""
         server = Server(
-            listen=listen, security=self.security, public=True, max_concurrent_rpcs=_PUBLIC_CALLS, quotas=self.quotas
+            listen=listen,
+            security=self.security,
+            public=True,
+            max_concurrent_rpcs=_PUBLIC_CALLS,
+            quotas=self.quotas,
+            stats=self._stats,
         )
         self._servers.append(server)
         return server
@@ -154,6 +170,8 @@ class ServiceHost:
 
     async def _make_ready(self, start: Callable[[], Awaitable[None]] | None) -> bool:
         """Listen, run `start` and report ready; return False when the service was stopped before."""
+        if self._metrics is not None:
+            await self._metrics.start()
         bound = await self.server.start()
         self.target = self._advertised(split_target(bound)[1])
         if start is not None:
@@ -207,6 +225,8 @@ class ServiceHost:
             work.cancel()
             await asyncio.wait({work}, timeout=_ON_DRAIN_SECONDS)
         await asyncio.gather(*(server.stop(_GRACE_SECONDS) for server in self._servers))
+        if self._metrics is not None:
+            await self._metrics.stop()
 
     async def _unless_stopped(self, work: Awaitable[None]) -> None:
         """Await `work`; cancel it when the service is stopped first."""
@@ -310,6 +330,18 @@ def agent_limits(config: Config) -> CallerLimits:
     """Return the recipe's limits of one agent."""
     names = {field.name for field in fields(CallerLimits)}
     return CallerLimits(**config.rollout.agents.model_dump(include=names, exclude_none=True))
+
+
+def metrics_server(options: ServeOptions, exporter: Exporter) -> MetricsServer | None:
+    """Return the metrics endpoint that the options or the recipe ask for."""
+    listen = options.metrics_listen
+    if not listen and options.config.metrics.endpoint:
+        listen = "127.0.0.1:0"  # a recipe gives no port, because all services of a machine read the same one
+    if not listen:
+        return None
+    run_dir, labels = options.run_dir, {"run": options.config.name, "role": options.role, "member": options.member_id}
+    discovery = DiscoveryFile(run_dir / "metrics" / f"{options.member_id}.json", labels) if run_dir else None
+    return MetricsServer(listen, exporter.page, discovery=discovery)
 
 
 def _print_error(line: str) -> None:

@@ -67,6 +67,8 @@ def main() -> int:
     parser.add_argument("--forever", action="store_true")
     parser.add_argument("--stuck-thread", action="store_true")
     parser.add_argument("--certs", default="")
+    parser.add_argument("--metrics-listen", default="")
+    parser.add_argument("--run-dir", type=Path)
     args = parser.parse_args()
     if args.hasty:
         for name in ("_ON_DRAIN_SECONDS", "_HARD_EXIT_SECONDS"):
@@ -78,6 +80,7 @@ def main() -> int:
         )
     options = ServeOptions(role="reward", recipe=RECIPE, config=settings, member_id="reward-0")
     options = replace(options, listen=args.listen, coordinator=args.coordinator)
+    options = replace(options, metrics_listen=args.metrics_listen, run_dir=args.run_dir)
     try:
         host = ServiceHost(options, role=ROLE_REWARD)
         host.tokenizer_sha256 = b"t" * 32

@@ -30,6 +30,7 @@ from fourfold.security.access import Security
 from fourfold.security.material import server_name
 from fourfold.security.principal import Principal
 from tests.fakes.command_line import listening, until
+from tests.support.scrape import check_exported, http, parse, value
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(200)]
 
@@ -144,6 +145,7 @@ def tiny(recipe: Config, model: Path, public_port: int) -> Config:
     tables["sampling"] |= {"max_new_tokens": 8}
     tables["data"]["train"] |= {"size": 16}
     tables["reward"] |= {"verifier": "scorer.py:score"}
+    tables["metrics"] |= {"endpoint": True}
     tables["rollout"] |= {"public_listen": f"127.0.0.1:{public_port}", "max_concurrent_samples": 32}
     return Config.model_validate(tables)
 
@@ -240,6 +242,20 @@ def test_an_agent_needs_the_token_and_gets_its_answer(by_hand: ByHand) -> None:
     assert done.returncode == 0, done.stderr
     tokens = re.search(r"^\[(\d+) tokens, sampled by policy version \d+\]$", done.stdout, re.MULTILINE)
     assert tokens and 1 <= int(tokens[1]) <= 64
+
+
+async def test_prometheus_gets_the_metrics_of_every_service(by_hand: ByHand) -> None:
+    for role in ("coordinator", "reward", "trainer", "rollout"):
+        by_hand.target(role)  # the coordinator first: it ends with its run
+        (target,) = re.findall(r"metrics endpoint started: http://(\S+)/metrics", by_hand.output(role))
+        code, _, page = await http(target)
+        families = parse(page)
+        check_exported(families, role)
+        ready = value(families, "fourfold_ready")
+        assert (code, ready) == (200, 1)
+        if role == "rollout":  # its engine is a process of its own
+            assert value(families, "fourfold_child_processes") >= 1
+            assert value(families, "fourfold_children_resident_memory_bytes") > 1 << 26
 
 
 def test_the_run_is_watched_and_finished(by_hand: ByHand) -> None:

@@ -15,6 +15,7 @@ import pytest
 from fourfold.arrays import Sample, VersionSpan
 from fourfold.reference.client import AsyncReferenceClient
 from fourfold.rpc.channel import open_channel
+from tests.support.scrape import check_exported, discovered, http, parse, value
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -26,6 +27,7 @@ data = {{ train = {{ path = "none.jsonl" }} }}
 sampling = {{ max_new_tokens = 4 }}
 batch = {{ prompts_per_step = 1, group_size = 2 }}
 algorithm = {{ kl = {{ coef = 0.1 }} }}
+metrics = {{ endpoint = true }}
 """
 MAIN = """
 import sys
@@ -34,7 +36,10 @@ from fourfold.config import load
 from fourfold.service.lifecycle import ServeOptions
 from fourfold_reward.reference.serve import main
 recipe = Path(sys.argv[1])
-sys.exit(main(ServeOptions(role="reference", recipe=recipe, config=load(recipe), member_id="reference-0")))
+options = ServeOptions(
+    role="reference", recipe=recipe, config=load(recipe), member_id="reference-0", run_dir=recipe.parent
+)
+sys.exit(main(options))
 """
 
 
@@ -82,6 +87,11 @@ async def test_service_loads_answers_and_drains(tmp_path: Path, tiny_model: Call
             rows = await client.compute_logprobs([sample("a", 20), sample("b", 64)], timeout=30)
             assert [len(row) for row in rows] == [20, 64]
             assert all(np.isnan(row[0]) and (row[1:] < 0).all() for row in rows)
+            families = parse((await http(discovered(tmp_path, "reference-0")))[2])
+            check_exported(families, "reference")
+            assert value(families, "fourfold_reference_samples_total") == 2
+            assert value(families, "fourfold_reference_tokens_total") == 84
+            assert value(families, "fourfold_reference_batch_seconds_count") == 1
             await channel.close()
             process.send_signal(signal.SIGTERM)
             _, text = process.communicate(timeout=10)

@@ -1,4 +1,4 @@
-"""The docs: every snippet runs and type-checks, and the glossary has every metric."""
+"""The docs: every snippet runs and type-checks, and the glossary and the monitoring page have every metric."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ from fourfold_coordinator.state.run_board import RunBoard
 from tests.fakes.clock import FakeClock
 from tests.fakes.servicers import Context, Reference, Reward, Rollout, Trainer, generated
 from tests.fakes.toy import write_model
+from tests.support.scrape import EXPORTED_BY_SERVICE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs/clients").glob("*.md"))
 GLOSSARY = ROOT / "docs/glossary.md"
+MONITORING = ROOT / "docs/monitoring.md"
 UPDATE = "FOURFOLD_UPDATE_SNAPSHOT"
 SNIPPET = re.compile(r"(<!-- not run by the tests.*?-->\n)?```python\n(.*?)```", re.DOTALL)
 
@@ -126,6 +128,20 @@ def test_the_glossary_has_every_metric_with_its_meaning() -> None:
         GLOSSARY.write_text(head + rule + rows)
     else:
         assert found == rows, f"fourfold/metrics.py changed; write the table with {UPDATE}=1"
+
+
+def test_the_monitoring_page_has_every_exported_metric() -> None:
+    rows = "".join(
+        f"| {service} | `{e.name}` | {e.kind} | {', '.join(f'`{label}`' for label in e.labels)} | {e.help} |\n"
+        for service, exported in EXPORTED_BY_SERVICE.items()
+        for e in exported
+    )
+    text = MONITORING.read_text()
+    head, rule, found = text.rpartition("| service | metric | type | labels | meaning |\n|---|---|---|---|---|\n")
+    if os.environ.get(UPDATE):
+        MONITORING.write_text(head + rule + rows)
+    else:
+        assert found == rows, f"an exported metric changed; write the table with {UPDATE}=1"
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -33,6 +33,7 @@ from fourfold.service.lifecycle import ServeOptions, ServiceHost
 
 from .data.prompts import PromptSet, load_prompts
 from .launch.run_folder import ADDRESS_FILE, CONFIG_FILE, REPORT_FILE, is_finished, locked
+from .reporting.exported import RunSource
 from .reporting.run_service import RunServicer
 from .reporting.run_totals import RunTotals
 from .routing.membership import CertificateMonitor, MembershipServicer
@@ -103,6 +104,8 @@ class Coordinator:
             on_wait=self._board.set_waiting_for,
             faults=FaultLog(report=self._board.report_condition, resolve=self._board.resolve_condition),
         )
+        self._run_source = RunSource(self._board, self._router.faults, folder / _LEDGER_FILE)
+        self._host.exporter.add(self._run_source.read, refresh=self._run_source.refresh)
         self._certificates = CertificateMonitor(self._host.security, self._registry, self._board, own=options.member_id)
         self._host.server.add(
             membership_service_pb2.DESCRIPTOR.services_by_name["MembershipService"],
@@ -151,6 +154,7 @@ class Coordinator:
     async def _loop(self, ledger: Ledger) -> None:
         totals = RunTotals(ledger, members=self._registry.members)
         self._registry.add_listener(totals.on_member)
+        self._run_source.totals = totals
         await self._disk.write(totals.save)
         background = [
             asyncio.create_task(self._router.run()),

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from fourfold.errors import ConfigError, Overloaded
+from fourfold.host.timing import Histogram
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.protocol import Outcome
 from fourfold_reward.verifiers import GymOptions
@@ -100,6 +101,8 @@ class WorkerPool:
         self._slots: list[asyncio.Task[None]] = []
         self._workers: dict[int, WorkerProcess] = {}
         self._mean_seconds = 0.0
+        self.busy = 0  # slots that score a sample, or start a worker for one
+        self.seconds = Histogram()  # of each sample that got a worker
         self._start_error = ""
 
     async def start(self) -> None:
@@ -160,6 +163,14 @@ class WorkerPool:
         self._slots.clear()
         await asyncio.gather(*(self._discard(worker) for worker in list(self._workers.values())))
 
+    @property
+    def process_count(self) -> int:
+        return self._processes
+
+    @property
+    def waiting_samples(self) -> int:
+        return len(self._queue)
+
     def worker_pids(self) -> list[int]:
         """Return the process ids of the running workers."""
         return list(self._workers)
@@ -174,12 +185,15 @@ class WorkerPool:
             queued = self._queue.popleft()
             self._queued_bytes -= queued.job.size_bytes
             builtin = queued.job.verifier.builtin
+            self.busy += 1
             worker = workers.get(builtin) or await self._try_start_worker(builtin)
             started = loop.time()
             if worker is None:
                 outcome = Outcome.error("WORKER_DIED", f"no worker process could be started: {self._start_error}")
             else:
                 outcome, worker = await self._score_one(worker, queued.job)
+            self.busy -= 1
+            self.seconds.add(loop.time() - started)
             self._mean_seconds += _NEWEST_WEIGHT * (loop.time() - started - self._mean_seconds)
             if not queued.outcome.done():
                 queued.outcome.set_result(outcome)

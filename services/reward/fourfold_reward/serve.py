@@ -16,6 +16,7 @@ from fourfold.reward.v1 import reward_service_pb2 as pb
 from fourfold.reward.v1.reward_service_pb2_grpc import add_RewardServiceServicer_to_server
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold_reward import loader, verifiers, worker_sandbox
+from fourfold_reward.exported import reward_source
 from fourfold_reward.loader import Verifier, VerifierError
 from fourfold_reward.pool import WorkerPool
 from fourfold_reward.sample import RewardFunction
@@ -54,6 +55,7 @@ async def serve(options: ServeOptions) -> int:
     servicer = RewardServicer(pool, allowed.find)
     service = pb.DESCRIPTOR.services_by_name["RewardService"]
     host.server.add(service, add_RewardServiceServicer_to_server, servicer)
+    host.exporter.add(reward_source(pool, servicer))
 
     async def start() -> None:
         await pool.start()
@@ -78,6 +80,7 @@ def serve_reward(
     network: bool = False,
     environment: tuple[str, ...] = (),
     memory_gib: int = 8,
+    metrics_listen: str = "",
 ) -> int:
     """Serve a reward function until SIGTERM or Ctrl-C.
 
@@ -97,6 +100,7 @@ def serve_reward(
         network: whether the function may open sockets.
         environment: environment variables that the function may read, besides PATH, HOME and the like.
         memory_gib: memory limit of a worker process.
+        metrics_listen: "HOST:PORT" on loopback to serve metrics for Prometheus; empty: none.
 
     Returns:
         The exit code: 0 after a drain, 1 after an error.
@@ -112,15 +116,15 @@ def serve_reward(
         "environment": environment,
         "memory_gib": memory_gib,
     }
-    security = {"directory": str(certs)} if certs else {}
     options = ServeOptions(
         role="reward",
         recipe=Path(),
-        config=Config.model_validate({**_MINIMAL_RECIPE, "reward": reward, "security": security}),
+        config=Config.model_validate({**_MINIMAL_RECIPE, "reward": reward, "security": {"directory": str(certs)}}),
         member_id=member,
         listen=listen,
         coordinator=coordinator,
         advertise=advertise,
+        metrics_listen=metrics_listen,
     )
     return main(options)
 

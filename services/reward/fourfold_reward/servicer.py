@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -32,6 +33,7 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         self._pool = pool
         self._find = find
         self._ready = False
+        self.outcomes: Counter[str] = Counter()  # of all samples so far, by `outcome_name`
 
     def set_ready(self) -> None:
         """Accept calls, because the pool has started."""
@@ -54,10 +56,11 @@ class RewardServicer(pb_grpc.RewardServiceServicer):
         remaining = context.time_remaining() or 0.0
         timeout = max(remaining - min(_ANSWER_MARGIN_SECONDS, 0.2 * remaining), 0.0)
         scored = iter(await self._pool.score(jobs, timeout=timeout) if jobs else ())
+        outcomes = [next(scored) if isinstance(entry, Job) else entry for entry in prepared]
+        self.outcomes.update(map(outcome_name, outcomes))
         return pb.ScoreResponse(
             scores=[
-                _pack(item.experience.sample_id, next(scored) if isinstance(entry, Job) else entry)
-                for item, entry in zip(request.items, prepared, strict=True)
+                _pack(item.experience.sample_id, outcome) for item, outcome in zip(request.items, outcomes, strict=True)
             ]
         )
 
@@ -100,6 +103,11 @@ def _check(request: pb.ScoreRequest) -> None:
     for item in request.items:
         check_id(item.experience.sample_id, "sample_id")
     check_unique(item.experience.sample_id for item in request.items)
+
+
+def outcome_name(outcome: Outcome) -> str:
+    """Return SCORED, ABSTAINED, or the reason of the error, a key of ERROR_CODES."""
+    return outcome.error_reason or ("ABSTAINED" if outcome.score is None else "SCORED")
 
 
 def _pack(sample_id: str, outcome: Outcome) -> pb.SampleScore:

@@ -27,6 +27,7 @@ from fourfold.rpc.channel import split_target
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 from fourfold.weights.transport.locality import host_id
 from fourfold_rollout.engine import EngineSettings
+from fourfold_rollout.exported import rollout_source
 from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
 from fourfold_rollout.update.controller import WeightController
@@ -141,6 +142,7 @@ async def _serve(host: ServiceHost, engine: VllmEngine, settings: EngineSettings
     if config.rollout.public_listen:
         public = host.public_server(config.rollout.public_listen)
         public.add(_SERVICE, add_RolloutServiceServicer_to_server, servicer)
+    host.exporter.add(rollout_source(servicer, weights, kv_cache_tokens=description.kv_cache_tokens))
     host.on_drain += [servicer.drain, weights.close, engine.close]
     return await host.run()
 

@@ -72,6 +72,13 @@ class FaultLog:
             for (name, kind), fault in sorted(self._faults.items())
         ]
 
+    def counts(self) -> dict[str, int]:
+        """Return the number of faults by kind, kinds in the order of their first fault."""
+        found: dict[str, int] = {}
+        for (_, kind), fault in self._faults.items():
+            found[kind] = found.get(kind, 0) + fault.count
+        return found
+
     def save(self, ledger: Ledger) -> None:
         """Store the counts in the ledger, for a coordinator that resumes the run."""
         ledger.put({FAULTS: json.dumps(self.rows())})

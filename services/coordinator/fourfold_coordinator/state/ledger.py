@@ -12,11 +12,11 @@ coordinator may be killed between any two of them. A sample enters exactly one s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
@@ -72,6 +72,8 @@ CREATE TABLE IF NOT EXISTS evals (
   step INTEGER PRIMARY KEY, score REAL NOT NULL, half_width REAL, answer_count INTEGER NOT NULL,
   missing_count INTEGER NOT NULL, answers TEXT NOT NULL);
 """
+_COUNT_SAMPLES: Final = "SELECT state, COUNT(*) FROM samples GROUP BY state"
+_COUNT_REASONS: Final = "SELECT reason, COUNT(*) FROM samples WHERE state = 'DROPPED' GROUP BY reason"
 # The fields of the row classes below have the order of these columns.
 
 
@@ -117,6 +119,24 @@ class CheckpointRow:
     eval_count: int
 
 
+@dataclass(frozen=True, slots=True)
+class SampleCounts:
+    """Number of samples in each state, and of dropped ones by reason."""
+
+    states: Mapping[SampleState, int] = field(default_factory=dict)
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+
+def read_sample_counts(path: Path) -> SampleCounts:
+    """Count the samples of a ledger that is in use. Any thread may call this: it opens a connection of its own.
+
+    Raises sqlite3.Error: there is no ledger yet, or it cannot be read.
+    """
+    with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=1.0)) as db:
+        states = {SampleState(state): count for state, count in db.execute(_COUNT_SAMPLES)}
+        return SampleCounts(states, dict(db.execute(_COUNT_REASONS).fetchall()))
+
+
 class Ledger:
     """The run's database. Not thread-safe.
 
@@ -139,7 +159,7 @@ class Ledger:
     def close(self) -> None:
         self._db.close()
 
-    @contextmanager
+    @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._db:  # commits, or rolls back unless SQLite has done so already, as it does when the disk is full
             self._db.execute("BEGIN IMMEDIATE")
@@ -226,7 +246,7 @@ class Ledger:
 
     def counts(self) -> dict[SampleState, int]:
         """Return the number of samples by state, without states that have none."""
-        return {SampleState(s): n for s, n in self._db.execute("SELECT state, COUNT(*) FROM samples GROUP BY state")}
+        return {SampleState(s): n for s, n in self._db.execute(_COUNT_SAMPLES)}
 
     def dropped(self, step: int | None = None) -> dict[str, int]:
         """Return the number of dropped samples by reason, of one step or of all."""

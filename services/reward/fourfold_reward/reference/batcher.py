@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from fourfold.arrays import Float32Array, Int32Array
+from fourfold.host.timing import Histogram
 from fourfold_reward.reference.model import ReferenceModel
 
 # Many passes per batch waste little on the last, partly filled pass. Few passes keep the wait for a response short.
@@ -37,11 +38,18 @@ class DynamicBatcher:
 
     def __init__(self) -> None:
         self.mean_seconds = 1.0  # moving average of the duration of a batch
+        # Totals of the batches so far; the thread writes them.
+        self.batch_seconds = Histogram()
+        self.samples = self.tokens = 0
         # Set it to stop: the running batch ends before its next forward pass, and waiting calls fail.
         self.closing = threading.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reference")
         self._waiting: deque[_Call] = deque()
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def waiting_calls(self) -> int:
+        return len(self._waiting)
 
     async def logprobs(
         self, model: ReferenceModel, token_ids: Sequence[Int32Array], temperatures: Sequence[float]
@@ -93,5 +101,9 @@ class DynamicBatcher:
                 stopped=lambda: self.closing.is_set() or all(call.rows.cancelled() for call in calls),
             )
         )
-        self.mean_seconds += _NEWEST_WEIGHT * (time.monotonic() - started - self.mean_seconds)
+        seconds = time.monotonic() - started
+        self.mean_seconds += _NEWEST_WEIGHT * (seconds - self.mean_seconds)
+        self.batch_seconds.add(seconds)
+        self.samples += sum(len(call.token_ids) for call in calls)
+        self.tokens += sum(len(ids) for call in calls for ids in call.token_ids)
         return [[next(rows) for _ in call.token_ids] for call in calls]

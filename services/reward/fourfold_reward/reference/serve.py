@@ -10,6 +10,7 @@ from fourfold.model.tokenizer import tokenizer_sha256
 from fourfold.reference.v1 import reference_service_pb2 as pb
 from fourfold.reference.v1.reference_service_pb2_grpc import add_ReferenceServiceServicer_to_server
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
+from fourfold_reward.reference.exported import reference_source
 from fourfold_reward.reference.model import ReferenceModel
 from fourfold_reward.reference.servicer import MAX_CALLS, ReferenceServicer
 
@@ -27,6 +28,7 @@ async def serve(options: ServeOptions) -> int:
     servicer = ReferenceServicer(name=config.model.source, max_context_tokens=config.model.max_context_tokens)
     service = pb.DESCRIPTOR.services_by_name["ReferenceService"]
     host.server.add(service, add_ReferenceServiceServicer_to_server, servicer)
+    host.exporter.add(reference_source(servicer.batcher))
 
     def load() -> tuple[ReferenceModel, bytes]:
         folder = model_folder.resolve(config.model.source)

@@ -33,7 +33,7 @@ class ReferenceServicer(pb_grpc.ReferenceServiceServicer):
         self._max_context_tokens = max_context_tokens
         self._model: ReferenceModel | None = None
         self._tokenizer_sha256 = b""
-        self._batcher = DynamicBatcher()
+        self.batcher = DynamicBatcher()
         self._calls = self._waiting_bytes = 0
 
     def set_ready(self, model: ReferenceModel, *, tokenizer_sha256: bytes) -> None:
@@ -43,7 +43,7 @@ class ReferenceServicer(pb_grpc.ReferenceServiceServicer):
 
     async def close(self) -> None:
         """Stop the running batch before its next forward pass, and fail the waiting calls."""
-        self._batcher.closing.set()
+        self.batcher.closing.set()
 
     async def GetInfo(
         self, request: pb.GetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -69,12 +69,12 @@ class ReferenceServicer(pb_grpc.ReferenceServiceServicer):
                 f"{self._calls} calls with {self._waiting_bytes >> 20} MiB are in progress; at most {MAX_CALLS} "
                 f"with {MAX_WAITING_BYTES >> 20} MiB are allowed: come back later, or start more reference services",
                 reason="QUEUE_FULL",
-                retry_after=min(self._batcher.mean_seconds, _MAX_RETRY_AFTER_SECONDS),
+                retry_after=min(self.batcher.mean_seconds, _MAX_RETRY_AFTER_SECONDS),
             )
         self._calls += 1
         self._waiting_bytes += size
         try:
-            rows = await self._batcher.logprobs(model, token_ids, [e.temperature for e in request.experiences])
+            rows = await self.batcher.logprobs(model, token_ids, [e.temperature for e in request.experiences])
         except Stopped:
             raise Unavailable("the reference service is stopping; try another one") from None
         finally:
@@ -85,7 +85,7 @@ class ReferenceServicer(pb_grpc.ReferenceServiceServicer):
     def _ready_model(self) -> ReferenceModel:
         if self._model is None:
             raise Unavailable("the reference model is loading; try again in a few seconds", retry_after=1.0)
-        if self._batcher.closing.is_set():
+        if self.batcher.closing.is_set():
             raise Unavailable("the reference service is stopping; try another one")
         return self._model
 

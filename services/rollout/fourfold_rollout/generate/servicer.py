@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -59,7 +60,8 @@ class RolloutServicer(RolloutServiceServicer):
         self._weights = weights
         self._admission = Admission(model.limits, quotas)
         self._coalescer = RequestCoalescer(engine)
-        self._meter = LoadMeter(engine)
+        self.meter = LoadMeter(engine)
+        self.waiting_samples = 0  # admitted, and not in the engine yet
         self._draining = False
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Context) -> pb.GetInfoResponse:
@@ -104,7 +106,7 @@ class RolloutServicer(RolloutServiceServicer):
                 raise InvalidInput(f"period is {period} s; it must be in [{low}, {high:g}] s, or unset for 1 s")
         while True:
             updating = self._weights.updating or self._weights.joining
-            load = self._meter.read(updating=updating)
+            load = self.meter.read(updating=updating)
             yield pb.WatchLoadResponse(
                 running_sample_count=load.running_samples,
                 sampled_token_count=load.sampled_tokens,
@@ -128,27 +130,34 @@ class RolloutServicer(RolloutServiceServicer):
 
     async def _sample(self, call: GenerateCall, chunks: asyncio.Queue[pb.SampleChunk | None], timeout: float) -> None:
         """Draw the samples of a call; return when the engine is done with all of them."""
-        async with self._weights.serving(timeout) as lease:
-            version = lease.version
-            if version < call.min_policy_version:
-                raise WrongState(
-                    f"the served policy_version is {version}, older than min_policy_version "
-                    f"{call.min_policy_version}; wait until it is published here, or use another replica",
-                    reason="POLICY_TOO_OLD",
-                )
-            outputs = CallOutputs(call.sample_count, self._weights.token_hold, chunks.put_nowait)
-            samples: Sequence[EngineSample] = ()
-            try:
-                interactive = call.flush_seconds is not None
-                samples = await self._coalescer.submit(call.samples(lease.cache_salt, outputs), at_once=interactive)
-                lease.mark_in_flight()
-                if call.flush_seconds is not None and not call.at_once:
-                    outputs.flush_every(call.flush_seconds, samples)
-                await outputs.complete()
-            finally:
-                if not outputs.done:
-                    outputs.close()
-                    await asyncio.shield(self._engine.abandon(samples))
+        with ExitStack() as waiting:
+            self.waiting_samples += call.sample_count
+            waiting.callback(self._end_wait, call.sample_count)
+            async with self._weights.serving(timeout) as lease:
+                version = lease.version
+                if version < call.min_policy_version:
+                    raise WrongState(
+                        f"the served policy_version is {version}, older than min_policy_version "
+                        f"{call.min_policy_version}; wait until it is published here, or use another replica",
+                        reason="POLICY_TOO_OLD",
+                    )
+                outputs = CallOutputs(call.sample_count, self._weights.token_hold, chunks.put_nowait)
+                samples: Sequence[EngineSample] = ()
+                try:
+                    interactive = call.flush_seconds is not None
+                    samples = await self._coalescer.submit(call.samples(lease.cache_salt, outputs), at_once=interactive)
+                    lease.mark_in_flight()
+                    waiting.close()
+                    if call.flush_seconds is not None and not call.at_once:
+                        outputs.flush_every(call.flush_seconds, samples)
+                    await outputs.complete()
+                finally:
+                    if not outputs.done:
+                        outputs.close()
+                        await asyncio.shield(self._engine.abandon(samples))
+
+    def _end_wait(self, sample_count: int) -> None:
+        self.waiting_samples -= sample_count
 
 
 async def _take_ready(chunks: asyncio.Queue[pb.SampleChunk | None]) -> list[pb.SampleChunk]:

@@ -97,6 +97,11 @@ class WeightController:
         return self._update.phase.value, self._update.seconds
 
     @property
+    def phase_seconds(self) -> dict[UpdatePhase, float]:
+        """The seconds in each phase since the start; READY is the time without an open update."""
+        return self._update.phase_seconds.totals()
+
+    @property
     def dirty(self) -> bool:
         """Return true if the weights may be mixed or are lost, and no update is in progress."""
         return self._sampling.dirty and not self.updating

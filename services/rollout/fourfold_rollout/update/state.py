@@ -9,6 +9,7 @@ from typing import Final
 
 from fourfold.bounds import check_number
 from fourfold.errors import FourfoldError, InvalidInput, StaleEpoch, WrongState
+from fourfold.host.timing import PhaseSeconds
 from fourfold_rollout.engine import EpochTerms, OpenReport, RolloutEngine
 
 
@@ -48,6 +49,7 @@ class WeightUpdate:
         self.digest = b""
         self._paused_at = 0.0
         self._since = time.monotonic()
+        self.phase_seconds = PhaseSeconds(self.phase)
 
     @property
     def is_open(self) -> bool:
@@ -63,6 +65,7 @@ class WeightUpdate:
         if phase not in TRANSITIONS[self.phase]:
             raise RuntimeError(f"an update cannot go from {self.phase.name} to {phase.name}")
         self.phase, self._since = phase, time.monotonic()
+        self.phase_seconds.enter(phase)
         if phase is UpdatePhase.PAUSED:
             self._paused_at = self._since
 

@@ -25,6 +25,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from fourfold.errors import DeadlinePassed, FourfoldError, Unavailable
+from fourfold.host.timing import PhaseSeconds
 from fourfold_trainer.engine import EngineFailedError
 
 _log = logging.getLogger("fourfold.trainer")
@@ -67,6 +68,7 @@ class EngineThread:
         self._failed = False
         self._jobs: queue.SimpleQueue[tuple[Phase, Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._phase = Phase.STARTING
+        self.phase_seconds = PhaseSeconds(self._phase)
         # A daemon: a thread inside a collective that never returns must not keep the process alive.
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
@@ -139,6 +141,7 @@ class EngineThread:
 
     def _set(self, phase: Phase) -> None:
         self._phase = phase
+        self.phase_seconds.enter(phase)
         self._on_phase(phase)
 
     def _report_stuck(self, phase: Phase) -> None:

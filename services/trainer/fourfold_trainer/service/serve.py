@@ -17,6 +17,7 @@ from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.trainer.v1 import trainer_weight_service_pb2 as weight
 from fourfold.trainer.v1 import trainer_weight_service_pb2_grpc as weight_grpc
 from fourfold_trainer.ranks.distributed_engine import DistributedEngine
+from fourfold_trainer.service.exported import trainer_source
 from fourfold_trainer.service.servicer import TrainerServicer
 from fourfold_trainer.service.state import TrainerCore
 from fourfold_trainer.service.weight_servicer import TrainerWeightServicer
@@ -54,5 +55,6 @@ async def _serve(options: ServeOptions) -> int:
         weight_grpc.add_TrainerWeightServiceServicer_to_server,
         TrainerWeightServicer(core),
     )
+    host.exporter.add(trainer_source(core))
     host.on_drain.append(core.stop)
     return await host.run(start=core.start)

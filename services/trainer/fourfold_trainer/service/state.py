@@ -78,6 +78,7 @@ class TrainerCore:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loaded: tuple[TrainerEngine, CheckpointStore] | None = None
         self._stopped = False
+        self.trained_tokens = 0  # in the loss, of all steps of this process
         self._recorded_changes = 0  # the engine's change_count when `_status` last described its weights
         self._thread = EngineThread(
             limit_seconds=config.trainer.step_timeout_seconds,
@@ -120,6 +121,10 @@ class TrainerCore:
 
     def status(self) -> Status:
         return self._status
+
+    def phase_seconds(self) -> dict[Phase, float]:
+        """Return the seconds in each phase since the start."""
+        return self._thread.phase_seconds.totals()
 
     async def watch(self) -> AsyncGenerator[Status, None]:
         """Yield the current snapshot, then one after every change; changes that follow too quickly are skipped."""
@@ -197,6 +202,7 @@ class TrainerCore:
             skipped_reason=result.skipped_reason,
             metrics=measured,
         )
+        self._count(answer)
         self._set(
             state=TrainerState(
                 step=step,
@@ -224,6 +230,7 @@ class TrainerCore:
         state = accumulation.apply_call(self.engine, call, before.state, before.gradient, self.config)
         assert state.answer is not None, "a step has an answer"
         if state is not before.state:
+            self._count(state.answer)
             self._set(state=state, gradient=PendingGradient())
         return state.answer
 
@@ -294,6 +301,9 @@ class TrainerCore:
         if self._loaded is None:
             raise Unavailable("the trainer is loading its model; try again when it is ready", retry_after=1.0)
         return self._loaded
+
+    def _count(self, answer: StepAnswer) -> None:
+        self.trained_tokens += int(answer.metrics.get(metrics.TRAINED_TOKENS, 0))
 
     def _release_memory(self) -> None:
         """Return cached GPU memory if the rollout engines share the GPUs."""

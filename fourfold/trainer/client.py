@@ -78,6 +78,8 @@ class AsyncTrainerClient(AsyncClient):
         check.model(status)
         check.version(status.policy_version)
         _check_step(check, status.step)
+        if status.HasField("last_step"):
+            self._trained(status.last_step, status.step)
         return status
 
     async def watch_status(self, *, timeout: float | None = None) -> AsyncGenerator[pb.TrainerStatus, None]:

@@ -43,7 +43,8 @@ async def test_a_killed_run_goes_on_from_its_checkpoint(make_stage: Callable[...
     before = stage.ledger()
     done = [row.step for row in before.steps()]
     written = {row["step"] for row in stage.lines("samples.jsonl")}
-    assert written == set(done), "a stopped run has no samples of a step that was under way"
+    # The samples of a step are written while it trains.
+    assert written == {*done, 4} if moment == "train" else written == set(done)
     published, evals = before.highest_version(), before.evals()
     before.close()
     await fresh_processes(stage)
@@ -75,8 +76,8 @@ async def test_a_new_coordinator_takes_over_services_that_live(make_stage: Calla
     await stage.start()
     assert await stage.finish() == 0
     check_books(stage)
-    assert stage.trainer.loaded == [2]
-    assert stage.rollouts[0].commits.count(served) <= 1  # none: it was held still
+    assert stage.trainer.loaded == [], "the trainer keeps what it has learned"
+    assert stage.rollouts[0].commits.count(served) == 1, "the engine keeps weights that are still the trainer's"
 
 
 async def test_a_coordinator_after_kill_9_goes_on(make_stage: Callable[..., Stage]) -> None:

@@ -13,6 +13,7 @@ import json
 import math
 import random
 import re
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
@@ -144,6 +145,7 @@ class Member(ABC):
         self._tasks: list[asyncio.Task[None]] = []
         self._channels: list[grpc.aio.Channel] = []
         self._membership: Membership | None = None
+        self._incarnation = uuid.uuid4().hex  # of this process, whatever coordinator it joins
 
     @abstractmethod
     def services(self) -> Services:
@@ -171,6 +173,7 @@ class Member(ABC):
             tokenizer_sha256=self.tokenizer_sha256,
             on_drain=lambda: None,
         )
+        self._membership.incarnation = self._incarnation
         self._tasks.append(asyncio.create_task(self._membership.run()))
 
     async def leave(self) -> None:

@@ -80,6 +80,7 @@ class FakeTrainer(Member, trainer_grpc.TrainerServiceServicer, weight_grpc.Train
             tokenizer_sha256=self.tokenizer_sha256,
             vocabulary_size=VOCABULARY,
             max_context_tokens=64,
+            last_step=self._answer if self._answer.step == self.step > 0 else None,
         )
 
     async def GetStatus(self, request: trainer.GetStatusRequest, context: Context) -> trainer.GetStatusResponse:

@@ -14,6 +14,7 @@ file nothing ends, so a test lets a trainer come to the step it wants, and write
 
 In a coordinator it is FOURFOLD_FAULT_CALL: its file names a call, at which occurrence from then on, and who ends before
 the call is sent, by pid, or 0 for the coordinator itself: `ReceiveWeights 1 4711`. The file is gone when that is done.
+Writes to the ledger are calls, too, before and after them: `before:acknowledge 1 0`, `after:acknowledge 1 0`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+_WRITES = ("issue", "move", "lease", "acknowledge", "publishing", "record_metrics", "add_eval", "commit_checkpoint")
 _seen: Counter[str] = Counter()
 
 
@@ -110,6 +112,7 @@ def _hook_reads() -> None:
 
 def _hook_calls() -> None:
     import fourfold.rpc.channel as channel
+    from fourfold_coordinator.state.ledger import Ledger
 
     send = channel.call
 
@@ -126,7 +129,20 @@ def _hook_calls() -> None:
         reach(channel.method_name(request))
         return await send(method, request, timeout=timeout, peer=peer)
 
+    def hook(name: str) -> None:
+        write = getattr(Ledger, name)
+
+        def written(*arguments: Any, **named: Any) -> Any:
+            reach(f"before:{name}")
+            result = write(*arguments, **named)
+            reach(f"after:{name}")
+            return result
+
+        setattr(Ledger, name, written)
+
     channel.call = call  # before the clients import it
+    for name in _WRITES:
+        hook(name)
 
 
 # The ranks alone: what guards them needs none of these imports.

@@ -159,7 +159,7 @@ class RunStatus(_message.Message):
 
     @_builtins.property
     def recoveries(self) -> _containers.RepeatedCompositeFieldContainer[Global___Recovery]:
-        """Restarts from a checkpoint by this coordinator, in order; the newest 100. Empty without any."""
+        """Recoveries by this coordinator, in order; the newest 100. Empty without any."""
 
     def __init__(
         self,
@@ -190,17 +190,26 @@ Global___RunStatus: _TypeAlias = RunStatus  # noqa: Y015
 
 @_typing.final
 class Recovery(_message.Message):
-    """A restart from a checkpoint. Steps trained after the checkpoint were lost."""
+    """A restart from a checkpoint, after which later steps are lost; or a new coordinator that continues
+    with the weights that the trainer has.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
+    TRAINER_KEPT_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Step of the checkpoint; steps up to it were not trained again. 0: the run began anew."""
+    """Step that the run continues after; steps up to it were not trained again. 0: the run began
+    anew.
+    """
     reason: _builtins.str
     """Reason, as text; empty: a new coordinator resumed the run."""
+    trainer_kept: _builtins.bool
+    """True: the trainer kept its weights, and no step was lost. False: it loaded the checkpoint of
+    `step`.
+    """
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
         """Time of the restart; always set."""
@@ -211,10 +220,11 @@ class Recovery(_message.Message):
         step: _builtins.int = ...,
         reason: _builtins.str = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
+        trainer_kept: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "step", b"step", "time", b"time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "step", b"step", "time", b"time", "trainer_kept", b"trainer_kept"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

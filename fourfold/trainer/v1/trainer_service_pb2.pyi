@@ -76,6 +76,7 @@ class TrainerStatus(_message.Message):
     VOCABULARY_SIZE_FIELD_NUMBER: _builtins.int
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     GRADIENT_PART_COUNT_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of steps done, in one call or in parts, skipped ones included; 0 at the start."""
     policy_version: _builtins.int
@@ -102,6 +103,12 @@ class TrainerStatus(_message.Message):
     """Number of ForwardBackward calls since the last step, without discarded ones; 0: no gradient is
     pending.
     """
+    @_builtins.property
+    def last_step(self) -> Global___TrainStepResponse:
+        """Result of the last step, for a caller that was killed before it got the response. Unset before
+        the first step.
+        """
+
     def __init__(
         self,
         *,
@@ -115,10 +122,11 @@ class TrainerStatus(_message.Message):
         vocabulary_size: _builtins.int = ...,
         max_context_tokens: _builtins.int = ...,
         gradient_part_count: _builtins.int = ...,
+        last_step: Global___TrainStepResponse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_step", b"last_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "gradient_part_count", b"gradient_part_count", "max_context_tokens", b"max_context_tokens", "phase", b"phase", "policy_version", b"policy_version", "rank_count", b"rank_count", "skipped_step_count", b"skipped_step_count", "step", b"step", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "gradient_part_count", b"gradient_part_count", "last_step", b"last_step", "max_context_tokens", b"max_context_tokens", "phase", b"phase", "policy_version", b"policy_version", "rank_count", b"rank_count", "skipped_step_count", b"skipped_step_count", "step", b"step", "tokenizer_sha256", b"tokenizer_sha256", "vocabulary_size", b"vocabulary_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from fourfold.security.principal import Principal
 from fourfold.service.lifecycle import ServeOptions, ServiceHost
 
 from .data.prompts import PromptSet, load_prompts
-from .launch.run_folder import ADDRESS_FILE, CONFIG_FILE, REPORT_FILE, is_finished, locked
+from .launch.run_folder import ADDRESS_FILE, CONFIG_FILE, DEATH_VARIABLE, REPORT_FILE, is_finished, locked
 from .reporting.exported import RunSource
 from .reporting.run_service import RunServicer
 from .reporting.run_totals import RunTotals
@@ -87,7 +88,7 @@ class Coordinator:
         `start_seconds` limits the wait for services at the start, unless retry.service_wait_seconds is longer.
         """
         config = options.config
-        self._config, self._folder = config, folder
+        self._config, self._folder, self._member_id = config, folder, options.member_id
         self._start_seconds = max(start_seconds, config.retry.service_wait_seconds)
         self._host = ServiceHost(options, role=None)
         self._tokenizer = Tokenizer.load(model_folder.resolve(config.model.source))
@@ -152,7 +153,12 @@ class Coordinator:
         return 0
 
     async def _loop(self, ledger: Ledger) -> None:
-        totals = RunTotals(ledger, members=self._registry.members)
+        totals = RunTotals(
+            ledger,
+            members=self._registry.members,
+            coordinator=self._member_id,
+            death=os.environ.get(DEATH_VARIABLE, ""),
+        )
         self._registry.add_listener(totals.on_member)
         self._run_source.totals = totals
         await self._disk.write(totals.save)

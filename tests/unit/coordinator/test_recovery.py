@@ -19,6 +19,7 @@ from fourfold_coordinator.state.files import DiskWriter
 from fourfold_coordinator.state.ledger import Ledger
 from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_coordinator.training.recovery import (
+    RunPosition,
     newest_checkpoint,
     restore,
     rewrite_metrics,
@@ -44,7 +45,7 @@ class Session:
     def __init__(self, status: TrainerStatus, *, has_checkpoint: bool = True) -> None:
         self.status = status
         self.has_checkpoint = has_checkpoint
-        self.policy_version = -1
+        self.policy_version, self.incarnation = -1, "a"
         self.timeouts: dict[str, float] = {}
 
     async def call(self, name: str, work: Callable[[Any], Awaitable[Any]]) -> Any:
@@ -65,7 +66,7 @@ class Session:
         return version
 
 
-async def restored(folder: Path, ledger: Ledger, session: Session) -> tuple[int, int]:
+async def restored(folder: Path, ledger: Ledger, session: Session) -> RunPosition:
     disk = DiskWriter(folder, RunBoard(name="t", step_count=9), wait_seconds=1.0)
     return await restore(CONFIG, folder, ledger, cast(TrainerSession, session), disk)
 
@@ -178,7 +179,7 @@ async def test_versions_go_on_above_the_only_one_that_was_published(
     ledger = Ledger(tmp_path / "ledger.sqlite")
     ledger.publishing(1, 1)
     session = Session(TrainerStatus(checkpoint_step=-1))
-    assert await restored(tmp_path, ledger, session) == (0, 0)
+    assert await restored(tmp_path, ledger, session) == RunPosition(step=0, prompts_drawn=0)
     assert session.policy_version == 2, "an engine may hold version 1 of the weights that are lost"
     assert "restored: step=0 policy_version=2" in caplog.text
 
@@ -197,7 +198,7 @@ async def test_the_checkpoint_of_the_first_step_is_one_as_any_other(tmp_path: Pa
     ledger.acknowledge(1, policy_version=1, skipped_reason="", data_position=3)
     ledger.record_metrics(1, {"reward/mean": 0.5}, seconds=1.0)
     session = Session(TrainerStatus(step=1, checkpoint_step=1))
-    assert await restored(tmp_path, ledger, session) == (1, 3)
+    assert await restored(tmp_path, ledger, session) == RunPosition(step=1, prompts_drawn=3)
     assert "LoadCheckpoint" in session.timeouts
     checkpoint = ledger.last_checkpoint()
     assert checkpoint is not None and checkpoint.step == 1
@@ -209,7 +210,7 @@ async def test_a_restore_goes_back_to_the_checkpoint_and_gives_every_call_a_dead
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 5)))
     ledger.publishing(4, 4)
     session = Session(TrainerStatus(step=4, checkpoint_step=2))
-    assert await restored(tmp_path, ledger, session) == (2, 6)
+    assert await restored(tmp_path, ledger, session) == RunPosition(step=2, prompts_drawn=6)
     assert session.timeouts == {"GetStatus": 10.0, "LoadCheckpoint": 77.0}
     assert session.policy_version == 5
     assert ledger.last_step() == 2

@@ -35,7 +35,7 @@ def ledger(tmp_path: Path) -> Ledger:
 
 def build(root: Path, ledger: Ledger, **changes: Any) -> dict[str, Any]:
     memory = SimpleNamespace(peak_bytes=5, uncounted=["trainer-0"])
-    totals: Any = SimpleNamespace(seconds=12.3456, memory=memory, restarts={"trainer-0": 2}, resumes=1)
+    totals: Any = SimpleNamespace(seconds=12.3456, memory=memory, restarts={"trainer-0": 2}, resumes=1, recoveries=[])
     return report.build(make_config(root, **changes), ledger, totals, model="/runs/toy/model")
 
 

@@ -36,10 +36,27 @@ async def test_time_is_kept_without_a_checkpoint_and_survives_a_restore(tmp_path
     second = totals(ledger, clock)
     ledger.restore(0)
     await clock.advance(7)
+    assert second.continued and not first.continued
+    assert second.add_recovery(0, "", trainer_kept=False) == ""
     assert (second.seconds, second.resumes) == (47.0, 1)
     second.save()
     third = totals(ledger, clock)
+    third.add_recovery(2, "", trainer_kept=False)
     assert (third.seconds, third.resumes) == (47.0, 2)
+    ledger.close()
+
+
+def test_a_coordinator_in_place_of_a_dead_one_is_counted_as_a_restart_with_its_cause(tmp_path: Path) -> None:
+    ledger, clock = Ledger(tmp_path / "ledger.sqlite"), FakeClock()
+    totals(ledger, clock).save()
+    restarted = RunTotals(ledger, clock=clock, coordinator="coordinator-0", death="killed by SIGKILL")
+    assert restarted.add_recovery(3, "", trainer_kept=True) == "coordinator-0 died (killed by SIGKILL)"
+    assert restarted.add_recovery(2, "trainer-0 is new", trainer_kept=False) == "trainer-0 is new"
+    restarted.save()
+    by_hand = RunTotals(ledger, clock=clock)
+    assert by_hand.add_recovery(4, "", trainer_kept=True) == "a new coordinator took over"
+    assert (by_hand.resumes, by_hand.restarts) == (0, {"coordinator-0": 1, "coordinator": 1})
+    assert [(row["step"], row["trainer_kept"]) for row in by_hand.recoveries] == [(3, True), (2, False), (4, True)]
     ledger.close()
 
 

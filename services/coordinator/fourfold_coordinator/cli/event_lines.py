@@ -162,6 +162,8 @@ def _records(status: pb.RunStatus) -> Iterator[tuple[tuple[str, int], str]]:
 
 
 def recovery_line(recovery: pb.Recovery) -> str:
+    if recovery.trainer_kept:
+        return f"continued after step {recovery.step} with the trainer's weights: {recovery.reason}"
     if recovery.reason:
         return f"restored the checkpoint of step {recovery.step}: {recovery.reason}"
     return f"resumed after step {recovery.step}" if recovery.step else "restarted at step 0: there was no checkpoint"

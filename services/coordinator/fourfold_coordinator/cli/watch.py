@@ -21,6 +21,8 @@ from .summary import report_lines
 _REFRESH_SECONDS: Final = 0.5
 _RETRY_SECONDS: Final = 0.5
 _MAX_FAILURES: Final = 3
+# After a connection that worked: `fourfold run` restarts a dead coordinator within seconds.
+_MAX_RECONNECTS: Final = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +66,9 @@ async def follow(
 ) -> None:
     """Pass every status of the run to the dashboard until the run is over; reconnect when the connection is lost.
 
-    Raises the error of the last of `max_failures` attempts in a row; with None it retries until it is cancelled.
-    `ended` is set when the coordinator has exited: then a lost connection is not retried.
+    Raises the error of the last of `max_failures` attempts in a row; with None it retries until it is cancelled. A
+    connection that is lost gets more attempts, because the coordinator may be restarted. `ended` is set when the
+    coordinator has exited: then a lost connection is not retried.
     """
     ended = ended or asyncio.Event()
     failures = 0
@@ -75,7 +78,7 @@ async def follow(
             try:
                 async with aclosing(client.watch_run()) as statuses:
                     async for status in statuses:
-                        failures = 0
+                        failures, max_failures = 0, max_failures and _MAX_RECONNECTS
                         dashboard.update(status)
                 return  # the coordinator ended the stream: the run is over
             except FourfoldError:

@@ -2,9 +2,10 @@
 
     coordinator --(coordinator.address)--> rollout, trainer, reward, reference --READY--> the run trains
          |                                            | dies
-         '- exit code 0: done, else: failed           '- restarted, at most retry.restarts times
+         |- exit code 0: done, else: failed           '- restarted, at most retry.restarts times
+         '- killed: restarted at the same address, so that the services find it; they keep running
 
-A service that dies before it was ever ready ends the run: a restart would fail for the same reason.
+A process that dies before it was ever ready ends the run: a restart would fail for the same reason.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from fourfold.config import Config, gpu_places
 from fourfold.host.clock import SYSTEM_CLOCK, Clock
 from fourfold.host.postmortem import Death
 from fourfold.host.process import Command
+from fourfold.rpc.channel import join_target, split_target
 from fourfold.text import format_duration
 
 from .launcher import Launcher, ServiceSpec
-from .run_folder import ADDRESS_FILE, CONFIG_FILE
+from .run_folder import ADDRESS_FILE, CONFIG_FILE, DEATH_VARIABLE
 
 COORDINATOR: Final = "coordinator-0"
 _COORDINATOR_START_SECONDS: Final = 120.0
@@ -48,6 +50,7 @@ class _Slot:
     restarts: int = 0
     restart_at: float | None = None
     died_at: float | None = None  # the last death, until the process is ready again
+    death: str = ""  # cause of the last death, one line
     lost: bool = False  # it used up its restarts
 
 
@@ -103,15 +106,17 @@ class Fleet:
         self.address = ""  # of the coordinator; empty until it listens
         self.survived_deaths: list[str] = []  # one line for each death that did not end the run
         self._run_dir, self._launcher, self._notify, self._clock = run_dir, launcher, notify, clock
-        self._coordinator_listen = coordinator_listen
+        self._listen = coordinator_listen
+        self._coordinator = _Slot(ServiceSpec(role="coordinator", name=COORDINATOR))
         self._slots = {service.name: _Slot(service) for service in services_of(config)}
-        self._deadline: float | None = None
+        self._deadline: float | None = None  # of the first start of all processes
+        self._listen_deadline: float | None = None  # of a restarted coordinator
 
     def start(self) -> None:
         """Start the coordinator; `tick` starts the services when it listens."""
         (self._run_dir / ADDRESS_FILE).unlink(missing_ok=True)
         self._deadline = self._clock.monotonic() + _COORDINATOR_START_SECONDS
-        self._launch(ServiceSpec(role="coordinator", name=COORDINATOR), listen=self._coordinator_listen)
+        self._launch(self._coordinator)
 
     def tick(self) -> RunOutcome | None:
         """Handle what happened since the last call, without blocking; return the outcome when the run has ended."""
@@ -119,15 +124,20 @@ class Fleet:
             if (outcome := self._on_death(death)) is not None:
                 return outcome
         now = self._clock.monotonic()
-        for name, slot in self._slots.items():
+        for slot in (self._coordinator, *self._slots.values()):
             if slot.restart_at is not None and now >= slot.restart_at:
                 slot.restart_at = None
-                self._launch(slot.spec)
+                self._launch(slot)
             elif slot.died_at is not None and self._state(slot) == "ready":
-                self._notify(f"{name} is ready again after {format_duration(now - slot.died_at)}")
+                self._notify(f"{slot.spec.name} is ready again after {format_duration(now - slot.died_at)}")
                 slot.died_at = None
         if not self.address:
             self._start_services()
+        if self._listen_deadline is not None:
+            if self._coordinator.died_at is None:
+                self._listen_deadline = None
+            elif now > self._listen_deadline:
+                return self._not_listening()
         if self._deadline is not None and now > self._deadline:
             return self._on_deadline()
         return None
@@ -136,7 +146,8 @@ class Fleet:
         """Return (name, "starting" | "ready" | "restarting" | "lost") of each process, the coordinator first."""
         if not self.address:
             return [(COORDINATOR, "starting")]
-        return [(COORDINATOR, "ready"), *((name, self._state(slot)) for name, slot in self._slots.items())]
+        coordinator = "ready" if self._coordinator.died_at is None else "restarting"
+        return [(COORDINATOR, coordinator), *((name, self._state(slot)) for name, slot in self._slots.items())]
 
     def _state(self, slot: _Slot) -> str:
         if slot.lost:
@@ -150,26 +161,34 @@ class Fleet:
         if not path.is_file():  # the coordinator does not listen yet
             return
         self.address = path.read_text(encoding="utf-8").strip()
+        # A coordinator that is restarted listens here again.
+        self._listen = join_target(split_target(self._listen)[0], split_target(self.address)[1])
         for slot in self._slots.values():
-            self._launch(slot.spec)
+            self._launch(slot)
         self._deadline = self._clock.monotonic() + max(_READY_SECONDS, 2 * self.config.retry.service_wait_seconds)
 
     def _on_deadline(self) -> RunOutcome | None:
-        logs = self._run_dir / "logs"
         if not self.address:
-            seconds = f"{_COORDINATOR_START_SECONDS:.0f} s"
-            log = logs / f"{COORDINATOR}.log"
-            return RunOutcome(done=False, text=f"{COORDINATOR} did not listen within {seconds}; see {log}")
+            return self._not_listening()
         self._deadline = None
         late = [name for name, slot in self._slots.items() if self._state(slot) == "starting"]
+        logs = self._run_dir / "logs"
         return RunOutcome(done=False, text=f"{', '.join(late)} not ready in time; see {logs}") if late else None
 
+    def _not_listening(self) -> RunOutcome:
+        seconds = f"{_COORDINATOR_START_SECONDS:.0f} s"
+        log = self._run_dir / "logs" / f"{COORDINATOR}.log"
+        return RunOutcome(done=False, text=f"{COORDINATOR} did not listen within {seconds}; see {log}")
+
     def _on_death(self, death: Death) -> RunOutcome | None:
-        if death.name == COORDINATOR:
-            done = death.exit_code == 0 and death.signal == 0
-            return RunOutcome(done=done, text="" if done else death.explain())
-        slot, now = self._slots[death.name], self._clock.monotonic()
-        slot.died_at = now
+        is_coordinator = death.name == COORDINATOR
+        slot, now = self._coordinator if is_coordinator else self._slots[death.name], self._clock.monotonic()
+        if is_coordinator and not death.signal:
+            if not death.exit_code:
+                return RunOutcome(done=True)
+            if death.was_ready:  # it ended by itself: the run cannot continue, and it has said why
+                return RunOutcome(done=False, text=death.explain())
+        slot.died_at, slot.death = now if slot.died_at is None else slot.died_at, death.brief
         if not death.was_ready and slot.restarts == 0:
             return RunOutcome(done=False, text=death.explain())
         died = f"{time.strftime('%H:%M:%S', time.localtime(death.time))} {death.name} died ({death.brief})"
@@ -181,7 +200,7 @@ class Fleet:
             self._survive(f"{died}; restarting it (log: {death.log})")
             return None
         slot.lost = True
-        if all(other.lost for other in self._slots.values() if other.spec.role == slot.spec.role):
+        if is_coordinator or all(other.lost for other in self._slots.values() if other.spec.role == slot.spec.role):
             limit = f"It was restarted {slot.restarts} times already (retry.restarts = {self.config.retry.restarts})."
             return RunOutcome(done=False, text=f"{death.explain()}\n{limit}")
         self._survive(f"{died}; no restarts are left, the run continues without it (log: {death.log})")
@@ -191,7 +210,14 @@ class Fleet:
         self.survived_deaths.append(line)
         self._notify(line)
 
-    def _launch(self, service: ServiceSpec, *, listen: str = "127.0.0.1:0") -> None:
-        arguments = serve_arguments(service, run_dir=self._run_dir, coordinator=self.address, listen=listen)
-        argv = (sys.executable, "-m", "fourfold", *arguments)
-        self._launcher.start(service, Command(name=service.name, argv=argv))
+    def _launch(self, slot: _Slot) -> None:
+        service, listen, coordinator, env = slot.spec, "127.0.0.1:0", self.address, dict[str, str]()
+        if slot is self._coordinator:
+            listen, coordinator = self._listen, ""
+            if slot.death:
+                env[DEATH_VARIABLE] = slot.death
+                self._listen_deadline = self._clock.monotonic() + _COORDINATOR_START_SECONDS
+        arguments = serve_arguments(service, run_dir=self._run_dir, coordinator=coordinator, listen=listen)
+        self._launcher.start(
+            service, Command(name=service.name, argv=(sys.executable, "-m", "fourfold", *arguments), env=env)
+        )

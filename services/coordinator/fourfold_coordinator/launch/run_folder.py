@@ -16,6 +16,8 @@ from fourfold.errors import ConfigError
 ADDRESS_FILE: Final = "coordinator.address"
 CONFIG_FILE: Final = "config.toml"
 REPORT_FILE: Final = "report.json"
+# In the environment of a coordinator that the launcher restarted: how the one before it died.
+DEATH_VARIABLE: Final = "FOURFOLD_COORDINATOR_DEATH"
 
 
 def make_run_dir(config: Config, name: str, root: Path = Path("runs")) -> tuple[Path, Config]:

@@ -7,6 +7,8 @@ report.json (times in seconds, sizes in bytes):
                                  coordinator that was killed are missing
     resumes                      coordinator processes that resumed the run (`fourfold run --resume`)
     restarts                     {service: times}: processes that replaced a dead one during the run
+    recoveries                   {"time", "step", "reason", "trainer_kept"} each, the newest 100: the run continued
+                                 after `step`; with trainer_kept = false the trainer loaded the checkpoint of that step
     seconds_per_step             mean, from the first prompt of a step to its published weights
     peak_memory_bytes            largest sum of the PSS of the run's processes on the coordinator's machine
     peak_memory_without          services that are not in that sum: on other machines, or in other containers
@@ -82,6 +84,7 @@ def build(
         "seconds": round(totals.seconds, 3),
         "resumes": totals.resumes,
         "restarts": dict(sorted(totals.restarts.items())),
+        "recoveries": totals.recoveries,
         "seconds_per_step": round(math.fsum(s.seconds for s in steps) / len(steps), 3) if steps else None,
         "peak_memory_bytes": totals.memory.peak_bytes,
         "peak_memory_without": totals.memory.uncounted,

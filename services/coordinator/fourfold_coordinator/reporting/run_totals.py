@@ -1,4 +1,4 @@
-"""Totals of a run over all its processes: duration, peak memory, resumes and restarts.
+"""Totals of a run over all its processes: duration, peak memory, resumes, restarts and recoveries.
 
 The ledger stores them every few seconds and after every step, so a coordinator that is killed loses a few seconds of
 them. A restored checkpoint does not reset them: time spent on lost steps was spent.
@@ -14,7 +14,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
@@ -31,26 +31,44 @@ _SECONDS: Final = "seconds"
 _PEAK_MEMORY: Final = "peak_memory_bytes"
 _RESUMES: Final = "resumes"
 _RESTARTS: Final = "restarts"
+_RECOVERIES: Final = "recoveries"
 
 _SAVE_SECONDS: Final = 5.0
 _SAMPLE_SECONDS: Final = 2.0
 # Member ids come from other processes, so their number must be limited.
 _MAX_NAMES: Final = 1000
+_MAX_RECOVERIES: Final = 100
 
 
 class RunTotals:
-    """Keeps the duration, peak memory, resumes and restarts of one run. Used on one event loop."""
+    """Keeps the duration, peak memory, resumes, restarts and recoveries of one run. Used on one event loop."""
 
     def __init__(
-        self, ledger: Ledger, *, members: Callable[[], Sequence[Member]] = tuple, clock: Clock = SYSTEM_CLOCK
+        self,
+        ledger: Ledger,
+        *,
+        members: Callable[[], Sequence[Member]] = tuple,
+        clock: Clock = SYSTEM_CLOCK,
+        coordinator: str = "coordinator",
+        death: str = "",
     ) -> None:
-        """Continue from the ledger; `members` returns the present members of the run."""
+        """Continue from the ledger.
+
+        Args:
+            members: Returns the present members of the run.
+            clock: Of all times.
+            coordinator: Name of this process.
+            death: How the coordinator before this one died; empty when nothing is known of that.
+        """
         self.memory = MemoryMeter(peak_bytes=int(ledger.get(_PEAK_MEMORY) or 0), members=members)
         self._ledger, self._clock = ledger, clock
         self._began = clock.monotonic()
         stored = ledger.get(_SECONDS)
         self._seconds_before = float(stored or 0.0)
-        self.resumes = int(ledger.get(_RESUMES) or 0) + bool(stored)  # coordinator processes that resumed the run
+        self.continued = bool(stored)  # an earlier coordinator process began the run
+        self.resumes = int(ledger.get(_RESUMES) or 0)
+        self.recoveries: list[dict[str, Any]] = json.loads(ledger.get(_RECOVERIES) or "[]")  # the newest 100
+        self._coordinator, self._death = coordinator, death
         # Processes that replaced another one while the run continued, by member id.
         self.restarts: Counter[str] = Counter(json.loads(ledger.get(_RESTARTS) or "{}"))
         self._incarnations: dict[str, str] = {}  # the last one of each member id
@@ -71,6 +89,20 @@ class RunTotals:
         if known not in (None, member.incarnation):
             self.restarts[member.member_id] += 1
 
+    def add_recovery(self, step: int, reason: str, *, trainer_kept: bool) -> str:
+        """Record that the run continues after `step` steps; return the reason.
+
+        An empty `reason` means that this process is new: it replaced a coordinator that died, or resumed the run.
+        """
+        if not reason and (trainer_kept or self._death):
+            self.restarts[self._coordinator] += 1
+            reason = f"{self._coordinator} died ({self._death})" if self._death else "a new coordinator took over"
+        elif not reason:
+            self.resumes += 1
+        row = {"time": self._clock.now(), "step": step, "reason": reason, "trainer_kept": trainer_kept}
+        self.recoveries = [*self.recoveries, row][-_MAX_RECOVERIES:]
+        return reason
+
     def save(self) -> None:
         """Write the totals to the ledger; raise sqlite3.Error when that fails."""
         self._ledger.put(
@@ -79,6 +111,7 @@ class RunTotals:
                 _PEAK_MEMORY: str(self.memory.peak_bytes),
                 _RESUMES: str(self.resumes),
                 _RESTARTS: json.dumps(self.restarts),
+                _RECOVERIES: json.dumps(self.recoveries),
             }
         )
 

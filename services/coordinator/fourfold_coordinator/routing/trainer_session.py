@@ -28,6 +28,13 @@ T = TypeVar("T")
 SUBJECT: Final = "trainer"
 _MAX_BACKOFF_SECONDS: Final = 5.0
 _FIRST_BACKOFF_SECONDS: Final = 0.25
+_IDLE_SECONDS: Final = 0.1
+_WORKING: Final = (
+    pb.TRAINER_PHASE_TRAINING,
+    pb.TRAINER_PHASE_PUBLISHING,
+    pb.TRAINER_PHASE_SAVING,
+    pb.TRAINER_PHASE_COMPUTING,
+)
 
 
 class TrainerRestarted(Unavailable):
@@ -75,6 +82,29 @@ class TrainerSession:
         if not replicas:
             raise Unavailable("no trainer is registered")
         return await replicas[0].call(work(self._check_incarnation(replicas[0])))
+
+    async def wait_until_idle(self) -> pb.TrainerStatus:
+        """Wait until the trainer has ended the call of an earlier coordinator; return its status.
+
+        Raises DeadlinePassed when it works longer than trainer.step_timeout_seconds.
+        """
+        limit = self._config.trainer.step_timeout_seconds
+        end = self._router.clock.monotonic() + limit
+        try:
+            while True:
+                status = await self.call("GetStatus", lambda r: r.trainer.get_status(timeout=INFO_SECONDS))
+                if status.phase not in _WORKING:
+                    return status
+                work = pb.TrainerPhase.Name(status.phase).removeprefix("TRAINER_PHASE_").lower()
+                if self._router.clock.monotonic() >= end:
+                    raise DeadlinePassed(
+                        f"{self.name} is still {work} for a coordinator that is gone, after {limit:g} s "
+                        f"(trainer.step_timeout_seconds); restart it"
+                    )
+                self._board.report_condition(SUBJECT, f"{self.name} is {work} for a coordinator that is gone")
+                await self._router.clock.sleep(_IDLE_SECONDS)
+        finally:
+            self._board.resolve_condition(SUBJECT)
 
     async def ensure_answering(self) -> None:
         """Return when the trainer answers; wait for it if it died. Raises the errors of `call`."""

@@ -25,6 +25,8 @@ from fourfold.errors import AlreadyExists, NotFound, WrongState
 
 # Reasons for which the coordinator itself drops samples.
 TRAINER_RESTORED: Final = "TRAINER_RESTORED"
+COORDINATOR_RESTARTED: Final = "COORDINATOR_RESTARTED"
+ISSUED_AGAIN: Final = (TRAINER_RESTORED, COORDINATOR_RESTARTED)  # the run goes back and draws the same prompts again
 FILTERED: Final = "FILTERED"  # dynamic sampling did not keep the group
 BASELINE: Final = "BASELINE"  # a greedy completion, which is never trained on
 BY_DESIGN: Final = (FILTERED, BASELINE)  # part of the algorithm; all other reasons are failures
@@ -303,24 +305,30 @@ class Ledger:
         row = self._db.execute("SELECT * FROM checkpoints ORDER BY step DESC LIMIT 1").fetchone()
         return None if row is None else CheckpointRow(*row)
 
-    def restore(self, step: int) -> int:
+    def prompts_drawn(self, step: int) -> int:
+        """Return the number of prompts drawn up to the end of the collection of `step`; 0 if it issued no sample."""
+        marks = ", ".join("?" * len(ISSUED_AGAIN))
+        query = f"SELECT COALESCE(MAX(position) + 1, 0) FROM samples WHERE step = ? AND reason NOT IN ({marks})"
+        return int(self._db.execute(query, (step, *ISSUED_AGAIN)).fetchone()[0])
+
+    def restore(self, step: int, reason: str = TRAINER_RESTORED) -> int:
         """Go back to the end of `step`; return the number of samples that this dropped.
 
         Samples of later steps went into weights that are lost, and unfinished samples were in the memory of a process
-        that is gone: both become DROPPED with reason TRAINER_RESTORED. Later steps, evaluations and checkpoints are
-        deleted. Published versions stay, because versions never decrease.
+        that is gone: both become DROPPED with `reason`, one of ISSUED_AGAIN. Later steps, evaluations and checkpoints
+        are deleted. Published versions stay, because versions never decrease.
         """
         with self._transaction() as db:
             unfinished = [s for s in SampleState if s not in (SampleState.TRAINED, SampleState.DROPPED)]
             marks = ", ".join("?" * len(unfinished))
             dropped = db.execute(
                 f"UPDATE samples SET state = ?, reason = ? WHERE state IN ({marks}) OR (state = ? AND step > ?)",
-                (SampleState.DROPPED, TRAINER_RESTORED, *unfinished, SampleState.TRAINED, step),
+                (SampleState.DROPPED, reason, *unfinished, SampleState.TRAINED, step),
             ).rowcount
             # Samples that the later steps had dropped: their prompts are issued again, and would be counted twice.
             db.execute(
-                "UPDATE samples SET reason = ? WHERE state = ? AND step > ?",
-                (TRAINER_RESTORED, SampleState.DROPPED, step),
+                "UPDATE samples SET reason = ? WHERE state = ? AND step > ? AND reason NOT IN (?, ?)",
+                (reason, SampleState.DROPPED, step, *ISSUED_AGAIN),
             )
             for table in ("steps", "evals", "checkpoints"):
                 db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))

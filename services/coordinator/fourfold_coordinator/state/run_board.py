@@ -82,9 +82,9 @@ class RunBoard:
                 self._changed()
                 return
 
-    def add_recovery(self, step: int, reason: str) -> None:
+    def add_recovery(self, step: int, reason: str, *, trainer_kept: bool = False) -> None:
         """Show that the run continues after `step` steps; `reason` is empty when a new coordinator resumed it."""
-        recovery = self.status.recoveries.add(step=step, reason=reason)
+        recovery = self.status.recoveries.add(step=step, reason=reason, trainer_kept=trainer_kept)
         self._stamp(recovery.time)
         if len(self.status.recoveries) > _MAX_RECOVERIES:
             del self.status.recoveries[0]

@@ -2,7 +2,7 @@
 
     start ---> step, step, step ... ---> finish
       ^          |
-      '----------'  the trainer restarted: go back to the last checkpoint
+      '----------'  the trainer restarted: go back to the last checkpoint (`recovery.py`)
 
     a step:  collect     generate -> score -> filter -> reference log-probabilities, group by group (`collect.py`)
              train       one TrainStep call; a repeat of the call trains nothing twice
@@ -26,6 +26,7 @@ from typing import Final, TypeVar
 
 from fourfold import metrics as m
 from fourfold.coordinator.v1 import run_service_pb2 as run_pb
+from fourfold.coordinator.v1.membership_service_pb2 import Role
 from fourfold.errors import Internal, PeerFault
 from fourfold.host.disk import append_lines
 from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
@@ -39,7 +40,7 @@ from ..weights.update import WeightUpdateResult
 from .collect import BatchCollector
 from .context import RunContext
 from .evaluate import Evaluator
-from .recovery import SAMPLES_FILE, restore
+from .recovery import SAMPLES_FILE, TRAINER_KEY, restore, take_over
 from .step_report import StepRecord, StepReporter
 
 log = logging.getLogger("fourfold.coordinator")
@@ -86,26 +87,51 @@ class TrainingLoop:
             self.reporter.abandon()
 
     async def start(self, reason: str) -> None:
-        """Wait for the services, go back to the last checkpoint, and bring every engine to its weights.
+        """Wait for the services, continue where the trainer is or at the last checkpoint, and update every engine.
 
-        `reason` is why the run goes back; empty when this process starts.
+        `reason` is why the run starts again; empty when this process starts.
         """
         known = bool(self.ledger.counts())
         self.board.set_phase(run_pb.RUN_PHASE_RECOVERING if known else run_pb.RUN_PHASE_WAITING_FOR_SERVICES)
-        await self.context.router.wait_for(self.required, seconds=self.start_seconds)
-        await self.session.connect()
-        await self.reporter.close()  # `restore` rewrites the file that the reporter appends to
-        self.step, self.collector.prompts_drawn = await restore(
-            self.config, self.context.folder, self.ledger, self.session, self.disk
-        )
-        if reason or self.context.totals.resumes:
-            self.board.add_recovery(self.step, reason)
+        await self._connect()
+        await self.reporter.close()  # a recovery rewrites the file that the reporter appends to
+        folder, totals = self.context.folder, self.context.totals
+        position = await take_over(folder, self.ledger, self.session, self.disk)
+        position = position or await restore(self.config, folder, self.ledger, self.session, self.disk)
+        self.step, self.collector.prompts_drawn = position.step, position.prompts_drawn
+        if reason or totals.continued:
+            reason = totals.add_recovery(self.step, reason, trainer_kept=position.trainer_kept)
+            await self.disk.write(totals.save)
+            self.board.add_recovery(self.step, reason, trainer_kept=position.trainer_kept)
         self.reporter.resume()
         await self.broker.resync(self.session.policy_version, step=self.step)
         self.board.mark_started()
         self.board.set_step(step=self.step, policy_version=self.broker.version)
-        if self.step == 0 and not self.ledger.evals():
-            await self.evaluate(0)
+        await self._complete_step(self.step)
+
+    async def _connect(self) -> None:
+        """Wait for the services, and start a session with the trainer."""
+        router = self.context.router
+        if known := self.ledger.get(TRAINER_KEY):
+            await router.wait_for({Role.ROLE_TRAINER: 1}, seconds=self.start_seconds)
+            await self.session.connect()
+            if self.session.incarnation == known:
+                # Only the coordinator is new: all services were there once, and one of each role is enough.
+                self.required = dict.fromkeys(self.required, 1)
+        await router.wait_for(self.required, seconds=self.start_seconds)
+        await self.session.connect()
+
+    async def _complete_step(self, step: int) -> None:
+        """Do what is due after a step and was not done before this start."""
+        missing = all(row.step != step for row in self.ledger.evals())
+        if missing and self._is_due(step, self.config.evaluation.every_steps):
+            evaluated = await self.evaluate(step)
+            if step > 0:
+                await self.reporter.amend(step, evaluated)
+        saved = self.ledger.last_checkpoint()
+        missing = step > 0 and (saved is None or saved.step < step)
+        if missing and self._is_due(step, self.config.checkpoint.every_steps):
+            await self.checkpoint(step)
 
     async def run_step(self, step: int) -> None:
         """Collect, train and publish; evaluate and checkpoint when they are due; report."""
@@ -158,7 +184,7 @@ class TrainingLoop:
             response = await self.session.call("TrainStep", lambda r: self._train_once(r, step, batch, sent.set))
         finally:
             sent.set()
-            batch_metrics, lines = await summary
+            batch_metrics = await summary
         self.session.policy_version = response.policy_version
         await self.disk.write(
             self.ledger.acknowledge,
@@ -167,8 +193,6 @@ class TrainingLoop:
             skipped_reason=response.skipped_reason,
             data_position=self.collector.prompts_drawn,
         )
-        # After the ledger: a process that dies in between goes back to a checkpoint before this step.
-        await self.disk.write_in_thread(append_lines, self.context.folder / SAMPLES_FILE, lines, sync=True)
         return response, batch_metrics
 
     async def _train_once(
@@ -181,11 +205,14 @@ class TrainingLoop:
             raise PeerFault(replica.member.peer, "BAD_VERSION", text)
         return response
 
-    async def _summarize(self, step: int, batch: StepBatch, sent: asyncio.Event) -> tuple[dict[str, float], bytes]:
-        """Return the metrics of a batch and its lines of samples.jsonl, computed while the trainer works."""
+    async def _summarize(self, step: int, batch: StepBatch, sent: asyncio.Event) -> dict[str, float]:
+        """Return the metrics of a batch, and append it to samples.jsonl, while the trainer works."""
         await sent.wait()  # encoding the batch needs the GIL: start when the last byte is on its way
-        batch_metrics = await asyncio.to_thread(compute_batch_metrics, batch, policy_version=self.broker.version)
-        return batch_metrics, await asyncio.to_thread(to_lines, step, batch.trajectories())
+        lines = await asyncio.to_thread(to_lines, step, batch.trajectories())
+        # Before the ledger's acknowledge: a coordinator that dies in between takes over a step that is trained. A
+        # recovery removes the lines of a step that is not.
+        await self.disk.write_in_thread(append_lines, self.context.folder / SAMPLES_FILE, lines, sync=True)
+        return await asyncio.to_thread(compute_batch_metrics, batch, policy_version=self.broker.version)
 
     async def publish(self, trained: TrainStepResponse) -> WeightUpdateResult:
         """Send the new weights to every engine.

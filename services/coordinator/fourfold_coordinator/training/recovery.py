@@ -1,17 +1,26 @@
-"""Restores a run to its last checkpoint: trainer, ledger, data position, policy version and files.
+"""Finds where a run continues when its coordinator or its trainer is a new process.
 
-The same steps serve a resumed run, whose processes are all new, and a run whose trainer died and came back. The steps
-after the checkpoint went into weights that are lost: their samples are DROPPED and their prompts are issued again. The
-policy version continues above every version that was published.
+    trainer is the process that the ledger knows --> take_over: at the ledger's last step, or at the step in flight
+      | no, or at another step
+      '--> restore: trainer, ledger, data position, policy version and files go back to the last checkpoint
+
+A coordinator that takes over loses no trained step. It drops the samples that were in the memory of the dead
+coordinator, and issues their prompts again.
+
+A restore serves a resumed run, whose processes are all new, and a run whose trainer died and came back. The steps after
+the checkpoint went into weights that are lost: their samples are DROPPED and their prompts are issued again. The policy
+version continues above every version that was published.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fourfold.config import Config
 from fourfold.errors import NotFound, WrongState
@@ -20,18 +29,60 @@ from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from ..routing.router import INFO_SECONDS
 from ..routing.trainer_session import TrainerSession
 from ..state.files import DiskWriter, replace_file
-from ..state.ledger import Ledger, StepRow
+from ..state.ledger import COORDINATOR_RESTARTED, Ledger, SampleState, StepRow
 
 log = logging.getLogger("fourfold.coordinator")
 
 METRICS_FILE: Final = "metrics.jsonl"
 SAMPLES_FILE: Final = "samples.jsonl"
+# Key in the ledger: incarnation of the trainer process whose weights come from the ledger's steps.
+TRAINER_KEY: Final = "trainer_incarnation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPosition:
+    """Where a run continues."""
+
+    step: int  # steps done
+    prompts_drawn: int  # by the end of that step
+    trainer_kept: bool = False  # the trainer kept its weights
+
+
+async def take_over(folder: Path, ledger: Ledger, session: TrainerSession, disk: DiskWriter) -> RunPosition | None:
+    """Continue with the weights that the trainer has; return None when they do not come from the ledger's steps.
+
+    A step that the trainer has done, and whose response the dead coordinator did not record, is acknowledged.
+    """
+    if ledger.get(TRAINER_KEY) != session.incarnation:
+        return None
+    status = await session.wait_until_idle()
+    step, result = ledger.last_step(), status.last_step
+    if status.step == result.step == step + 1 and SampleState.LEASED in ledger.counts():
+        step += 1
+        await disk.write(
+            ledger.acknowledge,
+            step,
+            policy_version=result.policy_version,
+            skipped_reason=result.skipped_reason,
+            data_position=ledger.prompts_drawn(step),
+        )
+    if status.step != step or status.policy_version < ledger.highest_version():
+        return None
+    session.policy_version = status.policy_version
+    dropped = await disk.write(ledger.restore, step, COORDINATOR_RESTARTED)
+    last = next(reversed(ledger.steps()), None)
+    if last is not None and not last.metrics and result.step == step:  # it died before it had reported the step
+        metrics: dict[str, Any] = {**finite(result.metrics), "diagnosis": "", "alarms": []}
+        await disk.write(ledger.record_metrics, step, metrics, seconds=0.0)
+    await _rewrite_files(folder, ledger, step, disk)
+    log.warning("took over: step=%d policy_version=%d dropped_samples=%d", step, status.policy_version, dropped)
+    return RunPosition(step=step, prompts_drawn=last.data_position if last is not None else 0, trainer_kept=True)
 
 
 async def restore(
     config: Config, folder: Path, ledger: Ledger, session: TrainerSession, disk: DiskWriter
-) -> tuple[int, int]:
-    """Bring trainer, ledger and files back to the last checkpoint; return its step and the prompts drawn by then."""
+) -> RunPosition:
+    """Bring trainer, ledger and files back to the last checkpoint."""
     status = await session.call("GetStatus", lambda r: r.trainer.get_status(timeout=INFO_SECONDS))
     step, data_position = newest_checkpoint(ledger, status)
     if step > 0:
@@ -46,15 +97,15 @@ async def restore(
     if step > 0:  # `newest_checkpoint` may have chosen one that the ledger never committed
         version = status.policy_version
         await disk.write(ledger.commit_checkpoint, step=step, data_position=data_position, policy_version=version)
-    await disk.write_in_thread(rewrite_metrics, folder / METRICS_FILE, ledger.steps())
-    await disk.write_in_thread(truncate_after, folder / SAMPLES_FILE, step)
+    await _rewrite_files(folder, ledger, step, disk)
     highest = ledger.highest_version()
     if highest > 0:
         # An engine may still hold that version of the lost weights, so that its number is used up.
         await session.raise_policy_version(highest + 1)
     if step or highest:
         log.warning("restored: step=%d policy_version=%d dropped_samples=%d", step, session.policy_version, dropped)
-    return step, data_position
+    await disk.write(ledger.put, {TRAINER_KEY: session.incarnation})
+    return RunPosition(step=step, prompts_drawn=data_position)
 
 
 def newest_checkpoint(ledger: Ledger, status: pb.TrainerStatus) -> tuple[int, int]:
@@ -80,6 +131,16 @@ async def _load(config: Config, session: TrainerSession, step: int) -> pb.Traine
             f"the ledger's last checkpoint is that of step {step}, and the trainer does not have it: {error}; start "
             f"the trainer with the run's folder (--run-dir), or start a new run"
         ) from None
+
+
+async def _rewrite_files(folder: Path, ledger: Ledger, step: int, disk: DiskWriter) -> None:
+    await disk.write_in_thread(rewrite_metrics, folder / METRICS_FILE, ledger.steps())
+    await disk.write_in_thread(truncate_after, folder / SAMPLES_FILE, step)
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Return metrics in order of their names, None for values that JSON does not have: NaN and infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in sorted(metrics.items())}
 
 
 def rewrite_metrics(path: Path, steps: Sequence[StepRow]) -> None:

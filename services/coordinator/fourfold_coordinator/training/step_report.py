@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,11 +17,11 @@ from fourfold.trainer.v1.trainer_service_pb2 import TrainStepResponse
 from ..reporting import report
 from ..reporting.diagnosis import TrainingDiagnosis
 from ..state.files import MetricsWriter
-from ..state.ledger import TRAINER_RESTORED
+from ..state.ledger import ISSUED_AGAIN
 from ..state.samples import StepBatch
 from ..weights.update import WeightUpdateResult
 from .context import RunContext
-from .recovery import METRICS_FILE, rewrite_metrics
+from .recovery import METRICS_FILE, finite, rewrite_metrics
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -114,12 +113,18 @@ class StepReporter:
     async def save(self, record: StepRecord) -> None:
         """Write the metrics of a step to the ledger, with its time so far and the present time; may be called again."""
         _add_total_time(record)
-        # JSON has no NaN and no infinity.
-        finite = {name: value if math.isfinite(value) else None for name, value in sorted(record.metrics.items())}
         texts = {"end_time": utc_text(SYSTEM_CLOCK.now()), "diagnosis": "; ".join(record.findings)}
-        record.row = {**finite, **texts, "alarms": record.alarms}
+        record.row = {**finite(record.metrics), **texts, "alarms": record.alarms}
         await self._disk.write(self._ledger.record_metrics, record.step, record.row, seconds=record.seconds)
         await self._disk.write(self._context.router.faults.save, self._ledger)
+
+    async def amend(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to the last step, which an earlier coordinator process has reported."""
+        row = self._ledger.steps()[-1]
+        await self._disk.write(self._ledger.record_metrics, step, row.metrics | finite(metrics), seconds=row.seconds)
+        await self.close()
+        await self._disk.write_in_thread(rewrite_metrics, self._path, self._ledger.steps())
+        self.resume()
 
     def show(self, record: StepRecord) -> None:
         """Publish the metrics of a step: metrics.jsonl, the board, the log."""
@@ -155,8 +160,8 @@ class StepReporter:
 
     def _dropped(self, step: int) -> dict[str, int]:
         """Return the number of samples that this step dropped, by reason."""
-        # A restore of the trainer drops the samples of an earlier try of the step, which do not count for this one.
-        return {reason: count for reason, count in self._ledger.dropped(step).items() if reason != TRAINER_RESTORED}
+        # A recovery drops the samples of an earlier try of the step, which do not count for this one.
+        return {reason: count for reason, count in self._ledger.dropped(step).items() if reason not in ISSUED_AGAIN}
 
 
 def _add_total_time(record: StepRecord) -> None:

@@ -8,6 +8,7 @@ requests until an update of it succeeds. `update.py` runs the updates.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import time
@@ -43,6 +44,8 @@ _MAX_BACKOFF_SECONDS: Final = 60.0
 # An update that takes longer appears in the run's status.
 _SLOW_SECONDS: Final = 2.0
 _SHOW_SECONDS: Final = 1.0
+# Key in the ledger: [member id, incarnation, version] of the engines that hold a version of this run.
+_ENGINES_KEY: Final = "verified_engines"
 
 
 class WeightsRefused(WrongState):
@@ -74,6 +77,9 @@ class WeightBroker:
         self._status = status
         probe = LogprobProbe(probe_ids, tolerance=config.weights.probe_tolerance)
         self._updater = WeightUpdater(config, session, probe, status)
+        # Engines that an earlier coordinator updated keep their weights, if these are still the trainer's.
+        for name, incarnation, version in json.loads(ledger.get(_ENGINES_KEY) or "[]"):
+            self._updater.verified[name, incarnation] = version
         self._timeout = config.weights.timeout_seconds
         self._step = 0
         self._failures: dict[ReplicaKey, tuple[int, float]] = {}  # failures in a row, monotonic time of the next try
@@ -182,6 +188,8 @@ class WeightBroker:
             for engine in outdated:
                 self._router.set_unusable_reason(engine.replica, f"weights of version {self.version} on their way")
             sent = await self._updater.run(outdated, self.version)
+            holders = [(*key, version) for key, version in self._updater.verified.items() if version == self.version]
+            await self._disk.write(self._ledger.put, {_ENGINES_KEY: json.dumps(holders)})
             wake_seconds += sent.seconds.get(m.TIME_WAKE, 0.0)
             result = replace(sent, probe_diffs=(*result.probe_diffs, *sent.probe_diffs))
         if wake_seconds:

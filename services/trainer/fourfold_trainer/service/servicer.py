@@ -21,6 +21,7 @@ from fourfold.rpc.codec import check_id, check_unique, decode, decode_token_ids,
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 from fourfold.trainer.v1 import trainer_service_pb2_grpc as pb_grpc
 from fourfold.types.v1 import experience_pb2
+from fourfold_trainer.checkpoint.store import StepAnswer
 from fourfold_trainer.service import batch_stream
 from fourfold_trainer.service.engine_thread import Phase
 from fourfold_trainer.service.state import Status, TrainerCore
@@ -69,12 +70,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
                     await asyncio.to_thread(batch.add, request)
                 samples = batch.samples if is_new else None
                 answer = await self._run(context, Phase.TRAINING, self._core.train_step, step, samples, batch.sha256)
-        return pb.TrainStepResponse(
-            step=answer.step,
-            policy_version=answer.policy_version,
-            skipped_reason=answer.skipped_reason,
-            metrics=answer.metrics,
-        )
+        return _step_response(answer)
 
     async def ForwardBackward(self, request: pb.ForwardBackwardRequest, context: Context) -> pb.ForwardBackwardResponse:
         part = await asyncio.to_thread(self._decode_part, request)
@@ -165,6 +161,7 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             vocabulary_size=status.vocabulary_size,
             max_context_tokens=self._core.config.model.max_context_tokens,
             gradient_part_count=status.gradient.part_count,
+            last_step=None if status.state.answer is None else _step_response(status.state.answer),
         )
 
     def _decode(self, message: experience_pb2.Experience) -> Sample:
@@ -202,6 +199,15 @@ class TrainerServicer(pb_grpc.TrainerServiceServicer):
             version_spans=(),
             temperature=message.temperature,
         )
+
+
+def _step_response(answer: StepAnswer) -> pb.TrainStepResponse:
+    return pb.TrainStepResponse(
+        step=answer.step,
+        policy_version=answer.policy_version,
+        skipped_reason=answer.skipped_reason,
+        metrics=answer.metrics,
+    )
 
 
 def _check_size(request: Message, experiences: Sequence[experience_pb2.Experience], *, limit: int) -> None:

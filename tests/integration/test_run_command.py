@@ -70,6 +70,72 @@ def test_run_survives_its_services_and_ends_with_a_report(make_stage: Callable[.
     assert "Resumed 1 time." in output
 
 
+def test_a_coordinator_that_is_killed_twice_costs_no_process_and_no_step(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=6)
+    process = stage.start("toy.toml", delay=0.3)
+    for step in (1, 3):
+        stage.wait_for_step(process, step)
+        services = {role: stage.pid_of(role) for role in ("rollout", "trainer", "reward")}
+        killed = stage.pid_of("coordinator")
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: killed not in stage.descendants(), 5)  # noqa: B023 (called in this turn)
+        stage.wait_for_step(process, step + 1, 15)
+        assert {role: stage.pid_of(role) for role in services} == services
+    output, errors = process.communicate(timeout=40)
+    assert process.returncode == 0, errors
+    assert stage.descendants() == {}
+    assert len(re.findall(r"coordinator-0 died \(killed by SIGKILL\); restarting it", output)) == 2, output
+    assert len(re.findall(r"^coordinator-0 is ready again after \d+ s$", output, re.MULTILINE)) == 2
+    assert (
+        len(re.findall(r"^continued after step \d with the trainer's weights: coordinator-0 died", output, re.M)) == 2
+    )
+    assert [line[:8] for line in output.splitlines() if line.startswith("step ") and "reward" in line] == [
+        f"step {step}/6" for step in range(1, 7)
+    ], "each step is shown once"
+    report = json.loads((stage.run_dir / "report.json").read_text())
+    assert report["restarts"] == {"coordinator-0": 2} and report["resumes"] == 0
+    assert [row["reason"] for row in report["recoveries"]] == ["coordinator-0 died (killed by SIGKILL)"] * 2
+    assert all(row["trainer_kept"] for row in report["recoveries"])
+
+    process = stage.start("toy.toml", "--name", "undisturbed")
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert trained(stage.run_dir) == trained(stage.root / "runs" / "undisturbed")
+
+
+def trained(run_dir: Path) -> list[tuple[int, str, float]]:
+    """Step, text and score of the samples that a run trained on; the policy of the toys follows from them."""
+    rows = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    return sorted((row["step"], row["completion"], row["score"]) for row in rows if not row["dropped"])
+
+
+def test_a_coordinator_that_cannot_come_back_ends_the_run_with_its_cause(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=50, retry={"restarts": 2})
+    process = stage.start("toy.toml", delay=0.3)
+    stage.wait_for_step(process, 1)
+    ledger = stage.run_dir / "ledger.sqlite"
+    pid = stage.pid_of("coordinator")
+    os.kill(pid, signal.SIGSTOP)
+    ledger.rename(stage.run_dir / "moved")
+    (stage.run_dir / "config.toml").write_text("this is no recipe")
+    os.kill(pid, signal.SIGKILL)
+    _, errors = process.communicate(timeout=40)
+    assert process.returncode == 1 and stage.descendants() == {}
+    assert "The run failed. coordinator-0 died before it was ready: ended with exit code 1" in errors
+    assert "config.toml" in errors and "It was restarted 2 times already (retry.restarts = 2)." in errors
+
+
+def test_interrupt_while_the_coordinator_restarts_ends_everything(make_stage: Callable[..., Stage]) -> None:
+    stage = make_stage(steps=50)
+    process = stage.start("toy.toml", delay=0.3)
+    stage.wait_for_step(process, 1)
+    os.kill(stage.pid_of("coordinator"), signal.SIGKILL)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130 and stage.descendants() == {}, errors
+
+
 @pytest.mark.slow
 def test_a_frozen_service_is_told_and_so_is_its_return(make_stage: Callable[..., Stage]) -> None:
     stage = make_stage(steps=40)

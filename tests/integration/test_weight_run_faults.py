@@ -1,4 +1,4 @@
-"""`fourfold run` in which somebody is killed in the middle of a weight update: it ends well, by itself or resumed.
+"""`fourfold run` in which somebody is killed in the middle of a weight update: it ends well by itself.
 
 The coordinator tells `tests/fault_injection` which call it is about to make; see there.
 What happens between the calls, and in every other phase, is in `test_weight_faults.py`.
@@ -6,6 +6,7 @@ What happens between the calls, and in every other phase, is in `test_weight_fau
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -83,9 +84,24 @@ def test_a_run_goes_on_when_somebody_dies_in_the_middle_of_an_update(run: Doomed
     run.finish(process)
 
 
-def test_a_run_is_resumed_whose_coordinator_died_before_the_commit(run: Doomed) -> None:
+def test_a_coordinator_that_is_killed_is_restarted_while_engine_and_trainer_keep_their_state(run: Doomed) -> None:
     process = run.begin()
-    run.doom("CommitWeights", 0)
-    process.communicate(timeout=_RUN_SECONDS)
-    assert process.returncode == 1 and not run.file.exists()
-    run.finish(run.start("--resume", "runs/tiny"))
+    services = {role: service(process, role).pid for role in ("rollout", "trainer", "reward")}
+    for call in ("CommitWeights", "before:acknowledge"):
+        old = service(process, "coordinator").pid
+        run.doom(call, 0)
+        until(lambda: not run.file.exists() or process.poll() is not None, _RUN_SECONDS)
+        until(lambda: _pid(process) not in (0, old), 30)  # noqa: B023 (called in this turn)
+        assert {role: service(process, role).pid for role in services} == services
+    run.finish(process)
+    report = json.loads((run.run_dir / "report.json").read_text())
+    assert report["restarts"] == {"coordinator-0": 2} and report["resumes"] == 0
+    assert all(row["trainer_kept"] for row in report["recoveries"])
+
+
+def _pid(process: subprocess.Popen[str]) -> int:
+    """Return the pid of the coordinator, 0 while there is none."""
+    try:
+        return service(process, "coordinator").pid
+    except (StopIteration, psutil.NoSuchProcess):
+        return 0

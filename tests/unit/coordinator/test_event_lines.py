@@ -34,8 +34,8 @@ class Console:
         self.status.evals.extend(pb.EvalRecord(step=step) for step in steps if step % 2 == 0)
         self.status.step = max(steps, default=0)
 
-    def goes_on(self, step: int, reason: str = "") -> None:
-        recovery = self.status.recoveries.add(step=step, reason=reason)
+    def goes_on(self, step: int, reason: str = "", *, trainer_kept: bool = False) -> None:
+        recovery = self.status.recoveries.add(step=step, reason=reason, trainer_kept=trainer_kept)
         recovery.time.FromSeconds(int(self._now) + 1000)
 
 
@@ -124,6 +124,19 @@ def test_a_resumed_run_does_not_tell_its_old_steps_again() -> None:
     begun = Console()
     begun.goes_on(0)
     assert begun.after(2) == ["restarted at step 0: there was no checkpoint"]
+
+
+def test_a_coordinator_that_took_over_tells_the_step_that_the_dead_one_had_not_shown() -> None:
+    console = Console()
+    console.done(1, 2)
+    console.after(1)
+    console.done(1, 2, 3)
+    console.goes_on(3, "coordinator-0 died (killed by SIGKILL)", trainer_kept=True)
+    told = console.after(1)
+    assert told[0] == "continued after step 3 with the trainer's weights: coordinator-0 died (killed by SIGKILL)"
+    assert steps_of(told[1:]) == ["step 3/9"]
+    console.done(1, 2, 3, 4)
+    assert steps_of(console.after(2)) == ["step 4/9", "step 4"]
 
 
 def test_a_rollback_says_where_and_why_and_the_steps_after_it_are_told_again() -> None:

@@ -21,7 +21,7 @@ from fourfold_coordinator.cli.dashboard import _PHASES
 from fourfold_coordinator.launch.fleet import COORDINATOR, Fleet, services_of
 from fourfold_coordinator.launch.launcher import ServiceSpec
 from fourfold_coordinator.launch.placement import assign_gpus, bundles, check_cluster_fits, shared_gpus
-from fourfold_coordinator.launch.run_folder import make_run_dir
+from fourfold_coordinator.launch.run_folder import DEATH_VARIABLE, make_run_dir
 
 ROOT = Path(__file__).parents[3]
 
@@ -134,6 +134,65 @@ def test_coordinator_decides_how_the_run_ended(tmp_path: Path, clock: FakeClock)
     launcher.dying = [death(COORDINATOR, code=1)]
     ending = fleet.tick()
     assert ending is not None and not ending.done and "coordinator-0 says why" in ending.text
+
+
+def test_a_coordinator_that_is_killed_is_started_again_at_its_address(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, notes = started(tmp_path, recipe(), clock)
+    launcher.ready = {COORDINATOR, "rollout-0", "trainer-0", "reward-0"}
+    launcher.dying = [death(COORDINATOR, code=0, number=signal.SIGKILL)]
+    launcher.ready.discard(COORDINATOR)
+    assert fleet.tick() is None
+    again = launcher.started[-1]
+    assert again.argv[again.argv.index("--listen") + 1] == "127.0.0.1:4000"
+    assert dict(again.env) == {DEATH_VARIABLE: "killed by SIGKILL"}
+    assert launcher.names()[1:] == ["rollout-0", "trainer-0", "reward-0", COORDINATOR], "the services keep running"
+    assert "coordinator-0 died (killed by SIGKILL); restarting it" in notes[-1]
+    assert (COORDINATOR, "restarting") in fleet.states()
+    clock.seconds += 2
+    launcher.ready.add(COORDINATOR)
+    assert fleet.tick() is None
+    assert notes[-1] == "coordinator-0 is ready again after 2 s" and (COORDINATOR, "ready") in fleet.states()
+    clock.seconds += 3000
+    assert fleet.tick() is None, "no deadline is left"
+
+
+def test_a_coordinator_that_dies_at_each_start_ends_the_run_with_its_cause(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = started(tmp_path, recipe(retry={"restarts": 2}), clock)
+    launcher.dying = [death(COORDINATOR, code=0, number=signal.SIGKILL)]
+    assert fleet.tick() is None
+    waits = []
+    while (ending := fleet.tick()) is None:
+        count = launcher.names().count(COORDINATOR)
+        launcher.dying = [death(COORDINATOR, was_ready=False)]  # for example, its port is taken
+        if (ending := fleet.tick()) is not None:
+            break
+        began = clock.seconds
+        while launcher.names().count(COORDINATOR) == count:
+            clock.seconds += 0.5
+            assert fleet.tick() is None
+        waits.append(clock.seconds - began)
+    assert waits == [1.0], "the first restart is at once, and the second waits"
+    assert not ending.done and "coordinator-0 died before it was ready" in ending.text
+    assert "coordinator-0 says why" in ending.text and "restarted 2 times already (retry.restarts = 2)" in ending.text
+
+
+def test_a_coordinator_that_ends_by_itself_is_not_restarted(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = started(tmp_path, recipe(), clock)
+    launcher.dying = [death(COORDINATOR, code=0, number=signal.SIGSEGV)]
+    assert fleet.tick() is None
+    launcher.dying = [death(COORDINATOR, code=1)]
+    ending = fleet.tick()
+    assert ending is not None and not ending.done and launcher.names().count(COORDINATOR) == 2
+
+
+def test_a_restarted_coordinator_that_never_listens_is_told(tmp_path: Path, clock: FakeClock) -> None:
+    fleet, launcher, _ = started(tmp_path, recipe(), clock)
+    launcher.ready = {"rollout-0", "trainer-0", "reward-0"}
+    launcher.dying = [death(COORDINATOR, code=0, number=signal.SIGKILL)]
+    assert fleet.tick() is None
+    clock.seconds += 121
+    ending = fleet.tick()
+    assert ending is not None and "coordinator-0 did not listen within 120 s" in ending.text
 
 
 def test_service_dead_at_its_first_start_ends_the_run_with_its_words(tmp_path: Path, clock: FakeClock) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,16 +14,18 @@ import pytest
 
 from fourfold.config import Config
 from fourfold.errors import NotFound, WrongState
-from fourfold.trainer.v1.trainer_service_pb2 import TrainerStatus
+from fourfold.trainer.v1.trainer_service_pb2 import TrainerStatus, TrainStepResponse
 from fourfold_coordinator.routing.trainer_session import TrainerSession
 from fourfold_coordinator.state.files import DiskWriter
-from fourfold_coordinator.state.ledger import Ledger
+from fourfold_coordinator.state.ledger import COORDINATOR_RESTARTED, Ledger, SampleState
 from fourfold_coordinator.state.run_board import RunBoard
 from fourfold_coordinator.training.recovery import (
+    TRAINER_KEY,
     RunPosition,
     newest_checkpoint,
     restore,
     rewrite_metrics,
+    take_over,
     truncate_after,
 )
 
@@ -50,6 +53,9 @@ class Session:
 
     async def call(self, name: str, work: Callable[[Any], Awaitable[Any]]) -> Any:
         return await work(SimpleNamespace(trainer=self))
+
+    async def wait_until_idle(self) -> TrainerStatus:
+        return self.status
 
     async def get_status(self, *, timeout: float) -> TrainerStatus:
         self.timeouts["GetStatus"] = timeout
@@ -191,6 +197,75 @@ async def test_a_run_that_published_nothing_keeps_the_version_of_the_trainer(
     await restored(tmp_path, Ledger(tmp_path / "ledger.sqlite"), session)
     assert session.policy_version == 5
     assert "LoadCheckpoint" not in session.timeouts and not caplog.text
+
+
+def answered(step: int, **fields: Any) -> TrainerStatus:
+    """The status of a trainer that has done `step`."""
+    last = TrainStepResponse(step=step, policy_version=step, metrics={"reward/mean": 0.7, "loss": math.nan})
+    return TrainerStatus(step=step, policy_version=step, last_step=last, **fields)
+
+
+async def taken_over(folder: Path, ledger: Ledger, status: TrainerStatus, known: str = "a") -> RunPosition | None:
+    ledger.put({TRAINER_KEY: known})
+    disk = DiskWriter(folder, RunBoard(name="t", step_count=9), wait_seconds=1.0)
+    return await take_over(folder, ledger, cast(TrainerSession, Session(status)), disk)
+
+
+def lease(ledger: Ledger, step: int, position: int) -> tuple[str, ...]:
+    samples = ledger.issue(step=step, position=position, count=2).sample_ids
+    for state in (SampleState.RUNNING, SampleState.ROLLED, SampleState.READY):
+        ledger.move(samples, state)
+    ledger.lease(step, samples)
+    return samples
+
+
+async def test_a_trainer_at_the_last_step_of_the_ledger_is_kept(tmp_path: Path, ledger: Ledger) -> None:
+    samples = lease(ledger, 5, 12)
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (3, 4, 5)))
+    assert await taken_over(tmp_path, ledger, answered(4)) == RunPosition(step=4, prompts_drawn=12, trainer_kept=True)
+    assert ledger.dropped() == {COORDINATOR_RESTARTED: 2} and ledger.state(samples[0]) is SampleState.DROPPED
+    assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == [3, 4]
+    assert ledger.steps()[-1].metrics == {"reward/mean": 0.4}, "metrics that were recorded stay"
+
+
+async def test_a_step_that_the_trainer_has_done_is_acknowledged(tmp_path: Path, ledger: Ledger) -> None:
+    lost = lease(ledger, 5, 20)  # an earlier try of the step had drawn more prompts
+    ledger.restore(4)
+    samples = lease(ledger, 5, 14)
+    assert await taken_over(tmp_path, ledger, answered(5)) == RunPosition(step=5, prompts_drawn=15, trainer_kept=True)
+    assert ledger.state(samples[0]) is SampleState.TRAINED and ledger.state(lost[0]) is SampleState.DROPPED
+    row = ledger.steps()[-1]
+    assert (row.policy_version, row.data_position) == (5, 15)
+    assert row.metrics == {"reward/mean": 0.7, "loss": None, "diagnosis": "", "alarms": []}
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 5
+
+
+@pytest.mark.parametrize(
+    ("status", "known"),
+    [
+        (answered(4), "b"),  # another process, which was brought to step 4 by somebody
+        (answered(5), "a"),  # a step without a lease is not the ledger's
+        (answered(3), "a"),
+        (answered(6), "a"),
+        (TrainerStatus(step=4, policy_version=2), "a"),  # below a version that was published
+    ],
+)
+async def test_a_trainer_whose_weights_are_not_those_of_the_ledger_is_not_taken_over(
+    tmp_path: Path, ledger: Ledger, status: TrainerStatus, known: str
+) -> None:
+    ledger.publishing(4, 4)
+    assert await taken_over(tmp_path, ledger, status, known) is None
+    assert ledger.last_step() == 4
+
+
+async def test_a_step_without_a_result_is_not_taken_over(tmp_path: Path, ledger: Ledger) -> None:
+    lease(ledger, 5, 12)
+    assert await taken_over(tmp_path, ledger, TrainerStatus(step=5, policy_version=5)) is None
+
+
+async def test_a_restored_trainer_is_known_from_then_on(tmp_path: Path, ledger: Ledger) -> None:
+    await restored(tmp_path, ledger, Session(TrainerStatus(step=4, checkpoint_step=2)))
+    assert ledger.get(TRAINER_KEY) == "a"
 
 
 async def test_the_checkpoint_of_the_first_step_is_one_as_any_other(tmp_path: Path) -> None:

@@ -134,8 +134,9 @@ class EventLines:
             if key in self._recoveries:
                 continue
             self._recoveries.add(key)
-            self._printed = {printed for printed in self._printed if printed[1] <= recovery.step}
-            self._printed |= {key for key, _ in _records(status) if key[1] <= recovery.step}
+            if not recovery.trainer_kept:
+                self._printed = {printed for printed in self._printed if printed[1] <= recovery.step}
+                self._printed |= {key for key, _ in _records(status) if key[1] <= recovery.step}
             yield recovery_line(recovery)
 
     def _steps(self, status: pb.RunStatus) -> list[str]:

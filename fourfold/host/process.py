@@ -198,6 +198,11 @@ class Supervisor:
         self._reported.update(child.pid for child in new)
         return sorted((child.death for child in new if child.death is not None), key=lambda death: death.time)
 
+    def is_ready(self, name: str) -> bool:
+        """Return whether the latest child of this name lives and has printed its READY line."""
+        child = self.children.get(name)
+        return child is not None and child.alive and child.poll_ready()
+
     def wait_ready(self, names: Iterable[str], *, timeout_seconds: float) -> dict[str, str]:
         """Wait until each named child has printed its READY line; return the host:port of each by name.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -22,16 +23,18 @@ def make_stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
 
 
 def test_recipe_runs_through_ray_and_nothing_is_left(make_stage: Callable[..., Stage]) -> None:
-    stage = make_stage(steps=3)
+    stage = make_stage(steps=4)
     process = stage.start("toy.toml", "--launcher", "ray", delay=0.2)
     stage.wait_for_step(process, 1, 120)
     # Each service is the child of a Ray worker, which renames itself; the coordinator is the launcher's own.
     assert stage.parent_of("rollout").startswith("ray::") and stage.parent_of("trainer").startswith("ray::")
     assert "fourfold run" in stage.parent_of("coordinator")
+    os.kill(stage.pid_of("coordinator"), signal.SIGKILL)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert "toy is done: 3 steps" in output
-    assert json.loads((stage.run_dir / "report.json").read_text())["steps"] == 3
+    assert "toy is done: 4 steps" in output and "coordinator-0 is ready again after" in output
+    report = json.loads((stage.run_dir / "report.json").read_text())
+    assert (report["steps"], report["restarts"]) == (4, {"coordinator-0": 1})
     assert stage.descendants() == {}
 
 

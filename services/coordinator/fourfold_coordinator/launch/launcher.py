@@ -53,14 +53,10 @@ class LocalLauncher:
         """Create the launcher; `gpus` has each service's GPU ids, from `assign_gpus`."""
         self._gpus = gpus
         self._supervisor = Supervisor(run_dir / "logs")
-        self.deaths = self._supervisor.deaths
+        self.deaths, self.is_ready = self._supervisor.deaths, self._supervisor.is_ready
         self.stop, self.kill = self._supervisor.stop, self._supervisor.kill
 
     def start(self, service: ServiceSpec, command: Command) -> None:
         # A service without GPUs must see none: libraries would use any that they see.
         env = {**command.env, **gpu_environment(self._gpus.get(service.name, ()))}
         self._supervisor.start(dataclasses.replace(command, env=env))
-
-    def is_ready(self, name: str) -> bool:
-        child = self._supervisor.children.get(name)
-        return child is not None and child.alive and child.poll_ready()

@@ -191,7 +191,7 @@ class RayLauncher:
         return sorted(deaths, key=lambda death: death.time)
 
     def is_ready(self, name: str) -> bool:
-        return name in self._ready
+        return name in self._ready or self._supervisor.is_ready(name)
 
     def stop(self) -> None:
         """End every process, then the actors, the placement group and a local Ray."""

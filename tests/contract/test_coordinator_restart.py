@@ -150,6 +150,7 @@ async def check(stage: Stage, run: Restarted, expected: Batches, restarts: int =
         assert engine.state == control.WEIGHT_STATE_CLEAN and not engine.held
         assert (engine.weights, engine.version) == (stage.trainer.weights, stage.trainer.version)
         assert engine.commits == sorted(set(engine.commits)), "no version is served twice"
+    assert stage.trainer.version == stage.trainer.weights, "no version number was used up: engines keep their weights"
     report = stage.report()
     assert report["restarts"] == {"coordinator-0": restarts} and report["resumes"] == 0
     assert [row["trainer_kept"] for row in report["recoveries"]] == [True] * restarts

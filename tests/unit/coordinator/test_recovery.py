@@ -236,6 +236,7 @@ async def test_a_step_that_the_trainer_has_done_is_acknowledged(tmp_path: Path, 
     assert ledger.state(samples[0]) is SampleState.TRAINED and ledger.state(lost[0]) is SampleState.DROPPED
     row = ledger.steps()[-1]
     assert (row.policy_version, row.data_position) == (5, 15)
+    assert row.metrics.pop("end_time").endswith("Z")
     assert row.metrics == {"reward/mean": 0.7, "loss": None, "diagnosis": "", "alarms": []}
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 5
 

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from fourfold.config import Config
 from fourfold.errors import NotFound, WrongState
+from fourfold.host.clock import SYSTEM_CLOCK, utc_text
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
 from ..routing.router import INFO_SECONDS
@@ -72,7 +73,8 @@ async def take_over(folder: Path, ledger: Ledger, session: TrainerSession, disk:
     dropped = await disk.write(ledger.restore, step, COORDINATOR_RESTARTED)
     last = next(reversed(ledger.steps()), None)
     if last is not None and not last.metrics and result.step == step:  # it died before it had reported the step
-        metrics: dict[str, Any] = {**finite(result.metrics), "diagnosis": "", "alarms": []}
+        texts = {"end_time": utc_text(SYSTEM_CLOCK.now()), "diagnosis": ""}
+        metrics: dict[str, Any] = {**finite(result.metrics), **texts, "alarms": []}
         await disk.write(ledger.record_metrics, step, metrics, seconds=0.0)
     await _rewrite_files(folder, ledger, step, disk)
     log.warning("took over: step=%d policy_version=%d dropped_samples=%d", step, status.policy_version, dropped)

@@ -7,6 +7,7 @@ import os
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +42,11 @@ REPOSITORY = Path(__file__).parents[2]
 SCORE = "fourfold.reward.v1.RewardService/Score"
 
 
-def item(text: str) -> reward.ScoreItem:
-    return reward.ScoreItem(experience=Experience(sample_id="a"), prompt_text=text, completion_text=text, answer="4")
+def item(text: str, *, sample_id: str = "a", verifier: str = "") -> reward.ScoreItem:
+    experience = Experience(sample_id=sample_id)
+    return reward.ScoreItem(
+        experience=experience, prompt_text=text, completion_text=text, answer="4", verifier=verifier
+    )
 
 
 async def scrape(target: str) -> dict[str, Metric]:
@@ -94,10 +98,12 @@ async def test_without_the_key_nothing_listens(make_stage: Callable[..., Stage])
     assert not (stage.folder / "metrics").exists()
 
 
-async def test_the_reward_service_counts_its_samples(tmp_path: Path) -> None:
+async def test_the_reward_service_counts_its_samples(tmp_path: Path, unused_port: int) -> None:
     (tmp_path / "model-folder").mkdir()
+    listen = f"127.0.0.1:{unused_port}"
     config = make_config(tmp_path, reward={"processes": 2}, metrics={"endpoint": True})
-    options = ServeOptions(role="reward", recipe=Path(), config=config, member_id="reward-0", run_dir=tmp_path)
+    options = ServeOptions(role="reward", recipe=Path(), config=config, member_id="reward-0", listen=listen)
+    options = replace(options, run_dir=tmp_path)
     serving = asyncio.create_task(reward_serve.serve(options))
     await until(lambda: (tmp_path / "metrics" / "reward-0.json").exists() or serving.done(), 20)
     target = discovered(tmp_path, "reward-0")
@@ -107,8 +113,18 @@ async def test_the_reward_service_counts_its_samples(tmp_path: Path) -> None:
     async with asyncio.timeout(30):
         while value(families := await scrape(target), "fourfold_ready") == 0:
             await asyncio.sleep(0.2)
+    channel = open_channel(listen, None)
+    client = AsyncRewardClient(channel, peer="reward-0")
+    await client.score([item("4"), item("5", sample_id="b")], timeout=20)
+    await client.score([item("4", verifier="a_name_of_the_caller")], timeout=20)
+    await channel.close()
+    await asyncio.sleep(1.1)  # a page is kept for a second
+    families = await scrape(target)
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
+    outcomes = {s.labels["outcome"]: s.value for s in families["fourfold_reward_samples_total"].samples}
+    assert {name: count for name, count in outcomes.items() if count} == {"SCORED": 2, "NOT_FOUND": 1}
+    assert value(families, "fourfold_reward_sample_seconds_count") == 2
     assert value(families, "fourfold_reward_workers", state="idle") == 2
     assert value(families, "fourfold_child_processes") >= 2
     assert value(families, "fourfold_children_resident_memory_bytes") > 1 << 20

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
@@ -163,3 +164,16 @@ def test_files_that_are_missing_or_damaged_are_clear_errors(folder: Path) -> Non
         Tokenizer.load(folder)
     with pytest.raises(ConfigError, match="the model needs a fast tokenizer"):
         tokenizer_sha256(folder)
+
+
+def test_a_batch_is_decoded_as_the_library_decodes_each_sequence(folder: Path) -> None:
+    library = Library.from_file(str(folder / "tokenizer.json"))
+    library.add_tokens(["two words", "\u4e2d"])  # which are no results of the byte mapping
+    library.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.load(folder)
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 400, rng.integers(0, 60), dtype=np.int32) for _ in range(500)]  # much is not UTF-8
+    sequences.append(np.array([319, *tokenizer.encode("x \u00e9\U0001f600"), 5000], np.int32))
+    assert tokenizer.decode_batch(sequences) == [tokenizer.decode(ids.tolist()) for ids in sequences]
+    assert tokenizer.decode_batch([np.array([259, 260], np.int32)]) == ["two words\u4e2d"]
+    assert any("\ufffd" in text for text in tokenizer.decode_batch(sequences))

@@ -42,8 +42,8 @@ async def test_a_run_goes_to_its_end_and_leaves_everything_behind(make_stage: Ca
     assert stage.rollouts[0].version == stage.trainer.version == report["policy_version"]
     assert stage.rollouts[0].backend == "shm"
     line = stage.lines("samples.jsonl")[0]
-    assert len(line["logprobs"]) == len(line["token_ids"]) - line["prompt_tokens"]
-    assert line["version_spans"] == [[-1, line["prompt_tokens"]], [0, len(line["logprobs"])]]
+    assert line["version_spans"] == [[-1, line["prompt_tokens"]], [0, line["completion_tokens"]]]
+    assert line["logprob_mean"] < 0 < line["completion_tokens"] and not list((stage.folder / "experiences").iterdir())
     metrics = stage.lines("metrics.jsonl")[0]
     assert metrics["weights/probe_diff_mean"] == pytest.approx(0.01, abs=1e-4)
     assert metrics["train/policy_lag_max"] == 0

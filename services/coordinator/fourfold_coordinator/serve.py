@@ -41,10 +41,13 @@ from .routing.membership import CertificateMonitor, MembershipServicer
 from .routing.registry import Member, Registry
 from .routing.router import Router
 from .routing.trainer_session import TrainerSession
+from .state.experiences import FOLDER as EXPERIENCES_FOLDER
+from .state.experiences import ExperienceStore
 from .state.faults import FaultLog
 from .state.files import DiskWriter, replace_file
 from .state.ledger import Ledger
 from .state.run_board import RunBoard
+from .state.segments import SegmentFiles
 from .training.context import RunContext
 from .training.loop import TrainingLoop
 from .training.service_calls import ServiceCalls
@@ -135,7 +138,8 @@ class Coordinator:
         ledger: Ledger | None = None
         try:
             ledger = await self._disk.write(Ledger, self._folder / _LEDGER_FILE)
-            await self._loop(ledger)
+            segments = await self._disk.write_in_thread(SegmentFiles, self._folder / EXPERIENCES_FOLDER)
+            await self._loop(ledger, ExperienceStore(segments, ledger, self._disk))
         except FourfoldError as error:
             self._board.close(failure=error.message)
             raise
@@ -152,7 +156,7 @@ class Coordinator:
         self._board.close()
         return 0
 
-    async def _loop(self, ledger: Ledger) -> None:
+    async def _loop(self, ledger: Ledger, experiences: ExperienceStore) -> None:
         totals = RunTotals(
             ledger,
             members=self._registry.members,
@@ -170,15 +174,16 @@ class Coordinator:
             asyncio.create_task(totals.run()),
         ]
         try:
-            context = await self._assemble(ledger, totals)
+            context = await self._assemble(ledger, experiences, totals)
             background.append(asyncio.create_task(context.broker.run()))
             await first_of(TrainingLoop(context).run(), background)
         finally:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
+            experiences.close()
 
-    async def _assemble(self, ledger: Ledger, totals: RunTotals) -> RunContext:
+    async def _assemble(self, ledger: Ledger, experiences: ExperienceStore, totals: RunTotals) -> RunContext:
         config = self._config
         prompts = await asyncio.to_thread(load_prompts, config, self._tokenizer)
         await self._disk.write(check_same_data, prompts, ledger)
@@ -190,6 +195,7 @@ class Coordinator:
             folder=self._folder,
             prompts=prompts,
             ledger=ledger,
+            experiences=experiences,
             disk=self._disk,
             board=self._board,
             router=router,
@@ -203,7 +209,9 @@ class Coordinator:
                 probe_ids=prompts.train[0].token_ids,
                 status=self._weight_status,
             ),
-            service_calls=ServiceCalls(config, router, self._tokenizer.decode, newest_version=ledger.highest_version),
+            service_calls=ServiceCalls(
+                config, router, self._tokenizer.decode_batch, newest_version=ledger.highest_version
+            ),
             certificates=self._certificates,
             totals=totals,
             start_seconds=self._start_seconds,

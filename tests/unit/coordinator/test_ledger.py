@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fourfold.errors import AlreadyExists, NotFound, WrongState
-from fourfold_coordinator.state.ledger import LEGAL_TRANSITIONS, TRAINER_RESTORED, EvalRow, Ledger, SampleState
+from fourfold_coordinator.state.ledger import (
+    LEGAL_TRANSITIONS,
+    TRAINER_RESTORED,
+    EvalRow,
+    Ledger,
+    RecordPlace,
+    SampleState,
+)
 
 LIVE = [SampleState.ISSUED, SampleState.RUNNING, SampleState.ROLLED, SampleState.READY, SampleState.LEASED]
 
@@ -234,3 +241,80 @@ def test_step_0_cannot_be_acknowledged(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.sqlite")
     with pytest.raises(WrongState, match="step 0 cannot be acknowledged: 0 steps are done"):
         ledger.acknowledge(0, policy_version=0, skipped_reason="", data_position=0)
+
+
+_SCHEMA_0 = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE samples (
+  sample_id TEXT PRIMARY KEY, group_id TEXT NOT NULL, position INTEGER NOT NULL, step INTEGER NOT NULL,
+  state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '') WITHOUT ROWID;
+CREATE INDEX samples_by_step ON samples (step, state);
+CREATE INDEX samples_by_position ON samples (position);
+CREATE TABLE steps (
+  step INTEGER PRIMARY KEY, policy_version INTEGER NOT NULL, skipped_reason TEXT NOT NULL,
+  data_position INTEGER NOT NULL, seconds REAL NOT NULL, metrics TEXT NOT NULL DEFAULT '');
+CREATE TABLE versions (policy_version INTEGER PRIMARY KEY, step INTEGER NOT NULL);
+CREATE TABLE checkpoints (
+  step INTEGER PRIMARY KEY, data_position INTEGER NOT NULL, policy_version INTEGER NOT NULL,
+  eval_count INTEGER NOT NULL);
+CREATE TABLE evals (
+  step INTEGER PRIMARY KEY, score REAL NOT NULL, half_width REAL, answer_count INTEGER NOT NULL,
+  missing_count INTEGER NOT NULL, answers TEXT NOT NULL);
+INSERT INTO samples VALUES ('p0000000-0-0', 'p0000000-0', 0, 1, 'TRAINED', ''),
+  ('p0000001-0-0', 'p0000001-0', 1, 2, 'READY', '');
+INSERT INTO steps VALUES (1, 1, '', 1, 2.5, '{"reward/mean": 0.5}');
+INSERT INTO checkpoints VALUES (1, 1, 1, 0);
+INSERT INTO versions VALUES (1, 1);
+"""
+
+
+def test_a_ledger_of_version_0_is_migrated_and_keeps_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    old = sqlite3.connect(path, isolation_level=None)
+    old.execute("PRAGMA journal_mode = WAL")
+    old.executescript(_SCHEMA_0)
+    old.close()
+    for _ in range(2):
+        ledger = Ledger(path)
+        assert ledger.counts() == {SampleState.TRAINED: 1, SampleState.READY: 1}
+        assert [row.metrics for row in ledger.steps()] == [{"reward/mean": 0.5}]
+        assert ledger.recorded(2) == [], "its arrays were only in the memory of the process that wrote it"
+        ledger.close()
+    ledger = Ledger(path)
+    assert ledger.restore(1) == 1
+    issued = ledger.issue(step=2, position=1, count=1)
+    assert issued.group_id == "p0000001-1"
+    ledger.move(issued.sample_ids, SampleState.RUNNING)
+    ledger.move(issued.sample_ids, SampleState.ROLLED)
+    ledger.make_ready(issued.sample_ids, [RecordPlace(issued.sample_ids[0], 1, 4)])
+    assert [(row.sample_id, row.segment, row.offset) for row in ledger.recorded(2)] == [("p0000001-1-0", 1, 4)]
+    ledger.close()
+
+
+def test_a_ledger_of_a_later_version_is_refused_and_not_changed(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    Ledger(path).close()
+    later = sqlite3.connect(path, isolation_level=None)
+    later.execute("PRAGMA user_version = 99")
+    with pytest.raises(WrongState, match="schema version 99; this release reads versions up to 1: resume the run with"):
+        Ledger(path)
+    assert later.execute("PRAGMA user_version").fetchone() == (99,)
+    later.close()
+
+
+def test_a_restore_keeps_the_groups_it_is_told_to_and_their_leased_samples_are_ready_again(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    groups = [ledger.issue(step=1, position=position, count=2) for position in range(3)]
+    for group in groups:
+        ledger.move(group.sample_ids, SampleState.RUNNING)
+        ledger.move(group.sample_ids, SampleState.ROLLED)
+        ledger.drop(group.sample_ids[1:], "RAISED")
+        ledger.make_ready(group.sample_ids[:1], [RecordPlace(name, 1, 4) for name in group.sample_ids])
+    ledger.lease(1, [group.sample_ids[0] for group in groups[:2]])
+    assert [row.dropped for row in ledger.recorded(1)] == ["", "RAISED"] * 3
+    assert ledger.restore(0, keep=["p0000000-0", "p0000002-0"]) == 1
+    assert ledger.counts() == {SampleState.READY: 2, SampleState.DROPPED: 4}
+    assert ledger.dropped() == {"RAISED": 2, TRAINER_RESTORED: 2}
+    assert [row.position for row in ledger.recorded(1)] == [0, 0, 2, 2]
+    ledger.lease(1, ["p0000002-0-0", "p0000000-0-0"])
+    ledger.close()

@@ -19,6 +19,7 @@ from fourfold_coordinator.routing.trainer_session import TrainerSession
 from fourfold_coordinator.state.files import DiskWriter
 from fourfold_coordinator.state.ledger import COORDINATOR_RESTARTED, Ledger, SampleState
 from fourfold_coordinator.state.run_board import RunBoard
+from fourfold_coordinator.state.samples import SampleGroup
 from fourfold_coordinator.training.recovery import (
     TRAINER_KEY,
     RunPosition,
@@ -73,8 +74,11 @@ class Session:
 
 
 async def restored(folder: Path, ledger: Ledger, session: Session) -> RunPosition:
+    async def recover(step: int) -> list[SampleGroup]:
+        return []
+
     disk = DiskWriter(folder, RunBoard(name="t", step_count=9), wait_seconds=1.0)
-    return await restore(CONFIG, folder, ledger, cast(TrainerSession, session), disk)
+    return await restore(CONFIG, folder, ledger, cast(TrainerSession, session), disk, recover=recover)
 
 
 @pytest.fixture

@@ -68,8 +68,8 @@ def finish(root: Path, name: str, ledger: Ledger, *, tokens: list[list[int]], **
     folder = root / name
     folder.mkdir()
     (folder / "config.toml").write_text(dump(make_config(root, name=name, **changes)))
-    rows = [{"step": 1, "sample_id": f"s{i}", "token_ids": ids} for i, ids in enumerate(tokens)]
-    rows.append({"step": 2, "sample_id": "later", "token_ids": [9]})
+    rows = [{"step": 1, "sample_id": f"s{i}", "completion": str(ids)} for i, ids in enumerate(tokens)]
+    rows.append({"step": 2, "sample_id": "later", "completion": "9"})
     (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = [{"step": 1, "reward/mean": 0.1 * len(tokens[0])}, {"step": 2, "reward/mean": 0.2}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -180,7 +180,7 @@ def _files(run_dir: Path) -> list[str]:
         ("curve.png", "reward and held-out accuracy over the steps"),
         ("report.json", "the numbers above"),
         ("metrics.jsonl", "every metric of every step"),
-        ("samples.jsonl", "every trajectory: tokens, log-probabilities, versions, scores"),
+        ("samples.jsonl", "every trajectory: texts, lengths, versions, scores"),
         ("model", "the trained model, a Hugging Face folder"),
         ("model-ema", "the same model with the moving average of the weights"),
     )

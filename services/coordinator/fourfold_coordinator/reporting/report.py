@@ -166,7 +166,7 @@ def compare(first: Path, second: Path, report: dict[str, Any] | None = None) -> 
     """
     one = json.loads((first / REPORT_FILE).read_text(encoding="utf-8"))
     other = report or json.loads((second / REPORT_FILE).read_text(encoding="utf-8"))
-    samples = [_first_samples(folder / "samples.jsonl") for folder in (first, second)]
+    samples = [_first_completions(folder / "samples.jsonl") for folder in (first, second)]
     shared = samples[0].keys() & samples[1].keys()
     gaps = [abs(a - b) for a, b in zip(_rewards(first), _rewards(second), strict=False)]
     after = [run["eval_after"] for run in (one, other)]
@@ -206,14 +206,14 @@ def _eval(row: EvalRow | None) -> dict[str, Any] | None:
     }
 
 
-def _first_samples(path: Path) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+def _first_completions(path: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
             if row["step"] > 1:
                 break
-            found[row["sample_id"]] = row["token_ids"]
+            found[row["sample_id"]] = row["completion"]
     return found
 
 

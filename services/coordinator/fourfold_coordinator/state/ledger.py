@@ -7,15 +7,19 @@
 
 The database is SQLite in WAL mode, in `runs/<name>/ledger.sqlite`. Each call is one transaction, so that the
 coordinator may be killed between any two of them. A sample enters exactly one step: `lease` takes it from READY,
-`acknowledge` makes it TRAINED, and nothing moves it back.
+`acknowledge` makes it TRAINED. Only a `restore` makes a LEASED sample READY again: it goes back to weights that have
+not seen it.
+
+The arrays of a READY sample are in a segment file (`experiences.py`); the table `records` has their place.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -27,6 +31,7 @@ from fourfold.errors import AlreadyExists, NotFound, WrongState
 TRAINER_RESTORED: Final = "TRAINER_RESTORED"
 COORDINATOR_RESTARTED: Final = "COORDINATOR_RESTARTED"
 ISSUED_AGAIN: Final = (TRAINER_RESTORED, COORDINATOR_RESTARTED)  # the run goes back and draws the same prompts again
+STALE: Final = "STALE"  # sampled by weights older than those that its step trains
 FILTERED: Final = "FILTERED"  # dynamic sampling did not keep the group
 BASELINE: Final = "BASELINE"  # a greedy completion, which is never trained on
 BY_DESIGN: Final = (FILTERED, BASELINE)  # part of the algorithm; all other reasons are failures
@@ -56,6 +61,8 @@ LEGAL_TRANSITIONS: Final[Mapping[SampleState, frozenset[SampleState]]] = {
     SampleState.DROPPED: frozenset(),
 }
 
+# Stored as `PRAGMA user_version`. Version 0 had no table `records`.
+_VERSION: Final = 1
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS samples (
@@ -63,6 +70,8 @@ CREATE TABLE IF NOT EXISTS samples (
   state TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '') WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS samples_by_step ON samples (step, state);
 CREATE INDEX IF NOT EXISTS samples_by_position ON samples (position);
+CREATE TABLE IF NOT EXISTS records (
+  sample_id TEXT PRIMARY KEY, segment INTEGER NOT NULL, offset INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS steps (
   step INTEGER PRIMARY KEY, policy_version INTEGER NOT NULL, skipped_reason TEXT NOT NULL,
   data_position INTEGER NOT NULL, seconds REAL NOT NULL, metrics TEXT NOT NULL DEFAULT '');
@@ -78,6 +87,10 @@ _COUNT_SAMPLES: Final = "SELECT state, COUNT(*) FROM samples GROUP BY state"
 _COUNT_REASONS: Final = "SELECT reason, COUNT(*) FROM samples WHERE state = 'DROPPED' GROUP BY reason"
 # The fields of the row classes below have the order of these columns.
 
+_IN_LIST: Final = "IN (SELECT value FROM json_each(?))"  # any number of values as one parameter, a JSON array
+_LOG_BYTES: Final = 4 << 20  # a write-ahead log that is larger is written back to the database
+_RELEASE_ROWS: Final = 10_000  # of one transaction, which blocks the event loop
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssuedGroup:
@@ -85,6 +98,27 @@ class IssuedGroup:
 
     group_id: str
     sample_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordPlace:
+    """Where the record of a sample begins."""
+
+    sample_id: str
+    segment: int  # number of the file
+    offset: int  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSample:
+    """A sample of a group that is READY, or was leased, with the place of its record."""
+
+    sample_id: str
+    group_id: str
+    position: int
+    dropped: str  # reason, empty for a READY one
+    segment: int
+    offset: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,20 +180,53 @@ class Ledger:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the database at `path`, or create an empty one."""
+        """Open the database at `path`, or create an empty one; migrate one of an earlier version.
+
+        Raises WrongState when a later version of Fourfold wrote it.
+        """
+        self._path, self._wal = path, path.with_name(path.name + "-wal")
         self._db = sqlite3.connect(path, isolation_level=None, timeout=5.0)
         try:
             self._db.execute("PRAGMA journal_mode = WAL")
             # With NORMAL a killed process loses nothing. A machine that loses power may lose the newest rows;
             # `commit_checkpoint` syncs those that a restore needs.
             self._db.execute("PRAGMA synchronous = NORMAL")
-            self._db.executescript(_SCHEMA)
-        except sqlite3.Error:  # for example a full disk: the caller tries again with a new connection
+            self._db.execute("PRAGMA wal_autocheckpoint = 0")  # it would sync on the event loop: `sync` does it
+            self._migrate(path)
+        except (sqlite3.Error, WrongState):  # for example a full disk: the caller tries again with a new connection
             self._db.close()
             raise
 
+    def _migrate(self, path: Path) -> None:
+        """Create the tables that the file lacks. A kill in between leaves a database that is migrated again."""
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version > _VERSION:
+            raise WrongState(
+                f"{path}: schema version {version}; this release reads versions up to {_VERSION}: resume the run with "
+                f"the release of Fourfold that wrote it"
+            )
+        self._db.executescript(_SCHEMA)
+        self._db.execute(f"PRAGMA user_version = {_VERSION}")
+
     def close(self) -> None:
         self._db.close()
+
+    def sync(self) -> None:
+        """Flush all committed transactions to the disk. Takes milliseconds; may be called in another thread."""
+        # A transaction is durable when the write-ahead log is. SQLite would do this in each commit, on the event loop.
+        # It has no locks on this file, so that closing the descriptor releases none.
+        try:
+            descriptor = os.open(self._wal, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # a file system without shared memory: SQLite has no such log, and syncs each commit
+            return
+        try:
+            os.fsync(descriptor)
+            size = os.fstat(descriptor).st_size
+        finally:
+            os.close(descriptor)
+        if size > _LOG_BYTES:
+            with contextlib.closing(sqlite3.connect(self._path, isolation_level=None, timeout=5.0)) as db:
+                db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # transactions go on meanwhile
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -184,13 +251,21 @@ class Ledger:
     def move(self, sample_ids: Sequence[str], to: SampleState, *, reason: str = "") -> None:
         """Move all samples to a state, or none; raise WrongState when `LEGAL_TRANSITIONS` does not have a move."""
         with self._transaction() as db:
-            for sample_id in sample_ids:
-                state = self.state(sample_id)
-                if to not in LEGAL_TRANSITIONS[state]:
-                    raise WrongState(
-                        f"sample {sample_id} is {state}; it cannot become {to}", reason="ILLEGAL_TRANSITION"
-                    )
-                db.execute("UPDATE samples SET state = ?, reason = ? WHERE sample_id = ?", (to, reason, sample_id))
+            self._move(db, sample_ids, to, reason)
+
+    def _move(self, db: sqlite3.Connection, sample_ids: Sequence[str], to: SampleState, reason: str = "") -> None:
+        sources = [state for state in SampleState if to in LEGAL_TRANSITIONS[state]]
+        query = f"UPDATE samples SET state = ?, reason = ? WHERE sample_id {_IN_LIST} AND state IN ({_marks(sources)})"
+        changed = db.execute(query, (to, reason, json.dumps(sample_ids), *sources)).rowcount
+        if changed == len(sample_ids):
+            return
+        db.rollback()
+        for sample_id, state in self._states(sample_ids):
+            if state not in sources:
+                raise WrongState(f"sample {sample_id} is {state}; it cannot become {to}", reason="ILLEGAL_TRANSITION")
+        raise WrongState(
+            f"{len(sample_ids)} samples cannot become {to}: some are named twice", reason="ILLEGAL_TRANSITION"
+        )
 
     def drop(self, sample_ids: Sequence[str], reason: str) -> None:
         """Drop samples for a reason in UPPER_SNAKE_CASE; raise the errors of `move`."""
@@ -200,10 +275,55 @@ class Ledger:
 
     def state(self, sample_id: str) -> SampleState:
         """Return the state of a sample; raise NotFound when it was never issued."""
-        row = self._db.execute("SELECT state FROM samples WHERE sample_id = ?", (sample_id,)).fetchone()
-        if row is None:
-            raise NotFound(f"sample {sample_id} was never issued")
-        return SampleState(row[0])
+        ((_, state),) = self._states([sample_id])
+        return state
+
+    def _states(self, sample_ids: Sequence[str]) -> list[tuple[str, SampleState]]:
+        """Return samples with their states, in order; raise NotFound for one that was never issued."""
+        query = f"SELECT sample_id, state FROM samples WHERE sample_id {_IN_LIST}"
+        states = dict(self._db.execute(query, (json.dumps(sample_ids),)).fetchall())
+        if missing := next((sample_id for sample_id in sample_ids if sample_id not in states), None):
+            raise NotFound(f"sample {missing} was never issued")
+        return [(sample_id, SampleState(states[sample_id])) for sample_id in sample_ids]
+
+    def make_ready(self, sample_ids: Sequence[str], places: Sequence[RecordPlace]) -> None:
+        """Store the places of records, and move ROLLED samples to READY; a repeat changes the places only.
+
+        `places` also has those of dropped samples of the same groups.
+        """
+        with self._transaction() as db:
+            rows = [(place.sample_id, place.segment, place.offset) for place in places]
+            db.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", rows)
+            rolled = [name for name, state in self._states(sample_ids) if state is not SampleState.READY]
+            self._move(db, rolled, SampleState.READY)
+
+    def recorded(self, step: int) -> list[RecordedSample]:
+        """Return the samples of all groups of `step` that are READY or LEASED, in order of position and index.
+
+        Groups without a record of each sample are left out, such as those of a ledger of version 0.
+        """
+        query = """
+            SELECT sample_id, group_id, position, reason, segment, offset FROM samples JOIN records USING (sample_id)
+            WHERE step = ? AND group_id IN (SELECT group_id FROM samples WHERE step = ? AND state IN (?, ?))
+            AND group_id NOT IN (
+              SELECT group_id FROM samples WHERE step = ? AND sample_id NOT IN (SELECT sample_id FROM records))"""
+        values = (step, step, SampleState.READY, SampleState.LEASED, step)
+        samples = [RecordedSample(*row) for row in self._db.execute(query, values)]
+        return sorted(samples, key=lambda s: (s.position, s.group_id, int(s.sample_id.rpartition("-")[2])))
+
+    def release(self, step: int) -> bool:
+        """Forget records of samples that were trained or dropped by `step`; return whether there may be more."""
+        with self._transaction() as db:
+            query = """
+                DELETE FROM records WHERE sample_id IN (
+                  SELECT sample_id FROM records JOIN samples USING (sample_id)
+                  WHERE step <= ? AND state IN (?, ?) LIMIT ?)"""
+            values = (step, SampleState.TRAINED, SampleState.DROPPED, _RELEASE_ROWS)
+            return db.execute(query, values).rowcount == _RELEASE_ROWS
+
+    def segments(self) -> set[int]:
+        """Return the numbers of the segment files that have records of samples."""
+        return {number for (number,) in self._db.execute("SELECT DISTINCT segment FROM records")}
 
     def lease(self, step: int, sample_ids: Sequence[str]) -> None:
         """Put READY samples into the batch of `step`, the next one; a repeat with the same samples changes nothing."""
@@ -218,13 +338,11 @@ class Ledger:
                 return
             if held:
                 raise AlreadyExists(f"step {step} is leased with {len(held)} other samples; it takes one batch only")
-            for sample_id in sample_ids:
-                state = self.state(sample_id)
+            for sample_id, state in self._states(sample_ids):
                 if state is not SampleState.READY:
                     raise WrongState(f"sample {sample_id} is {state}; only READY samples are leased")
-                db.execute(
-                    "UPDATE samples SET state = ?, step = ? WHERE sample_id = ?", (SampleState.LEASED, step, sample_id)
-                )
+            values = (SampleState.LEASED, step, json.dumps(sample_ids))
+            db.execute(f"UPDATE samples SET state = ?, step = ? WHERE sample_id {_IN_LIST}", values)
 
     def acknowledge(self, step: int, *, policy_version: int, skipped_reason: str, data_position: int) -> None:
         """Record that the trainer has done `step`: its LEASED samples become TRAINED. A repeat changes nothing."""
@@ -307,29 +425,33 @@ class Ledger:
 
     def prompts_drawn(self, step: int) -> int:
         """Return the number of prompts drawn up to the end of the collection of `step`; 0 if it issued no sample."""
-        marks = ", ".join("?" * len(ISSUED_AGAIN))
-        query = f"SELECT COALESCE(MAX(position) + 1, 0) FROM samples WHERE step = ? AND reason NOT IN ({marks})"
+        unused = f"reason IN ({_marks(ISSUED_AGAIN)})"
+        query = f"SELECT COALESCE(MAX(position) + 1, 0) FROM samples WHERE step = ? AND NOT {unused}"
         return int(self._db.execute(query, (step, *ISSUED_AGAIN)).fetchone()[0])
 
-    def restore(self, step: int, reason: str = TRAINER_RESTORED) -> int:
+    def restore(self, step: int, reason: str = TRAINER_RESTORED, *, keep: Collection[str] = ()) -> int:
         """Go back to the end of `step`; return the number of samples that this dropped.
 
         Samples of later steps went into weights that are lost, and unfinished samples were in the memory of a process
-        that is gone: both become DROPPED with `reason`, one of ISSUED_AGAIN. Later steps, evaluations and checkpoints
-        are deleted. Published versions stay, because versions never decrease.
+        that is gone: both become DROPPED with `reason`, one of ISSUED_AGAIN. Groups of `keep`, ids
+        of those that `recorded` has, stay, and their leased samples are READY again. Later steps, evaluations and
+        checkpoints are deleted. Published versions stay, because versions never decrease.
         """
         with self._transaction() as db:
             unfinished = [s for s in SampleState if s not in (SampleState.TRAINED, SampleState.DROPPED)]
-            marks = ", ".join("?" * len(unfinished))
+            kept = json.dumps(sorted(keep))
             dropped = db.execute(
-                f"UPDATE samples SET state = ?, reason = ? WHERE state IN ({marks}) OR (state = ? AND step > ?)",
-                (SampleState.DROPPED, reason, *unfinished, SampleState.TRAINED, step),
+                f"UPDATE samples SET state = ?, reason = ? "
+                f"WHERE (state IN ({_marks(unfinished)}) OR (state = ? AND step > ?)) AND NOT group_id {_IN_LIST}",
+                (SampleState.DROPPED, reason, *unfinished, SampleState.TRAINED, step, kept),
             ).rowcount
             # Samples that the later steps had dropped: their prompts are issued again, and would be counted twice.
             db.execute(
-                "UPDATE samples SET reason = ? WHERE state = ? AND step > ? AND reason NOT IN (?, ?)",
-                (reason, SampleState.DROPPED, step, *ISSUED_AGAIN),
+                f"UPDATE samples SET reason = ? WHERE state = ? AND step > ? "
+                f"AND reason NOT IN (?, ?) AND NOT group_id {_IN_LIST}",
+                (reason, SampleState.DROPPED, step, *ISSUED_AGAIN, kept),
             )
+            db.execute("UPDATE samples SET state = ? WHERE state = ?", (SampleState.READY, SampleState.LEASED))
             for table in ("steps", "evals", "checkpoints"):
                 db.execute(f"DELETE FROM {table} WHERE step > ?", (step,))
         return int(dropped)
@@ -345,3 +467,7 @@ class Ledger:
         """Store facts by key, replacing those that exist."""
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(facts.items()))
+
+
+def _marks(values: Sequence[object]) -> str:
+    return ", ".join("?" * len(values))

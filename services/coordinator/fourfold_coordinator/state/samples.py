@@ -3,10 +3,11 @@
 Each trajectory of the steps done is a line of samples.jsonl:
 
     {"step": 3, "sample_id": "p0000031-0-4", "group_id": "p0000031-0", "prompt": "...", "completion": "12",
-     "answer": "12", "prompt_tokens": 41, "token_ids": [...], "logprobs": [...], "version_spans": [[-1, 41], [2, 3]],
-     "truncated": false, "score": 1.0, "scorer": "last_number@0.1.0", "dropped": ""}
+     "answer": "12", "prompt_tokens": 41, "completion_tokens": 3, "logprob_mean": -0.41,
+     "version_spans": [[-1, 41], [2, 3]], "truncated": false, "score": 1.0, "scorer": "last_number@0.1.0",
+     "dropped": ""}
 
-- `logprobs` has the log-probabilities of the sampled tokens, in nats, rounded to 6 decimals.
+- `logprob_mean` is the mean log-probability of the sampled tokens, in nats, rounded to 6 decimals.
 - A span is [policy version, tokens]; -1 stands for the prompt.
 - `dropped` is the reason of a trajectory that was not trained on. It has a score if it was scored before, as FILTERED
   and BASELINE always were. Samples that were dropped before they were sampled have no line.
@@ -50,6 +51,11 @@ class Trajectory:
     dropped: str = ""  # reason why it is not trained on; empty if it is
     abstained: bool = False  # whether the scorer abstained
 
+    @property
+    def token_count(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.sample.token_ids) - len(self.prompt.token_ids)
+
     def with_score(self, score: float, scorer: str) -> Trajectory:
         """Return a copy with a score."""
         return replace(self, sample=replace(self.sample, score=score, scorer=scorer))
@@ -67,6 +73,7 @@ class SampleGroup:
     seed: int  # of the request
     trajectories: tuple[Trajectory, ...]
     baseline: Trajectory | None = None  # the greedy completion of the prompt, dropped
+    recovered: bool = False  # sampled before a restore
 
     @property
     def samples(self) -> list[Sample]:
@@ -111,6 +118,11 @@ class StepBatch:
     def generated(self) -> list[SampleGroup]:
         """Return all groups that were scored, kept or filtered out, in order."""
         return sorted([*self.groups, *self.filtered], key=lambda group: group.position)
+
+    def sampled_tokens(self) -> int:
+        """Return the number of tokens that were sampled for this batch; recovered groups need none."""
+        recovered = [t for group in self.groups if group.recovered for t in group.all_trajectories()]
+        return sum(t.token_count for t in self.trajectories()) - sum(t.token_count for t in recovered)
 
     def times(self) -> dict[str, float]:
         """Return the seconds of each part that did not overlap with the part before it."""
@@ -167,6 +179,11 @@ def check_completions(
             )
 
 
+def shortest(score: float) -> float:
+    """Return the shortest decimal that gives the same float32: 0.3 instead of 0.30000001192092896."""
+    return float(str(np.float32(score)))
+
+
 def sampling_params(config: Config, prompt: Prompt, seed: int) -> rollout.SamplingParams:
     """Return the sampling parameters of one prompt; its completion must fit into the context."""
     room = config.model.max_context_tokens - len(prompt.token_ids)
@@ -194,7 +211,7 @@ def to_lines(step: int, trajectories: Iterable[Trajectory]) -> bytes:
 
 def _line(step: int, trajectory: Trajectory) -> dict[str, Any]:
     sample = trajectory.sample
-    logprobs = sample.behavior_logprobs[sample.action_mask].astype(np.float64)
+    logprobs = sample.behavior_logprobs[len(trajectory.prompt.token_ids) :]
     return {
         "step": step,
         "sample_id": sample.sample_id,
@@ -203,8 +220,8 @@ def _line(step: int, trajectory: Trajectory) -> dict[str, Any]:
         "completion": trajectory.completion,
         "answer": trajectory.prompt.answer,
         "prompt_tokens": len(trajectory.prompt.token_ids),
-        "token_ids": sample.token_ids.tolist(),
-        "logprobs": logprobs.round(6).tolist(),
+        "completion_tokens": trajectory.token_count,
+        "logprob_mean": round(float(logprobs.mean(dtype=np.float64)), 6),
         "version_spans": [[s.policy_version, s.token_count] for s in sample.version_spans],
         "truncated": sample.truncated,
         "score": sample.score,

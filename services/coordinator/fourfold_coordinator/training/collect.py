@@ -8,25 +8,28 @@
 
 Each place in the batch has a task, which draws prompts until one yields a group. No prompt is drawn in advance: as
 long as no group is lost, the groups of a step do not depend on the order in which responses arrive.
+
+A READY group is durable. After a restore, a prompt whose group was READY yields that group again.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from math import fsum
 
 import numpy as np
 
+from fourfold.arrays import VersionSpan
 from fourfold.config.algorithm import FilterConfig
 from fourfold.errors import FourfoldError, WrongState
 
 from ..data.prompts import Prompt, derive_seed
 from ..routing.replica import GivenUp, RetryBudget
-from ..state.ledger import BASELINE, FILTERED, IssuedGroup, SampleState
+from ..state.ledger import BASELINE, FILTERED, STALE, IssuedGroup, SampleState
 from ..state.samples import SampleGroup, StepBatch, Trajectory
 from .context import RunContext
 
@@ -83,14 +86,21 @@ class BatchCollector:
 
     def __init__(self, context: RunContext) -> None:
         self.prompts_drawn = 0  # since the start of the run: the position in the data
+        self._recovered: dict[int, SampleGroup] = {}  # by position
         self._config, self._prompts, self._ledger = context.config, context.prompts, context.ledger
         self._service_calls, self._session = context.service_calls, context.session
         self._board, self._router, self._disk = context.board, context.router, context.disk
+        self._experiences = context.experiences
         algorithm = context.config.algorithm
         self._count = context.config.batch.prompts_per_step
         self._filter = algorithm.filter
         self._min_samples = 2 if algorithm.compares_samples else 1
         self._baselines = int(algorithm.advantage.needs_greedy_sample)
+
+    def resume(self, prompts_drawn: int, recovered: Iterable[SampleGroup]) -> None:
+        """Continue at a position in the data, with groups that were sampled by the present weights."""
+        self.prompts_drawn = prompts_drawn
+        self._recovered = {group.position: group for group in recovered}
 
     async def collect(self, step: int, *, version: int) -> StepBatch:
         """Return the batch of a step, sampled by policy `version` or later; raise WrongState if all groups are lost."""
@@ -106,6 +116,7 @@ class BatchCollector:
                 "batch is incomplete: step=%d groups=%d wanted=%d prompts=%d lost=%d filtered=%d",
                 step, len(batch.groups), self._count, batch.prompts_drawn, batch.groups_lost, len(batch.filtered),
             )  # fmt: skip
+        await self._drop_recovered()
         filtered = [s.sample_id for group in batch.filtered for s in group.samples]
         await self._disk.write(self._ledger.drop, filtered, FILTERED)
         batch.groups.sort(key=lambda group: group.position)
@@ -122,7 +133,12 @@ class BatchCollector:
     async def _fill_place(self, step: int, version: int, batch: StepBatch) -> None:
         """Add one group to the batch; draw the next prompt when one is lost or filtered out."""
         while self._may_draw(batch):
-            draft = await self._draw(step, version, batch)
+            position = self._draw_position(batch)
+            if (group := self._recovered.pop(position, None)) is not None:
+                self._add_group(_with_version(group, version), batch)
+                batch.rolled = batch.scored = time.monotonic()
+                return
+            draft = await self._issue(step, version, position)
             try:
                 group = await self._make_group(draft, batch)
             except GivenUp as error:
@@ -133,9 +149,18 @@ class BatchCollector:
                 continue
             if group is None:
                 continue
-            batch.groups.append(group)
-            self._board.set_progress(len(batch.groups) / self._count)
+            self._add_group(group, batch)
             return
+
+    def _add_group(self, group: SampleGroup, batch: StepBatch) -> None:
+        batch.groups.append(group)
+        self._board.set_progress(len(batch.groups) / self._count)
+
+    async def _drop_recovered(self) -> None:
+        """Drop the groups that no place in the batch took: the weights of the next step are newer than they are."""
+        unused = [s.sample_id for group in self._recovered.values() for s in group.samples]
+        self._recovered = {}
+        await self._disk.write(self._ledger.drop, unused, STALE)
 
     def _may_draw(self, batch: StepBatch) -> bool:
         """Return whether a free place may draw a prompt; False when too many were lost, or filtered out."""
@@ -145,12 +170,15 @@ class BatchCollector:
         rounds = 1 if batch.groups or batch.filtered else self._config.reward.lost_rounds
         return batch.groups_lost <= self._count * rounds
 
-    async def _draw(self, step: int, version: int, batch: StepBatch) -> _GroupDraft:
-        """Draw the next prompt, and issue its samples; the greedy completion has the last id."""
-        position, size = self.prompts_drawn, self._config.batch.group_size
+    def _draw_position(self, batch: StepBatch) -> int:
+        position = self.prompts_drawn
         self.prompts_drawn += 1
         batch.prompts_drawn += 1
-        prompt = self._prompts.at(position)
+        return position
+
+    async def _issue(self, step: int, version: int, position: int) -> _GroupDraft:
+        """Issue the samples of the prompt at a position; the greedy completion has the last id."""
+        prompt, size = self._prompts.at(position), self._config.batch.group_size
         count = size + self._baselines
         issued = await self._disk.write(self._ledger.issue, step=step, position=position, count=count)
         return _GroupDraft(
@@ -180,7 +208,7 @@ class BatchCollector:
             batch.filtered.append(group)
             return None
         group = await self._add_reference(group, draft.budget)
-        await self._disk.write(self._ledger.move, draft.alive, SampleState.READY)
+        await self._experiences.put(group)
         return group
 
     async def _generate_and_score(
@@ -254,9 +282,24 @@ class BatchCollector:
             batch.filtered.append(group)
             return
         kept = [sample.sample_id for sample in group.samples]
+        # Not durable: after a restore the prompts are drawn again, and the filter decides as it did before.
         await self._disk.write(self._ledger.move, kept, SampleState.READY)
         muted = tuple(
             t if t.dropped else replace(t, sample=replace(t.sample, loss_mask=np.zeros_like(t.sample.action_mask)))
             for t in group.trajectories
         )
         batch.groups.append(replace(group, trajectories=muted))
+
+
+def _with_version(group: SampleGroup, version: int) -> SampleGroup:
+    """Return a recovered group under the number that a restore has given to the weights that sampled it."""
+
+    def renumber(trajectory: Trajectory) -> Trajectory:
+        spans = tuple(
+            span if span.policy_version < 0 else VersionSpan(policy_version=version, token_count=span.token_count)
+            for span in trajectory.sample.version_spans
+        )
+        return replace(trajectory, sample=replace(trajectory.sample, version_spans=spans))
+
+    baseline = None if group.baseline is None else renumber(group.baseline)
+    return replace(group, trajectories=tuple(map(renumber, group.trajectories)), baseline=baseline)

@@ -13,6 +13,7 @@ from ..reporting.run_totals import RunTotals
 from ..routing.membership import CertificateMonitor
 from ..routing.router import Router
 from ..routing.trainer_session import TrainerSession
+from ..state.experiences import ExperienceStore
 from ..state.files import DiskWriter
 from ..state.ledger import Ledger
 from ..state.run_board import RunBoard
@@ -28,6 +29,7 @@ class RunContext:
     folder: Path  # runs/<name>
     prompts: PromptSet
     ledger: Ledger
+    experiences: ExperienceStore
     disk: DiskWriter  # every write to the ledger and to the run's files goes through it
     board: RunBoard
     router: Router

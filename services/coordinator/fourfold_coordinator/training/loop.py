@@ -40,7 +40,7 @@ from ..weights.update import WeightUpdateResult
 from .collect import BatchCollector
 from .context import RunContext
 from .evaluate import Evaluator
-from .recovery import SAMPLES_FILE, TRAINER_KEY, restore, take_over
+from .recovery import SAMPLES_FILE, TRAINER_KEY, recover_groups, restore, take_over
 from .step_report import StepRecord, StepReporter
 
 log = logging.getLogger("fourfold.coordinator")
@@ -97,8 +97,18 @@ class TrainingLoop:
         await self.reporter.close()  # a recovery rewrites the file that the reporter appends to
         folder, totals = self.context.folder, self.context.totals
         position = await take_over(folder, self.ledger, self.session, self.disk)
-        position = position or await restore(self.config, folder, self.ledger, self.session, self.disk)
-        self.step, self.collector.prompts_drawn = position.step, position.prompts_drawn
+        if position is None:
+            position = await restore(
+                self.config,
+                folder,
+                self.ledger,
+                self.session,
+                self.disk,
+                recover=lambda step: recover_groups(self.context, step),
+            )
+            await self.context.experiences.release(position.step)
+        self.step = position.step
+        self.collector.resume(position.prompts_drawn, position.groups)
         if reason or totals.continued:
             reason = totals.add_recovery(self.step, reason, trainer_kept=position.trainer_kept)
             await self.disk.write(totals.save)
@@ -255,6 +265,7 @@ class TrainingLoop:
             data_position=self.collector.prompts_drawn,
             policy_version=self.session.policy_version,
         )
+        await self.context.experiences.release(step)
 
     async def finish(self) -> None:
         """Export the model, and its moving average if the trainer keeps one; write the report."""

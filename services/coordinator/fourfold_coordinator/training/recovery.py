@@ -8,29 +8,36 @@ A coordinator that takes over loses no trained step. It drops the samples that w
 coordinator, and issues their prompts again.
 
 A restore serves a resumed run, whose processes are all new, and a run whose trainer died and came back. The steps after
-the checkpoint went into weights that are lost: their samples are DROPPED and their prompts are issued again. The policy
-version continues above every version that was published.
+the checkpoint went into weights that are lost: their samples are DROPPED and their prompts are issued again. The groups
+that were finished for the step after the checkpoint are kept: its weights sampled them, and no weights that remain have
+seen them. The policy version continues above every version that was published.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from fourfold.bounds import MAX_NUMBER
 from fourfold.config import Config
 from fourfold.errors import NotFound, WrongState
 from fourfold.host.clock import SYSTEM_CLOCK, utc_text
 from fourfold.trainer.v1 import trainer_service_pb2 as pb
 
+from ..data.prompts import derive_seed
 from ..routing.router import INFO_SECONDS
 from ..routing.trainer_session import TrainerSession
+from ..state.experiences import StoredSample
 from ..state.files import DiskWriter, replace_file
 from ..state.ledger import COORDINATOR_RESTARTED, Ledger, SampleState, StepRow
+from ..state.samples import SampleGroup
+from .context import RunContext
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -38,6 +45,9 @@ METRICS_FILE: Final = "metrics.jsonl"
 SAMPLES_FILE: Final = "samples.jsonl"
 # Key in the ledger: incarnation of the trainer process whose weights come from the ledger's steps.
 TRAINER_KEY: Final = "trainer_incarnation"
+_RECIPE_KEY: Final = "experiences_recipe_sha256"
+# Keys of a recipe that decide nothing about a sample.
+_NOT_OF_SAMPLES: Final = frozenset({"name", "steps", "checkpoint", "evaluation", "metrics", "retry"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +57,7 @@ class RunPosition:
     step: int  # steps done
     prompts_drawn: int  # by the end of that step
     trainer_kept: bool = False  # the trainer kept its weights
+    groups: Sequence[SampleGroup] = ()  # finished ones of the next step
 
 
 async def take_over(folder: Path, ledger: Ledger, session: TrainerSession, disk: DiskWriter) -> RunPosition | None:
@@ -82,9 +93,18 @@ async def take_over(folder: Path, ledger: Ledger, session: TrainerSession, disk:
 
 
 async def restore(
-    config: Config, folder: Path, ledger: Ledger, session: TrainerSession, disk: DiskWriter
+    config: Config,
+    folder: Path,
+    ledger: Ledger,
+    session: TrainerSession,
+    disk: DiskWriter,
+    *,
+    recover: Callable[[int], Awaitable[Sequence[SampleGroup]]],
 ) -> RunPosition:
-    """Bring trainer, ledger and files back to the last checkpoint."""
+    """Bring trainer, ledger and files back to the last checkpoint.
+
+    `recover` returns the finished groups of a step.
+    """
     status = await session.call("GetStatus", lambda r: r.trainer.get_status(timeout=INFO_SECONDS))
     step, data_position = newest_checkpoint(ledger, status)
     if step > 0:
@@ -95,7 +115,8 @@ async def restore(
             f"to; restart the trainer"
         )
     session.policy_version = status.policy_version
-    dropped = await disk.write(ledger.restore, step)
+    groups = await recover(step + 1)
+    dropped = await disk.write(ledger.restore, step, keep={s.group_id for group in groups for s in group.samples})
     if step > 0:  # `newest_checkpoint` may have chosen one that the ledger never committed
         version = status.policy_version
         await disk.write(ledger.commit_checkpoint, step=step, data_position=data_position, policy_version=version)
@@ -105,9 +126,49 @@ async def restore(
         # An engine may still hold that version of the lost weights, so that its number is used up.
         await session.raise_policy_version(highest + 1)
     if step or highest:
-        log.warning("restored: step=%d policy_version=%d dropped_samples=%d", step, session.policy_version, dropped)
+        kept = sum(len(group.samples) for group in groups)
+        log.warning(
+            "restored: step=%d policy_version=%d dropped_samples=%d kept_samples=%d",
+            step, session.policy_version, dropped, kept,
+        )  # fmt: skip
     await disk.write(ledger.put, {TRAINER_KEY: session.incarnation})
-    return RunPosition(step=step, prompts_drawn=data_position)
+    return RunPosition(step=step, prompts_drawn=data_position, groups=groups)
+
+
+async def recover_groups(context: RunContext, step: int) -> list[SampleGroup]:
+    """Return the groups of a step that were READY or leased, if the recipe that sampled them is that of this run."""
+    config = context.config
+    recipe = _recipe_sha256(config)
+    if context.ledger.get(_RECIPE_KEY) != recipe:
+        await context.disk.write(context.ledger.put, {_RECIPE_KEY: recipe})
+        return []
+    stored = await context.experiences.load(
+        step, vocabulary_size=MAX_NUMBER, max_tokens=config.model.max_context_tokens
+    )
+    return [await _to_group(context, position, samples) for position, _, samples in stored]
+
+
+async def _to_group(context: RunContext, position: int, stored: Sequence[StoredSample]) -> SampleGroup:
+    prompt = context.prompts.at(position)
+    texts = await context.service_calls.with_texts(prompt, [s.sample for s in stored])
+    trajectories = [
+        replace(trajectory, dropped=s.dropped, abstained=s.abstained)
+        for trajectory, s in zip(texts, stored, strict=True)
+    ]
+    size = context.config.batch.group_size
+    return SampleGroup(
+        position=position,
+        seed=derive_seed(context.config.seed, "train", position, prompt.index),
+        trajectories=tuple(trajectories[:size]),
+        baseline=next(iter(trajectories[size:]), None),
+        recovered=True,
+    )
+
+
+def _recipe_sha256(config: Config) -> str:
+    """Return a SHA-256 (hex) of what decides about a sample: READY samples of another recipe are not trained on."""
+    recipe = {key: value for key, value in config.model_dump(mode="json").items() if key not in _NOT_OF_SAMPLES}
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
 
 
 def newest_checkpoint(ledger: Ledger, status: pb.TrainerStatus) -> tuple[int, int]:

@@ -23,7 +23,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-import numpy as np
 from google.rpc import code_pb2
 
 from fourfold.config import Config
@@ -36,7 +35,7 @@ from fourfold.types.v1.experience_pb2 import Experience
 from ..routing.replica import FatalRunError, GivenUp, Replica, RetryBudget
 from ..routing.router import Router, WaitLimit
 from ..routing.scheduling import Demand
-from ..state.samples import Trajectory
+from ..state.samples import Trajectory, shortest
 
 T = TypeVar("T")
 
@@ -131,7 +130,7 @@ class Scoring:
 
     async def _score_at(self, replica: Replica, trajectories: Sequence[Trajectory]) -> dict[str, _Outcome]:
         """Score trajectories at one replica; raise PeerFault when no sample has an outcome of a working scorer."""
-        items = [_item(t, with_tokens=replica.reads_tokens) for t in trajectories]
+        items = [score_item(t, with_tokens=replica.reads_tokens) for t in trajectories]
         if replica.breaker.probing:
             await self._probe(replica, self._scored_items.get(replica.reads_tokens, items[0]))
         # Calls of other groups may be ahead of this one in the service's queue.
@@ -249,7 +248,8 @@ def _spend_for_errors(errors: Mapping[str, FourfoldError], budget: RetryBudget) 
     return again
 
 
-def _item(trajectory: Trajectory, *, with_tokens: bool) -> reward.ScoreItem:
+def score_item(trajectory: Trajectory, *, with_tokens: bool) -> reward.ScoreItem:
+    """Return the request to score one trajectory, with its arrays or with its texts alone."""
     prompt, sample = trajectory.prompt, trajectory.sample
     ids_only = Experience(sample_id=sample.sample_id, group_id=sample.group_id)
     return reward.ScoreItem(
@@ -264,8 +264,7 @@ def _item(trajectory: Trajectory, *, with_tokens: bool) -> reward.ScoreItem:
 def _outcome(score: reward.SampleScore, scorer: str) -> _Outcome:
     match score.WhichOneof("outcome"):
         case "score":
-            # The shortest decimal that gives the same float32: 0.3 instead of 0.30000001192092896.
-            return _Outcome(score=float(str(np.float32(score.score))), scorer=scorer)
+            return _Outcome(score=shortest(score.score), scorer=scorer)
         case "abstain_reason":
             return _Outcome(reason=score.abstain_reason, abstained=True)
     reason = score.error.reason

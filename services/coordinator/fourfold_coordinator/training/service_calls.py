@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 
+from fourfold.arrays import Int32Array, Sample
 from fourfold.bounds import MAX_NUMBER
 from fourfold.config import Config
 from fourfold.coordinator.v1.membership_service_pb2 import Role
@@ -28,11 +30,15 @@ class ServiceCalls:
         self,
         config: Config,
         router: Router,
-        decode: Callable[[Sequence[int]], str],
+        decode: Callable[[Sequence[Int32Array]], list[str]],
         *,
         newest_version: Callable[[], int] = lambda: MAX_NUMBER,
     ) -> None:
-        """Prepare calls; `newest_version` returns the highest policy version that an engine may have received."""
+        """Prepare calls.
+
+        `decode` returns the texts of token ids, and is called in other threads. `newest_version` returns the highest
+        policy version that an engine may have received.
+        """
         self._config, self._router, self._decode = config, router, decode
         self._newest_version = newest_version
         self.score = Scoring(config, router).score
@@ -98,18 +104,22 @@ class ServiceCalls:
             Role.ROLE_ROLLOUT, work, demand=demand, spend=budget.spend, version=version, on_try=on_try
         )
         self._lengths.add(len(completion.token_ids) for completion in completions)
-        return [
-            self._trajectory(prompt, completion, sample_id=sample_id, group_id=group_id, greedy=greedy)
-            for sample_id, completion in zip(sample_ids, completions, strict=True)
-        ]
-
-    def _trajectory(
-        self, prompt: Prompt, completion: Completion, *, sample_id: str, group_id: str, greedy: bool
-    ) -> Trajectory:
         # Engines report the log-probabilities of greedy tokens at temperature 1.
         temperature = 1.0 if greedy else self._config.sampling.temperature
-        sample = build_sample(prompt, completion, sample_id=sample_id, group_id=group_id, temperature=temperature)
-        return Trajectory(prompt=prompt, sample=sample, completion=self._decode(completion.token_ids.tolist()))
+        built = [
+            build_sample(prompt, completion, sample_id=sample_id, group_id=group_id, temperature=temperature)
+            for sample_id, completion in zip(sample_ids, completions, strict=True)
+        ]
+        return await self.with_texts(prompt, built)
+
+    async def with_texts(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Trajectory]:
+        """Return the trajectories of samples of one prompt; the tokens are decoded in another thread."""
+        ids = [sample.token_ids[len(prompt.token_ids) :] for sample in samples]
+        texts = await asyncio.to_thread(self._decode, ids)
+        return [
+            Trajectory(prompt=prompt, sample=sample, completion=text)
+            for sample, text in zip(samples, texts, strict=True)
+        ]
 
     async def reference(self, trajectories: Sequence[Trajectory], budget: RetryBudget) -> list[Trajectory]:
         """Return the trajectories with their log-probabilities under the frozen reference policy.

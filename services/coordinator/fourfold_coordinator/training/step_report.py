@@ -150,12 +150,11 @@ class StepReporter:
 
     def _count_samples(self, step: int, batch: StepBatch) -> dict[str, float]:
         trajectories = batch.trajectories()
-        tokens = sum(int(t.sample.action_mask.sum()) for t in trajectories)
         return {
             m.ABSTAIN_COUNT: sum(t.abstained for t in trajectories),
             m.DROPPED_SAMPLES: sum(self._dropped(step).values()),
             m.SKIPPED_STEPS: self._ledger.skipped_count(),
-            m.ROLLOUT_SPEED: tokens / max(batch.rolled - batch.began, 1e-9),
+            m.ROLLOUT_SPEED: batch.sampled_tokens() / max(batch.rolled - batch.began, 1e-9),
         }
 
     def _dropped(self, step: int) -> dict[str, int]:

@@ -1,0 +1,146 @@
+"""Keeps finished samples on the disk from the time they are READY until a durable checkpoint includes them.
+
+    group is sampled, scored, has its reference --> put --> arrays in a segment file, synced --> READY in the ledger
+                                                             | groups that finish meanwhile share the next sync
+    checkpoint of a step is durable ------------> release --> segments without live samples are deleted
+    restore ------------------------------------> load ----> groups of the step after the checkpoint, as they were
+
+A record is one byte of flags and the `Experience` that the trainer would get. The text of a sample is not stored: it is
+decoded again from the token ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from fourfold.arrays import Sample
+from fourfold.errors import FourfoldError
+from fourfold.rpc.codec import decode, encode
+from fourfold.types.v1.experience_pb2 import Experience
+
+from .files import DiskWriter
+from .ledger import Ledger, RecordedSample, RecordPlace
+from .samples import SampleGroup, Trajectory, shortest
+from .segments import BadRecord, SegmentFiles
+
+log = logging.getLogger("fourfold.coordinator")
+
+FOLDER: Final = "experiences"
+_ABSTAINED: Final = 1  # flag: the scorer abstained
+_BATCH_GROUPS: Final = 256  # of one sync: the transaction for more of them would block the event loop for long
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Groups that are written with one sync."""
+
+    groups: list[SampleGroup] = field(default_factory=list)
+    written: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredSample:
+    """A sample as it was stored, without its prompt and its text."""
+
+    sample: Sample
+    dropped: str
+    abstained: bool
+
+
+class ExperienceStore:
+    """The finished samples of a run. `put`, `release` and `load` may run concurrently."""
+
+    def __init__(self, files: SegmentFiles, ledger: Ledger, disk: DiskWriter) -> None:
+        self._files, self._ledger, self._disk = files, ledger, disk
+        self._lock = asyncio.Lock()  # held by the writer of a batch
+        self._batch = _Batch()  # the one that a group may still join
+
+    def close(self) -> None:
+        self._files.close()
+
+    async def put(self, group: SampleGroup) -> None:
+        """Make a group durable, and its samples READY; raise DiskFull."""
+        if len(self._batch.groups) == _BATCH_GROUPS:
+            self._batch = _Batch()
+        batch = self._batch
+        batch.groups.append(group)
+        async with self._lock:  # the first of a batch writes it; the others find it written
+            if batch.written:
+                return
+            if batch is self._batch:
+                self._batch = _Batch()
+            await self._write(batch.groups)
+            batch.written = True
+
+    async def _write(self, groups: Sequence[SampleGroup]) -> None:
+        trajectories = [t for group in groups for t in group.all_trajectories()]
+        places = await self._disk.write_in_thread(self._append, trajectories)
+        ready = [sample.sample_id for group in groups for sample in group.samples]
+        # After the segment: a row never refers to a record that a power loss can take.
+        await self._disk.write(self._ledger.make_ready, ready, places)
+        await self._disk.write_in_thread(self._ledger.sync)
+
+    def _append(self, trajectories: Sequence[Trajectory]) -> list[RecordPlace]:
+        places = self._files.append([_to_record(t) for t in trajectories])
+        return [RecordPlace(t.sample.sample_id, *place) for t, place in zip(trajectories, places, strict=True)]
+
+    async def release(self, step: int) -> None:
+        """Delete what the durable checkpoint of `step` makes unnecessary."""
+        async with self._lock:  # a segment that is being written has no rows in the ledger yet
+            more = True
+            while more:
+                more = await self._disk.write(self._ledger.release, step)
+                await asyncio.sleep(0)  # the event loop has other work between two transactions
+            await self._disk.write_in_thread(self._files.keep_only, self._ledger.segments())
+
+    async def load(
+        self, step: int, *, vocabulary_size: int, max_tokens: int
+    ) -> list[tuple[int, str, list[StoredSample]]]:
+        """Return position, id and samples of the finished groups of `step`, which is not trained yet.
+
+        A group whose records are damaged is left out, with a warning.
+        """
+
+        def read() -> list[tuple[int, str, list[StoredSample]]]:
+            groups = []
+            for (position, name), rows in itertools.groupby(recorded, key=lambda row: (row.position, row.group_id)):
+                try:
+                    samples = [_from_record(row, self._files, vocabulary_size, max_tokens) for row in rows]
+                except FourfoldError as error:
+                    log.warning("group cannot be recovered, its prompt is issued again: group=%s: %s", name, error)
+                    continue
+                groups.append((position, name, samples))
+            return groups
+
+        async with self._lock:
+            recorded = self._ledger.recorded(step)
+            return await asyncio.to_thread(read)
+
+
+def _to_record(trajectory: Trajectory) -> bytes:
+    flags = _ABSTAINED if trajectory.abstained else 0
+    return bytes([flags]) + encode(trajectory.sample).SerializeToString()
+
+
+def _from_record(row: RecordedSample, files: SegmentFiles, vocabulary_size: int, max_tokens: int) -> StoredSample:
+    """Return the sample of a row of the ledger; raise BadRecord, or InvalidInput for a sample of another recipe."""
+    body = files.read(row.segment, row.offset)
+    try:
+        message = Experience.FromString(body[1:])
+    except DecodeError as error:
+        raise BadRecord(f"segment {row.segment}, record at byte {row.offset}: {error}") from None
+    if (message.sample_id, message.group_id) != (row.sample_id, row.group_id):
+        raise BadRecord(f"segment {row.segment}, record at byte {row.offset}: it is of sample {message.sample_id!r}")
+    sample = decode(message, vocabulary_size=vocabulary_size, max_tokens=max_tokens)
+    if sample.score is not None:
+        sample = replace(sample, score=shortest(sample.score))
+    if sample.baseline_score is not None:
+        sample = replace(sample, baseline_score=shortest(sample.baseline_score))
+    return StoredSample(sample=sample, dropped=row.dropped, abstained=bool(body[0] & _ABSTAINED))

@@ -1,14 +1,19 @@
 """Measures the way of one step's samples from the rollout service through the coordinator to the trainer.
 
-    this process (coordinator)      rollout process               trainer process
+    this process (coordinator)      rollout, reward processes     trainer process
     Generate, one call per group -> servicer; its engine has
     packed completions           <- all samples ready
-    check, join, encode
+    check, join, decode the text
+    Score, one call per group    -> answers at once
+    arrays to a segment file, synced; rows to the ledger
+    lease, encode
     TrainStep, 1 MiB chunks      ------------------------------>  decode, check every sample
-    answer                       <------------------------------
+    metrics, acknowledge, samples.jsonl, release
 
-The servicers, clients and channels are the real ones, over loopback; there is no vLLM, no DeepSpeed, no sampling and no
-training. A run lasts from the first Generate to the answer of TrainStep.
+The servicers, clients, channels, ledger and store are the real ones, over loopback; there is no vLLM, no DeepSpeed, no
+sampling, no scoring and no training. A run lasts from the first Generate to the released segment.
+
+The CPU time of the coordinator per sample and the longest gap of its event loop are those of all of this.
 
     python -m fourfold_bench.experience_path [--group-size 25]
 """
@@ -17,6 +22,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import string
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,12 +38,16 @@ import psutil
 from fourfold.arrays import Sample
 from fourfold.config import Config
 from fourfold.errors import ConfigError, Internal
+from fourfold.host.disk import append_lines
 from fourfold.host.process_tree import die_with_parent
+from fourfold.model.tokenizer import Tokenizer
+from fourfold.reward.client import AsyncRewardClient
+from fourfold.reward.v1 import reward_service_pb2 as reward
+from fourfold.reward.v1 import reward_service_pb2_grpc as reward_grpc
 from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 from fourfold.rollout.v1 import rollout_service_pb2_grpc as rollout_grpc
 from fourfold.rpc.channel import open_channel
-from fourfold.rpc.codec import encode
 from fourfold.rpc.limits import Quotas
 from fourfold.rpc.server import Server
 from fourfold.security.principal import UNLIMITED
@@ -47,7 +58,21 @@ from fourfold_bench.harness import Benchmark, BenchmarkRun, BenchmarkSettings, o
 from fourfold_bench.processes import BenchProcesses
 from fourfold_bench.record import medians
 from fourfold_coordinator.data.prompts import Prompt
-from fourfold_coordinator.state.samples import build_sample, check_completions
+from fourfold_coordinator.reporting.batch_metrics import compute_batch_metrics
+from fourfold_coordinator.state.experiences import ExperienceStore
+from fourfold_coordinator.state.files import DiskWriter
+from fourfold_coordinator.state.ledger import Ledger, SampleState
+from fourfold_coordinator.state.run_board import RunBoard
+from fourfold_coordinator.state.samples import (
+    SampleGroup,
+    StepBatch,
+    Trajectory,
+    build_sample,
+    check_completions,
+    to_lines,
+)
+from fourfold_coordinator.state.segments import SegmentFiles
+from fourfold_coordinator.training.scoring import score_item
 from fourfold_rollout.engine import EngineDescription, EngineLoad, EngineSample, Finish, SampleOutput, SampleRequest
 from fourfold_rollout.generate.admission import GenerateLimits
 from fourfold_rollout.generate.servicer import RolloutServicer, ServedModel
@@ -61,6 +86,9 @@ _TIMEOUT: Final = 60.0
 _READY_SECONDS: Final = 60.0
 _READY_SAMPLES: Final = 64
 _SERVE: Final = "--serve"
+_ROLES: Final = ("rollout", "reward", "trainer")
+_PHASES: Final = ("generate", "score", "store", "train", "record")
+_WATCH_SECONDS: Final = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,11 +203,31 @@ def _add_trainer(server: Server, settings: PathSettings) -> None:
     server.add(service, trainer_grpc.add_TrainerServiceServicer_to_server, TrainerServicer(core))
 
 
+class ReadyScorer(reward_grpc.RewardServiceServicer):
+    """A reward service that scores at once."""
+
+    async def GetInfo(self, request: reward.GetInfoRequest, context: Any) -> reward.GetInfoResponse:
+        """Return that there are no limits."""
+        return reward.GetInfoResponse(name="ready@1")
+
+    async def Score(self, request: reward.ScoreRequest, context: Any) -> reward.ScoreResponse:
+        """Return the score 0 or 1 for each sample."""
+        names = [item.experience.sample_id for item in request.items]
+        return reward.ScoreResponse(
+            scores=[reward.SampleScore(sample_id=name, score=float(int(name[-1]) % 2)) for name in names]
+        )
+
+
+def _add_reward(server: Server, _settings: PathSettings) -> None:
+    service = reward.DESCRIPTOR.services_by_name["RewardService"]
+    server.add(service, reward_grpc.add_RewardServiceServicer_to_server, ReadyScorer())
+
+
 async def _serve(role: str, settings: PathSettings) -> None:
-    """Serve one of the two services until the parent ends this process."""
+    """Serve one of the services until the parent ends this process."""
     die_with_parent()
     server = Server(listen="127.0.0.1:0", security=None)
-    {"rollout": _add_rollout, "trainer": _add_trainer}[role](server, settings)
+    {"rollout": _add_rollout, "reward": _add_reward, "trainer": _add_trainer}[role](server, settings)
     target = await server.start()
     server.set_ready(True)
     print(f"READY {target}", flush=True)
@@ -189,58 +237,123 @@ async def _serve(role: str, settings: PathSettings) -> None:
 class _Coordinator:
     """Moves the samples with the coordinator's own functions."""
 
-    def __init__(self, settings: PathSettings, rollout_target: str, trainer_target: str) -> None:
-        self._settings = settings
-        self._rollout = AsyncRolloutClient(open_channel(rollout_target, None), peer="rollout")
-        self._trainer = AsyncTrainerClient(open_channel(trainer_target, None), peer="trainer")
+    def __init__(self, settings: PathSettings, folder: Path, targets: Mapping[str, str]) -> None:
+        self._settings, self._folder = settings, folder
+        self._rollout = AsyncRolloutClient(open_channel(targets["rollout"], None), peer="rollout")
+        self._reward = AsyncRewardClient(open_channel(targets["reward"], None), peer="reward")
+        self._trainer = AsyncTrainerClient(open_channel(targets["trainer"], None), peer="trainer")
+        self._tokenizer = Tokenizer.load(_make_tokenizer(folder))
+        self._ledger = Ledger(folder / "ledger.sqlite")
+        disk = DiskWriter(folder, RunBoard(name="path", step_count=1), wait_seconds=_TIMEOUT)
+        self._store = ExperienceStore(SegmentFiles(folder / "experiences"), self._ledger, disk)
         ids = np.arange(PROMPT_TOKENS, dtype=np.int32)
-        self._prompt = Prompt(index=0, text="", token_ids=ids, answer="", metadata_json="{}", group_key="0")
+        self._prompt = Prompt(index=0, text="?", token_ids=ids, answer="", metadata_json="{}", group_key="0")
 
     async def run(self, step: int) -> dict[str, float]:
         """Move the samples of one step; return milliseconds by phase."""
-        settings, start = self._settings, time.perf_counter()
-        calls = (self._generate(f"{step}-{i}") for i in range(settings.samples // settings.group_size))
-        groups = await asyncio.gather(*calls)
-        generated = time.perf_counter()
+        times, settings = [time.perf_counter()], self._settings
+        count = settings.samples // settings.group_size
+        groups = await asyncio.gather(*(self._generate(step, count * step + i) for i in range(count)))
+        times.append(time.perf_counter())
+        groups = await asyncio.gather(*(self._score(group) for group in groups))
+        times.append(time.perf_counter())
+        await asyncio.gather(*(self._store.put(group) for group in groups))
+        times.append(time.perf_counter())
+        batch = StepBatch(groups=list(groups), groups_accepted=count, prompts_drawn=count)
+        self._ledger.lease(step, batch.sample_ids())
         # A generator: samples are encoded while the ones before them are sent, as in the coordinator's loop.
-        experiences = (encode(sample) for group in groups for sample in group)
-        response = await self._trainer.train_step(step, experiences, timeout=_TIMEOUT)
-        end = time.perf_counter()
+        response = await self._trainer.train_step(step, batch.experiences(), timeout=_TIMEOUT)
+        times.append(time.perf_counter())
+        await self._record(step, batch)
+        times.append(time.perf_counter())
         trained = response.metrics["train/tokens_per_step"]
         if trained != settings.samples * settings.tokens:
             raise Internal(f"{trained:.0f} tokens arrived; {settings.samples} x {settings.tokens} were sent")
-        return {"generate": 1e3 * (generated - start), "train": 1e3 * (end - generated), "total": 1e3 * (end - start)}
+        phases = dict(zip(_PHASES, np.diff(times).tolist(), strict=True))
+        return {name: 1e3 * seconds for name, seconds in (phases | {"total": times[-1] - times[0]}).items()}
 
-    async def _generate(self, request_id: str) -> list[Sample]:
-        """Return the samples of one group."""
+    async def _generate(self, step: int, position: int) -> SampleGroup:
+        """Return the samples of one group, without scores."""
+        issued = self._ledger.issue(step=step, position=position, count=self._settings.group_size)
+        self._ledger.move(issued.sample_ids, SampleState.RUNNING)
         request = rollout.GenerateRequest(
-            request_id=request_id,
+            request_id=issued.group_id,
             prompt_token_ids=self._prompt.token_ids.tolist(),
             sampling_params=rollout.SamplingParams(temperature=1.0, max_tokens=self._settings.tokens - PROMPT_TOKENS),
             sample_count=self._settings.group_size,
         )
         completions = await self._rollout.complete(request, timeout=_TIMEOUT)
         check_completions(completions, peer="rollout", vocabulary_size=VOCABULARY_SIZE, newest_version=0)
-        samples = []
-        for completion in completions:
-            name = f"{request_id}-{completion.sample_index}"
-            sample = build_sample(self._prompt, completion, sample_id=name, group_id=request_id, temperature=1.0)
-            # The score stands for the answer of a reward service.
-            samples.append(replace(sample, score=float(completion.sample_index % 2), scorer="ready@1"))
-        return samples
+        self._ledger.move(issued.sample_ids, SampleState.ROLLED)
+        texts = await asyncio.to_thread(self._tokenizer.decode_batch, [c.token_ids for c in completions])
+        trajectories = []
+        for name, completion, text in zip(issued.sample_ids, completions, texts, strict=True):
+            sample = build_sample(self._prompt, completion, sample_id=name, group_id=issued.group_id, temperature=1.0)
+            trajectories.append(Trajectory(prompt=self._prompt, sample=sample, completion=text))
+        return SampleGroup(position=position, seed=0, trajectories=tuple(trajectories))
+
+    async def _score(self, group: SampleGroup) -> SampleGroup:
+        items = [score_item(t, with_tokens=False) for t in group.trajectories]
+        scores = await self._reward.score(items, timeout=_TIMEOUT)
+        scored = [t.with_score(s.score, "ready@1") for t, s in zip(group.trajectories, scores, strict=True)]
+        return replace(group, trajectories=tuple(scored))
+
+    async def _record(self, step: int, batch: StepBatch) -> None:
+        """Do what the coordinator does with a trained batch; its checkpoint is that of the step."""
+        await asyncio.to_thread(compute_batch_metrics, batch, policy_version=0)
+        lines = await asyncio.to_thread(to_lines, step, batch.trajectories())
+        self._ledger.acknowledge(step, policy_version=step, skipped_reason="", data_position=batch.prompts_drawn)
+        await asyncio.to_thread(append_lines, self._folder / "samples.jsonl", lines, sync=True)
+        await self._store.release(step)
 
 
-async def _measure(settings: PathSettings, processes: BenchProcesses, targets: Sequence[str]) -> dict[str, Any]:
-    coordinator = _Coordinator(settings, *targets)
-    pids = {role: processes.pid(role) for role in ("rollout", "trainer")} | {"coordinator": psutil.Process().pid}
+def _make_tokenizer(folder: Path) -> Path:
+    """Write the tokenizer of a model: byte-level, with words of four letters on average."""
+    rng = np.random.default_rng(0)
+    words = {"".join(rng.choice(list(string.ascii_lowercase), rng.integers(3, 6))) for _ in range(VOCABULARY_SIZE)}
+    words |= {f"w{index:06d}" for index in range(VOCABULARY_SIZE - len(words))}
+    vocabulary = {word: index for index, word in enumerate(sorted(words))}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model, "decoder": decoder}))
+    return folder
+
+
+class _LoopGap:
+    """The longest time that the event loop did nothing else."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    async def watch(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(_WATCH_SECONDS)
+            self.seconds = max(self.seconds, time.perf_counter() - began - _WATCH_SECONDS)
+
+
+async def _measure(
+    settings: PathSettings, folder: Path, processes: BenchProcesses, targets: Mapping[str, str]
+) -> dict[str, Any]:
+    coordinator = _Coordinator(settings, folder, targets)
+    pids = {role: processes.pid(role) for role in _ROLES} | {"coordinator": psutil.Process().pid}
     gc.collect()
     gc.freeze()
     for step in range(settings.warmup):
         await coordinator.run(step + 1)
     before = {name: _cpu_seconds(pid) for name, pid in pids.items()}
+    gap = _LoopGap()
+    watch = asyncio.create_task(gap.watch())
     runs = [await coordinator.run(settings.warmup + step + 1) for step in range(settings.runs)]
+    watch.cancel()
     cpu = {name: round(1000 * (_cpu_seconds(pid) - before[name]) / settings.runs, 1) for name, pid in pids.items()}
-    return {"phases": {name: medians([run[name] for run in runs]) for name in runs[0]}, "cpu_ms_per_run": cpu}
+    return {
+        "phases": {name: medians([run[name] for run in runs]) for name in runs[0]},
+        "cpu_ms_per_run": cpu,
+        "coordinator_us_per_sample": round(1000 * cpu["coordinator"] / settings.samples),
+        "longest_loop_gap_ms": round(1e3 * gap.seconds, 1),
+    }
 
 
 def _cpu_seconds(pid: int) -> float:
@@ -259,18 +372,25 @@ class PathBenchmark(Benchmark[PathSettings]):
     def measure(self, settings: PathSettings, run: BenchmarkRun) -> dict[str, Any]:
         given = settings.write(run.folder / "settings.json")
         with BenchProcesses(run.folder) as processes:
-            for role in ("rollout", "trainer"):
+            for role in _ROLES:
                 processes.start(role, "-m", "fourfold_bench.experience_path", _SERVE, role, str(given))
-            targets = processes.ready("rollout", "trainer", timeout=_READY_SECONDS)
-            return asyncio.run(_measure(settings, processes, targets))
+            targets = processes.ready(*_ROLES, timeout=_READY_SECONDS)
+            by_role = dict(zip(_ROLES, targets, strict=True))
+            return asyncio.run(_measure(settings, run.folder, processes, by_role))
 
     def table(self, document: Mapping[str, Any]) -> list[str]:
-        phases, cpu = document["results"]["phases"], document["results"]["cpu_ms_per_run"]
+        results = document["results"]
+        phases, cpu = results["phases"], results["cpu_ms_per_run"]
         lines = [
             f"{name:10} median {phase['median_ms']:7.1f} ms   best {phase['min_ms']:7.1f} ms"
             for name, phase in phases.items()
         ]
-        return [*lines, "CPU per run: " + ", ".join(f"{name} {value:.0f} ms" for name, value in cpu.items())]
+        return [
+            *lines,
+            "CPU per run: " + ", ".join(f"{name} {value:.0f} ms" for name, value in cpu.items()),
+            f"coordinator: {results['coordinator_us_per_sample']} us of CPU per sample; "
+            f"longest gap of its event loop {results['longest_loop_gap_ms']:.0f} ms",
+        ]
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ async def restore(
             step, session.policy_version, dropped, kept,
         )  # fmt: skip
     await disk.write(ledger.put, {TRAINER_KEY: session.incarnation})
-    return RunPosition(step=step, prompts_drawn=data_position, groups=groups)
+    return RunPosition(step=step, prompts_drawn=data_position, groups=tuple(groups))
 
 
 async def recover_groups(context: RunContext, step: int) -> list[SampleGroup]:

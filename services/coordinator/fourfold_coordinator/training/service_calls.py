@@ -106,10 +106,8 @@ class ServiceCalls:
         self._lengths.add(len(completion.token_ids) for completion in completions)
         # Engines report the log-probabilities of greedy tokens at temperature 1.
         temperature = 1.0 if greedy else self._config.sampling.temperature
-        built = [
-            build_sample(prompt, completion, sample_id=sample_id, group_id=group_id, temperature=temperature)
-            for sample_id, completion in zip(sample_ids, completions, strict=True)
-        ]
+        named = zip(sample_ids, completions, strict=True)
+        built = [build_sample(prompt, c, sample_id=i, group_id=group_id, temperature=temperature) for i, c in named]
         return await self.with_texts(prompt, built)
 
     async def with_texts(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Trajectory]:

@@ -73,8 +73,8 @@ class ServiceCalls:
             GivenUp: The budget is used up.
             ServiceMissing: No service came in time.
         """
-        params, timeout = sampling_params(self._config, prompt, seed), self._config.trainer.step_timeout_seconds
-        name = group_id
+        params, name = sampling_params(self._config, prompt, seed), group_id
+        timeout = self._config.trainer.step_timeout_seconds
         if greedy:  # the sampled completions of the group are requested at the same time, under the plain name
             params.temperature, name = 0.0, f"{group_id}-greedy"
         tries = itertools.count()  # a new request id for every try: the request of a lost try may still run
@@ -96,19 +96,18 @@ class ServiceCalls:
             )
             return completions
 
-        samples, expected = len(sample_ids), self._lengths.expected(params.max_tokens)
+        count, expected = len(sample_ids), self._lengths.expected(params.max_tokens)
         # Samples share the blocks of their prompt; engines count it once per sample in their load report, though.
-        tokens = samples * (len(prompt.token_ids) + expected)
-        demand = Demand(samples=samples, tokens=tokens, prefix=prefix_keys(prompt.token_ids))
+        tokens = count * (len(prompt.token_ids) + expected)
+        demand = Demand(samples=count, tokens=tokens, prefix=prefix_keys(prompt.token_ids))
         completions = await self._router.call(
             Role.ROLE_ROLLOUT, work, demand=demand, spend=budget.spend, version=version, on_try=on_try
         )
         self._lengths.add(len(completion.token_ids) for completion in completions)
-        # Engines report the log-probabilities of greedy tokens at temperature 1.
-        temperature = 1.0 if greedy else self._config.sampling.temperature
+        temperature = 1.0 if greedy else self._config.sampling.temperature  # engines report greedy tokens at 1
         named = zip(sample_ids, completions, strict=True)
-        built = [build_sample(prompt, c, sample_id=i, group_id=group_id, temperature=temperature) for i, c in named]
-        return await self.with_texts(prompt, built)
+        samples = [build_sample(prompt, c, sample_id=i, group_id=group_id, temperature=temperature) for i, c in named]
+        return await self.with_texts(prompt, samples)
 
     async def with_texts(self, prompt: Prompt, samples: Sequence[Sample]) -> list[Trajectory]:
         """Return the trajectories of samples of one prompt; the tokens are decoded in another thread."""

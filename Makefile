@@ -1,5 +1,5 @@
 # Commands for users and developers. `make quickstart` needs only Python 3.11 or 3.12 and g++.
-.PHONY: quickstart setup test test-slow test-again soak mutants check docs proto fmt constraints clean
+.PHONY: quickstart setup test test-slow soak mutants check docs proto fmt constraints clean
 bin := .venv/bin
 
 quickstart:  ## set up the environment, then train the recipe of the README
@@ -14,9 +14,6 @@ test: setup  ## run all tests that are not slow; in two processes; under ten min
 
 test-slow: setup  ## run the slow tests, with real engines and trainers
 	$(bin)/python -m pytest -m "slow and not soak" -n 2 --dist loadfile tests
-
-test-again: setup  ## run the tests that failed in the last run
-	$(bin)/python -m pytest --last-failed --last-failed-no-failures none tests
 
 soak: setup  ## run the tests that repeat for an hour or two, not in CI; SOAK_MINUTES: of the rollout service
 	FOURFOLD_FUZZ_CALLS=100000 $(bin)/python -m pytest -s tests/security/test_fuzz.py

@@ -45,6 +45,8 @@ _HEALTH: Final = "grpc.health.v1.Health"
 _DRAIN_SECONDS: Final = 10.0
 # Enough for a message of the largest size over 5 Mbit/s.
 _REQUEST_SECONDS: Final = 30.0
+# When a deadline passes, the client's cancellation may arrive some milliseconds before the server's own timer fires.
+_DEADLINE_SLACK_SECONDS: Final = 0.1
 _PROBE_SECONDS: Final = 5.0
 _PROBE_BYTES: Final = 1024
 
@@ -139,7 +141,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                     raise
                 except asyncio.CancelledError:  # the client has left, or the deadline has passed
                     left = context.time_remaining()
-                    record.code = "CANCELLED" if left is None or left > 0 else "DEADLINE_EXCEEDED"
+                    cancelled = left is None or left > _DEADLINE_SLACK_SECONDS
+                    record.code = "CANCELLED" if cancelled else "DEADLINE_EXCEEDED"
                     raise
                 except Exception as error:  # the request boundary; CancelledError is a BaseException and passes
                     # The slot is still held, so that a slow sender counts towards the limits.

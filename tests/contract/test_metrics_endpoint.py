@@ -209,8 +209,9 @@ async def test_calls_are_counted_by_the_status_with_which_they_end() -> None:
     server.add(*Scorer().servicer())
     channel = open_channel(await server.start(), None)
     client = AsyncRewardClient(channel, peer="r")
-    for text, timeout in (("", 5), ("", 5), ("bad", 5), ("bug", 5), ("full", 5), ("abort", 5), ("hang", 0.3)):
+    for text, timeout in (("", 5), ("", 5), ("bad", 5), ("bug", 5), ("full", 5), ("abort", 5), ("hang", 1)):
         await asyncio.gather(client.score([item(text)], timeout=timeout), return_exceptions=True)
+    await until(lambda: sum(stats.ended.values()) == 7)  # a call is counted after its client has the status
     leaving = asyncio.create_task(client.score([item("hang")], timeout=20))
     await until(lambda: stats.in_flight[SCORE] == 1)
     leaving.cancel()
@@ -223,6 +224,7 @@ async def test_calls_are_counted_by_the_status_with_which_they_end() -> None:
         await stub.Check(health_pb2.HealthCheckRequest(service="x"), timeout=5)
     with pytest.raises(grpc.aio.AioRpcError):
         await stub.List(health_pb2.HealthListRequest(), timeout=5)
+    await until(lambda: sum(stats.ended.values()) == 10)
     ended = {code: count for (method, code), count in stats.ended.items() if method == SCORE}
     assert ended == {
         "OK": 2, "INVALID_ARGUMENT": 1, "INTERNAL": 1, "RESOURCE_EXHAUSTED": 1, "OUT_OF_RANGE": 1,

@@ -12,7 +12,7 @@ from fourfold.host.process_tree import descendants
 
 @dataclass(frozen=True, slots=True)
 class ChildUsage:
-    """What the running descendants of a process use together."""
+    """CPU time and memory of the running descendants of a process."""
 
     count: int = 0
     cpu_seconds: float = 0.0

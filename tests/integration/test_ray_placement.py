@@ -1,4 +1,4 @@
-"""Which GPUs a real Ray shows to services that share them, and to those that do not. The GPUs are numbers."""
+"""Tests the GPUs that a real Ray gives to services that share them, and to others. The GPUs are numbers."""
 
 from __future__ import annotations
 

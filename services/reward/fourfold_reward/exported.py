@@ -1,4 +1,4 @@
-"""What the metrics endpoint of the reward service shows, besides what every service shows."""
+"""Exports the samples and worker processes at the reward service's metrics endpoint."""
 
 from __future__ import annotations
 

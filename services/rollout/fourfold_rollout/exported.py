@@ -1,4 +1,4 @@
-"""What the metrics endpoint of the rollout service shows, besides what every service shows."""
+"""Exports samples, KV cache and weight updates at the rollout service's metrics endpoint."""
 
 from __future__ import annotations
 

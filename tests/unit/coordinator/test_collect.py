@@ -1,4 +1,4 @@
-"""Which groups dynamic sampling keeps."""
+"""Tests the choice of groups by dynamic sampling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What services did wrong: counts, first texts, bounds, and what an earlier coordinator counted."""
+"""Tests the record of faults of services: counts, first texts, bounds, and counts of an earlier coordinator."""
 
 from __future__ import annotations
 

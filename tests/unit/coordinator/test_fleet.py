@@ -1,4 +1,4 @@
-"""Which processes a recipe asks for, and what happens when one dies. The launcher is a fake, so are the deaths."""
+"""Tests the processes that a recipe needs, and their restarts. The launcher and the deaths are fakes."""
 
 from __future__ import annotations
 

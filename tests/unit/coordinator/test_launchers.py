@@ -1,4 +1,4 @@
-"""Which GPUs `fourfold run` gives to its services, which print what they see. The machine's are a fake NVML's."""
+"""Tests the GPUs that `fourfold run` gives to its services, which print what they see. NVML is a fake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a restore chooses, and what it does to the files of a run."""
+"""Tests the position that a restore chooses, and its changes to the files of a run."""
 
 from __future__ import annotations
 

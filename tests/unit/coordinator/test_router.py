@@ -1,4 +1,4 @@
-"""Which replica gets the work, what a failure costs, and how long the run waits for one."""
+"""Tests the choice of a replica, the cost of a failure, and the wait for a replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the router does for its members: it watches the load of engines and releases what a departed member had."""
+"""Tests that the router watches the load of engines and releases the calls of a departed member."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run took over all of its coordinator processes, and who came back."""
+"""Tests the totals of a run over all of its coordinator processes, and its recoveries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets a call: the formula in a table, keys of prompts, and the lengths that are expected."""
+"""Tests the choice of a replica for a call: its formula as a table, prefix keys and expected lengths."""
 
 from __future__ import annotations
 

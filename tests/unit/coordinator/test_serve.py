@@ -1,4 +1,4 @@
-"""What the coordinator refuses before it begins."""
+"""Tests the input that the coordinator refuses before it begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sampling a prompt asks of a replica: its tokens as they are expected by then, and its prefix."""
+"""Tests the demand of a sampling call: its expected tokens and its prefix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which backend each engine gets, from what trainer and engines say of themselves."""
+"""Tests the choice of a backend for each engine, from the descriptions of trainer and engines."""
 
 from __future__ import annotations
 

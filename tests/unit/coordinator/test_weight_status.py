@@ -1,4 +1,4 @@
-"""Who waits for whom on the way of the weights, told from what happens; and which tensors differ."""
+"""Tests the status of a weight update: which process waits for which, and which tensors differ."""
 
 from __future__ import annotations
 

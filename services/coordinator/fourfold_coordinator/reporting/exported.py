@@ -1,4 +1,4 @@
-"""What the metrics endpoint of the coordinator shows, besides what every service shows: the state of the run."""
+"""Exports the state of the run at the coordinator's metrics endpoint."""
 
 from __future__ import annotations
 

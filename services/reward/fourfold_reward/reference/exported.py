@@ -1,4 +1,4 @@
-"""What the metrics endpoint of the reference service shows, besides what every service shows."""
+"""Exports the samples and batches at the reference service's metrics endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the metrics endpoint of the trainer shows, besides what every service shows."""
+"""Exports step, version and phases at the trainer's metrics endpoint."""
 
 from __future__ import annotations
 

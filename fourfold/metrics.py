@@ -85,6 +85,16 @@ PADDING_FRACTION: Final = "train/padding_fraction"
 POLICY_LAG_MEAN: Final = "train/policy_lag_mean"
 POLICY_LAG_MAX: Final = "train/policy_lag_max"
 LAG_SPAN: Final = "train/lag_span"
+TOKEN_LAG_MEAN: Final = "async/token_lag_mean"
+TOKEN_LAG_P95: Final = "async/token_lag_p95"
+TOKEN_LAG_MAX: Final = "async/token_lag_max"
+LAG_LIMIT: Final = "async/lag_limit"
+TRAINER_WAIT: Final = "async/trainer_wait_fraction"
+ROLLOUT_WAIT: Final = "async/rollout_wait_fraction"
+STALE_TOKENS: Final = "async/stale_token_fraction"
+LENGTH_BIAS: Final = "async/length_bias"
+GROUPS_RUNNING: Final = "async/groups_running"
+GROUPS_READY: Final = "async/groups_ready"
 PROBE_DIFF_MEAN: Final = "weights/probe_diff_mean"
 PROBE_DIFF_MAX: Final = "weights/probe_diff_max"
 PUBLISH_SECONDS: Final = "weights/publish_seconds"
@@ -193,6 +203,16 @@ METRICS: Final[dict[str, str]] = {
     POLICY_LAG_MEAN: "policy versions: trainer's version minus the oldest that sampled a trajectory, mean",
     POLICY_LAG_MAX: "policy versions: trainer's version minus the oldest that sampled a trajectory, largest",
     LAG_SPAN: "policy versions: newest minus oldest version that sampled a trajectory, largest",
+    TOKEN_LAG_MEAN: "policy versions: trainer's version minus the one that sampled a token, mean over trained tokens",
+    TOKEN_LAG_P95: "policy versions: trainer's version minus the one that sampled a token, 95th percentile",
+    TOKEN_LAG_MAX: "policy versions: trainer's version minus the one that sampled a token, largest",
+    LAG_LIMIT: "policy versions: largest lag that new groups may reach; below asynchrony.max_policy_lag if lowered",
+    TRAINER_WAIT: "share in [0, 1]: time of the step in which the trainer waited for samples",
+    ROLLOUT_WAIT: "share in [0, 1]: time of the step in which engines had room, and the lag limit admitted no prompt",
+    STALE_TOKENS: "share in [0, 1]: tokens dropped as stale, of all tokens sampled since the step before",
+    LENGTH_BIAS: "mean length of the completions trained since the start, divided by that of all scored ones, minus 1",
+    GROUPS_RUNNING: "groups: number in generation or scoring when the step's batch was complete",
+    GROUPS_READY: "groups: number that were ready for a later step when the step's batch was complete",
     PROBE_DIFF_MEAN: "nats: logprob mismatch on the probe prompt after the update, mean |difference|, worst engine",
     PROBE_DIFF_MAX: "nats: logprob mismatch on the probe prompt after the update, largest |difference|",
     PUBLISH_SECONDS: "seconds: from the first call of the weight update to the release of the last engine",

@@ -17,6 +17,7 @@ def check_tables(config: Config) -> None:
             f"data; add [data.holdout] or [data.eval], or set it to 0"
         )
     _check_weight_backend(config)
+    _check_asynchrony(config)
     _check_placement(config)
     _check_concurrent_samples(config)
     batch = config.batch
@@ -40,6 +41,17 @@ def _check_lengths(config: Config) -> None:
                 f"{key} = {tokens} cannot hold one sample of model.max_context_tokens = {context}; raise the first or "
                 f"lower the second"
             )
+
+
+def _check_asynchrony(config: Config) -> None:
+    lag = config.asynchrony.max_policy_lag
+    if not lag:
+        return
+    if config.rollout.sleep_mode:
+        raise ValueError(
+            f"asynchrony.max_policy_lag = {lag} has engines sample while the trainer trains, and rollout.sleep_mode "
+            f"frees their memory meanwhile; set rollout.sleep_mode = false or max_policy_lag = 0"
+        )
 
 
 def _check_weight_backend(config: Config) -> None:

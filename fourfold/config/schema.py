@@ -208,9 +208,10 @@ class WeightsConfig(Table):
     """Transport. auto: the fastest that works for each engine: cuda_ipc (an engine on the same GPUs, or on GPUs with
     peer access to them, reads the trainer's memory), nccl (other GPUs), shm (shared memory of the machine), gloo
     (network)."""
-    pause: Literal["keep", "wait", "abort"] = "wait"
+    pause: Literal["auto", "keep", "wait", "abort"] = "auto"
     """Running requests during an update. keep: they are paused and continue under the new weights, with the KV cache of
-    the old ones. wait: they finish first. abort: they end with the tokens they have, and are sampled again."""
+    the old ones. wait: they finish first. abort: they end with the tokens they have, and are sampled again. auto: wait
+    if `asynchrony.max_policy_lag` is 0, else keep."""
     timeout_seconds: Seconds = 120.0
     """Longest time of one update, from pause to resume."""
     verify_first: int = Field(default=3, ge=0)
@@ -222,6 +223,30 @@ class WeightsConfig(Table):
     probe_tolerance: float = Field(default=0.25, gt=0)
     """Largest mean difference between the log-probabilities of trainer and engine on the probe prompt after an update,
     in nats per token."""
+
+
+class AsynchronyConfig(Table):
+    """Overlap of sampling and training."""
+
+    max_policy_lag: int = Field(default=0, ge=0, le=64)
+    """Most policy versions by which the weights that sampled a token may be behind those that its step updates. 0:
+    sampling and training alternate. 1 or more: engines sample while the trainer trains, up to this many steps ahead.
+    May change when a run is resumed."""
+    stale: Literal["drop", "train"] = "drop"
+    """Groups that became older than `max_policy_lag`, as after a failure. drop: not trained on (reason STALE). train:
+    trained on; choose an algorithm with an importance correction."""
+    target_mismatch: float = Field(default=0.0, ge=0)
+    """Largest mean |old - behavior| of trained tokens, in nats, that the run aims at: above it, the coordinator lowers
+    the policy lag step by step, and raises it again below. 0: the lag stays at `max_policy_lag`."""
+
+    @model_validator(mode="after")
+    def _lag_to_lower(self) -> Self:
+        if self.target_mismatch and not self.max_policy_lag:
+            raise ValueError(
+                f"target_mismatch = {self.target_mismatch:g} lowers the policy lag, and max_policy_lag = 0 leaves "
+                f"nothing to lower; raise max_policy_lag, or remove target_mismatch"
+            )
+        return self
 
 
 class EvaluationConfig(Table):
@@ -295,12 +320,20 @@ class Config(Table):
     reward: RewardConfig = RewardConfig()
     reference: ReferenceConfig = ReferenceConfig()
     weights: WeightsConfig = WeightsConfig()
+    asynchrony: AsynchronyConfig = AsynchronyConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     retry: RetryConfig = RetryConfig()
     security: SecurityConfig = SecurityConfig()
     metrics: MetricsConfig = MetricsConfig()
     placement: PlacementConfig = PlacementConfig()
+
+    @property
+    def pause_mode(self) -> Literal["keep", "wait", "abort"]:
+        """`weights.pause` without `auto`."""
+        if self.weights.pause != "auto":
+            return self.weights.pause
+        return "keep" if self.asynchrony.max_policy_lag else "wait"
 
     @property
     def needs_reference(self) -> bool:

@@ -160,7 +160,7 @@ def test_values_never_change(tmp_path: Path) -> None:
         (
             "[sampling]",
             '[weights]\npause = "stop"\n[sampling]',
-            "weights.pause = 'stop': input should be 'keep', 'wait'",
+            "weights.pause = 'stop': input should be 'auto', 'keep'",
         ),
         (
             "[sampling]",

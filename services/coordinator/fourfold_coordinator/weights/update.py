@@ -89,6 +89,7 @@ class WeightUpdater:
 
     def __init__(self, config: Config, session: TrainerSession, probe: LogprobProbe, status: WeightPlaneStatus) -> None:
         self._weights, self._session, self._probe, self._status = config.weights, session, probe, status
+        self._pause = control.PauseMode.Value(f"PAUSE_MODE_{config.pause_mode.upper()}")
         # Trainer and engines may have seen epochs of an earlier coordinator, which must be smaller. A coordinator makes
         # far fewer than one epoch per millisecond, so the time of day in milliseconds is always larger.
         self._epoch = int(time.time() * 1000)
@@ -243,7 +244,6 @@ class WeightUpdater:
         self._skip_sums = skip
         sent: list[weight.SendWeightsResponse] = []
         all_paused = asyncio.Barrier(len(engines))
-        mode = control.PauseMode.Value(f"PAUSE_MODE_{self._weights.pause.upper()}")
 
         async def send() -> None:
             with self._timer.measure(m.SEND_SECONDS):
@@ -257,7 +257,9 @@ class WeightUpdater:
 
         async def pause_and_receive(engine: DescribedEngine) -> bytes:
             calls = engine.replica.control
-            begin = calls.begin(epoch=epoch, policy_version=version, pause_mode=mode, timeout=_seconds_until(end))
+            begin = calls.begin(
+                epoch=epoch, policy_version=version, pause_mode=self._pause, timeout=_seconds_until(end)
+            )
             await self._call_engine(engine, begin)
             if await all_paused.wait() == 0:  # exactly one task gets 0
                 busy = [other.name for other in engines]

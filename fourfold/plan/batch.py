@@ -75,11 +75,17 @@ def _every(period: int, steps: int) -> tuple[int, ...]:
     return tuple(sorted({*range(period, steps + 1, period), steps}))
 
 
+def groups_in_flight(config: Config) -> int:
+    """Return the most groups from admission to the end of their step: those of `max_policy_lag` + 1 steps."""
+    return (config.asynchrony.max_policy_lag + 1) * config.batch.prompts_per_step
+
+
 def engine_limits(config: Config) -> EngineLimits:
     """Derive the limits of each engine from a checked recipe; values that the recipe sets stay.
 
-    concurrent_samples: the largest share of one replica in a step or an evaluation, in whole groups, but at least
-        64, and at most 256 on CPU or 1024 on GPUs. With a public port, enough that it is the coordinator's share.
+    concurrent_samples: the largest share of one replica in the groups in flight (`groups_in_flight`) or in an
+        evaluation, in whole groups, but at least 64, and at most 256 on CPU or 1024 on GPUs. With a public port, enough
+        that it is the coordinator's share.
     agent_samples: the samples that `rollout.agents.coordinator_share` leaves.
     batched_tokens: 8192 on CPU, 16384 on GPUs, or one more than the concurrent samples if that is more.
     """
@@ -105,7 +111,7 @@ def _samples_of_one_replica(config: Config) -> int:
     """Return the most samples that the coordinator sends to one replica at once."""
     evaluation, replicas = config.evaluation, max(config.rollout.replicas, 1)
     group = config.batch.group_size + config.algorithm.advantage.needs_greedy_sample
-    share, least = -(-config.batch.prompts_per_step // replicas) * group, max(group, _LEAST_SAMPLES)
+    share, least = -(-groups_in_flight(config) // replicas) * group, max(group, _LEAST_SAMPLES)
     if config.data.held_out:
         least = max(least, evaluation.samples_per_prompt)
         if prompts := evaluation.max_prompts or (config.data.eval.size if config.data.eval else 0):

@@ -37,6 +37,18 @@ def test_a_replica_takes_its_share_of_a_step_rounded_up() -> None:
     assert samples(rollout={**gpus, "replicas": 0}) == 400, "those started by hand are not counted"
 
 
+def test_a_replica_takes_its_share_of_all_steps_that_are_in_flight() -> None:
+    gpus, lag_2 = {"gpus_per_replica": 1, "replicas": 3}, {"max_policy_lag": 2}
+    assert samples(rollout=gpus, batch={"prompts_per_step": 10}) == 64, "4 groups"
+    assert samples(rollout=gpus, batch={"prompts_per_step": 10}, asynchrony=lag_2) == 80, "10 groups, not 3 times 4"
+    assert samples(rollout=gpus, asynchrony=lag_2) == 400
+    assert samples(rollout={"gpus_per_replica": 1}, asynchrony=lag_2) == 1024, "3 times 400 are too many"
+    assert samples(asynchrony=lag_2) == 256
+    public = {"public_listen": "127.0.0.1:1", "agents": {"coordinator_share": 0.5}}
+    assert samples(rollout={**gpus, **public}, asynchrony=lag_2) == 800
+    assert samples(rollout={"max_concurrent_samples": 9}, asynchrony=lag_2) == 9, "the recipe's own limit"
+
+
 def test_the_share_is_bounded_below_for_agents_and_groups_and_above_by_the_device() -> None:
     gpus = {"gpus_per_replica": 1, "replicas": 8}
     assert samples(rollout=gpus) == 64

@@ -108,6 +108,9 @@ PROBE_SECONDS: Final = "weights/probe_seconds"
 ROLLOUT_SPEED: Final = "rollout/tokens_per_second"
 ENGINE_SPEED_MIN: Final = "rollout/engine_tokens_per_second_min"
 ENGINE_SPEED_MAX: Final = "rollout/engine_tokens_per_second_max"
+ENGINE_STEP_BASE: Final = "rollout/step_base_seconds"
+ENGINE_STEP_SAMPLE: Final = "rollout/step_sample_seconds"
+ENGINE_STEP_CONTEXT: Final = "rollout/step_context_seconds"
 KV_CACHE_USE: Final = "rollout/kv_cache_use_max"
 TIME_GENERATE: Final = "time/generate"
 TIME_REWARD: Final = "time/reward"
@@ -226,6 +229,9 @@ METRICS: Final[dict[str, str]] = {
     ROLLOUT_SPEED: "tokens per second: sampled by all engines together while generating",
     ENGINE_SPEED_MIN: "tokens per second: recent rate of the slowest engine while it is busy, by its own count",
     ENGINE_SPEED_MAX: "tokens per second: recent rate of the fastest engine while it is busy, by its own count",
+    ENGINE_STEP_BASE: "seconds: part of an engine step that is the same for any number of samples, fitted, mean engine",
+    ENGINE_STEP_SAMPLE: "seconds: part of an engine step per running sample, fitted, mean engine",
+    ENGINE_STEP_CONTEXT: "seconds: part of an engine step per token in the KV cache, fitted, mean engine",
     KV_CACHE_USE: "share in [0, 1]: peak use of the KV cache since the last step, fullest engine",
     TIME_GENERATE: "seconds: sampling",
     TIME_REWARD: "seconds: scoring that is not hidden behind sampling",

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from fourfold import metrics as m
 from fourfold.errors import Unavailable
 from fourfold.host.clock import SYSTEM_CLOCK
+from fourfold.plan.engine_step import EngineStep
 from fourfold.rollout.v1.rollout_service_pb2 import WatchLoadResponse
 from fourfold_coordinator.routing import load as module
-from fourfold_coordinator.routing.load import STALE_SECONDS, EngineLoad, watch_load
+from fourfold_coordinator.routing.load import STALE_SECONDS, EngineLoad, summarize_loads, watch_load
 
 
 def report(rate: float = 0.0, *, cache: int = 0, free: int = 0, running: int = 1) -> WatchLoadResponse:
@@ -75,6 +77,57 @@ def test_an_engine_that_runs_empty_is_still_known_to_be_fast() -> None:
     assert 380 < (load.speed(600) or 0) < 400, "idle time says nothing"
     load.take(report(900.0), 601)
     assert load.speed(601) == 900
+
+
+def watched(step: EngineStep, numbers: list[tuple[int, float]], *, updating: bool = False) -> EngineLoad:
+    """Return the load after reports of a second each, of an engine with so many samples and tokens in its cache."""
+    load, sampled, now = EngineLoad(), 0.0, 0.0
+    for running, context in numbers:
+        for _ in range(2):
+            now += 1
+            if running:
+                sampled += running / step.seconds(running, context)
+            load.take(
+                WatchLoadResponse(
+                    running_sample_count=running,
+                    sampled_token_count=round(sampled),
+                    kv_cache_token_count=10**6,
+                    free_kv_cache_token_count=10**6 - round(context),
+                    updating_weights=updating,
+                ),
+                now,
+            )
+        now += 1
+        load.take(WatchLoadResponse(sampled_token_count=round(sampled)), now)
+    return load
+
+
+def test_the_time_of_an_engine_step_is_fitted_to_the_reports() -> None:
+    step = EngineStep(base=2e-3, per_sample=1e-5, per_context_token=2e-8)
+    load = watched(step, [(256, 20_000), (0, 0), (128, 100_000), (16, 40_000), (2, 9_000)])
+    fitted = load.engine_step()
+    assert fitted is not None
+    assert fitted.base == pytest.approx(2e-3, rel=0.01)
+    assert fitted.per_sample == pytest.approx(1e-5, rel=0.02)
+    assert fitted.per_context_token == pytest.approx(2e-8, rel=0.02)
+    metrics = summarize_loads([load, EngineLoad()], now=0)
+    assert metrics[m.ENGINE_STEP_BASE] == fitted.base
+    assert metrics[m.ENGINE_STEP_SAMPLE] == fitted.per_sample
+    assert metrics[m.ENGINE_STEP_CONTEXT] == fitted.per_context_token
+    assert summarize_loads([EngineLoad()], now=0) == {}
+
+
+def test_the_time_of_an_engine_step_is_unknown_without_a_variety_of_busy_seconds() -> None:
+    step = EngineStep(base=2e-3, per_sample=1e-5)
+    assert watched(step, [(256, 20_000), (256, 90_000)]).engine_step() is None
+    assert watched(step, [(256, 20_000), (16, 9_000)], updating=True).engine_step() is None
+    load = watched(step, [(256, 20_000), (16, 9_000)])
+    before = load.engine_step()
+    assert before is not None
+    load.take(WatchLoadResponse(running_sample_count=5, sampled_token_count=0), 100.0)
+    load.take(WatchLoadResponse(running_sample_count=5, sampled_token_count=10**6), 100.1)
+    load.take(WatchLoadResponse(running_sample_count=5, sampled_token_count=2 * 10**6), 200.0)
+    assert load.engine_step() == before, "no interval has the length of a period"
 
 
 def test_the_fullest_moment_is_reported_once() -> None:

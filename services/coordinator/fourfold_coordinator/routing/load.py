@@ -4,6 +4,7 @@
 
 Reports influence which replica gets a call, and nothing else. A service that never sent a report is used like any
 other. A service whose reports stopped may hang: it comes after those that report room. Its stream is opened again.
+The time of an engine step is fitted to the reports, for `fourfold plan --rates`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Final
 from fourfold import metrics as m
 from fourfold.errors import FourfoldError, PeerFault
 from fourfold.host.clock import Clock
+from fourfold.plan.engine_step import EngineStep, EngineStepFit
 from fourfold.rollout.client import AsyncRolloutClient
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
 
@@ -30,6 +32,8 @@ STALE_SECONDS: Final = 3.5 * PERIOD_SECONDS
 _MAX_REPORTS: Final = 20
 # A measured speed loses half of its weight in this time.
 _HALF_LIFE_SECONDS: Final = 60.0
+# Weight that each second between two reports leaves to those before it in the fit of the engine's step.
+_FIT_MEMORY: Final = 0.998
 
 
 class EngineLoad:
@@ -42,6 +46,8 @@ class EngineLoad:
         self._cache = self._free = 0  # tokens
         self._begun = 0  # tokens of the calls since the last report
         self._fullest = 0.0
+        self._last = rollout.WatchLoadResponse()
+        self._fit = EngineStepFit(_FIT_MEMORY)
 
     def take(self, report: rollout.WatchLoadResponse, now: float) -> None:
         """Store the newest report. A field that is 0, negative or not finite counts as unknown."""
@@ -52,9 +58,25 @@ class EngineLoad:
         self._speed = max(rate, self._speed * fade)
         self._cache = max(report.kv_cache_token_count, 0)
         self._free = min(max(report.free_kv_cache_token_count, 0), self._cache)
+        self._add_interval(report, now - self._arrived)
         self._arrived, self._begun = now, 0
         self._reports += 1
         self._fullest = max(self._fullest, self.cache_use(now) or 0.0)
+
+    def _add_interval(self, report: rollout.WatchLoadResponse, seconds: float) -> None:
+        """Add the time since the last report to the fit, if the engine sampled all the time."""
+        last, self._last = self._last, report
+        tokens = report.sampled_token_count - last.sampled_token_count
+        busy = all(r.running_sample_count > 0 and not r.updating_weights for r in (last, report))
+        if not busy or tokens <= 0 or not 0.5 * PERIOD_SECONDS <= seconds <= 2 * PERIOD_SECONDS:
+            return
+        held = [max(r.kv_cache_token_count - r.free_kv_cache_token_count, 0) for r in (last, report)]
+        samples = (last.running_sample_count + report.running_sample_count) / 2
+        self._fit.add(seconds=seconds, tokens=tokens, samples=samples, context=sum(held) / 2)
+
+    def engine_step(self) -> EngineStep | None:
+        """Return the time of an engine step; None if too little was seen to fit it."""
+        return self._fit.result()
 
     def speed(self, now: float) -> float | None:
         """Return the tokens per second that a busy engine samples; None if unknown."""
@@ -97,6 +119,14 @@ def summarize_loads(loads: Sequence[EngineLoad], now: float) -> dict[str, float]
     """Return the metrics of the engines with these loads, without those that are unknown. Resets `take_fullest`."""
     speeds = [speed for load in loads if (speed := load.speed(now)) is not None]
     result = {m.ENGINE_SPEED_MIN: min(speeds), m.ENGINE_SPEED_MAX: max(speeds)} if speeds else {}
+    steps = [step for load in loads if (step := load.engine_step()) is not None]
+    for name, values in (
+        (m.ENGINE_STEP_BASE, [step.base for step in steps]),
+        (m.ENGINE_STEP_SAMPLE, [step.per_sample for step in steps]),
+        (m.ENGINE_STEP_CONTEXT, [step.per_context_token for step in steps]),
+    ):
+        if values:
+            result[name] = sum(values) / len(values)
     fullest = max((load.take_fullest() for load in loads), default=0.0)
     return result | ({m.KV_CACHE_USE: fullest} if fullest else {})
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import tokenizers
 
     from fourfold.arrays import Int32Array
+    from fourfold.model.token_bytes import TokenBytes
 
 Message = Mapping[str, Any]  # one chat message: at least "role" and "content"
 
@@ -51,7 +53,7 @@ def chat_template(folder: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Tokenizer:
     """The tokenizer and the chat template of one model folder."""
 
@@ -65,7 +67,7 @@ class Tokenizer:
     _tokenizer: tokenizers.Tokenizer
     _template: jinja2.Template | None
     _special: Mapping[str, str]
-    _token_bytes: _TokenBytes | None  # of byte-level tokenizers
+    _is_byte_level: bool
 
     @staticmethod
     def load(source: str | Path) -> Tokenizer:
@@ -99,7 +101,7 @@ class Tokenizer:
             _tokenizer=tokenizer,
             _template=_compile(template, folder) if template is not None else None,
             _special=special,
-            _token_bytes=_TokenBytes(tokenizer) if isinstance(tokenizer.decoder, ByteLevel) else None,
+            _is_byte_level=isinstance(tokenizer.decoder, ByteLevel),
         )
 
     def render_chat(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
@@ -144,47 +146,16 @@ class Tokenizer:
 
     def decode_batch(self, sequences: Sequence[Int32Array]) -> list[str]:
         """Return the text of each sequence, as `decode` does; int32 [n] each. May be called in any thread."""
-        if self._token_bytes is None:
+        if not self._is_byte_level:
             return [self.decode(ids.tolist()) for ids in sequences]
         return [self._token_bytes.decode(ids) for ids in sequences]
 
+    @cached_property
+    def _token_bytes(self) -> TokenBytes:
+        """The table of a byte-level tokenizer, made when it is first needed: most processes never decode."""
+        from fourfold.model.token_bytes import TokenBytes
 
-class _TokenBytes:
-    """The bytes of each token of a byte-level tokenizer; decodes 5 times as fast as the library does.
-
-    The library maps each token to its bytes, joins them and replaces what is not UTF-8, as `decode` does here.
-    """
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._table: list[bytes] | None = None  # made when it is first needed: most processes never decode
-
-    def decode(self, ids: Int32Array) -> str:
-        """Return the text of token ids, without special tokens and without ids without a token."""
-        if self._table is None:
-            self._table = self._make_table()
-        known = ids[ids < len(self._table)]  # models round the size of their vocabulary up
-        return b"".join(map(self._table.__getitem__, known.tolist())).decode(errors="replace")
-
-    def _make_table(self) -> list[bytes]:
-        special = {added.content for added in self._tokenizer.get_added_tokens_decoder().values() if added.special}
-        token_ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        byte_of, table = _byte_of_character(), [b""] * (max(token_ids, default=-1) + 1)
-        for token_id in token_ids:
-            token = self._tokenizer.id_to_token(token_id)
-            if token is None or token in special:
-                continue
-            mapped = [byte_of.get(character) for character in token]
-            # A token with another character is no result of the byte mapping, and stands for itself.
-            table[token_id] = bytes(b for b in mapped if b is not None) if None not in mapped else token.encode()
-        return table
-
-
-def _byte_of_character() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for (GPT-2's `bytes_to_unicode`)."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("\u00a1"), ord("\u00ac") + 1), *range(ord("\u00ae"), 256)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(b): b for b in visible} | {chr(256 + index): b for index, b in enumerate(others)}
+        return TokenBytes(self._tokenizer)
 
 
 def _compile(source: str, folder: Path) -> jinja2.Template:

@@ -177,3 +177,19 @@ def test_a_batch_is_decoded_as_the_library_decodes_each_sequence(folder: Path) -
     assert tokenizer.decode_batch(sequences) == [tokenizer.decode(ids.tolist()) for ids in sequences]
     assert tokenizer.decode_batch([np.array([259, 260], np.int32)]) == ["two words\u4e2d"]
     assert any("\ufffd" in text for text in tokenizer.decode_batch(sequences))
+
+
+def test_a_batch_may_have_tokens_of_any_length_and_any_bytes(folder: Path) -> None:
+    library = Library.from_file(str(folder / "tokenizer.json"))
+    mapped = pre_tokenizers.ByteLevel.alphabet()
+    library.add_tokens(["sixteen letters.", "seventeen letters", "eighteen letters: ", *mapped])
+    library.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.load(folder)
+    long = [tokenizer.encode(text)[0] for text in ("sixteen letters.", "seventeen letters", "eighteen letters: ")]
+    rng = np.random.default_rng(0)
+    others = tokenizer.vocabulary_size
+    sequences = [np.array(long, np.int32), np.array([long[1]] * 3, np.int32), np.array([], np.int32)]
+    sequences += [np.array([*rng.integers(0, others, 30), *rng.choice(long, 5)], np.int32) for _ in range(200)]
+    texts = tokenizer.decode_batch(sequences)
+    assert texts == [tokenizer.decode(ids.tolist()) for ids in sequences]
+    assert texts[:3] == ["sixteen letters.seventeen letterseighteen letters: ", "seventeen letters" * 3, ""]

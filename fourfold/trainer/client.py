@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
+import grpc
 import numpy as np
 from numpy.typing import ArrayLike
 
 from fourfold.arrays import Float32Array, Sample
 from fourfold.rpc.channel import translate_errors
 from fourfold.rpc.client import AsyncClient, SyncClient, blocking, blocking_stream
-from fourfold.rpc.codec import chunks, encode, pack_floats
+from fourfold.rpc.codec import Buffer, chunks, encode_parts, encode_stream, pack_floats
 from fourfold.rpc.logprobs import compute_logprobs, from_samples, from_token_ids
 from fourfold.rpc.responses import ResponseCheck, clean_response
 from fourfold.text import clean, is_metric_name, is_reason
@@ -29,6 +30,7 @@ from fourfold.types.v1.experience_pb2 import Experience
 # The proto allows 4 MiB per request that also asks for entropies or values: the response is larger then.
 _FORWARD_BYTES: Final = 2 << 20
 _MAX_METRICS: Final = 1000
+_TRAIN_STEP: Final = f"/{pb.DESCRIPTOR.services_by_name['TrainerService'].full_name}/TrainStep"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,6 +66,11 @@ class AsyncTrainerClient(AsyncClient):
     @cached_property
     def _stub(self) -> pb_grpc.TrainerServiceAsyncStub:
         return pb_grpc.TrainerServiceStub(self._open())
+
+    @property
+    def _train_step(self) -> grpc.aio.StreamUnaryMultiCallable[bytes, pb.TrainStepResponse]:
+        """TrainStep without the stub's serializer: a message object for each chunk would cost four copies of it."""
+        return self._open().stream_unary(_TRAIN_STEP, response_deserializer=pb.TrainStepResponse.FromString)
 
     async def get_status(self, *, timeout: float | None = None) -> pb.TrainerStatus:
         """Return step, policy version, phase and limits."""
@@ -107,16 +114,14 @@ class AsyncTrainerClient(AsyncClient):
             FourfoldError: Any other error of the trainer or of the connection.
         """
         timeout = self._seconds(timeout)
-        running = self._stub.TrainStep(timeout=timeout)
+        running = self._train_step(timeout=timeout)
         try:
             with translate_errors(peer=self.peer, name="TrainStep", timeout=timeout):
                 try:
-                    sent = False
-                    for chunk in chunks(encode(item) if isinstance(item, Sample) else item for item in experiences):
-                        await running.write(pb.TrainStepRequest(step=step, experiences=chunk))
-                        sent = True
-                    if not sent:  # the trainer refuses an empty batch with its own error
-                        await running.write(pb.TrainStepRequest(step=step))
+                    items = map(_encoded, experiences)
+                    head, number = pb.TrainStepRequest(step=step), pb.TrainStepRequest.EXPERIENCES_FIELD_NUMBER
+                    for chunk in encode_stream(head, number, items):  # the trainer refuses an empty batch
+                        await running.write(chunk)
                     await running.done_writing()
                 except asyncio.InvalidStateError:
                     pass  # The trainer answered before it read the whole batch; the response below holds its error.
@@ -297,6 +302,10 @@ class AsyncTrainerClient(AsyncClient):
 def _check_step(check: ResponseCheck, step: int, *, wanted: int | None = None) -> None:
     rule = f"the step is {step}; it must be at least 0" if wanted is None else f"answered step {step} for {wanted}"
     check.require(step >= 0 and wanted in (None, step), rule, "WRONG_STEP")
+
+
+def _encoded(item: Sample | Experience) -> Sequence[Buffer]:
+    return encode_parts(item) if isinstance(item, Sample) else [item.SerializeToString()]
 
 
 class TrainerClient(SyncClient[AsyncTrainerClient]):

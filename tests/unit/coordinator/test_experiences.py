@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from fourfold.arrays import Sample, VersionSpan
+from fourfold.rpc.codec import Buffer
 from fourfold_coordinator.data.prompts import Prompt
 from fourfold_coordinator.state.experiences import ExperienceStore
 from fourfold_coordinator.state.files import DiskWriter
@@ -162,7 +163,7 @@ async def test_a_writer_that_is_cancelled_leaves_the_work_to_the_others(
     groups = [shop.group(position) for position in range(3)]
     append, calls = shop.files.append, list[int]()
 
-    def slow(bodies: Sequence[bytes]) -> list[tuple[int, int]]:
+    def slow(bodies: Sequence[Sequence[Buffer]]) -> list[tuple[int, int]]:
         calls.append(len(bodies))
         time.sleep(0.1)
         return append(bodies)

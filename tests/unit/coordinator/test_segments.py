@@ -14,23 +14,28 @@ from fourfold_coordinator.state.segments import BadRecord, SegmentFiles
 BODIES = [b"first", b"x" * 300, b"\x00"]
 
 
+def append(files: SegmentFiles, *bodies: bytes) -> list[tuple[int, int]]:
+    """Append bodies, each in two parts."""
+    return files.append([[body[:1], memoryview(body)[1:]] for body in bodies])
+
+
 def paths(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.segment"))
 
 
 def test_records_are_read_back_by_the_next_process(tmp_path: Path) -> None:
     files = SegmentFiles(tmp_path)
-    places = files.append(BODIES[:2]) + files.append(BODIES[2:])
+    places = append(files, *BODIES[:2]) + append(files, *BODIES[2:])
     later = SegmentFiles(tmp_path)
     assert [later.read(*place) for place in places] == BODIES
-    (place,) = later.append([b"later"])
+    (place,) = append(later, b"later")
     assert place[0] == 2, "a new process appends to a segment of its own"
     assert later.read(*place) == b"later"
 
 
 def test_a_segment_that_is_full_is_followed_by_another(tmp_path: Path) -> None:
     files = SegmentFiles(tmp_path, segment_bytes=100)
-    places = [files.append([b"x" * 60])[0] for _ in range(4)]
+    places = [append(files, b"x" * 60)[0] for _ in range(4)]
     assert [number for number, _ in places] == [1, 1, 2, 2]
     assert [files.read(*place) for place in places] == [b"x" * 60] * 4
 
@@ -39,10 +44,10 @@ def test_a_tail_that_a_kill_tore_at_any_byte_is_cut_off_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = SegmentFiles(tmp_path)
-    whole = files.append(BODIES[:2])
+    whole = append(files, *BODIES[:2])
     (path,) = paths(tmp_path)
     good = path.stat().st_size
-    files.append([b"torn", b"as well"])
+    append(files, b"torn", b"as well")
     data = path.read_bytes()
     for size in range(good, len(data)):
         caplog.clear()
@@ -59,7 +64,7 @@ def test_a_tail_that_a_kill_tore_at_any_byte_is_cut_off_and_named(
 @pytest.mark.parametrize("tail", [bytes(4096), b"\xff" * 64, b""])
 def test_what_a_power_loss_leaves_at_the_end_is_cut_off(tmp_path: Path, tail: bytes) -> None:
     files = SegmentFiles(tmp_path)
-    files.append(BODIES)
+    append(files, *BODIES)
     (path,) = paths(tmp_path)
     data = path.read_bytes()
     path.write_bytes(data + tail)
@@ -72,7 +77,7 @@ def test_what_a_power_loss_leaves_at_the_end_is_cut_off(tmp_path: Path, tail: by
 
 def test_a_record_with_a_changed_byte_is_not_returned(tmp_path: Path) -> None:
     files = SegmentFiles(tmp_path)
-    (place,) = files.append([b"arrays of a sample"])
+    (place,) = append(files, b"arrays of a sample")
     (path,) = paths(tmp_path)
     data = path.read_bytes()
     for index in range(place[1], len(data)):
@@ -87,10 +92,13 @@ def test_an_append_that_the_disk_refuses_leaves_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = SegmentFiles(tmp_path)
-    places = files.append(BODIES)
+    places = append(files, *BODIES)
     (path,) = paths(tmp_path)
     size = path.stat().st_size
     write = os.write
+
+    def write_ten(descriptor: int, parts: list[bytes]) -> int:
+        return write(descriptor, b"".join(parts)[:10])
 
     def refuse(descriptor: int, data: memoryview) -> int:
         if len(data) < 10:
@@ -98,26 +106,37 @@ def test_an_append_that_the_disk_refuses_leaves_no_trace(
         return write(descriptor, data[:10])
 
     with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", write_ten)
         patch.setattr(os, "write", refuse)
         for _ in range(3):
             with pytest.raises(OSError, match="No space left"):
-                files.append([b"y" * 33])
+                append(files, b"y" * 33)
     assert paths(tmp_path) == [path] and path.stat().st_size == size
-    places += files.append([b"again"])
+    places += append(files, b"again")
     assert [files.read(*place) for place in places] == [*BODIES, b"again"]
     SegmentFiles(tmp_path)
     assert not caplog.records
 
 
+def test_an_append_that_the_disk_takes_in_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, write, bodies = SegmentFiles(tmp_path), os.write, [bytes([n]) * n for n in range(1, 256)] * 5
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", lambda descriptor, parts: write(descriptor, b"".join(parts)[:1000]))
+        patch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5000]))
+        places = append(files, *bodies)
+    places += append(files, *bodies)  # more parts than one call takes
+    assert [files.read(*place) for place in places] == bodies * 2
+
+
 def test_segments_that_are_not_needed_are_deleted_and_numbers_are_not_used_again(tmp_path: Path) -> None:
     files = SegmentFiles(tmp_path, segment_bytes=1)
-    places = [files.append([body])[0] for body in BODIES]
+    places = [append(files, body)[0] for body in BODIES]
     (tmp_path / "notes.txt").write_text("of a user")
     files.keep_only({2})
     assert [path.name for path in paths(tmp_path)] == ["00000002.segment"] and (tmp_path / "notes.txt").exists()
     assert files.read(*places[1]) == BODIES[1]
     files.keep_only(())
-    (place,) = files.append([b"new"])
+    (place,) = append(files, b"new")
     assert place[0] == 4 and files.read(*place) == b"new"
 
 
@@ -126,7 +145,7 @@ def test_the_segment_that_is_open_is_deleted_when_nothing_in_it_is_needed(
 ) -> None:
     caplog.set_level(logging.INFO)
     files = SegmentFiles(tmp_path)
-    files.append(BODIES)
+    append(files, *BODIES)
     files.keep_only(())
     assert not paths(tmp_path)
-    assert files.read(*files.append([b"next"])[0]) == b"next"
+    assert files.read(*append(files, b"next")[0]) == b"next"

@@ -14,6 +14,7 @@ from fourfold.arrays import EMPTY_FLOATS, Sample, VersionSpan
 from fourfold.errors import InvalidInput
 from fourfold.rpc import codec
 from fourfold.rpc.codec import decode, encode
+from fourfold.trainer.v1 import trainer_service_pb2 as trainer
 from fourfold.types.v1 import experience_pb2 as pb
 
 VOCABULARY = 1000
@@ -206,6 +207,32 @@ def test_chunks_keep_order_and_size() -> None:
     assert [len(g) for g in codec.chunks(messages[:6], limit=3 * size)] == [3, 3]
     assert [len(g) for g in codec.chunks(messages[:6], limit=3 * size - 1)] == [2, 2, 2]
     assert list(codec.chunks([])) == []
+
+
+def test_a_stream_is_the_messages_that_protobuf_would_encode() -> None:
+    samples = [make(prompt=1 + i, sampled=20, sample_id=f"s{i}", score=1.0) for i in range(60)]
+    samples[3] = make(sample_id="s3", loss_mask=np.zeros(8, np.bool_), token_rewards=np.zeros(8, np.float32))
+    items = [codec.encode_parts(sample) for sample in samples]
+    size = max(sum(map(len, item)) for item in items)
+    head, number = trainer.TrainStepRequest(step=300), trainer.TrainStepRequest.EXPERIENCES_FIELD_NUMBER
+    for limit in (1, 3 * size, 1 << 20):
+        data = list(codec.encode_stream(head, number, iter(items), limit))
+        requests = [trainer.TrainStepRequest.FromString(part) for part in data]
+        assert {request.step for request in requests} == {300}
+        assert [e for request in requests for e in request.experiences] == [encode(sample) for sample in samples]
+        assert all(len(part) <= limit or len(r.experiences) == 1 for part, r in zip(data, requests, strict=True))
+        assert [r.SerializeToString(deterministic=True) for r in requests] == [
+            trainer.TrainStepRequest(step=300, experiences=r.experiences).SerializeToString(deterministic=True)
+            for r in requests
+        ]
+    assert list(codec.encode_stream(head, number, [])) == [head.SerializeToString()]
+
+
+def test_parts_are_not_copies_of_the_arrays() -> None:
+    sample = make(prompt=100, sampled=400)
+    arrays = [np.frombuffer(part, np.uint8) for part in codec.encode_parts(sample)]
+    for values in (sample.token_ids, sample.behavior_logprobs, sample.action_mask):
+        assert any(np.shares_memory(values, array) for array in arrays)
 
 
 def test_a_repeated_sample_id_is_refused() -> None:

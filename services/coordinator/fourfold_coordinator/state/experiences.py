@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from fourfold.arrays import Sample
 from fourfold.errors import FourfoldError
-from fourfold.rpc.codec import decode, encode
+from fourfold.rpc.codec import Buffer, decode, encode_parts
 from fourfold.types.v1.experience_pb2 import Experience
 
 from .files import DiskWriter
@@ -124,9 +124,9 @@ class ExperienceStore:
             return await asyncio.to_thread(read)
 
 
-def _to_record(trajectory: Trajectory) -> bytes:
+def _to_record(trajectory: Trajectory) -> list[Buffer]:
     flags = _ABSTAINED if trajectory.abstained else 0
-    return bytes([flags]) + encode(trajectory.sample).SerializeToString()
+    return [bytes([flags]), *encode_parts(trajectory.sample)]
 
 
 def _from_record(row: RecordedSample, files: SegmentFiles, vocabulary_size: int, max_tokens: int) -> StoredSample:

@@ -34,8 +34,6 @@ from fourfold.config import Config
 from fourfold.errors import PeerFault, Unavailable
 from fourfold.rollout.client import Completion
 from fourfold.rollout.v1 import rollout_service_pb2 as rollout
-from fourfold.rpc.codec import encode
-from fourfold.types.v1.experience_pb2 import Experience
 
 from ..data.prompts import Prompt
 from .ledger import FILTERED
@@ -103,11 +101,11 @@ class StepBatch:
 
     def sample_ids(self) -> list[str]:
         """Return the ids of the samples to train on, in the order of `experiences`."""
-        return [sample.sample_id for group in self.groups for sample in group.samples]
+        return [sample.sample_id for sample in self.experiences()]
 
-    def experiences(self) -> Iterator[Experience]:
-        """Yield the messages for the trainer, in a fixed order; each is encoded while the one before it is sent."""
-        return (encode(sample) for group in self.groups for sample in group.samples)
+    def experiences(self) -> Iterator[Sample]:
+        """Yield the samples for the trainer, in a fixed order. Its client encodes one while it sends others."""
+        return (sample for group in self.groups for sample in group.samples)
 
     def trajectories(self) -> list[Trajectory]:
         """Return all trajectories that were sampled, dropped ones included."""

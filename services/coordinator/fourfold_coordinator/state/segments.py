@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from fourfold.errors import Internal
+from fourfold.rpc.codec import Buffer
 
 log = logging.getLogger("fourfold.coordinator")
 
@@ -28,6 +29,7 @@ SEGMENT_BYTES: Final = 64 << 20
 _MAGIC: Final = b"FFX1"
 _HEADER: Final = struct.Struct("<II")
 _SUFFIX: Final = ".segment"
+_MAX_PARTS: Final = 1024  # of one writev: IOV_MAX of Linux
 
 
 class BadRecord(Internal):
@@ -53,9 +55,12 @@ class SegmentFiles:
         with self._lock:
             self._close()
 
-    def append(self, bodies: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Append records, and return the segment and the offset of each; all are on the disk, or none if it raises."""
-        parts: list[bytes] = []
+    def append(self, bodies: Sequence[Sequence[Buffer]]) -> list[tuple[int, int]]:
+        """Append records, and return the segment and the offset of each; all are on the disk, or none if it raises.
+
+        Each body is given in parts, which are written as they are: a copy of a batch would take as much memory again.
+        """
+        parts: list[Buffer] = []
         with self._lock:
             if self._end >= self._segment_bytes:
                 self._close()
@@ -66,9 +71,12 @@ class SegmentFiles:
             offset, places = self._end or len(_MAGIC), []
             for body in bodies:
                 places.append((self._number, offset))
-                parts += (_HEADER.pack(len(body), zlib.crc32(body)), body)
-                offset += _HEADER.size + len(body)
-            self._write(b"".join(parts))
+                size, checksum = 0, 0
+                for part in body:
+                    size, checksum = size + len(part), zlib.crc32(part, checksum)
+                parts += (_HEADER.pack(size, checksum), *body)
+                offset += _HEADER.size + size
+            self._write(parts, offset)
         return places
 
     def read(self, number: int, offset: int) -> bytes:
@@ -118,11 +126,16 @@ class SegmentFiles:
         finally:
             os.close(folder)
 
-    def _write(self, data: bytes) -> None:
-        rest = memoryview(data)
+    def _write(self, parts: Sequence[Buffer], end: int) -> None:
+        """Append the parts, which make the file `end` bytes long, and sync."""
         try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
+            for start in range(0, len(parts), _MAX_PARTS):
+                some = parts[start : start + _MAX_PARTS]
+                written = os.writev(self._descriptor, some)
+                if written < sum(map(len, some)):  # a signal, or a disk that is almost full
+                    rest = memoryview(b"".join(some))[written:]
+                    while rest:
+                        rest = rest[os.write(self._descriptor, rest) :]
             os.fdatasync(self._descriptor)
         except OSError:
             with suppress(OSError):
@@ -131,7 +144,7 @@ class SegmentFiles:
                     self._path(self._number).unlink()
             self._close()  # after a failed sync nothing is known about the file's pages: go on in a new file
             raise
-        self._end += len(data)
+        self._end = end
 
     def _cut_torn_tail(self, number: int) -> None:
         path = self._path(number)

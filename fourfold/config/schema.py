@@ -237,7 +237,7 @@ class AsynchronyConfig(Table):
     trained on; choose an algorithm with an importance correction."""
     target_mismatch: float = Field(default=0.0, ge=0)
     """Largest mean |old - behavior| of trained tokens, in nats, that the run aims at: above it, the coordinator lowers
-    the policy lag step by step, and raises it again below. 0: the lag stays at `max_policy_lag`."""
+    the policy lag, and raises it again below. 0: the lag stays at `max_policy_lag`."""
 
     @model_validator(mode="after")
     def _lag_to_lower(self) -> Self:

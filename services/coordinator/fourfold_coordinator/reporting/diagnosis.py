@@ -20,7 +20,7 @@ from fourfold.config import Config
 from ..state.ledger import BY_DESIGN, StepRow
 
 _FEW_USEFUL: Final = 0.2
-_SMALL_SAMPLE_SIZE: Final = 0.5
+SMALL_SAMPLE_SIZE: Final = 0.5  # as a share of the tokens
 # Metric, limit, key and text of the findings about one value, which is their severity, too.
 _LIMITS: Final = (
     (m.TRUNCATION_RATE, 0.25, "truncation", "{:.0%} of the completions were cut off; raise sampling.max_new_tokens"),
@@ -252,10 +252,10 @@ def _check_limits(metrics: Mapping[str, Any], *, skipped: bool) -> Iterator[Find
         if value > limit and not (skipped and name == m.REJECTED_TOKENS):  # the reason of the skip tells of these
             yield Finding(key=key, text=text.format(value), severity=value)
     size = metrics.get(m.EFFECTIVE_SAMPLE_SIZE)
-    if size is not None and size < _SMALL_SAMPLE_SIZE:
+    if size is not None and size < SMALL_SAMPLE_SIZE:
         yield Finding(
             key="ess",
             text=f"few tokens dominate the step: {m.EFFECTIVE_SAMPLE_SIZE} = {size:.2g}, because engine and trainer "
             f"assign them different probabilities; use algorithm.correction.kind = `tis`, or look for stale weights",
-            severity=_SMALL_SAMPLE_SIZE / max(size, 1e-9),
+            severity=SMALL_SAMPLE_SIZE / max(size, 1e-9),
         )

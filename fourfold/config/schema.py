@@ -208,10 +208,11 @@ class WeightsConfig(Table):
     """Transport. auto: the fastest that works for each engine: cuda_ipc (an engine on the same GPUs, or on GPUs with
     peer access to them, reads the trainer's memory), nccl (other GPUs), shm (shared memory of the machine), gloo
     (network)."""
-    pause: Literal["auto", "keep", "wait", "abort"] = "auto"
+    pause: Literal["auto", "keep", "recompute", "wait", "abort"] = "auto"
     """Running requests during an update. keep: they are paused and continue under the new weights, with the KV cache of
-    the old ones. wait: they finish first. abort: they end with the tokens they have, and are sampled again. auto: wait
-    if `asynchrony.max_policy_lag` is 0, else keep."""
+    the old ones. recompute: the same, but the new weights compute their KV cache again. wait: they finish first. abort:
+    they end with the tokens they have, and are sampled again. auto: wait if `asynchrony.max_policy_lag` is 0, else
+    keep."""
     timeout_seconds: Seconds = 120.0
     """Longest time of one update, from pause to resume."""
     verify_first: int = Field(default=3, ge=0)
@@ -329,7 +330,7 @@ class Config(Table):
     placement: PlacementConfig = PlacementConfig()
 
     @property
-    def pause_mode(self) -> Literal["keep", "wait", "abort"]:
+    def pause_mode(self) -> Literal["keep", "recompute", "wait", "abort"]:
         """`weights.pause` without `auto`."""
         if self.weights.pause != "auto":
             return self.weights.pause

@@ -136,7 +136,7 @@ async def test_engines_of_one_group_have_places_one_after_the_other(make_stage: 
     ]
 
 
-@pytest.mark.parametrize("pause", ["keep", "wait", "abort"])
+@pytest.mark.parametrize("pause", ["keep", "recompute", "wait", "abort"])
 async def test_nothing_else_stands_between_pause_and_resume(make_stage: Callable[..., Stage], pause: str) -> None:
     stage = make_stage(steps=1, rollout={"replicas": 2}, weights={"pause": pause, "timeout_seconds": 5.0})
     stage.rollouts.append(FakeRollout("rollout-1", stage.config))
@@ -158,8 +158,7 @@ async def test_nothing_else_stands_between_pause_and_resume(make_stage: Callable
         rest = [word for word in journal[min(begins) :] if word.startswith(engine.member_id)]
         assert [word.split()[1] for word in rest] == ["begin", "receive", "commit", "probe", "release"]
         assert journal.index(f"{engine.member_id} receive") > max(begins), "when all have begun"
-        mode = {"keep": control.PAUSE_MODE_KEEP, "wait": control.PAUSE_MODE_WAIT, "abort": control.PAUSE_MODE_ABORT}
-        assert engine.pause_modes == [mode[pause]]
+        assert engine.pause_modes == [control.PauseMode.Value(f"PAUSE_MODE_{pause.upper()}")]
     row = stage.lines("metrics.jsonl")[-1]
     parts = ("join", "lookup", "send", "pause", "transfer", "commit", "probe")
     assert all(0 < row[f"weights/{part}_seconds"] <= row["weights/publish_seconds"] for part in parts)

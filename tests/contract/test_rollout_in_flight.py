@@ -18,6 +18,12 @@ from tests.fakes.engine import SUMS
 from tests.fakes.rollout import OPEN, Service, request, rollout_service, until
 
 LONG = pb.SamplingParams(max_tokens=6)
+KEEP, RECOMPUTE = control_pb.PAUSE_MODE_KEEP, control_pb.PAUSE_MODE_RECOMPUTE
+
+
+@pytest.fixture(params=[KEEP, RECOMPUTE], ids=["keep", "recompute"])
+def mode(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 @pytest.fixture
@@ -35,22 +41,22 @@ def spans(sample: Completion) -> list[tuple[int, int]]:
     return [(span.policy_version, span.token_count) for span in sample.version_spans]
 
 
-async def keep(service: Service, version: int = 1) -> None:
+async def pause(service: Service, mode: Any = KEEP) -> None:
     """Sample two tokens, then update up to before the commit; the engine's step in between must sample nothing."""
     service.engine.tick(2)
-    await service.pause(version, mode=control_pb.PAUSE_MODE_KEEP)
+    await service.pause(1, mode=mode)
     service.engine.tick()
-    await service.control.receive(epoch=version, policy_version=version, timeout=2)
+    await service.control.receive(epoch=1, policy_version=1, timeout=2)
 
 
-class TestKeep:
+class TestPausedSamples:
     @pytest.mark.parametrize("flush_seconds", [None, 0.0, 5.0], ids=["packed", "at-once", "flushed"])
     async def test_samples_go_on_and_no_chunk_has_two_versions(
-        self, service: Service, flush_seconds: float | None
+        self, service: Service, mode: Any, flush_seconds: float | None
     ) -> None:
         answer = start(service, "a", flush_seconds)
         await service.running(2)
-        await keep(service)
+        await pause(service, mode)
         await service.control.commit(epoch=1, policy_version=1, timeout=2)
         service.engine.tick(4)
         for sample in await answer:
@@ -58,38 +64,86 @@ class TestKeep:
             assert sample.token_ids.tolist() == [10, 11, 12, 13, 14, 15]
             assert sample.logprobs.tolist() == [-1, -2, -3, -4, -5, -6]
             assert sample.finish_reason == pb.FINISH_REASON_LENGTH
-        # Nothing stands between the transfer and the samples.
-        assert service.engine.log == ["open 1", "pause", "receive 1", "resume", "commit 1"]
+        dropped = "forget" if mode == KEEP else "recompute"
+        # Nothing else stands between the transfer and the samples.
+        assert service.engine.log == ["open 1", "pause", "receive 1", dropped, "resume", "commit 1"]
+        for drawn in service.engine.samples:
+            assert drawn.keys == ([0, 0] if mode == KEEP else [1, 1]) + [1] * 4
 
-    async def test_an_update_given_up_in_time_is_not_seen(self, service: Service) -> None:
+    async def test_several_updates_of_one_sample(self, service: Service, mode: Any) -> None:
+        answer = start(service, "a")
+        await service.running(2)
+        for version in (1, 2, 3):
+            service.engine.tick()
+            await service.pause(version, mode=mode)
+            await service.control.receive(epoch=version, policy_version=version, timeout=2)
+            await service.control.commit(epoch=version, policy_version=version, hold=version == 2, timeout=2)
+            if version == 2:
+                service.engine.tick()
+                await service.control.release(epoch=2, policy_version=2, timeout=2)
+        service.engine.tick(2)
+        assert [spans(sample) for sample in await answer] == [[(0, 1), (1, 1), (2, 2), (3, 2)]] * 2
+        for drawn in service.engine.samples:
+            assert drawn.keys == ([0, 1, 2, 2, 3, 3] if mode == KEEP else [3] * 6)
+
+    async def test_an_update_given_up_in_time_is_not_seen(self, service: Service, mode: Any) -> None:
         answer = start(service, "a")
         await service.running(2)
         service.engine.tick(2)
-        await service.pause(mode=control_pb.PAUSE_MODE_KEEP)
+        await service.pause(mode=mode)
         assert await service.control.abort(epoch=1, timeout=2) == control_pb.WEIGHT_STATE_CLEAN
         service.engine.tick(4)
         assert [spans(sample) for sample in await answer] == [[(0, 6)]] * 2
+        assert not {"forget", "recompute"} & set(service.engine.log), "keys and values of the old weights are right"
 
-    async def test_on_weights_that_are_mixed_they_end_with_what_they_had(self, service: Service) -> None:
+    async def test_a_mode_is_that_of_its_own_update(self, service: Service) -> None:
         answer = start(service, "a")
         await service.running(2)
-        await keep(service)
+        for version, mode in ((1, RECOMPUTE), (2, KEEP)):
+            service.engine.tick()
+            await service.pause(version, mode=mode)
+            await service.control.receive(epoch=version, policy_version=version, timeout=2)
+            await service.control.commit(epoch=version, policy_version=version, timeout=2)
+        service.engine.tick(4)
+        await answer
+        assert [drawn.keys for drawn in service.engine.samples] == [[1, 1, 2, 2, 2, 2]] * 2
+
+    async def test_no_version_is_committed_while_the_engine_has_old_prefixes(self, service: Service, mode: Any) -> None:
+        answer = start(service, "a")
+        await service.running(2)
+        await pause(service, mode)
+        service.engine.forget_error = Unavailable("no answer")
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="no answer"):
+                await service.control.commit(epoch=1, policy_version=1, timeout=2)
+        assert (await service.control.describe(timeout=2)).policy_version == 0
+        assert service.engine.paused
+        service.engine.forget_error = None
+        await service.control.commit(epoch=1, policy_version=1, timeout=2)
+        service.engine.tick(4)
+        assert [spans(sample) for sample in await answer] == [[(0, 2), (1, 4)]] * 2
+
+    async def test_on_weights_that_are_mixed_they_end_with_what_they_had(self, service: Service, mode: Any) -> None:
+        answer = start(service, "a")
+        await service.running(2)
+        await pause(service, mode)
         assert await service.control.abort(epoch=1, timeout=2) == control_pb.WEIGHT_STATE_DIRTY
         for sample in await answer:
             assert spans(sample) == [(0, 2)]
             assert sample.finish_reason == pb.FINISH_REASON_ABORTED
         assert not service.engine.paused
 
-    async def test_without_samples_it_costs_what_the_others_cost(self, service: Service) -> None:
-        await service.pause(mode=control_pb.PAUSE_MODE_KEEP)
-        assert service.engine.log == ["open 1", "settle"]
+    async def test_without_samples_it_costs_what_the_others_cost(self, service: Service, mode: Any) -> None:
+        await service.pause(mode=mode)
         await service.control.receive(epoch=1, policy_version=1, timeout=2)
         assert len(await service.control.probe([1, 2], timeout=2)) == 2
+        await service.control.commit(epoch=1, policy_version=1, timeout=2)
+        assert service.engine.log == ["open 1", "settle", "receive 1", "probe", "commit 1"]
 
     async def test_no_probe_while_samples_stand_still(self, service: Service) -> None:
         answer = start(service, "a")
         await service.running(2)
-        await keep(service)
+        await pause(service)
         with pytest.raises(WrongState, match="commit with hold before a probe"):
             await service.control.probe([1, 2], timeout=2)
         answer.cancel()
@@ -106,7 +160,7 @@ class TestKeep:
         monkeypatch.setattr(service.engine, "submit", slow)
         answer = start(service, "a")
         await asyncio.sleep(0.15)  # it has a lease, and waits in front of the engine
-        begin = asyncio.create_task(service.pause(mode=control_pb.PAUSE_MODE_KEEP))
+        begin = asyncio.create_task(service.pause(mode=KEEP))
         await asyncio.sleep(0.05)
         assert not begin.done()
         may_enter.set()
@@ -161,7 +215,7 @@ class TestHold:
             control: Any = service.control
             numbers = {"epoch": epoch, "policy_version": 1}
             await control.open(epoch=epoch, timeout=2, **OPEN)
-            await control.begin(**numbers, pause_mode=control_pb.PAUSE_MODE_KEEP, timeout=2)
+            await control.begin(**numbers, pause_mode=KEEP, timeout=2)
             await control.receive(**numbers, timeout=2)
             await control.commit(**numbers, hold=hold, timeout=2)
 
@@ -185,24 +239,24 @@ class TestHold:
     async def test_running_samples_end_when_the_update_is_dropped(self, service: Service) -> None:
         answer = start(service, "a")
         await service.running(2)
-        await keep(service)
+        await pause(service)
         await service.control.commit(epoch=1, policy_version=1, hold=True, timeout=2)
         service.engine.tick()
         await service.control.abort(epoch=1, timeout=2)
         assert [(spans(s), s.finish_reason) for s in await answer] == [([(0, 2)], pb.FINISH_REASON_ABORTED)] * 2
 
     async def test_no_second_update_before_the_release(self, service: Service) -> None:
-        await keep(service)
+        await pause(service)
         for _ in range(2):
             await service.control.commit(epoch=1, policy_version=1, hold=True, timeout=2)
         with pytest.raises(WrongState, match="not released"):
-            await service.control.begin(epoch=1, policy_version=2, pause_mode=control_pb.PAUSE_MODE_KEEP, timeout=2)
+            await service.control.begin(epoch=1, policy_version=2, pause_mode=KEEP, timeout=2)
         with pytest.raises(WrongState, match="call ReleaseWeights"):
             await service.control.commit(epoch=1, policy_version=1, timeout=2)
         with pytest.raises(WrongState, match="committed already"):
             await service.control.receive(epoch=1, policy_version=1, timeout=2)
         await service.control.release(epoch=1, policy_version=1, timeout=2)
-        await service.control.begin(epoch=1, policy_version=2, pause_mode=control_pb.PAUSE_MODE_KEEP, timeout=2)
+        await service.control.begin(epoch=1, policy_version=2, pause_mode=KEEP, timeout=2)
         with pytest.raises(WrongState, match="not committed"):
             await service.control.release(epoch=1, policy_version=2, timeout=2)
 
@@ -225,7 +279,7 @@ class TestHold:
 
         answer = asyncio.create_task(stream())
         await service.running(2)
-        await keep(service)
+        await pause(service)
         await service.control.commit(epoch=1, policy_version=1, hold=True, timeout=2)
         fresh = start(service, "fresh")
         await service.running(4)

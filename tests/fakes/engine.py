@@ -44,6 +44,7 @@ class FakeSample:
 
     request: SampleRequest
     versions: list[int] = field(default_factory=list)  # of the weights that really sampled each token
+    keys: list[int] = field(default_factory=list)  # of the weights that computed the keys and values of each token
     given: int = 0  # tokens put into the sink
     asked: bool = False  # put the next tokens as they come
     finish: Finish | None = None
@@ -98,6 +99,8 @@ class FakeEngine:
         self.pause_seconds = 0.0
         self.paused = False
         self.loaded = 0  # version of the weights that it samples with
+        self.has_old_prefixes = False  # a sample could read keys and values of earlier weights that are not its own
+        self.forget_error: FourfoldError | None = None
         self.commit_error: FourfoldError | None = None
         self.settle_seconds = 0.0
         self.abort_is_clean = True
@@ -147,10 +150,20 @@ class FakeEngine:
         self.log.append("resume")
         self.paused = False
 
+    async def forget_prefixes(self, *, recompute: bool) -> None:
+        """Note it, or raise `forget_error`."""
+        assert self.paused
+        if self.forget_error is not None:
+            raise self.forget_error
+        self.log.append("recompute" if recompute else "forget")
+        self.has_old_prefixes = False
+        for sample in self.running if recompute else ():
+            sample.keys = [self.loaded] * sample.tokens
+
     async def interrupt(self) -> None:
         """End all with what they have."""
         self.log.append("interrupt")
-        self.paused = False
+        self.paused = self.has_old_prefixes = False
         for sample in self.running:
             self._end(sample, Finish.ABORTED)
 
@@ -183,7 +196,7 @@ class FakeEngine:
             raise StaleEpoch("stopped")
         if self.receive_error is not None:
             raise self.receive_error
-        self.loaded = policy_version
+        self.loaded, self.has_old_prefixes = policy_version, bool(self.running)
         self.log.append(f"receive {policy_version}" + " without sums" * skip_sums)
         return DIGEST
 
@@ -229,7 +242,9 @@ class FakeEngine:
         for _ in range(0 if self.paused else count):
             for sample in self.running:
                 assert not self.asleep, "it samples without memory"
+                assert not self.has_old_prefixes, "its cache has prefixes of earlier weights"
                 sample.versions.append(self.loaded)
+                sample.keys.append(self.loaded)
                 if sample.tokens >= sample.request.max_tokens:
                     sample.finish = Finish.LENGTH
                 if sample.request.streaming or sample.asked or sample.finish is not None:

@@ -52,7 +52,7 @@ ROUND_SECONDS: Final = 13.0
 # in a step, so with the default of 1024 the engine's memory would grow for minutes.
 KERNELS: Final = "64"
 CALLERS: Final = 12
-MODES: Final = (control_pb.PAUSE_MODE_WAIT, control_pb.PAUSE_MODE_ABORT, control_pb.PAUSE_MODE_KEEP)
+MODES: Final = tuple(mode for mode in control_pb.PauseMode.values() if mode)
 BAD: Final[tuple[tuple[dict[str, Any], type[Exception]], ...]] = (
     ({"prompt_token_ids": []}, InvalidInput),
     ({"prompt_token_ids": [VOCABULARY_SIZE]}, InvalidInput),

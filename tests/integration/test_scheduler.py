@@ -189,6 +189,74 @@ def test_what_a_sample_does_not_end_with_is_not_looked_at_by_vllm(monkeypatch: p
     assert taken == [[0], [99 % TOKENS]]
 
 
+def test_samples_whose_tokens_were_computed_again_go_through_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[list[int]] = []
+    take = AsyncScheduler._update_request_with_output
+
+    def taking(self: Any, request: Any, tokens: list[int], *options: Any, **more: Any) -> Any:
+        taken.append(list(tokens))
+        return take(self, request, tokens, *options, **more)
+
+    monkeypatch.setattr(AsyncScheduler, "_update_request_with_output", taking)
+    bare = BareScheduler(AsyncRolloutScheduler, samples=1, blocks=100, step_tokens=100)
+    bare.add("one", [1] * 40, tokens=100)
+    for _ in range(50):
+        bare.step()
+    bare.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    bare.step()  # the step in flight ends
+    bare.scheduler.reset_prefix_cache(reset_running_requests=True)
+    bare.scheduler.set_pause_state(PauseState.UNPAUSED)
+    asked, _ = bare.step()
+    assert asked.num_scheduled_tokens == {"one": 40 + 50}
+    for _ in range(60):
+        bare.step()
+    assert not bare.scheduler.running
+    assert taken == [[0], [50 % TOKENS], [99 % TOKENS]], "the first token, the first after the prefill, the last"
+
+
+@pytest.mark.parametrize(("theirs", "ours"), PAIRS, ids=["synchronous", "asynchronous"])
+def test_prefixes_are_forgotten_while_samples_run(theirs: type[Scheduler], ours: type[Scheduler]) -> None:
+    def waiting_hit(kind: type[Scheduler], *, forget: bool) -> tuple[bool, int]:
+        """Return the answer to the reset, and the tokens that the waiting sample finds in the cache."""
+        bare = BareScheduler(kind, samples=1, blocks=100)
+        for name in ("runs", "waits"):
+            bare.add(name, [1] * (2 * BLOCK_TOKENS + 1), tokens=30)
+        bare.step()
+        answer = not forget or bare.scheduler.reset_prefix_cache()
+        started = [new for _ in range(60) for new in bare.step()[0].scheduled_new_reqs]
+        assert [new.req_id for new in started] == ["waits"]
+        return answer, started[0].num_computed_tokens
+
+    assert waiting_hit(theirs, forget=True) == (False, 2 * BLOCK_TOKENS), "vLLM refuses while a sample runs"
+    assert waiting_hit(ours, forget=False) == (True, 2 * BLOCK_TOKENS)
+    assert waiting_hit(ours, forget=True) == (True, 0)
+
+
+def test_without_waiting_samples_forgetting_touches_no_block() -> None:
+    bare = BareScheduler(AsyncRolloutScheduler, samples=1, blocks=100)
+    bare.add("runs", [1] * (2 * BLOCK_TOKENS + 1), tokens=30)
+    bare.step()
+    assert bare.scheduler.reset_prefix_cache()
+    assert len(bare.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block) == 2
+
+
+@pytest.mark.parametrize("ours", [RolloutScheduler, AsyncRolloutScheduler])
+def test_a_probe_is_computed_before_samples_that_wait(ours: type[Scheduler]) -> None:
+    bare = BareScheduler(ours, samples=4, blocks=100, step_tokens=64)
+    for index in range(4):
+        bare.add(f"{index}", [index] * 40, tokens=30)
+    for _ in range(8):
+        bare.step()
+    bare.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    bare.step()
+    bare.scheduler.reset_prefix_cache(reset_running_requests=True)
+    bare.scheduler.set_pause_state(PauseState.UNPAUSED)
+    bare.add("probe", [5] * 50, tokens=1, prompt_logprobs=0)
+    asked, _ = bare.step()
+    assert asked.num_scheduled_tokens["probe"] == 50
+    assert len(asked.num_scheduled_tokens) == 2, "the others do not fit into the step"
+
+
 def test_what_every_step_must_know_of_is_left_to_vllm() -> None:
     scheduler: Any = BareScheduler(AsyncRolloutScheduler, samples=1, blocks=10).scheduler
     assert obstacle(scheduler) == ""

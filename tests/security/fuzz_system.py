@@ -181,7 +181,7 @@ class Live:
         return [control_pb.OpenWeightsRequest(epoch=self._epoch() + 1, backend="shm", **more)]
 
     def begin(self, pick: random.Random) -> list[Message]:
-        mode = pick.choice((control_pb.PAUSE_MODE_WAIT, control_pb.PAUSE_MODE_ABORT, control_pb.PAUSE_MODE_KEEP))
+        mode = pick.choice([mode for mode in control_pb.PauseMode.values() if mode])
         return [control_pb.BeginWeightsRequest(epoch=self._epoch(), policy_version=self._version(), pause_mode=mode)]
 
     def receive(self, pick: random.Random) -> list[Message]:

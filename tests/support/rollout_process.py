@@ -34,7 +34,7 @@ _names = itertools.count()
 RECIPE: Final = """
 name = "tiny"
 steps = 1
-model = {{ source = "{model}", max_context_tokens = {context} }}
+model = {{ source = "{model}", max_context_tokens = {context}, dtype = "{dtype}" }}
 data = {{ train = {{ reasoning_gym = "products", size = 8 }} }}
 batch = {{ prompts_per_step = 1, group_size = 2 }}
 sampling = {{ max_new_tokens = 8 }}
@@ -64,15 +64,28 @@ class Service:
         return child
 
 
-def start(model: Path, folder: Path, temporary: Path | None = None, program: str = "fourfold") -> Service:
-    """Start a service and wait for its READY line; its temporary files go to `temporary`."""
+def start(
+    model: Path,
+    folder: Path,
+    temporary: Path | None = None,
+    program: str = "fourfold",
+    *,
+    dtype: str = "bfloat16",
+    running: int | None = None,
+) -> Service:
+    """Start a service and wait for its READY line.
+
+    Its temporary files go to `temporary`. In the slow program, at most `running` samples run at once.
+    """
     recipe, errors = folder / "tiny.toml", folder / "stderr.log"
     public = f"127.0.0.1:{_free_port()}"
-    recipe.write_text(RECIPE.format(model=model, context=CONTEXT, samples=SAMPLES, public=public))
+    fields = {"model": model, "context": CONTEXT, "samples": SAMPLES, "public": public}
+    recipe.write_text(RECIPE.format(**fields, dtype=dtype))
     env = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "OMP_"))}
     env |= {PARENT_PID_VARIABLE: str(os.getpid()), "PYTHONPATH": os.pathsep.join(sys.path)}
     env |= {"VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "1"}  # outputs are half processed as often as they can be
     env |= {"TMPDIR": str(temporary)} if temporary else {}
+    env |= {"SLOW_ROLLOUT_RUNNING": str(running)} if running else {}
     with errors.open("w") as stderr:
         process = subprocess.Popen(
             [sys.executable, "-m", program, "serve", "rollout", str(recipe)],
@@ -166,8 +179,8 @@ class Publisher:
 
     _epochs = itertools.count(100)
 
-    def __init__(self, control: RolloutControlClient, *, version: int) -> None:
-        self._control = control
+    def __init__(self, control: RolloutControlClient, *, version: int, dtype: str = "bfloat16") -> None:
+        self._control, self._dtype = control, dtype
         self.epoch, self.version = -1, version
         self._sender: Any = None
 
@@ -179,9 +192,10 @@ class Publisher:
         from fourfold.weights.sender import WeightSender
         from fourfold.weights.source.dense import DenseSource
 
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        dtype = getattr(torch, self._dtype)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         self.epoch = next(self._epochs)
-        self._sender = WeightSender(DenseSource(model, dtype=torch.bfloat16), rank=0, rank_count=1)
+        self._sender = WeightSender(DenseSource(model, dtype=dtype), rank=0, rank_count=1)
         offer = self._sender.make_offer(self.epoch, "shm", 1, timeout=10)
         manifest = self._sender.manifest().to_bytes()
         await asyncio.gather(

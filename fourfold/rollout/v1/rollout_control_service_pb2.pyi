@@ -63,6 +63,10 @@ class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.V
     """They pause and continue under the new weights, with the KV cache of the old weights; every
     token keeps the version that sampled it.
     """
+    PAUSE_MODE_RECOMPUTE: _PauseMode.ValueType  # 4
+    """They pause and continue under the new weights; after the commit, the KV cache of their tokens is
+    computed again under the new weights. Every token keeps the version that sampled it.
+    """
 
 class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
     """Treatment of running requests in a weight update. May gain values."""
@@ -76,6 +80,10 @@ PAUSE_MODE_ABORT: PauseMode.ValueType  # 2
 PAUSE_MODE_KEEP: PauseMode.ValueType  # 3
 """They pause and continue under the new weights, with the KV cache of the old weights; every
 token keeps the version that sampled it.
+"""
+PAUSE_MODE_RECOMPUTE: PauseMode.ValueType  # 4
+"""They pause and continue under the new weights; after the commit, the KV cache of their tokens is
+computed again under the new weights. Every token keeps the version that sampled it.
 """
 Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 

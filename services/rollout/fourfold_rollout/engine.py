@@ -182,6 +182,12 @@ class RolloutEngine(Protocol):
     async def resume(self) -> None:
         """Continue sampling after `pause`. Does not wait for the engine."""
 
+    async def forget_prefixes(self, *, recompute: bool) -> None:
+        """Drop all cached prefixes, between `pause` and `resume`: a sample reads no keys and values but its own.
+
+        With `recompute`, running samples lose theirs, too: after `resume` their tokens are computed again.
+        """
+
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probability of each token given those before it, at temperature 1. The first is NaN."""
 

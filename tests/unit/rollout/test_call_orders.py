@@ -159,11 +159,16 @@ class Machine(RuleBasedStateMachine):
     def commit(self, step: int, *, hold: bool, fails: bool) -> None:
         version, before, dirty = self.fitting(step), self.weights.policy_version, self.weights._sampling.dirty
         self.engine.commit_error = Unavailable("lost") if fails and not hold else None
+        self.engine.forget_error = Unavailable("lost") if fails and hold else None
+        recomputes = self.weights._sampling.samples_paused and self.weights._sampling._recompute
+        received = self.weights._update.phase is UpdatePhase.RECEIVED
         if self.call(self.weights.commit(epoch=self.epoch, policy_version=version, hold=hold, timeout=1)):
             assert f"receive {version}" in self.engine.log or version == before
             assert version >= before or dirty
             if not hold:
                 self._served(version)
+            if received and recomputes:
+                assert {key for sample in self.engine.running for key in sample.keys} <= {version}
         elif self.weights._update.phase is UpdatePhase.COMMITTED and not self.holding:
             self.released.add(self.weights.policy_version)  # served, and not noted
 

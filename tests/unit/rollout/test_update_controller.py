@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from fourfold.errors import DeadlinePassed, InvalidInput, StaleEpoch, Unavailable, WrongState
-from fourfold_rollout.engine import EpochTerms
+from fourfold_rollout.engine import EpochTerms, SampleRequest
 from fourfold_rollout.pause import controller
 from fourfold_rollout.pause.controller import PauseMode
 from fourfold_rollout.update import controller as module
 from fourfold_rollout.update.controller import WeightController
 from fourfold_rollout.update.state import TRANSITIONS, UpdatePhase, WeightUpdate
-from tests.fakes.engine import DIGEST, FakeEngine
+from tests.fakes.engine import DIGEST, FakeEngine, FakeSample, NullSink
 
 
 def make(update_timeout: float = 5.0) -> tuple[FakeEngine, WeightController]:
@@ -42,6 +42,13 @@ async def update(weights: WeightController, version: int, epoch: int = 1) -> Non
     await begin(weights, version, epoch=epoch)
     assert await weights.receive(epoch=epoch, policy_version=version, timeout=1) == DIGEST
     await weights.commit(epoch=epoch, policy_version=version, timeout=1)
+
+
+def long_request() -> SampleRequest:
+    return SampleRequest(
+        key="k", prompt_token_ids=[1], temperature=1, top_p=1, top_k=0, max_tokens=30, stop_token_ids=(), seed=0,
+        cache_salt="", streaming=True, sink=NullSink(),
+    )  # fmt: skip
 
 
 async def served(weights: WeightController, timeout: float = 0.05) -> int:
@@ -342,6 +349,25 @@ class TestFailure:
         assert not receive.done()
         engine.receive_gate.set()
         assert await receive == DIGEST
+
+    @pytest.mark.parametrize("mode", [PauseMode.KEEP, PauseMode.RECOMPUTE])
+    async def test_watchdog_lets_paused_samples_go_on_as_they_were(
+        self, monkeypatch: pytest.MonkeyPatch, mode: PauseMode
+    ) -> None:
+        monkeypatch.setattr(module, "_WATCHDOG_EXTRA_SECONDS", 0.0)
+        engine, weights = make(update_timeout=0.05)
+        await open_epoch(weights)
+        async with weights.serving(1) as lease:
+            (sample,) = await engine.submit([long_request()])
+            lease.mark_in_flight()
+            engine.tick(2)
+            await begin(weights, mode=mode)
+            assert engine.paused
+            await until(lambda: not weights.updating)
+            engine.tick(2)
+        assert isinstance(sample, FakeSample)
+        assert (sample.versions, sample.keys) == ([0] * 4, [0] * 4)
+        assert engine.log == ["open 1", "pause", "stop 1", "abort 1", "resume"]
 
     async def test_watchdog_ends_a_transfer(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "_WATCHDOG_EXTRA_SECONDS", 0.0)

@@ -25,7 +25,8 @@ class PauseMode(Enum):
 
     WAIT = "wait"  # they finish first
     ABORT = "abort"  # they end with the tokens that they have
-    KEEP = "keep"  # they pause, and continue under the new weights
+    KEEP = "keep"  # they pause, and continue under the new weights with the keys and values of the old ones
+    RECOMPUTE = "recompute"  # they pause, and continue under the new weights, which compute their tokens again
 
 
 class SamplingController:
@@ -36,6 +37,7 @@ class SamplingController:
         self.sleep_state = SleepState()
         self.samples_paused = False  # samples are in the engine and none of them advances
         self.dirty = False  # the weights may be mixed, or are lost
+        self._recompute = False  # paused samples lose their keys and values when the weights change
         self._commits = 0
         self._closed_reason = ""  # empty while the gate is open, or closed only because the engine sleeps
         self._refusal: FourfoldError | None = None
@@ -91,22 +93,31 @@ class SamplingController:
         """Return when nothing is sampled. The gate must be closed. After DeadlinePassed, running samples continue."""
         if not self.sleep_state.awake:
             return
+        stay = mode in (PauseMode.KEEP, PauseMode.RECOMPUTE)
         try:
             async with asyncio.timeout(timeout):
-                if mode is not PauseMode.KEEP:
+                if not stay:
                     await self._drain(interrupt=mode is PauseMode.ABORT)
                 # Otherwise a request that is on its way could start during the update, with the old version's cache.
                 await self._gate.wait_submitted()
-                if mode is PauseMode.KEEP and self._engine.running_count:
+                if stay and self._engine.running_count:
                     await self._engine.pause()
-                    self.samples_paused = True
+                    self.samples_paused, self._recompute = True, mode is PauseMode.RECOMPUTE
                 else:
                     await self._engine.settle()
         except TimeoutError:
             raise DeadlinePassed(
                 f"{self._engine.running_count} samples still ran after {timeout:.1f} s; they go on with version "
-                f'{self.token_hold.version}. Give it more time, or set weights.pause = "keep" or "abort"'
+                f'{self.token_hold.version}. Give it more time, or set weights.pause = "keep", "recompute" or "abort"'
             ) from None
+
+    async def forget_old_weights(self) -> None:
+        """Drop the keys and values of the old weights that no sample may read; see `PauseMode`. Repeatable.
+
+        Call it before `commit`. Without paused samples, the cache salt of new samples is enough.
+        """
+        if self.samples_paused:
+            await self._engine.forget_prefixes(recompute=self._recompute)
 
     async def resume(self) -> None:
         if self.samples_paused:

@@ -202,6 +202,7 @@ class WeightController:
         update, paused = self._update, 0.0
         update.check_may_commit(held=self.token_hold.holding, hold=hold)
         if update.phase is UpdatePhase.RECEIVED:
+            await self._sampling.forget_old_weights()  # first: if it fails, the version is not committed
             update.served_before = self.policy_version
             self._sampling.commit(policy_version)
             if hold:

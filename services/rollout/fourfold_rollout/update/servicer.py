@@ -30,6 +30,7 @@ _PAUSE_MODES: Final = {
     pb.PAUSE_MODE_WAIT: PauseMode.WAIT,
     pb.PAUSE_MODE_ABORT: PauseMode.ABORT,
     pb.PAUSE_MODE_KEEP: PauseMode.KEEP,
+    pb.PAUSE_MODE_RECOMPUTE: PauseMode.RECOMPUTE,
 }
 
 

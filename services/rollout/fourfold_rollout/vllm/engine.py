@@ -170,6 +170,11 @@ class VllmEngine:
             self._paused = False
             await self._resume_scheduler()
 
+    async def forget_prefixes(self, *, recompute: bool) -> None:
+        # Without the patch, vLLM refuses to drop prefixes while samples run.
+        if recompute or "scheduler" not in self._settings.disabled_patches:
+            await self._unless_dead(self._llm.reset_prefix_cache(recompute, False), _ABORT_SECONDS)
+
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         await self._check_alive()
         ids = list(token_ids)

@@ -52,6 +52,9 @@ _EXTRAS: Final = (
     "sampling_masks",
     "num_nans_in_logits",
 )
+# What a preemption leaves in a request until its next output: the number of tokens that were being computed (vLLM 0.26,
+# vLLM 0.32) and the event for the statistics.
+_AFTER_PREEMPTION: Final = ("async_tokens_to_discard", "num_stale_output_tokens", "events")
 
 
 class EndConditions(NamedTuple):
@@ -222,7 +225,11 @@ class _Rows(NamedTuple):
 
 def _is_plain(request: Request) -> bool:
     """Return whether vLLM adds nothing to the token, and no token from before a preemption is outstanding."""
-    return request.prefill_stats is None and request.num_preemptions == 0
+    if request.num_preemptions > 0:
+        known = vars(request)
+        if any(known.get(name) for name in _AFTER_PREEMPTION):
+            return False
+    return request.prefill_stats is None
 
 
 def _end_conditions(request: Request, longest: int) -> EndConditions | None:

@@ -38,6 +38,31 @@ class RolloutScheduler(DecodingScheduler):
             "Short path of the KV cache manager", lambda: skip_idle_calls(self.kv_cache_manager)
         ) and _applied("Fast decode path", lambda: obstacle(self))
 
+    def add_request(self, request: Request) -> None:
+        """Queue a request; one for the log-probabilities of its prompt comes first.
+
+        It is the probe of a new version, whose tokens are held back until then. Samples that wait for memory, or whose
+        tokens are computed again, would delay the probe by minutes.
+        """
+        super().add_request(request)
+        wanted = request.sampling_params
+        if wanted is not None and wanted.prompt_logprobs is not None:
+            self.waiting.remove_request(request)
+            self.waiting.prepend_request(request)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Remove all blocks from the prefix cache, also while samples run, when vLLM would refuse.
+
+        Running samples keep their blocks for themselves. Only waiting samples could still read a cached block, because
+        new samples have another cache salt; without waiting samples this costs nothing.
+        """
+        if reset_running_requests or not self.running:
+            return super().reset_prefix_cache(reset_running_requests, reset_connector)
+        if self.get_request_counts()[1]:
+            pool = self.kv_cache_manager.block_pool
+            pool.evict_blocks({block.block_id for block in pool.blocks if block.block_hash is not None})
+        return True
+
 
 class AsyncRolloutScheduler(RolloutScheduler, AsyncScheduler):
     """The same for vLLM's asynchronous scheduler."""
